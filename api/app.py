@@ -1,0 +1,45 @@
+"""The HTTP app."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, FastAPI
+
+from api import errors
+from api.auth import Authenticator
+from api.deps import current_owner
+from api.holds import Holds
+from api.models import Health
+from api.routes import futures, runs, sampling, service, sessions, training, weights
+from api.services import Services
+from backend.clock import Clock, SystemClock
+from backend.journal import Journal, Waiters
+from backend.settings import Settings
+from backend.store import Store
+
+_PREFIX = "/api/v1"
+
+
+def create_app(
+    settings: Settings, journal: Journal, waiters: Waiters, store: Store, *, clock: Clock | None = None
+) -> FastAPI:
+    """The app that speaks the tinker protocol. `waiters` must be running. Only healthz answers without a key."""
+    app = FastAPI(title="tinkerflow", openapi_url=None)
+    app.state.services = Services(
+        settings=settings,
+        journal=journal,
+        waiters=waiters,
+        store=store,
+        auth=Authenticator(settings, journal, clock or SystemClock()),
+        holds=Holds(),
+    )
+    errors.install(app)
+    app.add_api_route(f"{_PREFIX}/healthz", _healthz, methods=["GET"])
+    guarded = APIRouter(prefix=_PREFIX, dependencies=[Depends(current_owner)])
+    for room in (service, sessions, training, weights, runs, sampling, futures):
+        guarded.include_router(room.router)
+    app.include_router(guarded)
+    return app
+
+
+async def _healthz() -> Health:
+    return Health()

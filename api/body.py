@@ -1,0 +1,56 @@
+"""Request bodies: read whole, bounded before and after decompression."""
+
+from __future__ import annotations
+
+import asyncio
+
+import zstandard
+from fastapi import Request
+
+from backend.errors import UserError
+
+_DRAINED = 4  # times the limit: so much of a body that is too large is still read, so that its sender hears why
+_MAX_WINDOW = 2**27  # bytes of history a zstd frame may ask for
+
+
+class BodyTooLargeError(UserError):
+    """The body, as sent or decompressed, is over the limit."""
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, decompressed; UserError when it has more than `limit` bytes, or is not what its headers say.
+
+    What exceeds the limit is read and thrown away: most clients only listen once they have sent all of it.
+    """
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        else:
+            parts.clear()
+            if size > limit * _DRAINED:
+                break
+    if size > limit:
+        raise BodyTooLargeError(f"the request body has more than {limit} bytes: must be at most that (max_body_bytes)")
+    body = b"".join(parts)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding == "identity":
+        return body
+    if encoding != "zstd":
+        raise UserError(f"Content-Encoding is {encoding!r}: must be zstd or absent")
+    return await asyncio.to_thread(_decompress, body, limit)
+
+
+def _decompress(body: bytes, limit: int) -> bytes:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    try:
+        with decompressor.stream_reader(body, read_across_frames=True) as reader:
+            data = reader.read(limit + 1)
+    except zstandard.ZstdError as e:
+        raise UserError(f"the request body is not zstd, as its Content-Encoding says: {e}") from e
+    if len(data) > limit:
+        raise BodyTooLargeError(
+            f"the request body has more than {limit} bytes when decompressed: must be at most that (max_body_bytes)"
+        )
+    return data

@@ -1,0 +1,42 @@
+"""From the error tree to HTTP.
+
+Bodies are JSON with a Content-Length: an empty 400 would look like a proxy's to the SDK.
+408, 409, 425, 429 and 5xx are not for what the user did wrong: the SDK retries most of them for minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from api.body import BodyTooLargeError
+from backend.errors import ConflictError, NotFoundError, TinkerflowError, UserError
+
+log = logging.getLogger(__name__)
+
+_STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
+    (NotFoundError, 404),
+    (ConflictError, 422),
+    (BodyTooLargeError, 413),
+    (UserError, 400),
+)
+
+
+def install(app: FastAPI) -> None:
+    """Answer errors in our form."""
+    app.add_exception_handler(TinkerflowError, _ours)
+    app.add_exception_handler(Exception, _unknown)
+
+
+def _ours(request: Request, error: Exception) -> JSONResponse:
+    status = next((code for kind, code in _STATUS if isinstance(error, kind)), 503)
+    if status == 503:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return JSONResponse({"detail": str(error)}, status)
+
+
+def _unknown(request: Request, error: Exception) -> JSONResponse:
+    # uvicorn logs the traceback; the client sees no internals
+    return JSONResponse({"detail": f"the service failed: {type(error).__name__}"}, 500)

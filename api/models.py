@@ -1,0 +1,228 @@
+"""The JSON of the synchronous endpoints. Requests may hold unknown fields; answers leave out what is None.
+
+The bodies of training and sampling operations are not here: backend.wire reads those, for the API and the tasks alike.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+CheckpointType = Literal["training", "sampler"]
+
+
+class Wire(BaseModel):
+    """Base of all: `model_` is a plain field prefix here."""
+
+    model_config = ConfigDict(protected_namespaces=(), frozen=True)
+
+
+# ------------------------------------------------------------------ requests
+class CreateSession(Wire):
+    """create_session."""
+
+    sdk_version: str
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, Any] | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class Heartbeat(Wire):
+    """session_heartbeat."""
+
+    session_id: str
+
+
+class FinishReason(Wire):
+    """Why a session ends."""
+
+    type: str
+
+
+class Finish(Wire):
+    """sessions/{id}/finish."""
+
+    reason: FinishReason
+    detail: str | None = None
+
+
+class TelemetryEvent(Wire):
+    """One event; the rest of its fields is not read (they can hold API keys)."""
+
+    event: str = ""
+    event_name: str | None = None
+    error_type: str | None = None
+    error_message: str | None = None
+
+
+class Telemetry(Wire):
+    """telemetry."""
+
+    session_id: str = ""
+    events: tuple[TelemetryEvent, ...] = ()
+
+
+class CreateSamplingSession(Wire):
+    """create_sampling_session: of a base model, or of a saved checkpoint."""
+
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0, lt=2**31)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class GetInfo(Wire):
+    """get_info."""
+
+    model_id: str
+
+
+class WeightsPath(Wire):
+    """weights_info."""
+
+    tinker_path: str
+
+
+class RetrieveFuture(Wire):
+    """retrieve_future; allow_metadata_only is not read: we always send the whole result."""
+
+    request_id: str
+
+
+# ------------------------------------------------------------------ answers
+class SessionCreated(Wire):
+    """create_session."""
+
+    type: Literal["create_session"] = "create_session"
+    session_id: str
+
+
+class HeartbeatHeard(Wire):
+    """session_heartbeat."""
+
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class TelemetryAccepted(Wire):
+    """telemetry."""
+
+    status: Literal["accepted"] = "accepted"
+
+
+class Health(Wire):
+    """healthz."""
+
+    status: Literal["ok"] = "ok"
+
+
+class SupportedModel(Wire):
+    """A base model that is served."""
+
+    model_name: str
+    max_context_length: int
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class Capabilities(Wire):
+    """get_server_capabilities."""
+
+    supported_models: list[SupportedModel]
+
+
+class SamplingSessionCreated(Wire):
+    """create_sampling_session."""
+
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
+
+
+class Sampler(Wire):
+    """samplers/{id}."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class ModelData(Wire):
+    """What a model is made of; tokenizer_id is what AutoTokenizer loads on the client."""
+
+    arch: str
+    model_name: str
+    tokenizer_id: str
+
+
+class ModelInfo(Wire):
+    """get_info. Without model_name the SDK would ask samplers/{id}, and its get_tokenizer() fail."""
+
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+    model_data: ModelData
+    is_lora: bool = True
+    lora_rank: int
+    model_name: str
+
+
+class Checkpoint(Wire):
+    """A saved checkpoint; checkpoint_id is `{kind}/{name}`."""
+
+    checkpoint_id: str
+    checkpoint_type: CheckpointType
+    time: datetime
+    tinker_path: str
+    size_bytes: int
+    public: bool
+    user_metadata: dict[str, str]
+    expires_at: datetime | None = None
+
+
+class Cursor(Wire):
+    """Which part of a list this is."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class Checkpoints(Wire):
+    """A list of checkpoints, newest first."""
+
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(Wire):
+    """A training run (a model). corrupted: its state was lost with a worker group."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool
+    lora_rank: int
+    last_request_time: datetime
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str]
+
+
+class TrainingRuns(Wire):
+    """A list of training runs, newest first."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class WeightsInfo(Wire):
+    """weights_info: what is needed to load a checkpoint."""
+
+    base_model: str
+    is_lora: bool = True
+    lora_rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool

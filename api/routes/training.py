@@ -1,0 +1,170 @@
+"""Making models, and the operations that train them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from api.deps import Body, JournalDep, Owner, ServicesDep, parsed, whole_body
+from api.models import GetInfo, ModelData, ModelInfo
+from api.refusals import refuse
+from api.services import Services
+from api.submit import accepted, content_hash, submit_for_model
+from backend.commands import LoraSpec
+from backend.errors import NotFoundError, UserError
+from backend.ids import model_id
+from backend.journal import Journal, Kind, NewModel, NewRequest
+from backend.model_card import ModelCard
+from backend.wire import (
+    Fields,
+    decode_create_model,
+    decode_load_model,
+    decode_load_weights,
+    decode_optim_step,
+    forward_backward_header,
+)
+from backend.wire.operations import MAX_SEQ
+
+router = APIRouter()
+
+_SEED_BITS = 31
+
+
+@router.post("/create_model")
+async def create_model(body: Body, owner: Owner, journal: JournalDep) -> Response:
+    """Make a model with a fresh adapter; its id is `{session}:train:{n}`."""
+    return await asyncio.to_thread(_create, journal, owner, body, Kind.CREATE_MODEL)
+
+
+@router.post("/load_weights")
+async def load_weights(body: Body, owner: Owner, journal: JournalDep) -> Response:
+    """With session_id, make a model from a checkpoint (the client works out its id); with model_id, load into that."""
+    if Fields.parse(body).has("session_id"):
+        return await asyncio.to_thread(_create, journal, owner, body, Kind.LOAD_MODEL)
+    return await submit_for_model(journal, owner, Kind.LOAD_WEIGHTS, body, decode_load_weights)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The model that a request asks for."""
+
+    base_model: str
+    spec: LoraSpec
+    user_metadata: dict[str, str]
+    seed: int | None = None
+
+
+def _create(journal: Journal, owner: str, body: bytes, kind: Kind) -> Response:
+    values = Fields.parse(body)
+    session_id = values.text("session_id")
+    new_id = model_id(session_id, values.whole("model_seq_id", 0, MAX_SEQ))
+    describe = _fresh if kind is Kind.CREATE_MODEL else _from_checkpoint
+    error = None
+    try:
+        wanted = describe(journal, owner, body)
+        _must_be_served(journal, wanted.base_model)
+    except UserError as e:
+        # The row says what can be said of a model that never came to be; the request says why.
+        base_model = values.get("base_model")
+        wanted = _Wanted(base_model if isinstance(base_model, str) else "", LoraSpec(rank=0), {})
+        error = e.message
+    model = NewModel(
+        id=new_id,
+        session_id=session_id,
+        owner=owner,
+        base_model=wanted.base_model,
+        rank=wanted.spec.rank,
+        train_attn=wanted.spec.train_attn,
+        train_mlp=wanted.spec.train_mlp,
+        train_unembed=wanted.spec.train_unembed,
+        seed=wanted.seed,
+        user_metadata=wanted.user_metadata,
+    )
+    request = NewRequest(
+        kind=kind,
+        owner=owner,
+        payload=body,
+        payload_type="json",
+        content_hash=content_hash(body),
+        model_id=new_id,
+        seq_id=0,
+        error=error,
+    )
+    return accepted(journal.submit_new_model(model, request), model_id=new_id)
+
+
+def _fresh(journal: Journal, owner: str, body: bytes) -> _Wanted:
+    asked = decode_create_model(body)
+    seed = secrets.randbits(_SEED_BITS) if asked.seed is None else asked.seed
+    return _Wanted(asked.base_model, asked.spec, asked.user_metadata, seed)
+
+
+def _from_checkpoint(journal: Journal, owner: str, body: bytes) -> _Wanted:
+    asked = decode_load_model(body)
+    saved = journal.checkpoint(asked.path, owner)
+    spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed)
+    return _Wanted(asked.base_model or saved.base_model, spec, asked.user_metadata)
+
+
+def _must_be_served(journal: Journal, base_model: str) -> None:
+    names = [row.name for row in journal.base_models()]
+    if base_model not in names:
+        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
+
+
+@router.post("/get_info")
+async def get_info(body: Annotated[GetInfo, Depends(parsed(GetInfo))], owner: Owner, journal: JournalDep) -> ModelInfo:
+    """What a model is: the SDK asks once, right after making it."""
+    return await asyncio.to_thread(_info, journal, owner, body.model_id)
+
+
+def _info(journal: Journal, owner: str, wanted: str) -> ModelInfo:
+    model = journal.model(wanted, owner)
+    cards = {row.name: row.card for row in journal.base_models()}
+    if model.base_model not in cards:
+        raise NotFoundError(f"model {wanted}: its base model {model.base_model!r} is not served here any more")
+    card = ModelCard.from_json(cards[model.base_model])
+    return ModelInfo(
+        model_id=model.id,
+        model_data=ModelData(arch=card.architecture, model_name=card.name, tokenizer_id=card.tokenizer_id),
+        lora_rank=model.rank,
+        model_name=card.name,
+    )
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, owner: Owner, services: ServicesDep) -> Response:
+    """Store a chunk. Never a 4xx, which would hang the client: what cannot be stored gets the id of a failure."""
+    try:
+        body = await whole_body(request)
+        return await asyncio.to_thread(_submit_chunk, services, owner, body)
+    except UserError as e:
+        return accepted(refuse(e.message))
+
+
+def _submit_chunk(services: Services, owner: str, body: bytes) -> Response:
+    header = forward_backward_header(body)
+    if not header.model_id or header.seq_id < 1:
+        raise UserError(f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, seq_id from 1")
+    new = NewRequest(
+        kind=Kind.FORWARD if header.forward_only else Kind.FORWARD_BACKWARD,
+        owner=owner,
+        payload=body,
+        payload_type="proto",
+        content_hash=hashlib.sha256(body).hexdigest(),
+        model_id=header.model_id,
+        seq_id=header.seq_id,
+    )
+    return accepted(services.journal.submit(new), model_id=header.model_id)
+
+
+@router.post("/optim_step")
+async def optim_step(body: Body, owner: Owner, journal: JournalDep) -> Response:
+    """Store an optimizer step."""
+    return await submit_for_model(journal, owner, Kind.OPTIM_STEP, body, decode_optim_step)

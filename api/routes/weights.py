@@ -1,0 +1,101 @@
+"""Saving weights, and what is known of saved ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+from fastapi.responses import Response
+
+from api.deps import Body, JournalDep, Owner, ServicesDep, parsed
+from api.models import Checkpoint, Checkpoints, Cursor, WeightsInfo, WeightsPath
+from api.submit import submit_for_model
+from backend.errors import StoreError
+from backend.journal import CheckpointKind, CheckpointView, Kind
+from backend.store import CheckpointPath
+from backend.wire import decode_save_for_sampler, decode_save_weights
+
+log = logging.getLogger(__name__)
+router = APIRouter()
+
+# A retried unnamed save comes with a new number, and is the same save all the same (PROTOCOL.md 3.2).
+_RENUMBERED = ("sampling_session_seq_id",)
+
+
+@router.post("/save_weights")
+async def save_weights(body: Body, owner: Owner, journal: JournalDep) -> Response:
+    """Store a save of the training state."""
+    return await submit_for_model(journal, owner, Kind.SAVE_WEIGHTS, body, decode_save_weights)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(body: Body, owner: Owner, journal: JournalDep) -> Response:
+    """Store a save for sampling: named, or unnamed and then opening a sampling session."""
+    return await submit_for_model(
+        journal, owner, Kind.SAVE_FOR_SAMPLER, body, decode_save_for_sampler, not_content=_RENUMBERED
+    )
+
+
+@router.get("/checkpoints", response_model_exclude_none=True)
+async def user_checkpoints(
+    owner: Owner,
+    journal: JournalDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    offset: Annotated[int, Query(ge=0)] = 0,
+) -> Checkpoints:
+    """All checkpoints of the owner, newest first."""
+    page = await asyncio.to_thread(journal.checkpoints, owner, limit=limit, offset=offset)
+    return Checkpoints(
+        checkpoints=[checkpoint(row) for row in page.rows],
+        cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
+    )
+
+
+@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
+async def run_checkpoints(run_id: str, owner: Owner, journal: JournalDep) -> Checkpoints:
+    """All checkpoints of one training run, newest first."""
+    page = await asyncio.to_thread(journal.checkpoints, owner, run_id=run_id, limit=100_000)
+    return Checkpoints(checkpoints=[checkpoint(row) for row in page.rows])
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
+async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, owner: Owner, services: ServicesDep) -> None:
+    """Delete a checkpoint: its row first, so that nobody loads what is half gone, then its files."""
+    path = str(CheckpointPath(run_id, kind, name))
+    await asyncio.to_thread(services.journal.delete_checkpoint, path, owner)
+    try:
+        await asyncio.to_thread(services.store.delete, path)
+    except StoreError:
+        # For every client it is gone; only its files still take room.
+        log.exception("checkpoint %s is deleted, but its files stay", path)
+
+
+@router.post("/weights_info")
+async def weights_info(
+    body: Annotated[WeightsPath, Depends(parsed(WeightsPath))], owner: Owner, journal: JournalDep
+) -> WeightsInfo:
+    """What one must know to load a checkpoint."""
+    saved = await asyncio.to_thread(journal.checkpoint, body.tinker_path, owner)
+    return WeightsInfo(
+        base_model=saved.base_model,
+        lora_rank=saved.rank,
+        train_unembed=saved.train_unembed,
+        train_mlp=saved.train_mlp,
+        train_attn=saved.train_attn,
+    )
+
+
+def checkpoint(row: CheckpointView) -> Checkpoint:
+    """A checkpoint as clients see it."""
+    return Checkpoint(
+        checkpoint_id=f"{row.kind}/{row.name}",
+        checkpoint_type="training" if row.kind is CheckpointKind.WEIGHTS else "sampler",
+        time=row.created_at,
+        tinker_path=row.path,
+        size_bytes=row.size_bytes,
+        public=row.public,
+        user_metadata=dict(row.user_metadata),
+        expires_at=row.expires_at,
+    )

@@ -1,0 +1,98 @@
+"""The API process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+
+import uvicorn
+
+from api.app import create_app
+from api.services import Services
+from backend.errors import ServerError
+from backend.journal import Journal, Waiters
+from backend.settings import Settings
+from backend.store import Store
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_SECONDS = 0.25
+_STOP_SECONDS = 3  # for answers still being written
+_KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client is the one to close it
+_BACKLOG = 2048  # the SDK opens one connection for each of up to 2,000 samples
+_THREADS = 16  # journal calls at once; with SQLite they take turns anyway
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT, and then return within a few seconds: held polls are told to try again.
+
+    Waits first for the engine to migrate the journal's database and to register a base model. Only logs.
+    """
+    asyncio.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "journal"))
+    journal = await _opened(settings)
+    try:
+        await _base_model_registered(journal)
+        async with Waiters(journal) as waiters:
+            app = create_app(settings, journal, waiters, Store.open(settings.store_url))
+            config = uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                log_config=None,
+                access_log=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_STOP_SECONDS,
+            )
+            await Server(config, app.state.services).serve()
+    finally:
+        journal.close()
+
+
+async def _opened(settings: Settings) -> Journal:
+    waiting = False
+    while True:
+        try:
+            return await asyncio.to_thread(Journal.open, settings.journal_url)
+        except ServerError as e:
+            if not waiting:
+                log.info("waiting for the journal's database: %s", e)
+                waiting = True
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+
+async def _base_model_registered(journal: Journal) -> None:
+    waiting = False
+    while True:
+        if await asyncio.to_thread(journal.base_models):
+            return
+        if not waiting:
+            log.info("waiting for the engine to register a base model")
+            waiting = True
+        await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+
+class Server(uvicorn.Server):
+    """uvicorn that lets held polls go when it stops, and ends like a program that did what it was told."""
+
+    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+        """Serve `config`'s app, whose services these are."""
+        super().__init__(config)
+        self._services = services
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop soon."""
+        # The original also remembers the signal, to die of it after a clean stop.
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let the held polls go, then wait for what is being answered."""
+        self._services.holds.release()
+        await super().shutdown(sockets)

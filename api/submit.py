@@ -1,0 +1,66 @@
+"""Putting operations into the journal. Wrong content is stored as a failed request, not refused (PROTOCOL.md 3.5)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+import orjson
+from fastapi.responses import Response
+
+from backend.errors import UserError
+from backend.journal import Journal, Kind, NewRequest
+from backend.wire import Fields
+from backend.wire.operations import MAX_SEQ
+
+
+def accepted(request_id: str, **more: Any) -> Response:
+    """The answer to every submit: the request's id, and what else its kind needs."""
+    return Response(orjson.dumps({"request_id": request_id, **more}), media_type="application/json")
+
+
+def content_hash(body: bytes, without: Collection[str] = ()) -> str:
+    """Equal for JSON bodies that mean the same; the top-level fields `without` do not count."""
+    values = orjson.loads(body)
+    kept = {key: value for key, value in values.items() if key not in without}
+    return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+async def submit_for_model(
+    journal: Journal,
+    owner: str,
+    kind: Kind,
+    body: bytes,
+    check: Callable[[bytes], object],
+    *,
+    not_content: Collection[str] = (),
+) -> Response:
+    """Store a JSON operation on a model and answer with its id.
+
+    `check` raises UserError for wrong content, which then fails the request. UserError from here means that the body
+    does not say which model or seq_id it is for; NotFoundError and ConflictError are the journal's.
+    """
+    values = Fields.parse(body)
+    model_id = values.text("model_id")
+    request = NewRequest(
+        kind=kind,
+        owner=owner,
+        payload=body,
+        payload_type="json",
+        content_hash=content_hash(body, not_content),
+        model_id=model_id,
+        seq_id=values.whole("seq_id", 1, MAX_SEQ),
+        error=complaint(check, body),
+    )
+    return accepted(await asyncio.to_thread(journal.submit, request), model_id=model_id)
+
+
+def complaint(check: Callable[[bytes], object], body: bytes) -> str | None:
+    """What `check` finds wrong with the body, None when nothing."""
+    try:
+        check(body)
+    except UserError as e:
+        return e.message
+    return None

@@ -1,0 +1,52 @@
+"""The one clock. It is passed in, so that tests can drive time."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Wall time and monotonic time."""
+
+    def now(self) -> datetime:
+        """The current time, aware, in UTC."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary start, never going back."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clock."""
+
+    def now(self) -> datetime:
+        """The current time, aware, in UTC."""
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary start, never going back."""
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves only when told, for tests."""
+
+    def __init__(self, start: datetime | None = None) -> None:
+        """Start at `start` (default: 2026-01-01 UTC)."""
+        self._start = start or datetime(2026, 1, 1, tzinfo=UTC)
+        self._elapsed = 0.0
+
+    def now(self) -> datetime:
+        """The current time, aware, in UTC."""
+        return self._start + timedelta(seconds=self._elapsed)
+
+    def monotonic(self) -> float:
+        """Seconds since the start."""
+        return self._elapsed
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward by `seconds`."""
+        self._elapsed += seconds

@@ -1,0 +1,287 @@
+"""The ordered commands that a pool executes, and the plain data they carry.
+
+NumPy and dataclasses only: whoever sends commands needs no JAX. Letters: T tokens of a sequence, K targets a position.
+Every array crosses as it is, so dtypes are part of the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+LORA_ALPHA = 32.0
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+
+
+# ------------------------------------------------------------------ what the data looks like
+@dataclass(frozen=True)
+class LoraSpec:
+    """The shape of an adapter: `rank` >= 1, and which parts of the model it adapts."""
+
+    rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training sequence: tokens_T is scored against targets_TK; a 1-D request has K = 1 and `flat` set.
+
+    weights_TK is used by cross_entropy; old_logprobs_TK and advantages_TK by the policy-gradient losses
+    (weights_TK then multiplies the token's loss, 1 by default). All float32 [T, K].
+    """
+
+    tokens_T: Int32
+    targets_TK: Int32
+    weights_TK: Float32
+    old_logprobs_TK: Float32 | None = None
+    advantages_TK: Float32 | None = None
+    flat: bool = True
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """AdamW with decoupled weight decay; `grad_clip_norm` is a global norm, 0 = off."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One prompt to continue `num_samples` times. `snapshot_id` None samples the base model.
+
+    seed: 64 bits; sample i of a request uses a key derived from (seed, i), so a result never depends on the batch.
+    stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
+    """
+
+    request_id: str
+    snapshot_id: str | None
+    prompt_T: Int32
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    top_k: int  # -1 = off
+    top_p: float  # 1.0 = off
+    seed: int
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """tokens_T int32 and their logprobs_T float32 (natural log, of the full untempered softmax)."""
+
+    tokens_T: Int32
+    logprobs_T: Float32
+    stop_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What became of one SampleRequest: its sequences, or `error` (and nobody else's)."""
+
+    request_id: str
+    sequences: tuple[SampledSequence, ...] = ()
+    prompt_logprobs_T: Float32 | None = None  # NaN first
+    prompt_cache_hit_tokens: int = 0
+    error: str | None = None
+
+
+# ------------------------------------------------------------------ commands, each with its reply
+@dataclass(frozen=True)
+class CreateAdapter:
+    """Make a fresh adapter: A seeded normal/uniform, B zero, gradients and moments zero. Reply: Done."""
+
+    adapter_id: str
+    spec: LoraSpec
+    seed: int
+
+
+@dataclass(frozen=True)
+class DropAdapter:
+    """Forget an adapter; unknown ids are fine. Reply: Done."""
+
+    adapter_id: str
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
+
+    Reply: ForwardResult.
+    """
+
+    adapter_id: str
+    examples: tuple[Example, ...]
+    loss: Loss
+    config: Mapping[str, float] = field(default_factory=dict)
+    backward: bool = True
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    """One AdamW step with the accumulated gradients, then clear them. Reply: OptimResult.
+
+    A gradient norm that is not finite is a UserError: weights and moments stay, gradients are cleared.
+    """
+
+    adapter_id: str
+    params: AdamParams
+
+
+@dataclass(frozen=True)
+class ExportAdapter:
+    """Copy an adapter to the host. Reply: AdapterState (with moments only when `optimizer`)."""
+
+    adapter_id: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class ImportAdapter:
+    """Make an adapter from a state; without moments in it, the optimizer starts fresh. Reply: Done."""
+
+    adapter_id: str
+    state: AdapterState
+
+
+@dataclass(frozen=True)
+class PublishSnapshot:
+    """Freeze a copy of an adapter's weights for sampling. Reply: Done."""
+
+    adapter_id: str
+    snapshot_id: str
+
+
+@dataclass(frozen=True)
+class LoadSnapshot:
+    """Make a sampling snapshot from saved weights. Reply: Done."""
+
+    snapshot_id: str
+    state: AdapterState
+
+
+@dataclass(frozen=True)
+class DropSnapshot:
+    """Forget a snapshot; requests already admitted with it finish. Unknown ids are fine. Reply: Done."""
+
+    snapshot_id: str
+
+
+@dataclass(frozen=True)
+class SampleStep:
+    """Admit requests into the decode batch, cancel others, decode one chunk. Reply: SampleProgress.
+
+    An empty SampleStep decodes one more chunk for whoever is in the batch.
+    """
+
+    admit: tuple[SampleRequest, ...] = ()
+    cancel: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Do nothing. Reply: Done."""
+
+
+Command = (
+    CreateAdapter
+    | DropAdapter
+    | Forward
+    | OptimStep
+    | ExportAdapter
+    | ImportAdapter
+    | PublishSnapshot
+    | LoadSnapshot
+    | DropSnapshot
+    | SampleStep
+    | Ping
+)
+
+
+# ------------------------------------------------------------------ replies
+@dataclass(frozen=True)
+class Done:
+    """The command was executed."""
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """logprobs: one float32 [T] (flat) or [T, K] per example, in order; loss_sum: the sum over all tokens."""
+
+    logprobs: tuple[Float32, ...]
+    loss_sum: float
+
+
+@dataclass(frozen=True)
+class OptimResult:
+    """grad_norm: before clipping; step: optimizer steps made so far, this one included."""
+
+    grad_norm: float
+    step: int
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """An adapter on the host, by PEFT name.
+
+    weights: float32, `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank].
+    moments: empty, or `{name}.mu`, `{name}.nu` for every weight and `{name}.grad` for gradients not yet applied.
+    """
+
+    spec: LoraSpec
+    step: int
+    weights: Mapping[str, Float32]
+    moments: Mapping[str, Float32] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SampleProgress:
+    """finished: results of requests that ended in this chunk; active/waiting: requests still in the batch / in line."""
+
+    finished: tuple[SampleResult, ...]
+    active: int
+    waiting: int
+
+
+Reply = Done | ForwardResult | OptimResult | AdapterState | SampleProgress
+
+
+# ------------------------------------------------------------------ how a group is set up
+@dataclass(frozen=True)
+class GroupConfig:
+    """What every process of a group is told at start. Sizes are tokens and rows."""
+
+    model_path: str  # a Hugging Face folder
+    dtype: Literal["float32", "bfloat16"]
+    fsdp: int
+    tensor: int
+    max_context: int
+    microbatch_tokens: int  # padded tokens of one training micro-batch
+    sample_slots: int  # sequences decoded together at most
+    decode_chunk: int  # tokens decoded per SampleStep
+    compile_cache_dir: str  # "" = no persistent compilation cache
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """What a group says of itself when it is ready."""
+
+    devices: tuple[str, ...]
+    parameters: int
+    generation: int

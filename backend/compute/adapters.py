@@ -1,0 +1,127 @@
+"""The adapters of a worker group: weights, gradients and moments on the devices, by id; and their way to the host and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh
+
+from backend.commands import AdapterState, LoraSpec
+from backend.compute.config import ModelConfig
+from backend.compute.lora import Lora, check_spec, from_peft, init_lora, to_peft
+from backend.compute.mesh import put, replicated, to_host
+from backend.compute.optimizer import Moments
+from backend.errors import NotFoundError, UserError
+
+Floats = npt.NDArray[np.float32]
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter on the devices. `step`: optimizer steps made; `pending`: gradients wait for the next one."""
+
+    spec: LoraSpec
+    lora: Lora
+    grads: Lora
+    moments: Moments
+    step: int = 0
+    pending: bool = False
+
+
+class AdapterStore:
+    """Adapters by id, each shaped by its own rank and targets. Values are immutable; steps put new ones in their place."""
+
+    def __init__(self, cfg: ModelConfig, mesh: Mesh) -> None:
+        """No adapters yet."""
+        self._cfg = cfg
+        self._mesh = mesh
+        self._adapters: dict[str, Adapter] = {}
+
+    def get(self, adapter_id: str) -> Adapter:
+        """The adapter; NotFoundError when there is none of that id."""
+        if adapter_id not in self._adapters:
+            raise NotFoundError(f"adapter {adapter_id!r} is not in this worker group: it was never made, or dropped")
+        return self._adapters[adapter_id]
+
+    def set(self, adapter_id: str, adapter: Adapter) -> None:
+        """Make `adapter` the one of that id."""
+        self._adapters[adapter_id] = adapter
+
+    def drop(self, adapter_id: str) -> None:
+        """Forget the adapter, if there is one."""
+        self._adapters.pop(adapter_id, None)
+
+    def create(self, adapter_id: str, spec: LoraSpec, seed: int) -> None:
+        """A fresh adapter: no update to the base model until its first step."""
+        self.set(adapter_id, self._fresh(spec, init_lora(self._cfg, check_spec(spec), seed)))
+
+    def clear_gradients(self, adapter_id: str) -> None:
+        """Set the adapter's gradients to zero, also when their buffers are gone with a step that failed."""
+        adapter = self.get(adapter_id)
+        grads = self._put(jax.tree.map(_zeros, adapter.lora))
+        self.set(adapter_id, replace(adapter, grads=grads, pending=False))
+
+    def export(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+        """A copy on the host; with `optimizer` also moments, and gradients when some wait."""
+        adapter = self.get(adapter_id)
+        parts = {"": adapter.lora}
+        if optimizer:
+            parts |= {".mu": adapter.moments.mu, ".nu": adapter.moments.nu}
+            if adapter.pending:
+                parts[".grad"] = adapter.grads
+        host = to_host(parts)
+        moments = {name + end: array for end in parts if end for name, array in to_peft(host[end]).items()}
+        return AdapterState(spec=adapter.spec, step=adapter.step, weights=to_peft(host[""]), moments=moments)
+
+    def restore(self, adapter_id: str, state: AdapterState) -> None:
+        """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape."""
+        adapter = self._fresh(state.spec, state_lora(self._cfg, state))
+        if state.moments:
+            pending = any(name.endswith(".grad") for name in state.moments)
+            ends = (".mu", ".nu", ".grad") if pending else (".mu", ".nu")
+            mu, nu, *grads = (self._put(_read(self._cfg, state.spec, state.moments, end)) for end in ends)
+            count = self._put(np.int32(state.step))
+            adapter = replace(adapter, moments=Moments(count=count, mu=mu, nu=nu), pending=pending)
+            adapter = replace(adapter, grads=grads[0]) if pending else adapter
+        self.set(adapter_id, replace(adapter, step=state.step))
+
+    def _fresh(self, spec: LoraSpec, lora: Lora) -> Adapter:
+        zeros = jax.tree.map(_zeros, lora)
+        moments = Moments(count=np.int32(0), mu=zeros, nu=zeros)
+        return Adapter(spec=spec, lora=self._put(lora), grads=self._put(zeros), moments=self._put(moments))
+
+    def _put(self, tree: Tree) -> Tree:
+        return put(tree, replicated(self._mesh))
+
+
+def state_lora(cfg: ModelConfig, state: AdapterState) -> Lora:
+    """The weights of a saved state as a host adapter; UserError when they are not those of this model and spec."""
+    return _read(cfg, check_spec(state.spec), state.weights, "")
+
+
+def _read(cfg: ModelConfig, spec: LoraSpec, tensors: Mapping[str, Floats], end: str) -> Lora:
+    used: set[str] = set()
+
+    def read(name: str, shape: tuple[int, int]) -> Floats:
+        array = tensors.get(name + end)
+        if array is None or array.shape != shape:
+            found = "is missing" if array is None else f"has shape {array.shape}"
+            raise UserError(f"saved tensor {name + end!r} {found}; this base model and rank {spec.rank} need {shape}")
+        used.add(name + end)
+        return np.asarray(array, np.float32)
+
+    lora = from_peft(cfg, spec, read)
+    unknown = sorted(name for name in tensors if name.endswith(end or ".weight") and name not in used)
+    if unknown:
+        raise UserError(f"saved tensor {unknown[0]!r} is not part of an adapter of {spec}")
+    return lora
+
+
+def _zeros(like: jax.Array | Floats) -> Floats:
+    return np.zeros(like.shape, np.float32)

@@ -1,0 +1,179 @@
+"""What a worker process runs: one base model, its adapters and its sampler, driven by commands.
+
+Every process of the group executes the same commands in the same order, so nothing here may depend on rank or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from backend.commands import (
+    Command,
+    CreateAdapter,
+    Done,
+    DropAdapter,
+    DropSnapshot,
+    ExportAdapter,
+    Forward,
+    ForwardResult,
+    GroupConfig,
+    ImportAdapter,
+    LoadSnapshot,
+    OptimResult,
+    OptimStep,
+    Ping,
+    PublishSnapshot,
+    Reply,
+    SampleStep,
+)
+from backend.compute.adapters import Adapter, AdapterStore, state_lora
+from backend.compute.compiles import CompileCounter
+from backend.compute.config import load_config
+from backend.compute.logprobs import Scored
+from backend.compute.losses import choose
+from backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
+from backend.compute.optimizer import hyper_vector
+from backend.compute.packing import MicroBatch, pack
+from backend.compute.params import count, load_params
+from backend.compute.sampler import Sampler
+from backend.compute.train import make_steps, to_devices
+from backend.errors import ServerError, UserError
+
+
+class Executor:
+    """One base model on the mesh. Errors of `backend.errors` leave everything as it was, unless their text says more."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        """Load the model of `config`; `progress` is told what takes long: loading now, compiling later.
+
+        jax.distributed must be set up when `processes` > 1. UserError when the model cannot be run.
+        """
+        self._config = config
+        self._progress = progress
+        self._compiles = CompileCounter()
+        progress(f"rank {rank} of {processes}: opening the model")
+        self._cfg = load_config(config.model_path)
+        self._mesh = make_mesh(config.fsdp, config.tensor)
+        self._params = load_params(self._cfg, config.model_path, self._mesh, config.dtype, progress)
+        self._steps = make_steps(self._cfg, self._mesh)
+        self._adapters = AdapterStore(self._cfg, self._mesh)
+        self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
+        self._announced: set[object] = set()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of all devices of the group."""
+        return tuple(str(device) for device in jax.devices())
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the base model has."""
+        return count(self._params)
+
+    @property
+    def compiles(self) -> int:
+        """How many executables this process has made."""
+        return self._compiles.count
+
+    def execute(self, command: Command) -> Reply:
+        """Do what `command` says; NotFoundError names an adapter that is not here."""
+        match command:
+            case Forward():
+                return self._forward(command)
+            case OptimStep():
+                return self._optimize(command)
+            case SampleStep():
+                return self._sampler.step(command)
+            case ExportAdapter(adapter_id, optimizer):
+                return self._adapters.export(adapter_id, optimizer=optimizer)
+            case CreateAdapter(adapter_id, spec, seed):
+                self._adapters.create(adapter_id, spec, seed)
+            case ImportAdapter(adapter_id, state):
+                self._adapters.restore(adapter_id, state)
+            case DropAdapter(adapter_id):
+                self._adapters.drop(adapter_id)
+            case PublishSnapshot(adapter_id, snapshot_id):
+                adapter = self._adapters.get(adapter_id)
+                self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
+            case LoadSnapshot(snapshot_id, state):
+                self._sampler.publish(snapshot_id, state_lora(self._cfg, state), state.spec)
+            case DropSnapshot(snapshot_id):
+                self._sampler.drop(snapshot_id)
+            case Ping():
+                pass
+        return Done()
+
+    def _forward(self, command: Forward) -> ForwardResult:
+        if not command.examples:
+            return ForwardResult((), 0.0)
+        adapter = self._adapters.get(command.adapter_id)
+        choice = choose(command.loss, command.config)
+        batches = pack(
+            command.examples,
+            microbatch_tokens=self._config.microbatch_tokens,
+            row_multiple=self._mesh.shape[FSDP],
+        )
+        scored: list[Scored] = []
+        grads = adapter.grads
+        try:
+            # All micro-batches are dispatched before the first result is asked for: the device never waits for us.
+            for batch in batches:
+                self._announce("forward_backward" if command.backward else "forward", adapter, batch)
+                arrays = to_devices(batch, choice, self._mesh)
+                if command.backward:
+                    grads, one = self._steps.backward(self._params, adapter.lora, grads, arrays)
+                else:
+                    one = self._steps.forward(self._params, adapter.lora, arrays)
+                scored.append(one)
+            results = to_host(scored)
+        except Exception as error:
+            if not command.backward:
+                raise
+            self._adapters.clear_gradients(command.adapter_id)
+            raise ServerError(
+                f"forward_backward of {len(command.examples)} examples failed ({type(error).__name__}: {error}); "
+                f"the gradients that adapter {command.adapter_id!r} had accumulated are cleared"
+            ) from error
+        if command.backward:
+            self._adapters.set(command.adapter_id, replace(adapter, grads=grads, pending=True))
+        return _gather(command, batches, results)
+
+    def _optimize(self, command: OptimStep) -> OptimResult:
+        adapter = self._adapters.get(command.adapter_id)
+        hyper = hyper_vector(command.params)
+        if not np.isfinite(hyper).all():
+            raise UserError(f"optim_step: {command.params} holds a number that is not finite in float32")
+        stepped = self._steps.optimize(
+            adapter.lora, adapter.grads, adapter.moments, put(hyper, replicated(self._mesh))
+        )
+        after = replace(adapter, lora=stepped.lora, grads=stepped.grads, moments=stepped.moments, pending=False)
+        self._adapters.set(command.adapter_id, after)
+        norm = float(to_host(stepped.norm))
+        if not np.isfinite(norm):
+            raise UserError(
+                f"optim_step: the gradient norm is {norm}; it must be finite. The step was not made and the gradients "
+                "are cleared: look at the weights, advantages and logprobs of the last forward_backward"
+            )
+        self._adapters.set(command.adapter_id, replace(after, step=adapter.step + 1))
+        return OptimResult(grad_norm=norm, step=adapter.step + 1)
+
+    def _announce(self, what: str, adapter: Adapter, batch: MicroBatch) -> None:
+        key = (what, adapter.spec, batch.targets_BTK.shape)
+        if key not in self._announced:
+            self._announced.add(key)
+            rows, tokens, _ = batch.targets_BTK.shape
+            self._progress(f"compiling {what} for {rows}x{tokens} tokens, rank {adapter.spec.rank}")
+
+
+def _gather(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> ForwardResult:
+    logprobs: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = [np.empty(0, np.float32)] * len(command.examples)
+    for batch, scored in zip(batches, results, strict=True):
+        for place in batch.places:
+            example = command.examples[place.example]
+            rows = scored.logprobs_BTK[place.row, place.start : place.start + place.length]
+            logprobs[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
+    return ForwardResult(tuple(logprobs), float(sum(np.float64(scored.loss) for scored in results)))

@@ -1,0 +1,98 @@
+"""The loss of each token from its logprob; every loss is a sum over tokens (and targets).
+
+They are branches of one executable, chosen by number, so that changing the loss compiles nothing. Formulas and config
+defaults are those of the public Tinker documentation ("Loss Functions").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from backend.commands import LOSSES
+from backend.errors import UserError
+
+# The config keys of each loss, with their defaults; a loss's vector holds them in this order, zeros behind.
+CONFIG: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+}
+_WIDTH = 2
+
+
+@flax.struct.dataclass
+class LossInputs:
+    """What a loss needs beside the logprobs, float32 and of their shape; weights are 0 where nothing is scored."""
+
+    weights: jax.Array
+    old_logprobs: jax.Array
+    advantages: jax.Array
+
+
+@flax.struct.dataclass
+class LossChoice:
+    """Which loss, and with which config: `number` int32 scalar, `config` float32 [2]."""
+
+    number: jax.Array
+    config: jax.Array
+
+
+def choose(loss: str, config: Mapping[str, float]) -> LossChoice:
+    """The host form of a loss and its config; UserError names an unknown loss or config key."""
+    if loss not in CONFIG:
+        raise UserError(f"loss_fn {loss!r} is unknown; known: {', '.join(LOSSES)}")
+    defaults = CONFIG[loss]
+    for key in config:
+        if key not in defaults:
+            raise UserError(f"loss_fn_config[{key!r}]: {loss} does not take it; it takes: {', '.join(defaults) or 'nothing'}")
+    vector: npt.NDArray[np.float32] = np.zeros(_WIDTH, np.float32)
+    for place, (key, default) in enumerate(defaults.items()):
+        vector[place] = config.get(key, default)
+    return LossChoice(number=np.int32(LOSSES.index(loss)), config=vector)
+
+
+def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+    """The loss of every token, of the shape of `logprobs`, weights applied."""
+    branches = [_BRANCHES[name] for name in LOSSES]
+    return jax.lax.switch(choice.number, branches, choice.config, logprobs, inputs) * inputs.weights
+
+
+def _cross_entropy(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+    return -logprobs
+
+
+def _importance_sampling(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+    return -jnp.exp(logprobs - inputs.old_logprobs) * inputs.advantages
+
+
+def _ppo(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+    ratio = jnp.exp(logprobs - inputs.old_logprobs)
+    clipped = jnp.clip(ratio, config[0], config[1])
+    return -jnp.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
+
+
+def _cispo(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+    ratio = jnp.clip(jnp.exp(logprobs - inputs.old_logprobs), config[0], config[1])
+    return -jax.lax.stop_gradient(ratio) * logprobs * inputs.advantages
+
+
+def _dro(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+    distance = logprobs - inputs.old_logprobs
+    return -(logprobs * inputs.advantages - 0.5 * config[0] * distance * distance)
+
+
+_BRANCHES = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+}

@@ -1,0 +1,68 @@
+"""The device mesh of a worker group, and how arrays get onto it and back.
+
+The mesh may span processes. So host arrays enter through `put` (each process gives the part that its devices hold, and
+every process must hold the same values), and only replicated arrays come back, through `to_host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from backend.errors import UserError
+
+FSDP, TENSOR = "fsdp", "tensor"
+Tree = TypeVar("Tree")
+
+
+def make_mesh(fsdp: int, tensor: int) -> Mesh:
+    """A mesh (fsdp, tensor) over all devices of the group; UserError unless fsdp * tensor is their number."""
+    count = jax.device_count()
+    if fsdp * tensor != count:
+        raise UserError(f"mesh fsdp {fsdp} x tensor {tensor}: the group has {count} devices; the product must equal them")
+    return jax.make_mesh((fsdp, tensor), (FSDP, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
+    """Shard dimension i of an array of `shape` over `axes[i]`; a dimension that the axis does not divide stays whole."""
+    spec = [axis if axis and size % mesh.shape[axis] == 0 else None for size, axis in zip(shape, axes, strict=False)]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def put(tree: Tree, shardings: Any) -> Tree:
+    """Copy a pytree of host arrays to the devices; `shardings` is one sharding for all leaves, or a pytree of them.
+
+    The copies are the device's own: the caller may change its arrays afterwards, and jit may be given them to donate.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings, may_alias=False)  # type: ignore[no-any-return]
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(_put_shards, tree, shardings)  # type: ignore[no-any-return]
+
+
+def from_callback(
+    shape: tuple[int, ...], where: NamedSharding, read: Callable[[tuple[slice, ...]], npt.NDArray[Any]]
+) -> jax.Array:
+    """An array of `shape` whose parts are read from the host by `read(index)`, each device's part only."""
+    return jax.make_array_from_callback(shape, where, lambda index: read(tuple(index or ())))
+
+
+def to_host(tree: Tree) -> Tree:
+    """The same pytree as NumPy arrays, in one transfer. Every array must be replicated (or the process's own)."""
+    return jax.device_get(tree)  # type: ignore[no-any-return]
+
+
+def _put_shards(array: npt.NDArray[Any], where: NamedSharding) -> jax.Array:
+    # A copy, because a CPU device may keep the very memory it is given.
+    return jax.make_array_from_callback(array.shape, where, lambda index: np.array(array[index], copy=True))

@@ -1,0 +1,147 @@
+"""Base weights: from the safetensors of a Hugging Face folder, stacked by layer, straight to their places on the mesh.
+
+A device's part is read when that device asks for it, so no process holds more of the model than its devices do.
+Letters: D hidden, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh
+
+from backend.compute.config import ModelConfig
+from backend.compute.lora import ATTENTION, MLP, projection_sizes
+from backend.compute.mesh import FSDP, TENSOR, from_callback, sharding
+from backend.compute.transformer import Params
+from backend.errors import UserError
+
+_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
+_ROW_PARALLEL = ("o", "down")  # their inputs are what the tensor axis splits, so their outputs are summed over it
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of a file, read by slices through a memory map."""
+
+    data: npt.NDArray[Any]
+
+    def read(self, index: tuple[slice, ...], dtype: Any) -> npt.NDArray[Any]:
+        return np.asarray(self.data[index], dtype=dtype)
+
+
+def load_params(
+    cfg: ModelConfig, folder: str | Path, mesh: Mesh, dtype: str, progress: Callable[[str], None] = lambda _: None
+) -> Params:
+    """The model in `folder` as `dtype` on `mesh`; UserError names a tensor that is missing or of another shape.
+
+    `progress` is told now and then what is being loaded, e.g. "loading weights 3/12".
+    """
+    tensors = _open(Path(folder))
+    kind = jnp.dtype(dtype)
+    sizes = projection_sizes(cfg)
+    stacked = {name: _layer_tensor(name) for name in (*ATTENTION, *MLP)}
+    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if cfg.qk_norm:
+        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    total, done = len(stacked) + len(norms) + 3, 0
+
+    def check(name: str, shape: tuple[int, ...]) -> _Tensor:
+        tensor = tensors.get(name)
+        if tensor is None or tensor.data.shape != shape:
+            found = "is missing" if tensor is None else f"has shape {tensor.data.shape}"
+            raise UserError(f"base model {str(folder)!r}: tensor {name!r} {found}; config.json asks for shape {shape}")
+        return tensor
+
+    def told(array: jax.Array) -> jax.Array:
+        nonlocal done
+        done += 1
+        progress(f"loading weights {done}/{total}")
+        return array
+
+    def plain(name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+        tensor = check(name, shape)
+        return told(from_callback(shape, sharding(mesh, shape, *axes), lambda index: tensor.read(index, kind)))
+
+    def layers_of(pattern: str, shape: tuple[int, ...], axes: tuple[str | None, ...], transpose: bool) -> jax.Array:
+        stored = shape[::-1] if transpose else shape
+        each = [check(f"model.layers.{i}.{pattern}.weight", stored) for i in range(cfg.layers)]
+
+        def read(index: tuple[slice, ...]) -> npt.NDArray[Any]:
+            inner = index[:0:-1] if transpose else index[1:]
+            parts = [tensor.read(inner, kind) for tensor in each[index[0]]]
+            return np.stack([part.T for part in parts] if transpose else parts)
+
+        whole = (cfg.layers, *shape)
+        return told(from_callback(whole, sharding(mesh, whole, None, *axes), read))
+
+    layers = {
+        name: layers_of(
+            pattern, sizes[name], (TENSOR, FSDP) if name in _ROW_PARALLEL else (FSDP, TENSOR), transpose=True
+        )
+        for name, pattern in stacked.items()
+    }
+    for name, pattern in norms.items():
+        size = cfg.hidden if name in ("attn_norm", "mlp_norm") else cfg.head_dim
+        layers[name] = layers_of(pattern, (size,), (None,), transpose=False)
+    embed = plain("model.embed_tokens.weight", (cfg.vocab, cfg.hidden), TENSOR, FSDP)
+    unembed = None
+    if not cfg.tied:
+        head = check("lm_head.weight", (cfg.vocab, cfg.hidden))
+        shape = (cfg.hidden, cfg.vocab)
+        unembed = from_callback(shape, sharding(mesh, shape, FSDP, TENSOR), lambda ix: head.read(ix[::-1], kind).T)
+    return Params(
+        embed_VD=embed,
+        layers=layers,
+        final_norm_D=plain("model.norm.weight", (cfg.hidden,), None),
+        unembed_DV=unembed if unembed is None else told(unembed),
+    )
+
+
+def count(params: Params) -> int:
+    """The number of base parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _layer_tensor(name: str) -> str:
+    return f"self_attn.{name}_proj" if name in ATTENTION else f"mlp.{name}_proj"
+
+
+def _open(folder: Path) -> dict[str, _Tensor]:
+    """Every tensor of the folder by name: from model.safetensors.index.json, or from model.safetensors."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
+        tensors: dict[str, _Tensor] = {}
+        for name in names or ["model.safetensors"]:
+            tensors |= _open_file(folder / name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"base model {str(folder)!r}: its safetensors cannot be read ({error!r})") from error
+    return tensors
+
+
+def _open_file(path: Path) -> dict[str, _Tensor]:
+    # The format is a length, a JSON header and raw bytes. A memory map of it, unlike the safetensors package with
+    # NumPy, reads any slice of a bfloat16 tensor without going through torch.
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + length)
+    return {name: _view(path, name, entry, data) for name, entry in header.items()}
+
+
+def _view(path: Path, name: str, entry: dict[str, Any], data: npt.NDArray[np.uint8]) -> _Tensor:
+    if entry["dtype"] not in _DTYPES:
+        raise UserError(f"{path}: tensor {name!r} is {entry['dtype']}; supported: {', '.join(_DTYPES)}")
+    begin, end = entry["data_offsets"]
+    return _Tensor(data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"]))

@@ -1,0 +1,8 @@
+"""The sampler: a continuous-batching engine with its own bank of immutable snapshots.
+
+`Sampler.step` takes one command and answers with what was finished; everything else here is a part of it.
+"""
+
+from backend.compute.sampler.sampler import Sampler
+
+__all__ = ["Sampler"]

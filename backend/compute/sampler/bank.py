@@ -1,0 +1,221 @@
+"""The bank of snapshots: immutable copies of adapters, and the stack of those in use that one batch decodes with.
+
+Adapters of any ranks lie side by side along the rank axis of one wide adapter, and each row of the batch sees only the
+columns of its own (`StackApply`): no matrices are gathered per row, the base model is a row that sees no column, and a
+new snapshot changes no shape as long as the stack has room for it.
+
+Letters: L layers, R rank, K columns of the stack, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from backend.commands import LoraSpec
+from backend.compute.config import ModelConfig
+from backend.compute.lora import Lora, LoraApply, LoraPair, projection_sizes, scale
+from backend.compute.mesh import put, replicated, to_host
+from backend.compute.sampler.shapes import rank_columns
+from backend.errors import ConflictError, NotFoundError, UserError
+
+_RANK_UNIT = 8  # ranks are padded to multiples, so that few shapes of snapshots exist
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """One published adapter. Whoever holds it can go on sampling after it was dropped from the bank.
+
+    lora: on the devices, scale folded into B, rank padded with zeros to `columns`, dtype of the base weights.
+    """
+
+    snapshot_id: str
+    columns: int
+    lora: Lora
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of the stack belong to a snapshot; (0, 0) sees none and is the base model."""
+
+    start: int
+    end: int
+
+
+BASE = Columns(0, 0)
+
+
+@dataclass
+class _Stack:
+    width: int = 0
+    lora: Lora = field(default_factory=lambda: Lora(layers={}, unembed=None))
+    places: dict[Snapshot, Columns] = field(default_factory=dict)
+
+
+class SnapshotBank:
+    """Snapshots by id, and the stack. The same on every process of a group when it is told the same."""
+
+    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: str) -> None:
+        """An empty bank for adapters of `cfg`, kept as `dtype`."""
+        self._cfg, self._mesh, self._dtype = cfg, mesh, dtype
+        self._snapshots: dict[str, Snapshot] = {}
+        self._stack = _Stack()
+
+    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
+        """Freeze a copy of `lora` (of shape `spec`, on the devices or on the host) under `snapshot_id`.
+
+        ConflictError when the id is taken: snapshots never change. UserError when a weight is not finite: in a shared
+        batch it would reach other rows.
+        """
+        if snapshot_id in self._snapshots:
+            raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
+        if any(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(lora)):
+            lora = put(lora, replicated(self._mesh))
+        columns = -(-spec.rank // _RANK_UNIT) * _RANK_UNIT
+        frozen, finite = _frozen(self._mesh, columns, self._dtype, lora)
+        if not bool(to_host(finite)):
+            raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
+        self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, frozen)
+
+    def drop(self, snapshot_id: str) -> None:
+        """Forget a snapshot, if there is one. The stack lets go of it when its columns are wanted."""
+        self._snapshots.pop(snapshot_id, None)
+
+    def find(self, snapshot_id: str) -> Snapshot:
+        """The snapshot of that id; NotFoundError when it was never published, or dropped."""
+        try:
+            return self._snapshots[snapshot_id]
+        except KeyError:
+            raise NotFoundError(f"snapshot {snapshot_id!r} is not in the sampler's bank; publish or load it first") from None
+
+    @property
+    def lora(self) -> Lora:
+        """The stack: A [.., K, in] and B [.., K, out]; without any pairs while it is empty."""
+        return self._stack.lora
+
+    @property
+    def width(self) -> int:
+        """K, 0 while the stack is empty."""
+        return self._stack.width
+
+    def columns(self, snapshot: Snapshot | None) -> Columns:
+        """Where `snapshot` is in the stack (None: the base model). It must be among those last given to `use`."""
+        return BASE if snapshot is None else self._stack.places[snapshot]
+
+    def use(self, wanted: Collection[Snapshot]) -> None:
+        """Make sure that every snapshot of `wanted` is in the stack; others stay only while there is room."""
+        stack, ordered = self._stack, list(dict.fromkeys(wanted))
+        missing = [snapshot for snapshot in ordered if snapshot not in stack.places]
+        if not missing:
+            return
+        for snapshot in missing:
+            start = _gap(stack, snapshot.columns)
+            if start is None:
+                stack.places = {held: place for held, place in stack.places.items() if held in ordered}
+                start = _gap(stack, snapshot.columns)
+            if start is None:
+                self._rebuild(ordered)
+                return
+            self._place(snapshot, start)
+
+    def reset(self) -> None:
+        """Empty the stack: nobody samples. So the shapes that later requests meet depend on them alone."""
+        self._stack = _Stack()
+
+    def _rebuild(self, snapshots: list[Snapshot]) -> None:
+        width = rank_columns(sum(snapshot.columns for snapshot in snapshots))
+        self._stack = _Stack(width, _empty_stack(self._cfg, self._mesh, width, self._dtype))
+        start = 0
+        for snapshot in snapshots:
+            self._place(snapshot, start)
+            start += snapshot.columns
+
+    def _place(self, snapshot: Snapshot, start: int) -> None:
+        stack = self._stack
+        stack.lora = _placed(self._mesh, stack.lora, snapshot.lora, snapshot.columns, np.int32(start))
+        stack.places[snapshot] = Columns(start, start + snapshot.columns)
+
+
+def stack_apply(columns_B2: jax.Array) -> LoraApply:
+    """The `LoraApply` in which row b sees columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs."""
+
+    def apply(x_BTi: jax.Array, pairs: tuple[LoraPair, ...]) -> tuple[jax.Array, ...]:
+        def update(pair: LoraPair) -> jax.Array:
+            place = jnp.arange(pair.A.shape[-2], dtype=jnp.int32)
+            own_BK = (place >= columns_B2[:, :1]) & (place < columns_B2[:, 1:])
+            hidden = jnp.einsum("bti,ki->btk", x_BTi, pair.A)
+            # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
+            return jnp.where(own_BK[:, None, :], hidden, 0) @ pair.B
+
+        return tuple(update(pair) for pair in pairs)
+
+    return apply
+
+
+def _gap(stack: _Stack, columns: int) -> int | None:
+    """The first place in the stack where `columns` are free."""
+    start = 0
+    for place in sorted(stack.places.values(), key=lambda place: place.start):
+        if place.start - start >= columns:
+            return start
+        start = place.end
+    return start if stack.width - start >= columns else None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.Array]:
+    """The copy that a snapshot keeps, and whether all of it is finite."""
+
+    def freeze(pair: LoraPair) -> LoraPair:
+        rank = pair.A.shape[-2]
+        grow = [(0, 0)] * (pair.A.ndim - 2) + [(0, columns - rank), (0, 0)]
+        return LoraPair(
+            A=jnp.pad(pair.A, grow).astype(dtype),
+            B=jnp.pad(pair.B * scale(rank), grow).astype(dtype),
+        )
+
+    frozen = jax.tree.map(freeze, lora, is_leaf=lambda node: isinstance(node, LoraPair))
+    frozen = jax.lax.with_sharding_constraint(frozen, replicated(mesh))
+    finite = functools.reduce(
+        jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(frozen)], jnp.bool_(True)
+    )
+    return frozen, jax.lax.with_sharding_constraint(finite, replicated(mesh))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str) -> Lora:
+    def pair(name: str, stack: tuple[int, ...]) -> LoraPair:
+        fan_in, fan_out = projection_sizes(cfg)[name]
+        return LoraPair(A=jnp.zeros((*stack, width, fan_in), dtype), B=jnp.zeros((*stack, width, fan_out), dtype))
+
+    layers = {name: pair(name, (cfg.layers,)) for name in projection_sizes(cfg) if name != "unembed"}
+    return _pinned(mesh, Lora(layers=layers, unembed=pair("unembed", ())))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
+def _placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Array) -> Lora:
+    """The stack with a snapshot written at column `start`; parts that it does not adapt are zeroed there."""
+
+    def put_pair(into: LoraPair, pair: LoraPair | None) -> LoraPair:
+        def one(held: jax.Array, new: jax.Array | None) -> jax.Array:
+            shape = (*held.shape[:-2], columns, held.shape[-1])
+            part = jnp.zeros(shape, held.dtype) if new is None else new
+            return jax.lax.dynamic_update_slice_in_dim(held, part, start, axis=held.ndim - 2)
+
+        return LoraPair(A=one(into.A, pair and pair.A), B=one(into.B, pair and pair.B))
+
+    layers = {name: put_pair(pair, snapshot.layers.get(name)) for name, pair in stack.layers.items()}
+    assert stack.unembed is not None
+    return _pinned(mesh, Lora(layers=layers, unembed=put_pair(stack.unembed, snapshot.unembed)))
+
+
+def _pinned(mesh: Mesh, lora: Lora) -> Lora:
+    pinned: Any = jax.lax.with_sharding_constraint(lora, replicated(mesh))
+    return pinned  # type: ignore[no-any-return]

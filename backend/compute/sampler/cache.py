@@ -1,0 +1,193 @@
+"""The key-value cache: written in place inside the layer loop, and read in blocks by attention.
+
+Letters: L layers, S slots (or rows of a prefill), G key-value heads, T positions, d head dimension, H query heads,
+Q queries of a row, r query heads per key-value head, b keys of a block.
+
+Heads come before positions, so that a block of keys is one matrix per head: any other order makes XLA copy what it
+multiplies. Attention stops after the block that the longest row has reached, so a long cache costs nothing while it is
+empty, and blocks beyond a row's end add exact zeros: a row's result does not depend on the others' lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from backend.compute.config import ModelConfig
+from backend.compute.mesh import FSDP, TENSOR, sharding
+from backend.compute.sampler.shapes import BLOCK
+
+_MASKED = -1e30
+
+
+@flax.struct.dataclass
+class Cache:
+    """Keys (rotated) and values, each [L, S, G, T, d] in the dtype of the weights."""
+
+    k: jax.Array
+    v: jax.Array
+
+    @property
+    def slots(self) -> int:
+        """How many sequences it holds."""
+        return int(self.k.shape[1])
+
+    @property
+    def length(self) -> int:
+        """How many positions of each."""
+        return int(self.k.shape[3])
+
+
+def cache_shape(cfg: ModelConfig, slots: int, length: int) -> tuple[int, int, int, int, int]:
+    """[L, S, G, T, d]."""
+    return (cfg.layers, slots, cfg.kv_heads, length, cfg.head_dim)
+
+
+def cache_sharding(cfg: ModelConfig, mesh: Mesh, slots: int, length: int) -> NamedSharding:
+    """Slots over fsdp, heads over tensor (whole where the axis does not divide them)."""
+    return sharding(mesh, cache_shape(cfg, slots, length), None, FSDP, TENSOR, None, None)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str) -> Cache:
+    """A cache of zeros. Never of anything else: a masked value still meets a weight of 0, and 0 * nan is nan."""
+    zeros = jnp.zeros(cache_shape(cfg, slots, length), dtype)
+    zeros = jax.lax.with_sharding_constraint(zeros, cache_sharding(cfg, mesh, slots, length))
+    return Cache(k=zeros, v=zeros)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def resized(cfg: ModelConfig, mesh: Mesh, length: int, cache: Cache, from_S: jax.Array) -> Cache:
+    """A cache of `length` whose slot i is a copy of slot from_S[i] of `cache`, cut or filled up with zeros.
+
+    from_S int32 [new number of slots]; -1 = a slot of zeros.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        kept = min(length, x.shape[3])
+        moved = jnp.where((from_S >= 0)[None, :, None, None, None], x[:, jnp.maximum(from_S, 0), :, :kept], 0)
+        whole = jnp.pad(moved, ((0, 0), (0, 0), (0, 0), (0, length - kept), (0, 0)))
+        return jax.lax.with_sharding_constraint(whole, cache_sharding(cfg, mesh, from_S.shape[0], length))
+
+    return Cache(k=one(cache.k), v=one(cache.v))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def seeded(
+    cfg: ModelConfig, mesh: Mesh, cache: Cache, staged: Cache, row_S: jax.Array, slot_S: jax.Array, count: jax.Array
+) -> Cache:
+    """`cache` with row row_S[i] of `staged` copied to the front of slot slot_S[i], for i < count. In place."""
+    kept = min(cache.length, staged.length)
+
+    def one(into: jax.Array, source: jax.Array) -> jax.Array:
+        def copy(i: jax.Array, into: jax.Array) -> jax.Array:
+            part = jax.lax.dynamic_slice_in_dim(source, row_S[i], 1, axis=1)[:, :, :, :kept]
+            return jax.lax.dynamic_update_slice(into, part, (0, slot_S[i], 0, 0, 0))
+
+        into = jax.lax.fori_loop(0, count, copy, into)
+        return jax.lax.with_sharding_constraint(into, cache_sharding(cfg, mesh, cache.slots, cache.length))
+
+    return Cache(k=one(cache.k, staged.k), v=one(cache.v, staged.v))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def scrubbed(cfg: ModelConfig, mesh: Mesh, cache: Cache, dirty_S: jax.Array) -> Cache:
+    """`cache` with the slots where dirty_S is true set to zeros."""
+
+    def one(x: jax.Array) -> jax.Array:
+        x = jnp.where(dirty_S[None, :, None, None, None], 0, x)
+        return jax.lax.with_sharding_constraint(x, cache_sharding(cfg, mesh, cache.slots, cache.length))
+
+    return Cache(k=one(cache.k), v=one(cache.v))
+
+
+def attend_cached(
+    mesh: Mesh, cache: Cache, layer: jax.Array, start_S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """Write k and v [S, Q, G, d] at positions start_S.. of `layer`, then attend: the new cache, and o like q [S, Q, H, d].
+
+    Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all rows start together (start_S[0]). What would
+    lie beyond the cache is not written.
+    """
+    # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
+    cell = _spec(mesh, cache.k.shape[1], cache.k.shape[2])
+    rows = PartitionSpec(cell[0])
+    heads = PartitionSpec(cell[0], None, cell[1], None)
+    held = PartitionSpec(None, cell[0], cell[1], None, None)
+    local = jax.shard_map(
+        _attend_local,
+        mesh=mesh,
+        in_specs=(held, held, PartitionSpec(), rows, heads, heads, heads),
+        out_specs=(held, held, heads),
+        check_vma=False,
+    )
+    new_k, new_v, o = local(cache.k, cache.v, layer, start_S, q, k, v)
+    return Cache(k=new_k, v=new_v), o
+
+
+def _spec(mesh: Mesh, slots: int, heads: int) -> tuple[str | None, str | None]:
+    return (
+        FSDP if slots % mesh.shape[FSDP] == 0 else None,
+        TENSOR if heads % mesh.shape[TENSOR] == 0 else None,
+    )
+
+
+def _attend_local(
+    cache_k: jax.Array,
+    cache_v: jax.Array,
+    layer: jax.Array,
+    start_S: jax.Array,
+    q_SQHd: jax.Array,
+    k_SQGd: jax.Array,
+    v_SQGd: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    S, Q, H, d = q_SQHd.shape
+    _, _, G, T, _ = cache_k.shape
+    cache_k = _written(cache_k, layer, start_S, k_SQGd)
+    cache_v = _written(cache_v, layer, start_S, v_SQGd)
+
+    # The query heads that share a key-value head, and a row's queries, are rows of one matrix.
+    q = (q_SQHd * d**-0.5).reshape(S, Q, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(S, G, H // G * Q, d)
+    seen_SQ = start_S[:, None] + jnp.arange(Q, dtype=jnp.int32)
+    seen = jnp.tile(seen_SQ, (1, H // G))[:, None, :, None]
+
+    def block(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        top, total, out = state
+        begin = (layer, 0, 0, i * BLOCK, 0)
+        k_SGbd = jax.lax.dynamic_slice(cache_k, begin, (1, S, G, BLOCK, d))[0]
+        v_SGbd = jax.lax.dynamic_slice(cache_v, begin, (1, S, G, BLOCK, d))[0]
+        scores = jnp.einsum("sgqd,sgbd->sgqb", q, k_SGbd, preferred_element_type=jnp.float32)
+        scores = jnp.where(i * BLOCK + jnp.arange(BLOCK) <= seen, scores, _MASKED)
+        higher = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - higher)
+        shrink = jnp.exp(top - higher)
+        part = jnp.einsum(
+            "sgqb,sgbd->sgqd", weights.astype(v_SGbd.dtype), v_SGbd, preferred_element_type=jnp.float32
+        )
+        return higher, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), out * shrink + part
+
+    state = (
+        jnp.full((*q.shape[:3], 1), _MASKED, jnp.float32),
+        jnp.zeros((*q.shape[:3], 1), jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+    if T == BLOCK:
+        _, total, out = block(jnp.int32(0), state)
+    else:
+        blocks = jnp.minimum((jnp.max(start_S) + Q - 1) // BLOCK + 1, T // BLOCK)
+        _, total, out = jax.lax.fori_loop(0, blocks, block, state)
+    o = (out / total).astype(q_SQHd.dtype)
+    return cache_k, cache_v, o.reshape(S, G, H // G, Q, d).transpose(0, 3, 1, 2, 4).reshape(S, Q, H, d)
+
+
+def _written(cache: jax.Array, layer: jax.Array, start_S: jax.Array, new_SQGd: jax.Array) -> jax.Array:
+    new_SQGd = new_SQGd.astype(cache.dtype)
+    if new_SQGd.shape[1] == 1:
+        slots = jnp.arange(new_SQGd.shape[0])
+        return cache.at[layer, slots, :, start_S].set(new_SQGd[:, 0], mode="drop")
+    new_SGQd = new_SQGd.transpose(0, 2, 1, 3)
+    return jax.lax.dynamic_update_slice(cache, new_SGQd[None], (layer, 0, 0, start_S[0], 0))

@@ -1,0 +1,124 @@
+"""Decode: every slot of the batch goes on by some tokens, in one dispatch.
+
+Letters: S slots, C tokens of a chunk, D hidden, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from backend.compute.config import ModelConfig
+from backend.compute.lora import Lora, LoraPair
+from backend.compute.mesh import FSDP, replicated, sharding
+from backend.compute.sampler.bank import stack_apply
+from backend.compute.sampler.cache import Cache, attend_cached, cache_sharding
+from backend.compute.sampler.sampling import Choice, sample
+from backend.compute.transformer import Params, block, embed, final_hidden, rope_tables, unembed_matrix
+
+
+@flax.struct.dataclass
+class Rows:
+    """What a chunk starts from, one entry a slot; an unused slot has zeros and decodes what nobody reads.
+
+    tokens_S int32: the last token, not yet in the cache. positions_S int32: where it stands in its sequence.
+    columns_S2 int32: its adapter's columns of the stack.
+    """
+
+    tokens_S: Any
+    positions_S: Any
+    columns_S2: Any
+    choice: Choice
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+def decode(
+    cfg: ModelConfig, mesh: Mesh, chunk: int, params: Params, lora: Lora, cache: Cache, rows: Rows, steps: jax.Array
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """`steps` tokens for every slot: the cache, tokens_CS int32 and logprobs_CS float32 (C = `chunk` >= steps, rest 0).
+
+    The cache is updated in place. Tokens and logprobs are replicated.
+    """
+
+    def step(i: jax.Array, state: tuple[Cache, jax.Array, jax.Array, jax.Array]) -> Any:
+        cache, last_S, tokens_CS, logprobs_CS = state
+        positions_S = rows.positions_S + i
+        cache, x_S1D = layers(
+            cfg, mesh, params, lora, cache, last_S[:, None], positions_S, columns_S2=rows.columns_S2
+        )
+        logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
+        # Whole rows on each device: then drawing a token needs no collectives.
+        logits_SV = jax.lax.with_sharding_constraint(logits_SV, sharding(mesh, logits_SV.shape, FSDP))
+        next_S, logprob_S = sample(logits_SV, rows.choice, positions_S + 1)
+        tokens_CS = jax.lax.dynamic_update_index_in_dim(tokens_CS, next_S, i, 0)
+        logprobs_CS = jax.lax.dynamic_update_index_in_dim(logprobs_CS, logprob_S, i, 0)
+        return cache, next_S, tokens_CS, logprobs_CS
+
+    S = cache.slots
+    state = (cache, rows.tokens_S, jnp.zeros((chunk, S), jnp.int32), jnp.zeros((chunk, S), jnp.float32))
+    cache, _, tokens_CS, logprobs_CS = jax.lax.fori_loop(0, steps, step, state)
+    out = jax.lax.with_sharding_constraint((tokens_CS, logprobs_CS), replicated(mesh))
+    return pin_cache(cfg, mesh, cache), *out
+
+
+def layers(
+    cfg: ModelConfig,
+    mesh: Mesh,
+    params: Params,
+    lora: Lora,
+    cache: Cache,
+    tokens_SQ: jax.Array,
+    start_S: jax.Array,
+    *,
+    columns_S2: jax.Array,
+) -> tuple[Cache, jax.Array]:
+    """Final hidden states [S, Q, D] of tokens that stand at start_S.. of their sequences; their keys go into the cache.
+
+    The cache is carried through the loop over layers, so it is never copied.
+    """
+    positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
+    rope = rope_tables(cfg, positions_SQ)
+    apply = stack_apply(columns_S2)
+
+    def layer(state: tuple[Cache, jax.Array], stacked: Any) -> tuple[tuple[Cache, jax.Array], None]:
+        cache, x_SQD = state
+        number, layer_params, layer_lora = stacked
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            nonlocal cache
+            cache, o = attend_cached(mesh, cache, number, start_S, q, k, v)
+            return o
+
+        x_SQD = block(cfg, layer_params, layer_lora, x_SQD, rope, attend, apply)
+        return (cache, _by_rows(mesh, x_SQD)), None
+
+    numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
+    start = (cache, _by_rows(mesh, embed(params, tokens_SQ)))
+    (cache, x_SQD), _ = jax.lax.scan(layer, start, (numbers, params.layers, lora.layers))
+    return cache, final_hidden(cfg, params, x_SQD)
+
+
+def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: jax.Array) -> jax.Array:
+    """Logits float32 [S, Q, V] of final hidden states, each row with its own adapter of the stack."""
+    logits = jnp.einsum("sqd,dv->sqv", x_SQD, unembed_matrix(params), preferred_element_type=jnp.float32)
+    if pair is None:
+        return logits
+    (update,) = stack_apply(columns_S2)(x_SQD, (pair,))
+    return logits + update.astype(jnp.float32)
+
+
+def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: Cache) -> Cache:
+    """The cache with its sharding pinned: a step's result must be what the next step was compiled for."""
+    where = cache_sharding(cfg, mesh, cache.slots, cache.length)
+    return Cache(
+        k=jax.lax.with_sharding_constraint(cache.k, where), v=jax.lax.with_sharding_constraint(cache.v, where)
+    )
+
+
+def _by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))

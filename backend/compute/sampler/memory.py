@@ -1,0 +1,33 @@
+"""How large the key-value cache may grow: a share of what memory the devices have, the same on every process."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from backend.compute.config import ModelConfig
+from backend.compute.mesh import FSDP, TENSOR
+
+_SHARE = 0.25  # a cache that grows exists twice for a moment, and training wants its part
+
+
+def most_cells(cfg: ModelConfig, mesh: Mesh, itemsize: int) -> int:
+    """Slots times positions that fit into a quarter of the devices' memory. Every process must call it, and all agree."""
+    spread = mesh.shape[FSDP] * (mesh.shape[TENSOR] if cfg.kv_heads % mesh.shape[TENSOR] == 0 else 1)
+    cell = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * itemsize / spread
+    cells = max(1, int(_device_bytes() * _SHARE / cell))
+    if jax.process_count() > 1:
+        cells = int(np.min(multihost_utils.process_allgather(np.int32(min(cells, 2**31 - 1)))))
+    return cells
+
+
+def _device_bytes() -> int:
+    """Memory of one device of this process; CPU devices share the machine's."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()

@@ -1,0 +1,115 @@
+"""What becomes of a sample request on the host: it is checked, split into sequences, and put together again.
+
+No JAX, and nothing that depends on time or rank: every process of a group does the same with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backend.commands import Float32, Int32, SampledSequence, SampleRequest, SampleResult
+from backend.compute.sampler.bank import Snapshot
+from backend.compute.sampler.stops import StopWatch
+from backend.errors import UserError
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way. `snapshot` is held until the end, so that dropping it does not matter; None = base model.
+
+    limit: tokens each sequence may have; done: finished sequences by index; prompt_logprobs_T: once computed.
+    """
+
+    request: SampleRequest
+    snapshot: Snapshot | None
+    limit: int
+    done: dict[int, SampledSequence] = field(default_factory=dict)
+    prompt_logprobs_T: Float32 | None = None
+
+    def result(self) -> SampleResult | None:
+        """The request's result when all of its sequences are done."""
+        if len(self.done) < self.request.num_samples:
+            return None
+        return SampleResult(
+            request_id=self.request.request_id,
+            sequences=tuple(self.done[index] for index in range(self.request.num_samples)),
+            prompt_logprobs_T=self.prompt_logprobs_T,
+        )
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Sample `index` of a request, as far as it has come."""
+
+    ticket: Ticket
+    index: int
+    stops: StopWatch
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens it may still have."""
+        return self.ticket.limit - len(self.tokens)
+
+    @property
+    def cached(self) -> int:
+        """How many tokens of it the cache holds while it decodes: all but the last."""
+        return len(self.ticket.request.prompt_T) + len(self.tokens) - 1
+
+    @property
+    def last_token(self) -> int:
+        """The token that the next step is given."""
+        return self.tokens[-1] if self.tokens else int(self.ticket.request.prompt_T[-1])
+
+    def prefix(self) -> Int32:
+        """Every token so far, prompt first."""
+        return np.concatenate([self.ticket.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
+
+    def take(self, tokens: Items[int], logprobs: Items[float]) -> bool:
+        """Add tokens until the sequence ends; True when it has. What is left over is ignored."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            stopped = self.stops.ends_with(token)
+            if stopped or self.remaining == 0:
+                self.ticket.done[self.index] = SampledSequence(
+                    tokens_T=np.asarray(self.tokens, np.int32),
+                    logprobs_T=np.asarray(self.logprobs, np.float32),
+                    stop_reason="stop" if stopped else "length",
+                )
+                return True
+        return False
+
+
+def check(request: SampleRequest, *, vocab: int, max_context: int) -> None:
+    """UserError naming what in `request` cannot be sampled, its value and the rule."""
+
+    def refuse(what: str, value: object, rule: str) -> None:
+        raise UserError(f"sample request: {what} is {value}; it must be {rule}")
+
+    prompt = request.prompt_T
+    if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+        refuse("the prompt", f"{prompt.dtype}{list(prompt.shape)}", "a list of token ids")
+    if not 1 <= len(prompt) < max_context:
+        refuse("the prompt's length", f"{len(prompt)} tokens", f"1 to {max_context - 1}, one less than the context")
+    outside = (prompt < 0) | (prompt >= vocab)
+    if outside.any():
+        place = int(np.argmax(outside))
+        refuse(f"prompt token {place}", int(prompt[place]), f"0 to {vocab - 1}")
+    if request.num_samples < 1:
+        refuse("num_samples", request.num_samples, "at least 1")
+    if request.max_tokens < 1:
+        refuse("max_tokens", request.max_tokens, "at least 1")
+    if not (math.isfinite(request.temperature) and request.temperature >= 0):
+        refuse("temperature", request.temperature, "finite and at least 0")
+    if request.top_k != -1 and request.top_k < 1:
+        refuse("top_k", request.top_k, "-1 (off) or at least 1")
+    if not 0 < request.top_p <= 1:
+        refuse("top_p", request.top_p, "above 0 and at most 1")
+    if any(not string for string in request.stop_strings):
+        refuse("a stop string", "empty", "at least one character")

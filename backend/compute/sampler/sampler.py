@@ -1,0 +1,255 @@
+"""The sampler: requests join and leave one decode batch between short chunks.
+
+A step admits and cancels, prefills a bounded number of prompt tokens, decodes one chunk for every slot, and reports who
+is done. It takes about as long whatever is asked, so training commands between steps never wait long.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from jax.sharding import Mesh
+
+from backend.commands import GroupConfig, LoraSpec, SampleProgress, SampleRequest, SampleResult, SampleStep
+from backend.compute.config import ModelConfig
+from backend.compute.lora import Lora
+from backend.compute.mesh import FSDP, to_host
+from backend.compute.sampler.bank import Snapshot, SnapshotBank
+from backend.compute.sampler.cache import Cache, empty_cache, resized, scrubbed, seeded
+from backend.compute.sampler.decode import Rows, decode
+from backend.compute.sampler.memory import most_cells
+from backend.compute.sampler.prefill import Piece, prefill
+from backend.compute.sampler.requests import Sequence, Ticket, check
+from backend.compute.sampler.sampling import host_choice
+from backend.compute.sampler.scheduler import Group, Scheduler
+from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
+from backend.compute.sampler.stops import Decode, StopWatch, load_decode
+from backend.compute.transformer import Params
+from backend.errors import UserError
+
+_PREFILL_BUDGET = 2 * PREFILL_TOKENS[-1]  # padded prompt tokens of one step
+_CALM_STEPS = 4  # the batch shrinks only after so many steps that would have fitted, so that it does not go to and fro
+
+
+class Sampler:
+    """Snapshots, and the batch that samples from them and from the base model. Call it on every process alike."""
+
+    def __init__(
+        self, cfg: ModelConfig, params: Params, mesh: Mesh, config: GroupConfig, *, cache_cells: int | None = None
+    ) -> None:
+        """An idle sampler. `cache_cells`: slots times positions of the largest cache; None = what memory allows."""
+        self._cfg, self._params, self._mesh, self._config = cfg, params, mesh, config
+        self._dtype = params.embed_VD.dtype
+        self._max_context = min(config.max_context, cfg.max_positions)
+        cells = most_cells(cfg, mesh, self._dtype.itemsize) if cache_cells is None else cache_cells
+        self._shapes = make_shapes(
+            max_slots=config.sample_slots, max_context=self._max_context, fsdp=mesh.shape[FSDP], most_cells=cells
+        )
+        self._bank = SnapshotBank(cfg, mesh, self._dtype.name)
+        self._line = Scheduler(self._shapes, config.sample_slots)
+        self._cache: Cache | None = None
+        self._staged: Cache | None = None  # belongs to _staged_group
+        self._staged_group: Group | None = None
+        self._calm = 0
+        self._failed: list[SampleResult] = []
+
+    # ------------------------------------------------------------------ snapshots
+    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
+        """Keep a copy of an adapter (on the devices or the host) for sampling; ConflictError when the id is taken."""
+        self._bank.publish(snapshot_id, lora, spec)
+
+    def drop(self, snapshot_id: str) -> None:
+        """Forget a snapshot; requests already admitted with it finish. Unknown ids are fine."""
+        self._bank.drop(snapshot_id)
+
+    # ------------------------------------------------------------------ sampling
+    def step(self, command: SampleStep) -> SampleProgress:
+        """Admit, cancel, prefill, decode one chunk. A request that cannot be served is answered by its own `error`."""
+        for request_id in command.cancel:
+            self._line.remove(request_id)
+        for request in command.admit:
+            self._admit(request)
+        self._prefill()
+        self._decode()
+        finished = (*self._failed, *self._line.finish())
+        self._failed = []
+        if not (self._line.active or self._line.waiting):
+            # Idle: start over, so that the shapes which later requests meet depend on them alone.
+            self._cache = self._staged = self._staged_group = None
+            self._calm = 0
+            self._line.slots = []
+            self._bank.reset()
+        return SampleProgress(finished, active=self._line.active, waiting=self._line.waiting)
+
+    def _admit(self, request: SampleRequest) -> None:
+        if self._line.holds(request.request_id):
+            return  # sent again: the one on its way answers both
+        try:
+            check(request, vocab=self._cfg.vocab, max_context=self._max_context)
+            snapshot = None if request.snapshot_id is None else self._bank.find(request.snapshot_id)
+            decoder = self._text if request.stop_strings else None
+        except UserError as error:
+            self._failed.append(SampleResult(request.request_id, error=error.message))
+            return
+        limit = min(request.max_tokens, self._max_context - len(request.prompt_T))
+        ticket = Ticket(request, snapshot, limit)
+        stops = frozenset(request.stop_tokens)
+        watches = (StopWatch(stops, request.stop_strings, decoder) for _ in range(request.num_samples))
+        self._line.admit(ticket, [Sequence(ticket, index, watch) for index, watch in enumerate(watches)])
+
+    @cached_property
+    def _text(self) -> Decode:
+        return load_decode(self._config.model_path)
+
+    def _fail(self, ticket: Ticket) -> None:
+        name = "the base model" if ticket.snapshot is None else f"snapshot {ticket.snapshot.snapshot_id!r}"
+        text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
+        self._line.remove(ticket.request.request_id)
+        self._failed.append(SampleResult(ticket.request.request_id, error=text))
+
+    # ------------------------------------------------------------------ prefill
+    def _prefill(self) -> None:
+        budget = _PREFILL_BUDGET
+        while budget > 0 and (group := self._line.form(self._length)) is not None:
+            self._bank.use(self._snapshots())
+            if self._staged_group is not group or self._staged is None:
+                self._staged_group = group
+                self._staged = empty_cache(self._cfg, self._mesh, group.rows, group.length, self._dtype.name)
+            while group.remaining > 0 and budget > 0:
+                budget -= group.rows * group.piece
+                self._staged = self._compute_piece(group, self._staged)
+            if group.remaining > 0:
+                return
+            for ticket in dict.fromkeys(job.ticket for job in group.jobs):
+                known_T = ticket.prompt_logprobs_T
+                if known_T is not None and not np.isfinite(known_T[1:]).all():
+                    self._fail(ticket)
+            if self._line.group is not None:
+                self._seed(group, self._staged)
+            if self._line.group is not None:
+                return  # no more free slots: the rest of the group stays staged
+            self._staged = self._staged_group = None
+
+    def _compute_piece(self, group: Group, staged: Cache) -> Cache:
+        size, start = group.piece, group.start
+        piece = Piece(
+            tokens_BQ=np.zeros((group.rows, size), np.int32),
+            targets_BQ=np.zeros((group.rows, size), np.int32),
+            start=np.int32(start),
+            columns_B2=np.zeros((group.rows, 2), np.int32),
+            score=np.bool_(any(job.score for job in group.jobs)),
+        )
+        for row, job in enumerate(group.jobs):
+            here_T = job.tokens_T[start : min(start + size, job.length)]
+            piece.tokens_BQ[row, : len(here_T)] = here_T
+            piece.targets_BQ[row, : len(here_T)] = job.tokens_T[start + 1 : start + 1 + len(here_T)]
+            columns = self._bank.columns(job.ticket.snapshot)
+            piece.columns_B2[row] = columns.start, columns.end
+        staged, logprobs_BQ = prefill(self._cfg, self._mesh, self._params, self._bank.lora, staged, piece)
+        self._line.prefilled(size, to_host(logprobs_BQ) if piece.score else None)
+        return staged
+
+    def _seed(self, group: Group, staged: Cache) -> None:
+        length = max(self._length, self._shapes.length_for(max(job.length for job in group.jobs) + 1))
+        most = self._shapes.most_slots(length)
+        if self._line.busy >= most:
+            return
+        self._resize(min(max(self._shapes.slots_for(self._line.wanted_slots()), self._slots), most), length)
+        seedings = self._line.seed(length)
+        assert self._cache is not None
+        if seedings and group.start > 0:
+            rows, slots_S = np.zeros(self._slots, np.int32), np.zeros(self._slots, np.int32)
+            rows[: len(seedings)] = [seeding.row for seeding in seedings]
+            slots_S[: len(seedings)] = [seeding.slot for seeding in seedings]
+            self._cache = seeded(
+                self._cfg, self._mesh, self._cache, staged, rows, slots_S, np.int32(len(seedings))
+            )
+
+    # ------------------------------------------------------------------ decode
+    def _decode(self) -> None:
+        if self._line.busy == 0:
+            return
+        steps = min(self._config.decode_chunk, max(held.remaining for _, held in self._line.decoding()))
+        self._fit(steps)
+        assert self._cache is not None
+        self._cache, tokens, logprobs = decode(
+            self._cfg,
+            self._mesh,
+            self._config.decode_chunk,
+            self._params,
+            self._bank.lora,
+            self._cache,
+            self._rows(),
+            np.int32(steps),
+        )
+        tokens_CS, logprobs_CS = to_host((tokens, logprobs))
+        self._scrub(logprobs_CS)
+        for slot, held in list(self._line.decoding()):
+            count = min(steps, held.remaining)
+            logprobs_C = logprobs_CS[:count, slot]
+            if not np.isfinite(logprobs_C).all():
+                self._fail(held.ticket)
+            elif held.take(tokens_CS[:count, slot].tolist(), logprobs_C.tolist()):
+                self._line.slots[slot] = None
+
+    def _fit(self, steps: int) -> None:
+        """Room for `steps` more tokens of everybody: a longer cache, if need be with fewer slots; a smaller one if calm."""
+        need = max(held.cached + min(steps, held.remaining) for _, held in self._line.decoding())
+        length = max(self._length, self._shapes.length_for(need))
+        most = self._shapes.most_slots(length)
+        if length > self._length:
+            self._line.preempt(most)
+            need = max(held.cached + min(steps, held.remaining) for _, held in self._line.decoding())
+            length = max(self._length, self._shapes.length_for(need))
+        slots = min(self._shapes.slots_for(self._line.wanted_slots()), self._shapes.most_slots(length))
+        self._calm = self._calm + 1 if slots < self._slots else 0
+        if self._calm >= _CALM_STEPS:
+            self._calm = 0
+            self._resize(slots, self._shapes.length_for(need))
+        else:
+            self._resize(min(self._slots, self._shapes.most_slots(length)), length)
+
+    def _rows(self) -> Rows:
+        S = self._slots
+        tokens_S, positions_S, columns_S2 = np.zeros(S, np.int32), np.zeros(S, np.int32), np.zeros((S, 2), np.int32)
+        drawing: list[tuple[float, int, float, int, int] | None] = [None] * S
+        for slot, held in self._line.decoding():
+            request = held.ticket.request
+            tokens_S[slot], positions_S[slot] = held.last_token, held.cached
+            columns = self._bank.columns(held.ticket.snapshot)
+            columns_S2[slot] = columns.start, columns.end
+            drawing[slot] = (request.temperature, request.top_k, request.top_p, request.seed, held.index)
+        return Rows(tokens_S, positions_S, columns_S2, host_choice(drawing))
+
+    def _scrub(self, logprobs_CS: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
+        """Zero the slots in which something was not finite, so that it cannot reach whoever has them next."""
+        dirty_S = ~np.isfinite(logprobs_CS).all(axis=0)
+        if dirty_S.any() and self._cache is not None:
+            self._cache = scrubbed(self._cfg, self._mesh, self._cache, dirty_S)
+
+    # ------------------------------------------------------------------ sizes
+    @property
+    def _slots(self) -> int:
+        return self._cache.slots if self._cache is not None else 0
+
+    @property
+    def _length(self) -> int:
+        return self._cache.length if self._cache is not None else 0
+
+    def _resize(self, slots: int, length: int) -> None:
+        if (slots, length) == (self._slots, self._length):
+            return
+        from_S = np.asarray(self._line.resize(slots), np.int32)
+        if self._cache is None:
+            self._cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name)
+        else:
+            self._cache = resized(self._cfg, self._mesh, length, self._cache, from_S)
+
+    def _snapshots(self) -> list[Snapshot]:
+        """Every snapshot that a slot or the group in prefill decodes with, in a fixed order."""
+        tickets = [held.ticket for _, held in self._line.decoding()]
+        tickets += [job.ticket for job in self._line.group.jobs] if self._line.group else []
+        return [snapshot for ticket in tickets if (snapshot := ticket.snapshot) is not None]
+
+

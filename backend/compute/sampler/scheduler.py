@@ -1,0 +1,212 @@
+"""Who is prefilled, who has a slot, who is done: the sampler's host state, without a single array of the device.
+
+    waiting --form--> prefilling --seed--> decoding in a slot --take--> finished
+       ^------------------ preempt (no memory for longer caches) --'
+
+First come, first served. All decisions follow from commands and from what the devices answered, so every process of a
+group makes the same ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backend.commands import Float32, Int32, SampleResult
+from backend.compute.sampler.requests import Sequence, Ticket
+from backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece
+
+
+@dataclass(eq=False)
+class Job:
+    """Sequences that go on from the same tokens. All but the last token are prefilled; the last is decode's first input."""
+
+    ticket: Ticket
+    tokens_T: Int32
+    sequences: deque[Sequence]
+    score: bool  # the ticket wants the prompt's logprobs, and they are still to be computed
+    scored: list[Float32] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """How many tokens to prefill."""
+        return len(self.tokens_T) - 1
+
+
+@dataclass(eq=False)
+class Group:
+    """Jobs that are prefilled together, one a row. `length` is that of the cache they are staged in."""
+
+    jobs: list[Job]
+    rows: int
+    length: int
+    start: int = 0  # tokens of every row that are done
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that the longest row still lacks."""
+        return max((job.length for job in self.jobs), default=0) - self.start
+
+    @property
+    def piece(self) -> int:
+        """How many tokens a row the next dispatch computes."""
+        return prefill_piece(rows=self.rows, remaining=self.remaining, room=self.length - self.start)
+
+
+@dataclass(frozen=True)
+class Seeding:
+    """A sequence gets a slot: row `row` of the staged cache is copied to `slot`."""
+
+    row: int
+    slot: int
+
+
+class Scheduler:
+    """The queue, the group in prefill, and the slots."""
+
+    def __init__(self, shapes: Shapes, max_slots: int) -> None:
+        """Nobody there. At most `max_slots` sequences decode together."""
+        self._shapes = shapes
+        self._max_slots = max_slots
+        self._tickets: dict[str, Ticket] = {}
+        self._waiting: deque[Job] = deque()
+        self.group: Group | None = None
+        self.slots: list[Sequence | None] = []
+
+    # ------------------------------------------------------------------ what it looks like
+    @property
+    def active(self) -> int:
+        """Requests with a sequence in a slot."""
+        return len({sequence.ticket for _, sequence in self.decoding()})
+
+    @property
+    def waiting(self) -> int:
+        """Requests of which no sequence has a slot yet."""
+        return len(self._tickets) - self.active
+
+    @property
+    def busy(self) -> int:
+        """Sequences in slots."""
+        return sum(1 for _ in self.decoding())
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request of that id is on its way."""
+        return request_id in self._tickets
+
+    def decoding(self) -> Iterator[tuple[int, Sequence]]:
+        """(slot, sequence), ascending."""
+        return ((slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None)
+
+    def wanted_slots(self) -> int:
+        """How many sequences would decode if there were slots for all."""
+        jobs = [*self._waiting, *(self.group.jobs if self.group else ())]
+        return min(self._max_slots, self.busy + sum(len(job.sequences) for job in jobs))
+
+    # ------------------------------------------------------------------ coming and going
+    def admit(self, ticket: Ticket, sequences: list[Sequence]) -> None:
+        """Put a checked request at the end of the line."""
+        request = ticket.request
+        self._tickets[request.request_id] = ticket
+        if request.prompt_logprobs:
+            ticket.prompt_logprobs_T = np.full(len(request.prompt_T), np.nan, np.float32)
+        tokens = np.asarray(request.prompt_T, np.int32)
+        self._waiting.append(Job(ticket, tokens, deque(sequences), score=request.prompt_logprobs))
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request and free all that it has; unknown ids are fine."""
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is None:
+            return
+        self._waiting = deque(job for job in self._waiting if job.ticket is not ticket)
+        self.slots = [None if sequence and sequence.ticket is ticket else sequence for sequence in self.slots]
+        if self.group is not None:
+            for job in self.group.jobs:  # the row stays until the group is through; nobody waits for it any more
+                if job.ticket is ticket:
+                    job.sequences.clear()
+                    job.score = False
+            if not any(job.sequences for job in self.group.jobs):
+                self.group = None
+
+    def finish(self) -> list[SampleResult]:
+        """Results of requests whose sequences are all done; they are gone afterwards."""
+        results = [result for ticket in self._tickets.values() if (result := ticket.result())]
+        for result in results:
+            del self._tickets[result.request_id]
+        return results
+
+    # ------------------------------------------------------------------ prefill
+    def form(self, cache_length: int) -> Group | None:
+        """The group in prefill; if there is none and a slot would be free, a new one from the head of the line."""
+        if self.group is not None or not self._waiting:
+            return self.group
+        first = self._waiting[0]
+        most = self._most_slots(max(cache_length, self._shapes.length_for(first.length + 1)))
+        free = most - self.busy
+        if free < 1:
+            return None
+        jobs = [self._waiting.popleft()]
+        if first.length <= SHORT_PROMPT:
+            free -= len(first.sequences)
+            while free > 0 and self._waiting and len(jobs) < self._shapes.rows[-1]:
+                if self._waiting[0].length > SHORT_PROMPT:
+                    break
+                jobs.append(self._waiting.popleft())
+                free -= len(jobs[-1].sequences)
+        longest = max(job.length for job in jobs)
+        self.group = Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
+        return self.group
+
+    def prefilled(self, tokens: int, logprobs_BQ: Float32 | None) -> None:
+        """The group has advanced by `tokens`; `logprobs_BQ` are those of the tokens after each, when someone wants them."""
+        group = self._group()
+        for row, job in enumerate(group.jobs):
+            end = min(group.start + tokens, job.length)
+            if job.score and logprobs_BQ is not None and end > group.start:
+                logprobs_T = job.ticket.prompt_logprobs_T
+                assert logprobs_T is not None
+                logprobs_T[group.start + 1 : end + 1] = logprobs_BQ[row, : end - group.start]
+        group.start += tokens
+
+    def seed(self, cache_length: int) -> list[Seeding]:
+        """Give free slots to the prefilled group's sequences; when all have one, the group is gone.
+
+        `slots` has been resized before, so a slot is free if it is None, as long as memory and the maximum allow.
+        """
+        group = self._group()
+        seedings = []
+        free = [slot for slot, sequence in enumerate(self.slots) if sequence is None]
+        free = free[: max(0, self._most_slots(cache_length) - self.busy)]
+        for row, job in enumerate(group.jobs):
+            while job.sequences and free:
+                slot = free.pop(0)
+                self.slots[slot] = job.sequences.popleft()
+                seedings.append(Seeding(row, slot))
+        if not any(job.sequences for job in group.jobs):
+            self.group = None
+        return seedings
+
+    # ------------------------------------------------------------------ slots
+    def resize(self, slots: int) -> list[int]:
+        """Have `slots` slots, all sequences moved to the front: for each new slot the old one it came from, -1 for none."""
+        moved = [slot for slot, _ in self.decoding()]
+        assert len(moved) <= slots
+        self.slots = [self.slots[slot] for slot in moved] + [None] * (slots - len(moved))
+        return moved + [-1] * (slots - len(moved))
+
+    def preempt(self, keep: int) -> None:
+        """Take slots from the youngest requests until `keep` sequences decode: those go back to the head of the line."""
+        order = {ticket: place for place, ticket in enumerate(self._tickets.values())}
+        youngest = sorted(self.decoding(), key=lambda held: (order[held[1].ticket], held[1].index))
+        for slot, sequence in reversed(youngest[keep:]):
+            self.slots[slot] = None
+            self._waiting.appendleft(Job(sequence.ticket, sequence.prefix(), deque([sequence]), score=False))
+
+    def _most_slots(self, length: int) -> int:
+        return min(self._max_slots, self._shapes.most_slots(length))
+
+    def _group(self) -> Group:
+        assert self.group is not None, "no group is in prefill"
+        return self.group

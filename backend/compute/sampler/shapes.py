@@ -1,0 +1,91 @@
+"""The few shapes that the sampler compiles for: how many slots, how long a cache, how many tokens of prompt at once.
+
+Sizes go up by factors of four, because attention works through a cache in blocks only as far as its longest row: a cache
+that is too long costs memory, not time, and each size costs a compilation. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK = 128  # keys that attention works on at once; every cache length is a multiple
+SHORT_PROMPT = BLOCK  # prompts up to this many tokens are prefilled together, longer ones alone
+PREFILL_ROWS = (1, 4, 16)
+PREFILL_TOKENS = (32, 128, 512)
+_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes in use by one sampler, ascending. `slots` and `rows` are multiples of the mesh's fsdp axis.
+
+    most_cells: slots times length that a cache may have, as far as memory goes (one row of any length always may).
+    """
+
+    slots: tuple[int, ...]
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    most_cells: int
+
+    def slots_for(self, sequences: int) -> int:
+        """The smallest number of slots that holds `sequences`, or the largest there is."""
+        return at_least(self.slots, sequences)
+
+    def length_for(self, tokens: int) -> int:
+        """The shortest cache that holds `tokens` of one sequence."""
+        return at_least(self.lengths, tokens)
+
+    def most_slots(self, length: int) -> int:
+        """The most slots that fit into memory with a cache of `length`; the smallest number always does."""
+        return max((slots for slots in self.slots if slots * length <= self.most_cells), default=self.slots[0])
+
+
+def make_shapes(*, max_slots: int, max_context: int, fsdp: int, most_cells: int) -> Shapes:
+    """Sizes for at most `max_slots` sequences (rounded up to a multiple of fsdp) of at most `max_context` tokens."""
+    slots = _ladder(1, max_slots)
+    return Shapes(
+        slots=_multiples(slots, fsdp),
+        rows=_multiples([rows for rows in PREFILL_ROWS if rows <= slots[-1]], fsdp),
+        lengths=_multiples(_ladder(BLOCK, max_context), BLOCK),
+        most_cells=most_cells,
+    )
+
+
+def prefill_piece(*, rows: int, remaining: int, room: int) -> int:
+    """How many tokens of each prompt to compute next: one of PREFILL_TOKENS, at most `room` (itself a multiple of 32).
+
+    A prompt goes in pieces of several sizes, so that little is computed only to fill up: the smallest size that holds all
+    that remains if it is used to three quarters, else the largest that is filled wholly. Prompts that go together
+    use the smallest size, which is theirs to end after.
+    """
+    least = PREFILL_TOKENS[0]
+    if rows > 1 or remaining <= least:
+        return least
+    holding = at_least(PREFILL_TOKENS, remaining)
+    if holding <= room and 4 * remaining >= 3 * holding:
+        return holding
+    return max(size for size in PREFILL_TOKENS if size <= min(remaining, room))
+
+
+def rank_columns(ranks: int) -> int:
+    """The width of a stack of adapters whose padded ranks sum to `ranks`: 0, 8, 32, 128, then doubling."""
+    width = 0 if ranks == 0 else 8
+    while width < ranks:
+        width *= 4 if width < 128 else 2
+    return width
+
+
+def at_least(sizes: tuple[int, ...], wanted: int) -> int:
+    """The smallest of ascending `sizes` that is at least `wanted`, or the last."""
+    return next((size for size in sizes if size >= wanted), sizes[-1])
+
+
+def _ladder(first: int, last: int) -> list[int]:
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(sizes[-1] * _FACTOR, max(last, first)))
+    return sizes
+
+
+def _multiples(sizes: list[int], of: int) -> tuple[int, ...]:
+    return tuple(sorted({-(-size // of) * of for size in sizes}))

@@ -1,0 +1,60 @@
+"""When a sequence ends: at a stop token, or when its text contains a stop string. Host only, no JAX.
+
+A stop string may begin in one token and end in another, and a character may be spread over several tokens. So text is
+decoded as it grows: the text of the new tokens is what decoding adds to the text of the tokens before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from backend.errors import UserError
+
+Decode = Callable[[Sequence[int]], str]
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a character to
+_LONGEST_CHARACTER = 8  # tokens held back for one unfinished character at most; after that it is taken as it is
+
+
+class StopWatch:
+    """Looks at the tokens of one sequence as they come and says when it has ended."""
+
+    def __init__(self, tokens: frozenset[int], strings: tuple[str, ...], decode: Decode | None) -> None:
+        """`decode` turns tokens into text, special tokens included; it may be None when there are no `strings`."""
+        self._tokens = tokens
+        self._strings = strings
+        self._decode = decode
+        self._window = max((len(string) for string in strings), default=1) - 1
+        self._known: list[int] = []  # tokens whose text is in _text; kept as the context in which later ones decode
+        self._fresh: list[int] = []  # tokens after them, whose text is not settled yet
+        self._text = ""  # the end of the text of all settled tokens, as long as a match may reach back
+
+    def ends_with(self, token: int) -> bool:
+        """Take the next token; True when it is a stop token or completes a stop string."""
+        if token in self._tokens:
+            return True
+        if not self._strings or self._decode is None:
+            return False
+        self._fresh.append(token)
+        before = self._decode(self._known)
+        added = self._decode(self._known + self._fresh)[len(before) :]
+        text = self._text + added
+        if any(string in text for string in self._strings):
+            return True
+        if not added.endswith(_UNFINISHED) or len(self._fresh) >= _LONGEST_CHARACTER:
+            self._text = text[max(0, len(text) - self._window) :]
+            self._known, self._fresh = self._fresh, []
+        return False
+
+
+def load_decode(folder: str | Path) -> Decode:
+    """The decoder of the tokenizer in a model's folder; UserError when there is none that can be read."""
+    import tokenizers
+
+    path = Path(folder) / "tokenizer.json"
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # noqa: BLE001  the package raises bare Exception for a broken file
+        raise UserError(f"stop strings need the model's tokenizer, and {path} cannot be read: {error}") from error
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -1,0 +1,159 @@
+"""Dense decoder-only transformers (Qwen3, Llama 3) as pure functions on pytrees; layers stacked and scanned.
+
+`block` is the one layer that training, prefill and decode share. What differs between them is handed in: `attend`
+(which keys a query sees, and where keys and values are kept) and `lora_apply` (one adapter for all rows, or one a row).
+
+Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head dimension, F mlp, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from backend.compute.config import ModelConfig
+from backend.compute.lora import Lora, LoraApply, LoraPair
+
+# attend(q_BTHd, k_BTGd, v_BTGd) -> o_BTHd; keys and queries are rotated already, and scores are still to be scaled.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+LayerParams = Mapping[str, jax.Array]
+
+
+@flax.struct.dataclass
+class Params:
+    """Frozen base weights. `unembed_DV` is None when the embedding is tied.
+
+    layers, each stacked [L, ...]: q [D, H*d], k and v [D, G*d], o [H*d, D], gate and up [D, F], down [F, D],
+    attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d].
+    """
+
+    embed_VD: jax.Array
+    layers: dict[str, jax.Array]
+    final_norm_D: jax.Array
+    unembed_DV: jax.Array | None
+
+
+def embed(params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """x_BTD, in the dtype of the weights."""
+    return params.embed_VD[tokens_BT]
+
+
+def unembed_matrix(params: Params) -> jax.Array:
+    """The matrix [D, V] that turns final hidden states into logits."""
+    return params.embed_VD.T if params.unembed_DV is None else params.unembed_DV
+
+
+def final_hidden(cfg: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
+    """What the unembedding (and its adapter) is applied to: the last layer's output, normalised."""
+    return rms_norm(x_BTD, params.final_norm_D, cfg.norm_eps)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x over its root mean square along the last axis, in float32, times weight; dtype of x."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
+
+
+def rope_frequencies(cfg: ModelConfig) -> tuple[float, ...]:
+    """The d/2 angular frequencies (radians per position) of the rotary embedding, Llama 3's scaling included."""
+    plain = [cfg.rope_theta ** (-2 * i / cfg.head_dim) for i in range(cfg.head_dim // 2)]
+    return tuple(_stretched(cfg, frequency) for frequency in plain)
+
+
+def rope_tables(cfg: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, d/2] in float32 for `rotate`; the same for all layers, so made once outside their scan."""
+    angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(cfg), jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_BTHd: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary position embedding, first half of d against second half (as in Hugging Face's weights)."""
+    cos, sin = (table[:, :, None, :] for table in tables)
+    first, second = jnp.split(x_BTHd.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHd.dtype)
+
+
+def block(
+    cfg: ModelConfig,
+    layer_params: LayerParams,
+    layer_lora: Mapping[str, LoraPair],
+    x_BTD: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    lora_apply: LoraApply,
+) -> jax.Array:
+    """One layer: x_BTD in, x_BTD out.
+
+    `layer_lora` holds the pairs of this layer by projection name and may lack some or all; `rope` comes from
+    `rope_tables`. Whatever `attend` keeps (a cache), it keeps by itself.
+    """
+    B, T, _ = x_BTD.shape
+
+    def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+        adapted = tuple(name for name in names if name in layer_lora)
+        deltas = dict(zip(adapted, lora_apply(x, tuple(layer_lora[name] for name in adapted)), strict=True))
+        plain = {name: x @ layer_params[name] for name in names}
+        return tuple(plain[name] + deltas[name] if name in deltas else plain[name] for name in names)
+
+    y_BTD = rms_norm(x_BTD, layer_params["attn_norm"], cfg.norm_eps)
+    q, k, v = project(y_BTD, "q", "k", "v")
+    q_BTHd = q.reshape(B, T, cfg.heads, cfg.head_dim)
+    k_BTGd = k.reshape(B, T, cfg.kv_heads, cfg.head_dim)
+    v_BTGd = v.reshape(B, T, cfg.kv_heads, cfg.head_dim)
+    if cfg.qk_norm:
+        q_BTHd = rms_norm(q_BTHd, layer_params["q_norm"], cfg.norm_eps)
+        k_BTGd = rms_norm(k_BTGd, layer_params["k_norm"], cfg.norm_eps)
+    o_BTHd = attend(rotate(q_BTHd, rope), rotate(k_BTGd, rope), v_BTGd)
+    (o_BTD,) = project(o_BTHd.reshape(B, T, cfg.heads * cfg.head_dim), "o")
+    x_BTD = x_BTD + o_BTD
+
+    y_BTD = rms_norm(x_BTD, layer_params["mlp_norm"], cfg.norm_eps)
+    gate_BTF, up_BTF = project(y_BTD, "gate", "up")
+    (down_BTD,) = project(jax.nn.silu(gate_BTF) * up_BTF, "down")
+    return x_BTD + down_BTD
+
+
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    lora: Lora,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    attend: Attend,
+    lora_apply: LoraApply,
+    *,
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
+    remat: bool = False,
+) -> jax.Array:
+    """Final hidden states [B, T, D] for training: a scan over the layers, all with the same `attend`.
+
+    `constrain` pins the sharding of activations between layers. `remat` keeps only each layer's input for the
+    backward pass and computes the layer again there.
+    """
+    rope = rope_tables(cfg, positions_BT)
+
+    def layer(x_BTD: jax.Array, stacked: tuple[LayerParams, Mapping[str, LoraPair]]) -> tuple[jax.Array, None]:
+        layer_params, layer_lora = stacked
+        return constrain(block(cfg, layer_params, layer_lora, x_BTD, rope, attend, lora_apply)), None
+
+    body: Any = jax.checkpoint(layer) if remat else layer
+    x_BTD, _ = jax.lax.scan(body, constrain(embed(params, tokens_BT)), (params.layers, lora.layers))
+    return final_hidden(cfg, params, x_BTD)
+
+
+def _stretched(cfg: ModelConfig, frequency: float) -> float:
+    """Llama 3: keep fast frequencies, divide slow ones by `factor`, blend those between."""
+    scaling = cfg.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = min(1.0, max(0.0, blend))
+    return frequency * (blend + (1 - blend) / scaling.factor)

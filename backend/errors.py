@@ -1,0 +1,63 @@
+"""The one error tree. A failure is stored as `message` and `category` and shown to the client as it stands.
+
+TinkerflowError            category
+├── UserError              user     the request asked for something that cannot be
+│   ├── NotFoundError               the object does not exist, or is not yours
+│   └── ConflictError               the same id was used before for other content
+└── ServerError            server   the service failed; the request was right
+    ├── GroupFailedError            a process of the worker group died, hung or was stopped
+    ├── DeadlineError               a command did not answer in its time
+    ├── StateLostError              the adapter or snapshot went with a worker group
+    └── StoreError                  reading or writing the checkpoint store failed
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Category = Literal["user", "server"]
+
+
+class TinkerflowError(Exception):
+    """Base of every error this service raises on purpose."""
+
+    category: ClassVar[Category] = "server"
+
+    @property
+    def message(self) -> str:
+        """The sentence for the client: what is wrong, its value, and the rule."""
+        return str(self)
+
+
+class UserError(TinkerflowError):
+    """The request is wrong: the message names the field, the value and the rule."""
+
+    category: ClassVar[Category] = "user"
+
+
+class NotFoundError(UserError):
+    """The named object does not exist, or belongs to somebody else."""
+
+
+class ConflictError(UserError):
+    """An id was used again for different content."""
+
+
+class ServerError(TinkerflowError):
+    """The service failed; the same request may work later."""
+
+
+class GroupFailedError(ServerError):
+    """A process of the worker group died, hung or was stopped."""
+
+
+class DeadlineError(GroupFailedError):
+    """A command did not answer before its deadline."""
+
+
+class StateLostError(ServerError):
+    """An adapter or a snapshot was lost together with its worker group."""
+
+
+class StoreError(ServerError):
+    """The checkpoint store could not be read or written."""

@@ -1,0 +1,30 @@
+"""The one id maker, and the forms of ids that the SDK computes for itself."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.'"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def new_id(prefix: str) -> str:
+    """A fresh id such as `sess-k3v9…`: the prefix and 16 random characters of [0-9a-z] (82 bits)."""
+    return prefix + "-" + "".join(secrets.choice(_ALPHABET) for _ in range(16))
+
+
+def model_id(session_id: str, model_seq_id: int) -> str:
+    """`{session}:train:{n}`: the SDK computes this form itself after create-via-load (PROTOCOL.md 3.1)."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
+    """`{session}:sample:{n}`."""
+    return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` may name a checkpoint: see NAME_RULE (one path segment, no traversal)."""
+    return _NAME.fullmatch(text) is not None

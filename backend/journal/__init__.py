@@ -1,0 +1,85 @@
+"""The truth: what clients asked for, in which order, and what they were answered; models, samplers, checkpoints, keys.
+
+`migrate(url)` makes the tables, `Journal.open(url)` reads and writes them, `Bell` wakes whoever waits for a change, and
+`Waiters` waits for answers. Rows stay inside: what goes in is in records.py, what comes out in views.py.
+"""
+
+from backend.journal.bell import Bell
+from backend.journal.journal import Journal
+from backend.journal.kinds import (
+    CheckpointKind,
+    Kind,
+    ModelState,
+    PayloadType,
+    RequestState,
+    SamplerState,
+    SessionState,
+)
+from backend.journal.migrate import migrate
+from backend.journal.records import (
+    CheckpointSaved,
+    Effect,
+    ModelEnded,
+    ModelLive,
+    NewModel,
+    NewRequest,
+    NewSampler,
+    NewSession,
+    Outcome,
+    SamplerEnded,
+    SamplerLoaded,
+    SamplerOpened,
+    StepMade,
+)
+from backend.journal.views import (
+    BaseModelView,
+    CheckpointView,
+    Gap,
+    KeyView,
+    ModelView,
+    Page,
+    Pending,
+    Result,
+    RunView,
+    SamplerView,
+    SessionView,
+)
+from backend.journal.waiters import Waiters
+
+__all__ = [
+    "BaseModelView",
+    "Bell",
+    "CheckpointKind",
+    "CheckpointSaved",
+    "CheckpointView",
+    "Effect",
+    "Gap",
+    "Journal",
+    "KeyView",
+    "Kind",
+    "ModelEnded",
+    "ModelLive",
+    "ModelState",
+    "ModelView",
+    "NewModel",
+    "NewRequest",
+    "NewSampler",
+    "NewSession",
+    "Outcome",
+    "Page",
+    "PayloadType",
+    "Pending",
+    "RequestState",
+    "Result",
+    "RunView",
+    "SamplerEnded",
+    "SamplerLoaded",
+    "SamplerOpened",
+    "SamplerState",
+    "SamplerView",
+    "SessionState",
+    "SessionView",
+    "StepMade",
+    "Waiters",
+    "migrate",
+]

@@ -1,0 +1,91 @@
+"""One engine per database: how connections are set up, and what a transaction for reading or writing is."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import make_url
+
+from backend.errors import ServerError
+
+BUSY_SECONDS = 30.0
+_WRITE = "journal_write"
+
+
+def is_sqlite(url: str) -> bool:
+    """Whether `url` names an SQLite file (the only other thing it may name is Postgres)."""
+    return make_url(url).get_backend_name() == "sqlite"
+
+
+def driver_url(url: str) -> sa.URL:
+    """`url` with the driver we use: psycopg 3 for postgresql:// or postgres://."""
+    parsed = make_url("postgresql" + url.removeprefix("postgres") if url.startswith("postgres:") else url)
+    return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
+
+
+class Database:
+    """An engine with two kinds of transactions. Thread-safe."""
+
+    def __init__(self, url: str) -> None:
+        """Prepare the engine; an SQLite file's folder is made. Nothing is connected yet."""
+        self.url = url
+        parsed = driver_url(url)
+        self._sqlite = is_sqlite(url)
+        if self._sqlite:
+            if not parsed.database or parsed.database == ":memory:":
+                raise ValueError(f"database URL {url!r}: the journal is shared by processes, so it needs a file")
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+            self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, connect_args={"timeout": BUSY_SECONDS})
+            event.listen(self.engine, "connect", _set_up_sqlite)
+            event.listen(self.engine, "begin", _begin_sqlite)
+        else:
+            self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, pool_pre_ping=False)
+        self._writer = self.engine.execution_options(**{_WRITE: True})
+        # Threads of one process queue here rather than in SQLite's busy handler, which sleeps up to 100 ms a time.
+        self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A transaction that only reads; it never waits for a writer."""
+        with self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """A transaction that writes: committed at the end, rolled back by an exception."""
+        with self._turn, self._writer.begin() as connection:
+            yield connection
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+
+def _set_up_sqlite(connection: Any, _record: object) -> None:
+    # The driver must not open transactions on its own: we say BEGIN, and which one.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    # NORMAL survives kill -9 of any process; only a power cut can take the last commits (never corrupt the file).
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    # A writer takes the lock at once: a read transaction that upgrades later fails without waiting (SQLITE_BUSY).
+    writes = connection.get_execution_options().get(_WRITE, False)
+    driver: Any = connection.connection.driver_connection
+    try:
+        driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+    except sqlite3.OperationalError as error:
+        raise ServerError(
+            f"journal {connection.engine.url.database}: no turn to write within {BUSY_SECONDS:g} s ({error})"
+        ) from error

@@ -1,0 +1,121 @@
+"""The row changes that come with an outcome, each in one place. All return the bell's topics for what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import assert_never
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from backend.journal.kinds import TAKES_WORK, ModelState, SamplerState
+from backend.journal.records import (
+    CheckpointSaved,
+    Effect,
+    ModelEnded,
+    ModelLive,
+    NewSampler,
+    SamplerEnded,
+    SamplerLoaded,
+    SamplerOpened,
+    StepMade,
+)
+from backend.journal.statements import done, fail_pending, insert_if_absent, model_ended, sampler_ended
+from backend.journal.tables import Checkpoint, Model, Request, Sampler
+
+_STEP_MADE = sa.update(Model).where(col(Model.id) == sa.bindparam("of_model")).values(step=sa.bindparam("to_step"))
+
+
+def apply(connection: sa.Connection, effect: Effect, now: datetime) -> list[str]:
+    """Make one effect's row changes in the caller's transaction."""
+    match effect:
+        case ModelLive():
+            _model_live(connection, effect)
+        case ModelEnded():
+            return end_models(connection, [effect.model_id], effect.state, effect.detail, now)
+        case StepMade():
+            connection.execute(_STEP_MADE, {"of_model": effect.model_id, "to_step": effect.step})
+        case SamplerOpened():
+            open_sampler(connection, effect.sampler, now)
+        case SamplerLoaded():
+            connection.execute(
+                sa.update(Sampler).where(col(Sampler.id) == effect.sampler_id).values(snapshot_id=effect.snapshot_id)
+            )
+        case SamplerEnded():
+            return end_samplers(connection, [effect.sampler_id], effect.state, effect.detail, now)
+        case CheckpointSaved():
+            _checkpoint_saved(connection, effect, now)
+        case _:
+            assert_never(effect)
+    return []
+
+
+def end_models(
+    connection: sa.Connection, model_ids: Sequence[str], state: ModelState, detail: str, now: datetime
+) -> list[str]:
+    """End models that still take work, and fail what waits for them: nothing is left that nobody will answer."""
+    topics: list[str] = []
+    for model_id in model_ids:
+        ended = connection.execute(
+            sa.update(Model)
+            .where(col(Model.id) == model_id, col(Model.state).in_(TAKES_WORK))
+            .values(state=state, detail=detail)
+            .returning(col(Model.id))
+        ).first()
+        if ended is not None:
+            text, category = model_ended(model_id, state, detail)
+            failed = fail_pending(connection, now, text, category, col(Request.model_id) == model_id)
+            topics += [*done(failed), f"model:{model_id}"]
+    return topics
+
+
+def end_samplers(
+    connection: sa.Connection, sampler_ids: Sequence[str], state: SamplerState, detail: str, now: datetime
+) -> list[str]:
+    """End live samplers, and fail what waits for them."""
+    topics: list[str] = []
+    for sampler_id in sampler_ids:
+        ended = connection.execute(
+            sa.update(Sampler)
+            .where(col(Sampler.id) == sampler_id, col(Sampler.state) == SamplerState.LIVE)
+            .values(state=state, detail=detail)
+            .returning(col(Sampler.id))
+        ).first()
+        if ended is not None:
+            text, category = sampler_ended(sampler_id, state, detail)
+            failed = fail_pending(connection, now, text, category, col(Request.sampler_id) == sampler_id)
+            topics += done(failed)
+    return [*topics, "sample"] if topics else topics
+
+
+def open_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime) -> bool:
+    """Make the sampler's row unless its id exists; whether it was made."""
+    values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now}
+    return insert_if_absent(connection, Sampler, values)
+
+
+def _model_live(connection: sa.Connection, effect: ModelLive) -> None:
+    decided = {
+        name: value
+        for name in ("rank", "train_attn", "train_mlp", "train_unembed")
+        if (value := getattr(effect, name)) is not None
+    }
+    connection.execute(
+        sa.update(Model)
+        .where(col(Model.id) == effect.model_id, col(Model.state).in_(TAKES_WORK))
+        .values(state=ModelState.LIVE, detail=None, step=effect.step, **decided)
+    )
+
+
+def _checkpoint_saved(connection: sa.Connection, effect: CheckpointSaved, now: datetime) -> None:
+    values = {
+        **asdict(effect),
+        "user_metadata": dict(effect.user_metadata),
+        "created_at": now,
+        "public": False,
+        "deleted_at": None,
+    }
+    if not insert_if_absent(connection, Checkpoint, values):
+        connection.execute(sa.update(Checkpoint).where(col(Checkpoint.path) == effect.path).values(**values))

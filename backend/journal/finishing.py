@@ -1,0 +1,130 @@
+"""Answers: the first one wins, and it comes with its row changes in one transaction.
+
+Lock order everywhere in the journal: sessions, models, samplers, then requests, each by id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from backend.errors import Category
+from backend.journal.effects import apply, end_models, end_samplers
+from backend.journal.kinds import ModelState, RequestState, SamplerState
+from backend.journal.records import Outcome
+from backend.journal.statements import IS_PENDING, done, fail_pending, locked_ids
+from backend.journal.tables import Model, Request, Sampler
+
+_ANSWER = (
+    sa.update(Request)
+    .where(col(Request.id) == sa.bindparam("request_id"))
+    .values(
+        state=sa.bindparam("to_state"),
+        result=sa.bindparam("to_result"),
+        result_type=sa.bindparam("to_result_type"),
+        error=sa.bindparam("to_error"),
+        category=sa.bindparam("to_category"),
+        finished_at=sa.bindparam("now"),
+    )
+)
+_PASSED = sa.bindparam("passed_seq", type_=sa.BigInteger)
+_ADVANCE = (
+    sa.update(Model)
+    .where(col(Model.id) == sa.bindparam("of_model"))
+    .values(next_seq=sa.case((col(Model.next_seq) < _PASSED, _PASSED), else_=col(Model.next_seq)))
+)
+_LOCK_WAITING = (
+    sa.select(col(Request.id))
+    .where(col(Request.id).in_(sa.bindparam("ids", expanding=True)), IS_PENDING)
+    .order_by(col(Request.id))
+    .with_for_update()
+)
+
+
+def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime) -> tuple[list[str], list[str]]:
+    """Answer requests; (ids answered by this call, the bell's topics). Three statements, and those of the effects."""
+    first = {outcome.request_id: outcome for outcome in reversed(outcomes)}
+    _advance(connection, outcomes)
+    waiting = set(connection.execute(_LOCK_WAITING, {"ids": list(first)}).scalars())
+    winners = [outcome for request_id, outcome in reversed(first.items()) if request_id in waiting]
+    if not winners:
+        return [], []
+    connection.execute(
+        _ANSWER,
+        [
+            {
+                "request_id": outcome.request_id,
+                "to_state": RequestState.DONE if outcome.error is None else RequestState.FAILED,
+                "to_result": outcome.result,
+                "to_result_type": outcome.result_type,
+                "to_error": outcome.error,
+                "to_category": outcome.category,
+                "now": now,
+            }
+            for outcome in winners
+        ],
+    )
+    answered = [outcome.request_id for outcome in winners]
+    topics = done(answered)
+    for outcome in winners:
+        for effect in outcome.effects:
+            topics += apply(connection, effect, now)
+        if outcome.error is not None and outcome.model_id is not None and outcome.seq_id == 0:
+            topics += end_models(connection, [outcome.model_id], ModelState.FAILED, outcome.error, now)
+    return answered, topics
+
+
+def fail_all_pending(
+    connection: sa.Connection, reason: str, category: Category, base_model: str | None, now: datetime
+) -> tuple[list[str], list[str]]:
+    """Fail everything that waits (for one base model or all); models that were being created become `failed`."""
+    of_model, of_sampler = _of_base(Model, base_model), _of_base(Sampler, base_model)
+    creating = locked_ids(connection, Model, col(Model.state) == ModelState.CREATING, *of_model)
+    where: list[sa.ColumnElement[bool]] = []
+    if base_model is not None:
+        models = sa.select(col(Model.id)).where(*of_model)
+        samplers = sa.select(col(Sampler.id)).where(*of_sampler)
+        where = [sa.or_(col(Request.model_id).in_(models), col(Request.sampler_id).in_(samplers))]
+    failed = fail_pending(connection, now, reason, category, *where)
+    return failed, done(failed) + end_models(connection, creating, ModelState.FAILED, reason, now)
+
+
+def lose_models(
+    connection: sa.Connection, reason: str, base_model: str | None, now: datetime
+) -> tuple[list[str], list[str]]:
+    """Say that the worker group's memory is gone; (ids of the models lost, the bell's topics).
+
+    Samplers whose snapshot was in memory only are lost with it; those of a checkpoint can load it again.
+    """
+    live = locked_ids(connection, Model, col(Model.state) == ModelState.LIVE, *_of_base(Model, base_model))
+    topics = end_models(connection, live, ModelState.LOST, reason, now)
+    in_memory = (
+        col(Sampler.state) == SamplerState.LIVE,
+        col(Sampler.snapshot_id).is_not(None),
+        *_of_base(Sampler, base_model),
+    )
+    gone = locked_ids(connection, Sampler, *in_memory, col(Sampler.model_path).is_(None))
+    topics += end_samplers(connection, gone, SamplerState.LOST, reason, now)
+    connection.execute(
+        sa.update(Sampler).where(*in_memory, col(Sampler.model_path).is_not(None)).values(snapshot_id=None)
+    )
+    return live, topics
+
+
+def _advance(connection: sa.Connection, outcomes: Sequence[Outcome]) -> None:
+    """Move next_seq of every model past what was executed. Also locks the models, before any request."""
+    after: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.model_id is not None:
+            passed = 0 if outcome.seq_id is None else outcome.seq_id + 1
+            after[outcome.model_id] = max(passed, after.get(outcome.model_id, 0))
+    if after:
+        rows = [{"of_model": model_id, "passed_seq": passed} for model_id, passed in sorted(after.items())]
+        connection.execute(_ADVANCE, rows)
+
+
+def _of_base(table: type[Model] | type[Sampler], base_model: str | None) -> tuple[sa.ColumnElement[bool], ...]:
+    return () if base_model is None else (col(table.base_model) == base_model,)

@@ -1,0 +1,334 @@
+"""The journal: every method is one short transaction, and rings the bell after its commit.
+
+This class only joins the rooms' parts: what a method does is in the module named beside it. Methods are synchronous
+and thread-safe; asynchronous callers use asyncio.to_thread. `owner` filters rows: those of others do not exist
+(NotFoundError). owner None is the service itself and sees everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from datetime import datetime, timedelta
+from typing import Self
+
+from backend.clock import Clock, SystemClock
+from backend.errors import Category
+from backend.journal import base_models as base_model_rows
+from backend.journal import checkpoints as checkpoint_rows
+from backend.journal import finishing, queue, results, samplers, sessions, submitting
+from backend.journal import keys as key_rows
+from backend.journal.bell import Bell
+from backend.journal.database import Database
+from backend.journal.kinds import SessionState
+from backend.journal.migrate import check_revision
+from backend.journal.records import NewModel, NewRequest, NewSampler, NewSession, Outcome
+from backend.journal.statements import get_owned
+from backend.journal.tables import Model, Sampler, Session
+from backend.journal.views import (
+    BaseModelView,
+    CheckpointView,
+    Gap,
+    KeyView,
+    ModelView,
+    Page,
+    Pending,
+    Result,
+    RunView,
+    SamplerView,
+    SessionView,
+    model_view,
+    sampler_view,
+    session_view,
+)
+
+
+class Journal:
+    """The truth about requests, models, samplers, sessions, checkpoints, keys and base models."""
+
+    def __init__(self, database: Database, clock: Clock, bell: Bell, owns_bell: bool) -> None:
+        """Use `open`."""
+        self._database = database
+        self._clock = clock
+        self._bell = bell
+        self._owns_bell = owns_bell
+
+    @classmethod
+    def open(cls, url: str, *, clock: Clock | None = None, bell: Bell | None = None) -> Self:
+        """The journal in the migrated database `url`; ServerError when its schema is not ours.
+
+        Without a bell it opens one of its own for this database.
+        """
+        database = Database(url)
+        try:
+            check_revision(database)
+        except BaseException:
+            database.close()
+            raise
+        return cls(database, clock or SystemClock(), bell or Bell(url), owns_bell=bell is None)
+
+    @property
+    def bell(self) -> Bell:
+        """The bell that this journal rings."""
+        return self._bell
+
+    def close(self) -> None:
+        """Close all connections, and the bell if it is the journal's own."""
+        self._database.close()
+        if self._owns_bell:
+            self._bell.close()
+
+    # -------------------------------------------------------------- requests in: submitting.py
+    def submit(self, request: NewRequest) -> str:
+        """Store a request and return its id; a replay (same seq_id and content) returns the stored one's id.
+
+        NotFoundError: unknown or foreign model or sampler. ConflictError: the seq_id holds other content. A model or
+        session that is over is no error here: the request is stored already failed, and says why.
+        """
+        with self._database.write() as connection:
+            request_id = submitting.submit(connection, request, self._clock.now())
+        self._bell.ring("sample" if request.model_id is None else f"model:{request.model_id}")
+        return request_id
+
+    def submit_new_model(self, model: NewModel, request: NewRequest) -> str:
+        """Store a model in state `creating` and the request (seq_id 0) that creates it; replays as in submit.
+
+        When the request carries an error, or the session is over, both are stored as failed.
+        """
+        with self._database.write() as connection:
+            request_id = submitting.submit_new_model(connection, model, request, self._clock.now())
+        self._bell.ring(f"model:{model.id}")
+        return request_id
+
+    def request_unload(self, model_id: str, reason: str) -> str | None:
+        """Ask for a model to be unloaded after what can still run; the request's id, None when it ended already."""
+        with self._database.write() as connection:
+            request_id = submitting.request_unload(connection, model_id, reason, self._clock.now())
+        self._bell.ring(f"model:{model_id}")
+        return request_id
+
+    # -------------------------------------------------------------- what to do next: queue.py
+    def pending_models(self, base_model: str | None = None) -> list[str]:
+        """Ids of models with something to execute now, longest waiting first."""
+        with self._database.read() as connection:
+            return queue.pending_models(connection, base_model)
+
+    def ready(self, model_id: str, limit: int = 64) -> list[Pending]:
+        """A model's next requests in order of execution: the contiguous run from its next_seq on, then an unload."""
+        with self._database.read() as connection:
+            return queue.ready(connection, model_id, limit)
+
+    def pending_samples(
+        self, limit: int, *, base_model: str | None = None, exclude: Collection[str] = ()
+    ) -> list[Pending]:
+        """Samples that wait, oldest first, each with its sampler; `exclude` names requests taken up already."""
+        with self._database.read() as connection:
+            return queue.pending_samples(connection, limit, base_model, exclude)
+
+    def gaps(self, timeout: float) -> list[Gap]:
+        """Models that wait for `timeout` seconds or longer for a sequence id that never came."""
+        with self._database.read() as connection:
+            return queue.gaps(connection, self._ago(timeout))
+
+    def skip_gap(self, gap: Gap) -> bool:
+        """Count the gap's missing ids as used, and log it; False when something of the gap came meanwhile."""
+        with self._database.write() as connection:
+            skipped = queue.skip_gap(connection, gap)
+        if skipped:
+            self._bell.ring(f"model:{gap.model_id}")
+        return skipped
+
+    # -------------------------------------------------------------- answers: finishing.py, effects.py, results.py
+    def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
+        """Answer requests with all their effects in one transaction; the ids that this call answered.
+
+        The first answer of a request wins: a later one changes nothing, and none of its effects happen.
+        """
+        with self._database.write() as connection:
+            answered, topics = finishing.finish(connection, outcomes, self._clock.now())
+        self._bell.ring(*topics)
+        return answered
+
+    def fail_all_pending(
+        self, reason: str, category: Category = "server", *, base_model: str | None = None
+    ) -> list[str]:
+        """Fail everything that waits, for one base model or all; the ids. Models being created become `failed`."""
+        with self._database.write() as connection:
+            failed, topics = finishing.fail_all_pending(connection, reason, category, base_model, self._clock.now())
+        self._bell.ring(*topics)
+        return failed
+
+    def lose_models(self, reason: str, *, base_model: str | None = None) -> list[str]:
+        """Record that a worker group's memory is gone; ids of the models lost.
+
+        Live models and samplers of unsaved snapshots become `lost`, and what waits for them fails. Samplers of a
+        checkpoint stay and have no snapshot any more: it must be loaded again.
+        """
+        with self._database.write() as connection:
+            lost, topics = finishing.lose_models(connection, reason, base_model, self._clock.now())
+        self._bell.ring(*topics)
+        return lost
+
+    def result(self, request_id: str, owner: str | None) -> Result | None:
+        """The answer, None while it is pending. Re-readable until it expires; the first reading is noted."""
+        with self._database.read() as connection:
+            found, first = results.read_result(connection, request_id, owner)
+        if first:
+            with self._database.write() as connection:
+                results.mark_read(connection, request_id, self._clock.now())
+        return found
+
+    def finished(self, request_ids: Collection[str]) -> set[str]:
+        """Which of these requests are answered, in one query."""
+        with self._database.read() as connection:
+            return results.finished(connection, request_ids)
+
+    def expire_results(self, ttl: float, limit: int = 500) -> int:
+        """Drop payload and result of at most `limit` requests read, or else answered, over `ttl` seconds ago; how many.
+
+        Their ids answer with an error that says so.
+        """
+        now = self._clock.now()
+        with self._database.write() as connection:
+            return results.expire_results(connection, self._ago(ttl), now, limit)
+
+    # -------------------------------------------------------------- sessions: sessions.py
+    def create_session(self, session: NewSession) -> str:
+        """Begin a session; its id."""
+        with self._database.write() as connection:
+            return sessions.create_session(connection, session, self._clock.now())
+
+    def session(self, session_id: str, owner: str | None) -> SessionView:
+        """A session."""
+        with self._database.read() as connection:
+            return session_view(get_owned(connection, Session, session_id, owner))
+
+    def heartbeat(self, session_id: str, owner: str | None) -> SessionState:
+        """Note that the client lives; the session's state, which a beat does not change."""
+        with self._database.write() as connection:
+            return sessions.heartbeat(connection, session_id, owner, self._clock.now())
+
+    def finish_session(self, session_id: str, owner: str | None, detail: str | None = None) -> None:
+        """End a session for its client: samplers close, models wait for request_unload. Repeating changes nothing."""
+        with self._database.write() as connection:
+            topics = sessions.finish_session(connection, session_id, owner, detail, self._clock.now())
+        self._bell.ring(*topics)
+
+    def expire_sessions(self, timeout: float) -> list[str]:
+        """End sessions that sent neither heartbeat nor training request for `timeout` seconds; their ids."""
+        with self._database.write() as connection:
+            expired, topics = sessions.expire_sessions(connection, self._ago(timeout), self._clock.now())
+        self._bell.ring(*topics)
+        return expired
+
+    def live_models(self, session_id: str) -> list[str]:
+        """Ids of the session's models that are being created or live."""
+        with self._database.read() as connection:
+            return sessions.live_models(connection, session_id)
+
+    def abandoned_models(self) -> list[str]:
+        """Ids of models that take work although their session is over, and that no request unloads yet."""
+        with self._database.read() as connection:
+            return sessions.abandoned_models(connection)
+
+    def samplers_of(self, session_id: str) -> list[SamplerView]:
+        """The session's samplers, in any state."""
+        with self._database.read() as connection:
+            return sessions.samplers_of(connection, session_id)
+
+    # -------------------------------------------------------------- models and samplers: samplers.py
+    def model(self, model_id: str, owner: str | None) -> ModelView:
+        """A model."""
+        with self._database.read() as connection:
+            return model_view(get_owned(connection, Model, model_id, owner))
+
+    def open_sampler(self, sampler: NewSampler) -> str:
+        """Make a sampler; its id. Repeating is fine; ConflictError: other content. UserError: the session is over."""
+        with self._database.write() as connection:
+            return samplers.open_sampler(connection, sampler, self._clock.now())
+
+    def sampler(self, sampler_id: str, owner: str | None) -> SamplerView:
+        """A sampler."""
+        with self._database.read() as connection:
+            return sampler_view(get_owned(connection, Sampler, sampler_id, owner))
+
+    def unused_snapshots(self, snapshot_ids: Collection[str]) -> set[str]:
+        """Those of the snapshots that no live sampler uses: they can be dropped."""
+        with self._database.read() as connection:
+            return samplers.unused_snapshots(connection, snapshot_ids)
+
+    # -------------------------------------------------------------- runs and checkpoints: checkpoints.py
+    def training_run(self, run_id: str, owner: str | None) -> RunView:
+        """A training run (its id is its model's) with its newest checkpoints."""
+        with self._database.read() as connection:
+            return checkpoint_rows.training_run(connection, run_id, owner, self._clock.now())
+
+    def training_runs(self, owner: str | None, *, limit: int, offset: int) -> Page[RunView]:
+        """Training runs, newest first."""
+        with self._database.read() as connection:
+            return checkpoint_rows.training_runs(connection, owner, limit, offset, self._clock.now())
+
+    def checkpoint(self, path: str, owner: str | None) -> CheckpointView:
+        """The checkpoint at `path`, one's own or a public one; deleted and expired ones do not exist."""
+        with self._database.read() as connection:
+            return checkpoint_rows.checkpoint(connection, path, owner, self._clock.now())
+
+    def checkpoints(
+        self, owner: str | None, *, run_id: str | None = None, limit: int = 100, offset: int = 0
+    ) -> Page[CheckpointView]:
+        """Checkpoints, newest first; of one run when run_id is given (NotFoundError: unknown or foreign run)."""
+        now = self._clock.now()
+        with self._database.read() as connection:
+            return checkpoint_rows.checkpoints(connection, owner, run_id, limit=limit, offset=offset, now=now)
+
+    def delete_checkpoint(self, path: str, owner: str | None) -> CheckpointView:
+        """Mark a checkpoint as deleted; what it was. The files are the caller's to delete."""
+        with self._database.write() as connection:
+            return checkpoint_rows.delete_checkpoint(connection, path, owner, self._clock.now())
+
+    def expired_checkpoints(self, limit: int = 100) -> list[CheckpointView]:
+        """Checkpoints past their time that are not deleted yet."""
+        with self._database.read() as connection:
+            return checkpoint_rows.expired_checkpoints(connection, self._clock.now(), limit)
+
+    # -------------------------------------------------------------- keys: keys.py; base models: base_models.py
+    def create_key(self, name: str, project: str, *, admin: bool = False) -> tuple[KeyView, str]:
+        """Make an API key; what is stored of it, and its secret (`tml-...`), which is never shown again."""
+        with self._database.write() as connection:
+            return key_rows.create_key(connection, name, project, admin, self._clock.now())
+
+    def keys(self) -> list[KeyView]:
+        """All keys, revoked ones too, oldest first."""
+        with self._database.read() as connection:
+            return key_rows.keys(connection)
+
+    def revoke_key(self, key_id: str) -> KeyView:
+        """Make a key useless from now on."""
+        with self._database.write() as connection:
+            return key_rows.revoke_key(connection, key_id, self._clock.now())
+
+    def verify_key(self, secret: str) -> KeyView | None:
+        """The key with this secret, None when there is none or it was revoked. Its use is noted once a minute."""
+        with self._database.read() as connection:
+            key = key_rows.find_key(connection, secret)
+        if key is not None and key_rows.use_is_due(key, now := self._clock.now()):
+            with self._database.write() as connection:
+                key_rows.note_use(connection, key.id, now)
+        return key
+
+    def has_keys(self) -> bool:
+        """Whether a key was ever made, revoked ones included."""
+        with self._database.read() as connection:
+            return key_rows.has_keys(connection)
+
+    def register_base_models(self, models: Sequence[tuple[str, str]]) -> None:
+        """Replace the list of base models by `models`: (name, card as JSON text) pairs."""
+        with self._database.write() as connection:
+            base_model_rows.register_base_models(connection, models, self._clock.now())
+
+    def base_models(self) -> list[BaseModelView]:
+        """The base models that are served, by name."""
+        with self._database.read() as connection:
+            return base_model_rows.base_models(connection)
+
+    def _ago(self, seconds: float) -> datetime:
+        return self._clock.now() - timedelta(seconds=seconds)

@@ -1,0 +1,67 @@
+"""The words of the journal: kinds of requests, and the states that its rows pass through."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+PayloadType = Literal["json", "proto"]
+
+
+class Kind(StrEnum):
+    """What a request asks for."""
+
+    CREATE_MODEL = "create_model"
+    LOAD_MODEL = "load_model"  # create-via-load
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_WEIGHTS = "save_weights"
+    LOAD_WEIGHTS = "load_weights"
+    SAVE_FOR_SAMPLER = "save_for_sampler"
+    SAMPLE = "sample"
+    UNLOAD = "unload"
+
+
+class RequestState(StrEnum):
+    """pending -> done | failed; nothing leaves `failed`, and `done` becomes `failed` only when its result expires."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class SessionState(StrEnum):
+    """active -> finished (the client said so) | expired (its heartbeats stopped)."""
+
+    ACTIVE = "active"
+    FINISHED = "finished"
+    EXPIRED = "expired"
+
+
+class ModelState(StrEnum):
+    """creating -> live | failed; creating | live -> lost | unloaded. The last three are ends: nothing leaves them."""
+
+    CREATING = "creating"
+    LIVE = "live"
+    LOST = "lost"
+    UNLOADED = "unloaded"
+    FAILED = "failed"
+
+
+TAKES_WORK = (ModelState.CREATING, ModelState.LIVE)
+
+
+class SamplerState(StrEnum):
+    """live -> lost (its snapshot went with a worker group) | closed (its session ended)."""
+
+    LIVE = "live"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+class CheckpointKind(StrEnum):
+    """The path segment of a checkpoint: training state, or weights for sampling."""
+
+    WEIGHTS = "weights"
+    SAMPLER_WEIGHTS = "sampler_weights"

@@ -1,0 +1,53 @@
+"""Bringing a database to our schema with Alembic, and refusing one that is not at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from backend.errors import ServerError
+from backend.journal.database import Database
+
+_LOCK = 0x74696E6B  # any number, the same in every process
+
+
+def migrate(url: str) -> None:
+    """Upgrade the database to the newest schema, making an SQLite file if need be.
+
+    Several processes may call this at once: one works in a transaction, the others wait and then find nothing to do.
+    """
+    database = Database(url)
+    try:
+        with database.write() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+            config = _config()
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+    finally:
+        database.close()
+
+
+def check_revision(database: Database) -> None:
+    """Raise ServerError unless the database is at the newest schema."""
+    newest = ScriptDirectory.from_config(_config()).get_current_head()
+    with database.read() as connection:
+        found = MigrationContext.configure(connection).get_current_revision()
+    if found != newest:
+        name = database.engine.url.render_as_string(hide_password=True)
+        raise ServerError(
+            f"database {name}: its schema is at revision {found}, this version needs {newest}; "
+            "`tinkerflow up` brings an older one up to date"
+        )
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", (Path(__file__).parent / "migrations").as_posix().replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    return config

@@ -1,0 +1,15 @@
+"""Alembic's entry: run the migrations on the connection that backend.journal.migrate opened, in its transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from backend.journal.tables import Table
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=Table.metadata,
+    render_as_batch=True,  # SQLite alters tables by copying them
+)
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,71 @@
+"""Reading answers. They stay re-readable until they expire; then their bytes go, and the id answers with that fact."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from backend.journal.kinds import RequestState
+from backend.journal.statements import IS_PENDING, get_owned
+from backend.journal.tables import Request
+from backend.journal.views import Result, result_view
+
+_MARK_READ = (
+    sa.update(Request)
+    .where(col(Request.id) == sa.bindparam("request_id"), col(Request.read_at).is_(None))
+    .values(read_at=sa.bindparam("now"))
+)
+_FINISHED = sa.select(col(Request.id)).where(
+    col(Request.id).in_(sa.bindparam("ids", expanding=True)), sa.not_(IS_PENDING)
+)
+_IDS_PER_QUERY = 10_000  # SQLite takes 32,766 parameters
+
+
+def read_result(connection: sa.Connection, request_id: str, owner: str | None) -> tuple[Result | None, bool]:
+    """The answer (None: not yet), and whether it is read for the first time. One statement."""
+    row = get_owned(connection, Request, request_id, owner)
+    if row.state == RequestState.PENDING:
+        return None, False
+    return result_view(row), row.read_at is None
+
+
+def mark_read(connection: sa.Connection, request_id: str, now: datetime) -> None:
+    """Note when an answer was read first. One statement."""
+    connection.execute(_MARK_READ, {"request_id": request_id, "now": now})
+
+
+def finished(connection: sa.Connection, request_ids: Collection[str]) -> set[str]:
+    """Which of these are answered. One statement per ten thousand ids."""
+    ids, found = list(request_ids), set[str]()
+    for start in range(0, len(ids), _IDS_PER_QUERY):
+        some = {"ids": ids[start : start + _IDS_PER_QUERY]}
+        found |= set(connection.execute(_FINISHED, some).scalars())
+    return found
+
+
+def expire_results(connection: sa.Connection, before: datetime, now: datetime, limit: int) -> int:
+    """Drop the bytes of at most `limit` requests that were read (or, unread, answered) before `before`; how many."""
+    last_use = sa.func.coalesce(col(Request.read_at), col(Request.finished_at))
+    old = (
+        sa.select(col(Request.id))
+        .where(col(Request.dropped_at).is_(None), col(Request.finished_at) < before, last_use < before)
+        .order_by(col(Request.finished_at))
+        .limit(limit)
+    )
+    text = "the result expired: it was kept until " + before.isoformat(timespec="seconds") + " and is dropped now"
+    dropped = connection.execute(
+        sa.update(Request)
+        .where(col(Request.id).in_(old))
+        .values(
+            dropped_at=now,
+            payload=b"",
+            result=None,
+            state=RequestState.FAILED,
+            error=sa.case((col(Request.state) == RequestState.DONE, text), else_=col(Request.error)),
+            category=sa.case((col(Request.state) == RequestState.DONE, "user"), else_=col(Request.category)),
+        )
+    )
+    return dropped.rowcount

@@ -1,0 +1,112 @@
+"""Sessions: they begin, beat, and end; its samplers close with it, its models are unloaded in order."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from backend.ids import new_id
+from backend.journal.effects import end_samplers
+from backend.journal.kinds import TAKES_WORK, Kind, SamplerState, SessionState
+from backend.journal.records import NewSession
+from backend.journal.statements import IS_PENDING, get_owned, is_owned, locked_ids, missing
+from backend.journal.submitting import session_over
+from backend.journal.tables import Model, Request, Sampler, Session
+from backend.journal.views import SamplerView, sampler_view
+
+_IS_ACTIVE = col(Session.state) == SessionState.ACTIVE
+_HEARTBEAT = (
+    sa.update(Session)
+    .where(is_owned(Session))
+    .values(last_seen_at=sa.case((_IS_ACTIVE, sa.bindparam("now")), else_=col(Session.last_seen_at)))
+    .returning(col(Session.state))
+)
+
+
+def create_session(connection: sa.Connection, session: NewSession, now: datetime) -> str:
+    """Store a new active session; its id."""
+    session_id = new_id("sess")
+    connection.execute(
+        sa.insert(Session).values(
+            **{**asdict(session), "tags": list(session.tags), "user_metadata": dict(session.user_metadata)},
+            id=session_id,
+            state=SessionState.ACTIVE,
+            created_at=now,
+            last_seen_at=now,
+        )
+    )
+    return session_id
+
+
+def heartbeat(connection: sa.Connection, session_id: str, owner: str | None, now: datetime) -> SessionState:
+    """Note that an active session's client lives; the session's state. One statement."""
+    beat = {"row_id": session_id, "as_owner": owner, "now": now}
+    state = connection.execute(_HEARTBEAT, beat).scalar()
+    if state is None:
+        raise missing(Session, session_id)
+    return SessionState(state)
+
+
+def end_session(
+    connection: sa.Connection, session_id: str, state: SessionState, detail: str | None, now: datetime
+) -> list[str]:
+    """End an active session and close its samplers; the bell's topics, none when it was over already."""
+    ended = connection.execute(
+        sa.update(Session)
+        .where(col(Session.id) == session_id, _IS_ACTIVE)
+        .values(state=state, detail=detail, ended_at=now)
+        .returning(col(Session.id))
+    ).first()
+    if ended is None:
+        return []
+    live = (col(Sampler.session_id) == session_id, col(Sampler.state) == SamplerState.LIVE)
+    why, _ = session_over(session_id, state, detail)
+    topics = end_samplers(connection, locked_ids(connection, Sampler, *live), SamplerState.CLOSED, why, now)
+    return [*topics, f"session:{session_id}"]
+
+
+def finish_session(
+    connection: sa.Connection, session_id: str, owner: str | None, detail: str | None, now: datetime
+) -> list[str]:
+    """The client says that it is done; the bell's topics."""
+    get_owned(connection, Session, session_id, owner)
+    return end_session(connection, session_id, SessionState.FINISHED, detail, now)
+
+
+def expire_sessions(connection: sa.Connection, before: datetime, now: datetime) -> tuple[list[str], list[str]]:
+    """End the sessions from which neither a heartbeat nor a training request came since `before`; (ids, topics)."""
+    busy = sa.exists().where(col(Model.session_id) == col(Session.id), col(Model.last_request_at) >= before)
+    silent = (_IS_ACTIVE, col(Session.last_seen_at) < before, sa.not_(busy))
+    expired = locked_ids(connection, Session, *silent)
+    topics: list[str] = []
+    for session_id in expired:
+        why = f"no heartbeat since {before.isoformat(timespec='seconds')}"
+        topics += end_session(connection, session_id, SessionState.EXPIRED, why, now)
+    return expired, topics
+
+
+def live_models(connection: sa.Connection, session_id: str) -> list[str]:
+    """Ids of the session's models that are being created or live."""
+    of_session = (col(Model.session_id) == session_id, col(Model.state).in_(TAKES_WORK))
+    return list(connection.execute(sa.select(col(Model.id)).where(*of_session).order_by(col(Model.id))).scalars())
+
+
+def abandoned_models(connection: sa.Connection) -> list[str]:
+    """Ids of models that still take work although their session is over, and that nobody unloads yet."""
+    unloading = sa.exists().where(col(Request.model_id) == col(Model.id), col(Request.kind) == Kind.UNLOAD, IS_PENDING)
+    statement = (
+        sa.select(col(Model.id))
+        .join(Session, col(Session.id) == col(Model.session_id))
+        .where(col(Model.state).in_(TAKES_WORK), col(Session.state) != SessionState.ACTIVE, sa.not_(unloading))
+        .order_by(col(Model.id))
+    )
+    return list(connection.execute(statement).scalars())
+
+
+def samplers_of(connection: sa.Connection, session_id: str) -> list[SamplerView]:
+    """The session's samplers, in any state."""
+    statement = sa.select(Sampler).where(col(Sampler.session_id) == session_id).order_by(col(Sampler.id))
+    return [sampler_view(row) for row in connection.execute(statement)]

@@ -1,0 +1,215 @@
+"""The journal's tables. Rows are written and read by the other modules here; nobody else sees a row, only views."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Dialect
+from sqlmodel import Field, SQLModel
+
+NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class UtcDateTime(sa.types.TypeDecorator[datetime]):
+    """Aware UTC datetimes in and out. SQLite stores no zone, so we convert on the way in and add it on the way out."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Refuse naive datetimes; give the database UTC."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"datetime {value!r} has no zone: the journal takes aware datetimes only")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Give back an aware datetime in UTC."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Table(SQLModel):
+    """Base of the tables: they share one MetaData of their own, away from other users of SQLModel."""
+
+    metadata = sa.MetaData(naming_convention=NAMES)
+
+
+class ApiKey(Table, table=True):
+    """An API key: only the SHA-256 of its 256 random bits is kept."""
+
+    __tablename__ = "api_key"
+
+    id: str = Field(primary_key=True)
+    key_hash: str = Field(unique=True)
+    prefix: str
+    name: str
+    project: str
+    admin: bool
+    created_at: datetime = Field(sa_type=UtcDateTime)
+    last_used_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    revoked_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+
+
+class BaseModelRow(Table, table=True):
+    """A base model that the engine serves. generation counts the engine's registrations."""
+
+    __tablename__ = "base_model"
+
+    name: str = Field(primary_key=True)
+    card: str
+    registered_at: datetime = Field(sa_type=UtcDateTime)
+    generation: int
+
+
+class Session(Table, table=True):
+    """A client's session: it owns models and samplers, and they end with it."""
+
+    __tablename__ = "session"
+    __table_args__ = (sa.Index("ix_session_state_last_seen_at", "state", "last_seen_at"),)
+
+    id: str = Field(primary_key=True)
+    owner: str = Field(index=True)
+    tags: list[str] = Field(sa_type=sa.JSON)
+    user_metadata: dict[str, object] = Field(sa_type=sa.JSON)
+    sdk_version: str
+    project_id: str | None = None
+    display_name: str | None = None
+    state: str
+    detail: str | None = None
+    created_at: datetime = Field(sa_type=UtcDateTime)
+    last_seen_at: datetime = Field(sa_type=UtcDateTime)
+    ended_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+
+
+class Model(Table, table=True):
+    """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock."""
+
+    __tablename__ = "model"
+    __table_args__ = (sa.Index("ix_model_state_base_model", "state", "base_model"),)
+
+    id: str = Field(primary_key=True)
+    session_id: str = Field(foreign_key="session.id", index=True)
+    owner: str = Field(index=True)
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    seed: int | None = Field(default=None, sa_type=sa.BigInteger)
+    user_metadata: dict[str, str] = Field(sa_type=sa.JSON)
+    state: str
+    detail: str | None = None
+    next_seq: int = Field(sa_type=sa.BigInteger)
+    step: int
+    created_at: datetime = Field(sa_type=UtcDateTime)
+    last_request_at: datetime = Field(sa_type=UtcDateTime)
+
+
+class Sampler(Table, table=True):
+    """A sampling session of a snapshot, of a checkpoint, or of the base model."""
+
+    __tablename__ = "sampler"
+    __table_args__ = (sa.Index("ix_sampler_state_base_model", "state", "base_model"),)
+
+    id: str = Field(primary_key=True)
+    session_id: str = Field(foreign_key="session.id", index=True)
+    owner: str = Field(index=True)
+    base_model: str
+    model_path: str | None = None
+    snapshot_id: str | None = None
+    state: str
+    detail: str | None = None
+    created_at: datetime = Field(sa_type=UtcDateTime)
+
+
+class Request(Table, table=True):
+    """One operation: payload in, answer out. The two unique constraints judge concurrent replays.
+
+    An unload has no seq_id (it comes from the service, not from the client's counter), and NULLs are distinct.
+    The partial indexes hold only what waits, or still has bytes to drop: they stay small while the table grows.
+    """
+
+    __tablename__ = "request"
+    __table_args__ = (
+        sa.UniqueConstraint("model_id", "seq_id"),
+        sa.UniqueConstraint("sampler_id", "seq_id"),
+        sa.Index(
+            "ix_request_pending_of_model",
+            "model_id",
+            "seq_id",
+            "created_at",
+            sqlite_where=sa.text("state = 'pending' AND model_id IS NOT NULL"),
+            postgresql_where=sa.text("state = 'pending' AND model_id IS NOT NULL"),
+        ),
+        sa.Index(
+            "ix_request_pending_samples",
+            "created_at",
+            "sampler_id",
+            sqlite_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
+            postgresql_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
+        ),
+        sa.Index(
+            "ix_request_finished_with_bytes",
+            "finished_at",
+            sqlite_where=sa.text("dropped_at IS NULL AND finished_at IS NOT NULL"),
+            postgresql_where=sa.text("dropped_at IS NULL AND finished_at IS NOT NULL"),
+        ),
+    )
+
+    id: str = Field(primary_key=True)
+    kind: str
+    owner: str
+    session_id: str = Field(foreign_key="session.id")
+    model_id: str | None = Field(default=None, foreign_key="model.id")
+    sampler_id: str | None = Field(default=None, foreign_key="sampler.id")
+    seq_id: int | None = Field(default=None, sa_type=sa.BigInteger)
+    content_hash: str
+    payload_type: str
+    state: str
+    result_type: str
+    error: str | None = None
+    category: str | None = None
+    created_at: datetime = Field(sa_type=UtcDateTime)
+    finished_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    read_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    dropped_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    # Last, so that SQLite reads the columns before them without walking overflow pages.
+    payload: bytes
+    result: bytes | None = None
+
+
+class Checkpoint(Table, table=True):
+    """A committed checkpoint. The store's commit object is the truth; this row follows it and can be rebuilt."""
+
+    __tablename__ = "checkpoint"
+    __table_args__ = (
+        sa.Index("ix_checkpoint_run_id_kind_created_at", "run_id", "kind", "created_at"),
+        sa.Index("ix_checkpoint_owner_created_at", "owner", "created_at"),
+    )
+
+    path: str = Field(primary_key=True)
+    run_id: str
+    kind: str
+    name: str
+    owner: str
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    step: int
+    size_bytes: int = Field(sa_type=sa.BigInteger)
+    user_metadata: dict[str, str] = Field(sa_type=sa.JSON)
+    created_at: datetime = Field(sa_type=UtcDateTime)
+    expires_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    public: bool
+    deleted_at: datetime | None = Field(default=None, sa_type=UtcDateTime)

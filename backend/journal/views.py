@@ -1,0 +1,248 @@
+"""What comes out of the journal: frozen dataclasses, each made from a table row in one place here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import Row
+
+from backend.errors import Category, TinkerflowError
+from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, SessionState
+from backend.journal.records import Effect, Outcome
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SessionView:
+    """A session. detail: what the client said when it finished, or why it expired."""
+
+    id: str
+    owner: str
+    tags: tuple[str, ...]
+    user_metadata: Mapping[str, object]
+    sdk_version: str
+    project_id: str | None
+    display_name: str | None
+    state: SessionState
+    detail: str | None
+    created_at: datetime
+    last_seen_at: datetime
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A model (training run). detail: why it is in its state; step: optimizer steps; next_seq: next to execute."""
+
+    id: str
+    session_id: str
+    owner: str
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    seed: int | None
+    user_metadata: Mapping[str, str]
+    state: ModelState
+    detail: str | None
+    next_seq: int
+    step: int
+    created_at: datetime
+    last_request_at: datetime
+
+
+@dataclass(frozen=True)
+class SamplerView:
+    """A sampling session; see NewSampler for model_path and snapshot_id."""
+
+    id: str
+    session_id: str
+    owner: str
+    base_model: str
+    model_path: str | None
+    snapshot_id: str | None
+    state: SamplerState
+    detail: str | None
+    created_at: datetime
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A saved checkpoint that was not deleted; run_id is the id of the model it was saved from."""
+
+    path: str
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    owner: str
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    step: int
+    size_bytes: int
+    user_metadata: Mapping[str, str]
+    created_at: datetime
+    expires_at: datetime | None
+    public: bool
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A training run with the newest checkpoint of each kind."""
+
+    model: ModelView
+    last_checkpoint: CheckpointView | None
+    last_sampler_checkpoint: CheckpointView | None
+
+
+@dataclass(frozen=True)
+class KeyView:
+    """An API key without its secret. prefix: its first characters, for people to recognise it by."""
+
+    id: str
+    prefix: str
+    name: str
+    project: str
+    admin: bool
+    created_at: datetime
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+    @property
+    def owner(self) -> str:
+        """Whose rows this key reads and writes: everybody's in its project."""
+        return self.project
+
+
+@dataclass(frozen=True)
+class BaseModelView:
+    """A base model that the engine serves; card is the JSON text of its ModelCard."""
+
+    name: str
+    card: str
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A request that waits for its answer. sampler is set for samples."""
+
+    id: str
+    kind: Kind
+    owner: str
+    session_id: str
+    model_id: str | None
+    sampler_id: str | None
+    seq_id: int | None
+    payload: bytes
+    payload_type: PayloadType
+    created_at: datetime
+    sampler: SamplerView | None = None
+
+    def done(self, result: bytes, result_type: PayloadType, *effects: Effect) -> Outcome:
+        """The outcome that answers this request with `result`."""
+        return Outcome(
+            self.id, result=result, result_type=result_type, model_id=self.model_id, seq_id=self.seq_id, effects=effects
+        )
+
+    def failed(self, error: TinkerflowError | str, category: Category | None = None, *effects: Effect) -> Outcome:
+        """The outcome that answers this request with `error`; a plain text is the server's fault by default."""
+        text, own = (error.message, error.category) if isinstance(error, TinkerflowError) else (error, "server")
+        return Outcome(
+            self.id,
+            error=text,
+            category=category or own,
+            model_id=self.model_id,
+            seq_id=self.seq_id,
+            effects=effects,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """A request's answer: `result` bytes of `result_type` when done, else `error` and `category`."""
+
+    request_id: str
+    kind: Kind
+    result: bytes | None
+    result_type: PayloadType
+    error: str | None
+    category: Category | None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Of the sequence ids [next_seq, first_waiting) of a model, `missing` never came; later ones wait since `since`."""
+
+    model_id: str
+    next_seq: int
+    first_waiting: int
+    missing: int
+    since: datetime
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """Some rows of a longer list, and how long that list is."""
+
+    rows: tuple[T, ...]
+    total: int
+
+
+# ------------------------------------------------------------------ rows to views
+def session_view(row: Row[Any]) -> SessionView:
+    """A row of `session`."""
+    return SessionView(**{**_same(SessionView, row), "tags": tuple(row.tags), "state": SessionState(row.state)})
+
+
+def model_view(row: Row[Any]) -> ModelView:
+    """A row of `model`."""
+    return ModelView(**{**_same(ModelView, row), "state": ModelState(row.state)})
+
+
+def sampler_view(row: Row[Any], prefix: str = "") -> SamplerView:
+    """A row of `sampler`, or the part of a joined row whose columns start with `prefix`."""
+    values = _same(SamplerView, row, prefix)
+    return SamplerView(**{**values, "state": SamplerState(values["state"])})
+
+
+def checkpoint_view(row: Row[Any]) -> CheckpointView:
+    """A row of `checkpoint`."""
+    return CheckpointView(**{**_same(CheckpointView, row), "kind": CheckpointKind(row.kind)})
+
+
+def key_view(row: Row[Any]) -> KeyView:
+    """A row of `api_key`."""
+    return KeyView(**_same(KeyView, row))
+
+
+def pending_view(row: Row[Any], sampler: SamplerView | None = None) -> Pending:
+    """A row of `request` that waits, with its sampler if it has one."""
+    return Pending(
+        id=row.id,
+        kind=Kind(row.kind),
+        owner=row.owner,
+        session_id=row.session_id,
+        model_id=row.model_id,
+        sampler_id=row.sampler_id,
+        seq_id=row.seq_id,
+        payload=row.payload,
+        payload_type=row.payload_type,
+        created_at=row.created_at,
+        sampler=sampler,
+    )
+
+
+def result_view(row: Row[Any]) -> Result:
+    """A row of `request` that is answered."""
+    return Result(row.id, Kind(row.kind), row.result, row.result_type, row.error, row.category)
+
+
+def _same(view: type[Any], row: Row[Any], prefix: str = "") -> dict[str, Any]:
+    return {field.name: getattr(row, prefix + field.name) for field in fields(view)}

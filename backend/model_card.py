@@ -1,0 +1,167 @@
+"""What the service knows of a base model without loading it: read from its Hugging Face folder, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from backend.compute.config import ModelConfig, parse_config
+from backend.errors import UserError
+
+DEFAULT_MAX_CONTEXT = 32_768
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A base model in a few facts.
+
+    name: as it was given, and as clients call it. path: the absolute folder that holds it on this machine.
+    tokenizer_id: what `transformers.AutoTokenizer.from_pretrained` takes: the hub id, or the folder.
+    max_context: the longest sequence served, in tokens. eos_token_ids: what ends an answer; may be empty.
+    parameters: numbers in the weights, a tied unembedding counted once.
+    """
+
+    name: str
+    path: str
+    tokenizer_id: str
+    architecture: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    parameters: int
+    tied: bool
+
+    @classmethod
+    def load(cls, name: str, *, max_context: int = 0) -> Self:
+        """The card of the model that `name` means: a folder, else a hub id, which is downloaded on first use.
+
+        max_context 0 = what the model allows, up to 32768. UserError says what is missing, unreadable or not supported.
+        """
+        folder = find_model(name)
+        config_fields = _read_object(name, folder / "config.json")
+        config = parse_config(config_fields, name=name)
+        if not (folder / TOKENIZER).is_file():
+            raise UserError(f"base model {name!r}: {folder} has no {TOKENIZER}; a fast tokenizer's file is needed")
+        return cls(
+            name=name,
+            path=str(folder),
+            tokenizer_id=str(folder) if Path(name).expanduser().is_dir() else name,
+            architecture=config.architecture,
+            vocab_size=config.vocab,
+            max_context=_context(name, config, max_context),
+            eos_token_ids=_eos(name, folder, config),
+            parameters=_count_parameters(name, folder, config),
+            tied=config.tied,
+        )
+
+    def to_json(self) -> str:
+        """The card as a JSON object."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`; ValueError when the text is not a card."""
+        values = json.loads(text)
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != known:
+            raise ValueError(f"not a model card: {text[:80]!r}; it must be an object with {', '.join(sorted(known))}")
+        return cls(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
+
+
+def find_model(name: str) -> Path:
+    """The folder of a base model given as a folder or as a hub id (downloaded, or from the hub's cache)."""
+    if not name:
+        raise UserError("base model '': give a folder or a hub id")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise UserError(f"base model {name!r}: there is no folder {folder.resolve()}")
+    # Imported here: a model in a folder should not wait for a network library.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES))).resolve()
+    except HFValidationError as error:
+        raise UserError(f"base model {name!r}: neither a folder nor a hub id ({error})") from error
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"base model {name!r}: not a folder, not in the local hub cache, and the hub cannot be reached; "
+            "give a folder, or download it where there is a network"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise UserError(f"base model {name!r}: not a folder, and the hub did not give it ({error})") from error
+
+
+def _context(name: str, config: ModelConfig, wanted: int) -> int:
+    if wanted > config.max_positions:
+        raise UserError(f"base model {name!r}: max_context {wanted}; the model allows at most {config.max_positions}")
+    return wanted or min(config.max_positions, DEFAULT_MAX_CONTEXT)
+
+
+def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
+    """generation_config.json is what generation follows; config.json is the fallback, as in transformers."""
+    for file in ("generation_config.json", "config.json"):
+        path = folder / file
+        ids = _read_object(name, path).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            found = tuple(ids) if isinstance(ids, list) else (ids,)
+            if not all(isinstance(i, int) and 0 <= i < config.vocab for i in found):
+                raise UserError(
+                    f"base model {name!r}: eos_token_id {ids!r} in {file}; must be ids in 0..{config.vocab - 1}"
+                )
+            return found
+    return ()
+
+
+def _count_parameters(name: str, folder: Path, config: ModelConfig) -> int:
+    if (folder / INDEX).is_file():
+        weight_map = _read_object(name, folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"base model {name!r}: {folder / INDEX} has no object 'weight_map'")
+        files = sorted(set(weight_map.values()))
+    else:
+        files = [WEIGHTS]
+    total = 0
+    for file in files:
+        shapes = _tensor_shapes(name, folder / file)
+        if config.tied:
+            shapes.pop("lm_head.weight", None)  # some exports store the shared matrix twice
+        total += sum(math.prod(shape) for shape in shapes.values())
+    return total
+
+
+def _tensor_shapes(name: str, path: Path) -> dict[str, list[int]]:
+    """The shapes in a safetensors file, from its header alone: 8 bytes of length, then JSON."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header claims {length} bytes")
+            header = json.loads(file.read(length))
+            return {key: value["shape"] for key, value in header.items() if key != "__metadata__"}
+    except FileNotFoundError as error:
+        raise UserError(f"base model {name!r}: there is no {path}; weights must be safetensors") from error
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"base model {name!r}: {path} is not a safetensors file ({error})") from error
+
+
+def _read_object(name: str, path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"base model {name!r}: {path} cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"base model {name!r}: {path} holds a {type(value).__name__}, not an object")
+    return value

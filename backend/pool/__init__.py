@@ -1,0 +1,9 @@
+"""The long-lived group of JAX processes, and the one object through which the engine commands it.
+
+A group is one failure unit: when one of its processes dies, hangs or differs from the others, all are ended, everything
+outstanding fails by name, and a new generation starts. Importing this room does not load JAX; only the workers do.
+"""
+
+from backend.pool.supervisor import GroupLost, Pool
+
+__all__ = ["GroupLost", "Pool"]

@@ -1,0 +1,367 @@
+"""One generation: N worker processes that live and die together.
+
+Every command goes to every rank, in order. It is answered when all ranks have answered it alike; the reply is rank 0's.
+The first thing that goes wrong anywhere (a process ends, is silent, differs, sends garbage, or a command misses its
+deadline) ends the group: all processes are killed and everything outstanding fails, naming rank and cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backend.commands import Command, GroupConfig, GroupInfo, Reply
+from backend.errors import DeadlineError, GroupFailedError, TinkerflowError
+from backend.pool import codec
+from backend.pool.messages import Ack, Beat, Failed, Fatal, Progress, Ready, Start, same_outcome, to_error
+from backend.pool.spawn import how_it_ended, spawn_worker
+from backend.pool.transport import DriverLink
+from backend.processes import free_port
+
+log = logging.getLogger(__name__)
+
+_HANDSHAKE_SECONDS = 10.0
+_REAP_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 0.1
+_BEATS = 6  # this many beats in a row without any frame from a rank: it is stopped
+_REPLIES = Reply.__args__
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all generations of a pool have in common. Times in seconds."""
+
+    config: GroupConfig
+    processes: int
+    executor: str
+    start_deadline: float
+    heartbeat_timeout: float
+    log_dir: Path | None
+    on_progress: Callable[[str], None]
+
+
+@dataclass
+class _Member:
+    """One rank: its process, and once it has connected, its link."""
+
+    rank: int
+    process: asyncio.subprocess.Process
+    link: DriverLink | None = None
+    outbox: asyncio.Queue[tuple[int, Sequence[codec.Buffer]]] = field(default_factory=asyncio.Queue)
+    ready: Ready | None = None
+    heard: bool = True
+    silent_beats: int = 0
+
+
+@dataclass
+class _Outstanding:
+    """A command that not every rank has answered."""
+
+    index: int
+    name: str
+    deadline: float
+    future: asyncio.Future[Reply]
+    answers: dict[int, Reply | Failed | Ack] = field(default_factory=dict)
+    overdue: DeadlineError | None = None
+
+
+class Group:
+    """A running generation. Made by `launch`; `ended` resolves when its last process is gone."""
+
+    def __init__(self, plan: Plan, generation: int) -> None:
+        """Use `launch`."""
+        loop = asyncio.get_running_loop()
+        self.generation = generation
+        self.ended: asyncio.Future[TinkerflowError] = loop.create_future()
+        self._plan = plan
+        self._loop = loop
+        self._started: asyncio.Future[GroupInfo] = loop.create_future()
+        self._members: list[_Member] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reaper: asyncio.Task[None] | None = None
+        self._outstanding: deque[_Outstanding] = deque()
+        self._last_index = 0
+        self._watch: asyncio.TimerHandle | None = None
+        self._accused: int | None = None
+        self.failure: TinkerflowError | None = None
+
+    @classmethod
+    async def launch(cls, plan: Plan, generation: int) -> tuple[Group, GroupInfo]:
+        """Start all processes and wait until their executors stand.
+
+        Raises the error of the executor's constructor when that is a UserError, else GroupFailedError or DeadlineError.
+        No process is left when it raises or is cancelled.
+        """
+        group = cls(plan, generation)
+        try:
+            async with asyncio.timeout(plan.start_deadline):
+                await group._start()
+                info = await asyncio.shield(group._started)
+        except TimeoutError:
+            late = [m.rank for m in group._members if m.ready is None]
+            text = f"worker group {generation} was not ready in {plan.start_deadline:g} s: no word from rank {late}"
+            group.end(DeadlineError(text))
+            raise await group.ended from None
+        except TinkerflowError:
+            await group.ended
+            raise
+        except Exception as error:
+            group.end(GroupFailedError(f"worker group {generation} could not be started: {error!r}"))
+            raise await group.ended from error
+        except asyncio.CancelledError:
+            group.end(GroupFailedError(f"the start of worker group {generation} was given up"))
+            await group.ended
+            raise
+        return group, info
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank."""
+        return tuple(m.process.pid for m in self._members)
+
+    def submit(self, command: Command, deadline: float) -> asyncio.Future[Reply]:
+        """Send `command` to every rank; the future gives rank 0's reply or the error (see Pool.submit)."""
+        if self.failure is not None:
+            raise self.failure
+        body = codec.encode(command)
+        self._last_index += 1
+        entry = _Outstanding(self._last_index, type(command).__name__, deadline, self._loop.create_future())
+        self._outstanding.append(entry)
+        for member in self._members:
+            member.outbox.put_nowait((entry.index, body))
+        if len(self._outstanding) == 1:
+            self._watch_first()
+        return entry.future
+
+    def end(self, error: TinkerflowError) -> None:
+        """Kill every process and fail everything outstanding with `error`; a command past its deadline by name."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        if self._watch is not None:
+            self._watch.cancel()
+        for member in self._members:
+            with contextlib.suppress(ProcessLookupError):
+                member.process.kill()
+        for entry in self._outstanding:
+            _fail(entry.future, entry.overdue or error)
+        self._outstanding.clear()
+        _fail(self._started, error)
+        self._reaper = self._loop.create_task(self._reap(error))
+
+    # ------------------------------------------------------------------ start
+    async def _start(self) -> None:
+        plan = self._plan
+        secret = secrets.token_bytes(32)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            port = listener.getsockname()[1]
+            for rank in range(plan.processes):
+                process = await spawn_worker(
+                    port=port, secret=secret, generation=self.generation, rank=rank, log_dir=plan.log_dir
+                )
+                self._members.append(_Member(rank, process))
+            for member in self._members:
+                self._do(self._notice_death(member))
+            coordinator = f"127.0.0.1:{free_port()}" if plan.processes > 1 else ""
+            start = codec.encode(Start(plan.config, plan.processes, coordinator, plan.executor))
+            doorman = self._loop.create_task(self._welcome(listener, secret, start))
+            try:
+                futures: set[asyncio.Future[Any]] = {doorman, self._started}
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                doorman.cancel()
+                await asyncio.gather(doorman, return_exceptions=True)  # before its socket is closed under it
+        self._do(self._beat())
+
+    async def _welcome(self, listener: socket.socket, secret: bytes, start: Sequence[codec.Buffer]) -> None:
+        while any(m.link is None for m in self._members):
+            sock, _ = await self._loop.sock_accept(listener)
+            try:
+                # one after the other: our workers answer within milliseconds, and a stranger is not given long
+                async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                    link = await DriverLink.accept(sock, secret, self.generation, len(self._members))
+            except (OSError, EOFError, TimeoutError) as error:
+                log.warning("a stranger connected to worker group %d: %r", self.generation, error)
+                continue
+            member = self._members[link.rank]
+            if member.link is not None:
+                log.warning("a second rank %d connected to worker group %d", link.rank, self.generation)
+                link.close()
+                continue
+            member.link = link
+            member.outbox.put_nowait((0, start))
+            self._do(self._send(member, link))
+            self._do(self._receive(member, link))
+
+    # ------------------------------------------------------------------ while it runs
+    async def _send(self, member: _Member, link: DriverLink) -> None:
+        try:
+            while True:
+                await link.write(*await member.outbox.get())
+        except OSError:
+            await self._lost(member, "closed its connection")
+
+    async def _receive(self, member: _Member, link: DriverLink) -> None:
+        try:
+            while True:
+                frame = await link.read()
+                member.heard = True
+                self._take(member, frame.index, codec.decode(frame.body))
+        except (EOFError, OSError):
+            await self._lost(member, "closed its connection")
+        except ValueError as error:
+            self._fail(f"rank {member.rank} sent garbage: {error}")
+
+    def _take(self, member: _Member, index: int, message: object) -> None:
+        if index:
+            self._answer(member.rank, index, message)
+        elif isinstance(message, Beat):
+            pass
+        elif isinstance(message, Progress):
+            if member.rank == 0:
+                self._plan.on_progress(message.text)
+        elif isinstance(message, Ready) and member.ready is None:
+            member.ready = message
+            told = self._members[0].ready
+            if told and all(m.ready for m in self._members) and not self._started.done():
+                self._started.set_result(GroupInfo(told.devices, told.parameters, self.generation))
+        elif isinstance(message, Fatal):
+            self._ended_itself(member.rank, message.failed)
+        else:
+            raise ValueError(f"{type(message).__name__}, for which nobody asked")
+
+    def _answer(self, rank: int, index: int, message: object) -> None:
+        entry = next((e for e in self._outstanding if rank not in e.answers), None)
+        wanted = (*_REPLIES, Failed) if rank == 0 else (Ack,)
+        if entry is None or entry.index != index or not isinstance(message, wanted):
+            raise ValueError(f"{type(message).__name__} for command {index}, which is not due")
+        entry.answers[rank] = message
+        while self._outstanding and len(self._outstanding[0].answers) == len(self._members):
+            done = self._outstanding[0]
+            if not self._settle(done):
+                return
+            self._outstanding.popleft()
+            self._watch_first()
+
+    def _settle(self, entry: _Outstanding) -> bool:
+        first = entry.answers[0]
+        failed = first if isinstance(first, Failed) else None
+        for rank in range(1, len(self._members)):
+            ack = entry.answers[rank]
+            if not isinstance(ack, Ack) or not same_outcome(failed, ack.failed):
+                log.error("rank 0 and rank %d differ on %s: %s, %s", rank, entry.name, failed or "done", ack)
+                self._fail(f"rank {rank} and rank 0 differ on whether {entry.name} succeeded")
+                return False
+        if not entry.future.done():
+            if failed is not None:
+                _fail(entry.future, to_error(failed))
+            elif not isinstance(first, (Failed, Ack)):
+                entry.future.set_result(first)
+        return True
+
+    # ------------------------------------------------------------------ what can go wrong
+    def _watch_first(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._outstanding:
+            entry = self._outstanding[0]
+            self._watch = self._loop.call_later(entry.deadline, self._overdue, entry)
+
+    def _overdue(self, entry: _Outstanding) -> None:
+        silent = [m.rank for m in self._members if m.rank not in entry.answers]
+        entry.overdue = DeadlineError(
+            f"{entry.name} did not answer in {entry.deadline:g} s: "
+            f"no word from rank {silent} of worker group {self.generation}"
+        )
+        for rank in silent:
+            with contextlib.suppress(ProcessLookupError):
+                self._members[rank].process.send_signal(signal.SIGUSR1)  # stacks of all threads to its log
+        self._loop.call_later(_LAST_WORDS_SECONDS, self._fail, f"rank {silent} missed the deadline of a command")
+
+    async def _beat(self) -> None:
+        beat = codec.encode(Beat())
+        while True:
+            for member in self._members:
+                member.heard = False
+                member.outbox.put_nowait((0, beat))
+            await asyncio.sleep(self._plan.heartbeat_timeout / _BEATS)
+            for member in self._members:
+                member.silent_beats = 0 if member.heard else member.silent_beats + 1
+                if member.silent_beats >= _BEATS:
+                    self._fail(f"rank {member.rank} was silent for {self._plan.heartbeat_timeout:g} s (stopped?)")
+
+    def _ended_itself(self, rank: int, why: Failed) -> None:
+        if self._accused is not None:
+            return
+        self._accused = rank
+        error = to_error(why)
+        if error.category == "user" and not self._started.done():
+            self.end(error)  # the configuration is wrong, and says how
+        else:
+            self._fail(f"rank {rank} ended itself: {why.message}")
+
+    async def _notice_death(self, member: _Member) -> None:
+        await member.process.wait()
+        await self._lost(member, "ended")
+
+    async def _lost(self, member: _Member, how: str) -> None:
+        # The neighbours of a dead rank fail within milliseconds too: who was noticed first is named.
+        if self._accused is not None:
+            return
+        self._accused = member.rank
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                how = how_it_ended(await member.process.wait())
+        self._fail(f"rank {member.rank} {how}")
+
+    def _fail(self, cause: str) -> None:
+        if self.failure is None:
+            text = f"worker group {self.generation} ended: {cause}"
+            log.error("%s; %d commands outstanding", text, len(self._outstanding))
+            self.end(GroupFailedError(text))
+
+    async def _reap(self, error: TinkerflowError) -> None:
+        for member in self._members:
+            try:
+                async with asyncio.timeout(_REAP_SECONDS):
+                    await member.process.wait()
+            except TimeoutError:
+                log.error("process %d (rank %d) does not die", member.process.pid, member.rank)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for member in self._members:
+            if member.link is not None:
+                member.link.close()
+        self.ended.set_result(error)
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        if self.failure is not None:
+            work.close()
+            return
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of worker group %d failed", self.generation, exc_info=error)
+            self._fail(f"the supervisor itself failed: {error!r}")
+
+
+def _fail(future: asyncio.Future[GroupInfo] | asyncio.Future[Reply], error: TinkerflowError) -> None:
+    if not future.done():
+        future.set_exception(type(error)(error.message))  # its own: an exception raised twice mixes its tracebacks
+        future.exception()  # nobody need be waiting for it any more

@@ -1,0 +1,98 @@
+"""What passes between the driver and a worker besides commands and replies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend import errors
+from backend.commands import GroupConfig
+
+_ERRORS: dict[str, type[errors.TinkerflowError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.UserError,
+        errors.NotFoundError,
+        errors.ConflictError,
+        errors.StateLostError,
+        errors.StoreError,
+        errors.ServerError,
+    )
+}
+_LONGEST_MESSAGE = 10_000
+
+
+@dataclass(frozen=True)
+class Start:
+    """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process."""
+
+    config: GroupConfig
+    processes: int
+    coordinator: str
+    executor: str  # "package.module:attribute"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Worker to driver, once: the executor stands."""
+
+    devices: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Worker to driver, at any time: what takes so long."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Driver to worker and back: the process is alive, whatever its main thread does."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A command's outcome in place of a Reply: the name of an error of backend.errors, and its message."""
+
+    error: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Ack:
+    """What ranks above 0 send in place of a reply: whether the command failed there, and how."""
+
+    failed: Failed | None
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """Worker to driver, last: why the process ends itself."""
+
+    failed: Failed
+
+
+def to_failed(error: BaseException) -> Failed:
+    """How an exception of the executor travels: errors of our tree as they are, all others as a ServerError."""
+    name = type(error).__name__
+    if isinstance(error, errors.TinkerflowError) and name in _ERRORS:
+        return Failed(name, error.message[:_LONGEST_MESSAGE])
+    return Failed("ServerError", f"{name}: {error}"[:_LONGEST_MESSAGE])
+
+
+def to_error(failed: Failed) -> errors.TinkerflowError:
+    """The exception that `failed` stands for; an unknown name becomes a ServerError."""
+    return _ERRORS.get(failed.error, errors.ServerError)(failed.message)
+
+
+def same_outcome(one: Failed | None, other: Failed | None) -> bool:
+    """Whether two ranks agree about a command.
+
+    Server errors need not agree in their text (it may name ports, addresses or a rank); errors for the user must.
+    """
+    if one is None or other is None:
+        return one is other
+    if to_error(one).category == to_error(other).category == "server":
+        return one.error == other.error
+    return one == other

@@ -1,0 +1,267 @@
+"""The pool: one worker group after the other, and commands that find their way to the one that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from backend.commands import Command, GroupConfig, GroupInfo, Reply
+from backend.errors import GroupFailedError, TinkerflowError, UserError
+from backend.pool.group import Group, Plan
+
+log = logging.getLogger(__name__)
+
+FIRST_STARTS = 3  # attempts before Pool.start gives up: a port may be taken between probing and binding it
+_STEADY_SECONDS = 60.0  # a generation that served this long ends a row of failures
+_BACKOFF_FIRST = 0.1
+_BACKOFF_LONGEST = 30.0
+
+
+@dataclass(frozen=True)
+class GroupLost:
+    """A generation ended, and everything on its devices with it; `cause` names the rank and what happened to it."""
+
+    generation: int
+    cause: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    """A command waiting for a generation; `sent` resolves to the future of its reply."""
+
+    command: Command
+    deadline: float
+    sent: asyncio.Future[asyncio.Future[Reply]]
+
+
+def _send(group: Group, ticket: _Ticket) -> None:
+    try:
+        ticket.sent.set_result(group.submit(ticket.command, ticket.deadline))
+    except (TypeError, ValueError) as error:  # it cannot be encoded
+        ticket.sent.set_exception(error)
+
+
+def _quietly(show: Callable[[str], None]) -> Callable[[str], None]:
+    """`show`, such that its failure (a closed terminal) is logged and does not end the group."""
+
+    def shown(text: str) -> None:
+        try:
+            show(text)
+        except Exception:
+            log.exception("on_progress failed for %r", text)
+
+    return shown
+
+
+def backoff(failures: int) -> float:
+    """Seconds to wait before the next start after `failures` >= 1 failures in a row: 0.1, 0.2, 0.4, … up to 30."""
+    return float(min(_BACKOFF_LONGEST, _BACKOFF_FIRST * 2 ** min(failures - 1, 20)))
+
+
+class Pool:
+    """Executes commands in order on a group of worker processes, and replaces the group when it fails.
+
+    Made by `await Pool.start(...)`. Use it from the event loop in which it was started.
+    """
+
+    def __init__(self, plan: Plan, command_deadline: float) -> None:
+        """Use `start`."""
+        self._plan = plan
+        self._command_deadline = command_deadline
+        self._group: Group | None = None
+        self._info: GroupInfo | None = None
+        self._generation = 0
+        self._open = False  # whether the group takes commands
+        self._failures = 0
+        self._last_error: TinkerflowError | None = None
+        self._line: deque[_Ticket] = deque()
+        self._losses: asyncio.Queue[GroupLost | None] = asyncio.Queue()
+        self._consumed = False
+        self._keeper: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    @classmethod
+    async def start(
+        cls,
+        config: GroupConfig,
+        *,
+        processes: int,
+        command_deadline: float,
+        start_deadline: float,
+        on_progress: Callable[[str], None],
+        executor: str = "backend.compute:Executor",
+        log_dir: Path | None = None,
+        heartbeat_timeout: float = 30.0,
+    ) -> Pool:
+        """A pool whose first generation is ready to serve.
+
+        config: what every process is told; its fsdp * tensor devices are divided evenly among the `processes`.
+        command_deadline, start_deadline: seconds a command, or the start of a group, may take.
+        on_progress: called in this event loop with lines for people: what the start-up or a long command is doing.
+        executor: "module:attribute" of the class that each worker runs (backend.pool.worker.Executor).
+        log_dir: where workers append worker-<rank>.log; None = to our stderr.
+        heartbeat_timeout: seconds without a sign of life after which a process counts as stopped.
+        Call it in a thread that lives as long as the pool: the kernel ends the workers when that thread ends.
+        Raises ValueError for a mesh that cannot be divided, UserError when the executor refuses the configuration,
+        GroupFailedError when no group came up in three attempts.
+        """
+        if processes < 1 or (config.fsdp * config.tensor) % processes:
+            raise ValueError(
+                f"a mesh of fsdp {config.fsdp} x tensor {config.tensor} cannot be divided among {processes} processes: "
+                "their number must divide the number of devices"
+            )
+        plan = Plan(config, processes, executor, start_deadline, heartbeat_timeout, log_dir, _quietly(on_progress))
+        pool = cls(plan, command_deadline)
+        while not await pool._launch():
+            if pool._failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
+                raise pool._last_error or GroupFailedError("no worker group came up")
+            await asyncio.sleep(backoff(pool._failures))
+        pool._keeper = asyncio.get_running_loop().create_task(pool._keep(), name="pool")
+        return pool
+
+    @property
+    def info(self) -> GroupInfo:
+        """What the newest generation said of itself when it was ready."""
+        if self._info is None:
+            raise GroupFailedError("no worker group has been ready yet")
+        return self._info
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that serves, or that served last: 1, 2, …"""
+        return self.info.generation
+
+    @property
+    def ready(self) -> bool:
+        """Whether a generation serves at this moment."""
+        return self._serving() is not None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the serving workers, by rank; empty while none serve."""
+        group = self._serving()
+        return group.pids if group else ()
+
+    async def submit(self, command: Command, deadline: float | None = None) -> Reply:
+        """Execute `command` after all that were submitted before it, and return rank 0's reply.
+
+        deadline: seconds from when the commands before it were answered; None = the pool's command_deadline.
+        While no generation serves, the command waits for the next one, start_deadline seconds at most.
+        Raises what the executor raised, when that is an error for the client (UserError, NotFoundError, ConflictError,
+        StateLostError, StoreError); ServerError for any other exception in the executor; DeadlineError when this
+        command missed its deadline; GroupFailedError when the group ended before it was answered; TypeError or
+        ValueError, with nothing sent, when the command holds what cannot be encoded.
+        Cancelling the caller leaves the command running. Do not change the command's arrays before it is answered.
+        """
+        seconds = self._command_deadline if deadline is None else deadline
+        group = self._serving()
+        if group is not None and not self._line:
+            return await group.submit(command, seconds)
+        return await (await self._wait_in_line(command, seconds))
+
+    async def losses(self) -> AsyncIterator[GroupLost]:
+        """Every generation that ends, at once; for one consumer. Ends when the pool is stopped.
+
+        The next generation takes commands only after the consumer has come back for the next item, so whatever the
+        loop's body marks as lost cannot belong to the new generation. Begin before the first command that matters.
+        """
+        self._consumed = True
+        try:
+            while (lost := await self._losses.get()) is not None:
+                try:
+                    yield lost
+                finally:
+                    self._losses.task_done()
+        finally:  # nobody waits for a consumer that left
+            self._consumed = False
+            while not self._losses.empty():
+                self._losses.get_nowait()
+                self._losses.task_done()
+
+    async def stop(self) -> None:
+        """End all workers, fail everything outstanding with GroupFailedError, and return when no process is left."""
+        self._stopped = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._group is not None:
+            self._group.end(GroupFailedError("the worker pool was stopped"))
+            await self._group.ended
+        for ticket in self._line:
+            if not ticket.sent.done():
+                ticket.sent.set_exception(GroupFailedError("the worker pool was stopped"))
+        self._losses.put_nowait(None)
+
+    async def __aenter__(self) -> Self:
+        """The pool itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the pool."""
+        await self.stop()
+
+    # ------------------------------------------------------------------ one generation after the other
+    def _serving(self) -> Group | None:
+        return self._group if self._open and self._group is not None and self._group.failure is None else None
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            assert self._group is not None
+            since = loop.time()
+            error = await asyncio.shield(self._group.ended)
+            self._failures = 1 if loop.time() - since > _STEADY_SECONDS else self._failures + 1
+            self._losses.put_nowait(GroupLost(self._group.generation, error.message))
+            self._last_error = error
+            self._group = None
+            while True:
+                await asyncio.sleep(backoff(self._failures))
+                if await self._launch():
+                    break
+
+    async def _launch(self) -> bool:
+        """Start the next generation and, when it stands, give it the commands that wait in line."""
+        self._generation += 1
+        self._open = False
+        self._plan.on_progress(f"starting worker group {self._generation}: {self._plan.processes} process(es)")
+        try:
+            group, info = await Group.launch(self._plan, self._generation)
+        except TinkerflowError as error:
+            self._failures += 1
+            self._last_error = error
+            log.error("worker group %d did not start: %s", self._generation, error)
+            return False
+        self._group = group  # from here on stop() ends it
+        if self._consumed:
+            await self._losses.join()
+        if group.failure is None:
+            self._info = info
+            self._open = True
+            while self._line:
+                ticket = self._line.popleft()
+                if not ticket.sent.done():
+                    _send(group, ticket)
+        return True
+
+    async def _wait_in_line(self, command: Command, deadline: float) -> asyncio.Future[Reply]:
+        if self._stopped:
+            raise GroupFailedError("the worker pool was stopped")
+        ticket = _Ticket(command, deadline, asyncio.get_running_loop().create_future())
+        self._line.append(ticket)
+        try:
+            async with asyncio.timeout(self._plan.start_deadline):
+                return await ticket.sent
+        except TimeoutError:
+            why = f": {self._last_error}" if self._last_error else ""
+            raise GroupFailedError(f"no worker group was ready within {self._plan.start_deadline:g} s{why}") from None
+        finally:
+            if ticket in self._line:
+                self._line.remove(ticket)

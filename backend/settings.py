@@ -1,0 +1,97 @@
+"""Every setting of the service, read once from arguments and `TINKERFLOW_*` variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+_PREFIX = "TINKERFLOW_"
+
+
+class Settings(BaseSettings):
+    """Settings of every part. An unknown key, in an argument or as a `TINKERFLOW_*` variable, is an error."""
+
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
+
+    data_dir: Path = Field(default=Path("~/.tinkerflow"), description="database, models, caches and logs")
+    host: str = Field(default="127.0.0.1", description="address the API binds")
+    port: int = Field(default=8000, ge=0, le=65535, description="port the API binds, 0 = a free one")
+    base_models: tuple[str, ...] = Field(default=(), description="hub ids or folders; none = the embedded tiny one")
+    store: str = Field(default="", description="fsspec URL of checkpoints; empty = <data_dir>/store")
+    database_url: str = Field(default="", description="the journal's URL; empty = SQLite in data_dir")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of base weights and activations")
+
+    processes: int = Field(default=1, ge=1, le=1024, description="JAX processes in the worker group")
+    tensor_parallel: int = Field(default=1, ge=1, description="size of the mesh's tensor axis; the rest is fsdp")
+    max_context: int = Field(default=0, ge=0, description="tokens; 0 = what the model allows, up to 32768")
+    microbatch_tokens: int = Field(default=1024, ge=32, description="padded tokens of a training micro-batch")
+    sample_slots: int = Field(default=64, ge=1, description="sequences decoded together at most")
+    decode_chunk: int = Field(default=8, ge=1, description="tokens decoded between two looks at the queue")
+    command_deadline: float = Field(default=600.0, gt=0, description="seconds a pool command may take")
+    start_deadline: float = Field(default=600.0, gt=0, description="seconds a worker group may take to start")
+
+    session_timeout: float = Field(default=300.0, gt=0, description="seconds without heartbeat until a session expires")
+    gap_timeout: float = Field(
+        default=60.0, gt=0, description="seconds until a sequence id that never came counts as used"
+    )
+    result_ttl: float = Field(default=3600.0, gt=0, description="seconds a result stays re-readable")
+    poll_hold: float = Field(default=25.0, gt=0, le=40, description="seconds retrieve_future is held open")
+    max_body_bytes: int = Field(default=256 * 2**20, ge=2**16, description="largest body, after decompression")
+
+    prefect: Literal["embedded", "external", "off"] = Field(
+        default="embedded", description="start a Prefect server, use the one at PREFECT_API_URL, or track nothing"
+    )
+    prefect_port: int = Field(default=4200, ge=0, le=65535, description="of the embedded server, 0 = a free one")
+    tracked_runs_per_second: float = Field(default=10.0, gt=0, description="above it, batches share one")
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().resolve()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unknown_variables(cls, values: object) -> object:
+        known = {_PREFIX + name.upper() for name in cls.model_fields}
+        unknown = sorted(k for k in os.environ if k.startswith(_PREFIX) and k not in known)
+        if unknown:
+            raise ValueError(f"unknown setting {unknown[0]} in the environment; known: {', '.join(sorted(known))}")
+        return values
+
+    @model_validator(mode="after")
+    def _mesh_divides(self) -> Self:
+        if self.database_url and not self.database_url.startswith(("sqlite:///", "postgresql")):
+            raise ValueError(f"database_url {self.database_url!r}: must start with sqlite:/// or postgresql")
+        return self
+
+    @property
+    def journal_url(self) -> str:
+        """The journal's SQLAlchemy URL."""
+        return self.database_url or f"sqlite:///{self.data_dir / 'journal.db'}"
+
+    @property
+    def store_url(self) -> str:
+        """The checkpoint store's fsspec URL."""
+        return self.store or f"file://{self.data_dir / 'store'}"
+
+    @property
+    def compile_cache(self) -> Path:
+        """Where JAX keeps what it compiled; native code, so it is trusted like the program itself."""
+        return self.data_dir / "compiled"
+
+    def environment(self) -> dict[str, str]:
+        """The same settings as variables, for child processes."""
+        return {
+            _PREFIX + name.upper(): value if isinstance(value, str) else _encode(value)
+            for name, value in self.model_dump(mode="json").items()
+        }
+
+
+def _encode(value: object) -> str:
+    import json
+
+    return json.dumps(value)

@@ -1,0 +1,10 @@
+"""The checkpoint store: training state and sampler weights as PEFT folders on a file system, committed atomically.
+
+Blobs are written under a fresh attempt, `commit.json` last: what has no commit does not exist.
+"""
+
+from backend.store.commit import CheckpointMeta, Digest, Saved
+from backend.store.paths import CheckpointPath
+from backend.store.store import Store
+
+__all__ = ["CheckpointMeta", "CheckpointPath", "Digest", "Saved", "Store"]

@@ -1,0 +1,140 @@
+"""The commit object: what a checkpoint is, and size and hash of each of its files. Without it, nothing was saved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from backend.commands import LoraSpec
+from backend.errors import StoreError
+from backend.ids import is_name
+from backend.store.paths import CheckpointPath
+from backend.store.peft import ADAPTER, ADAPTER_CONFIG
+
+FORMAT = "tinkerflow-checkpoint-1"
+OPTIMIZER = "optimizer.safetensors"
+FILES = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class CheckpointMeta:
+    """What the one who saves says of a checkpoint, beside the state itself.
+
+    request_id: the request that asked for it; a save repeated under it gives the same checkpoint. expires_at: aware, or
+    None for never. generation: the worker group's. topology: mesh axes and sizes, e.g. {"fsdp": 2, "tensor": 1}.
+    """
+
+    base_model: str
+    owner: str
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    expires_at: datetime | None = None
+    request_id: str = ""
+    generation: int = 0
+    topology: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A file's size in bytes and SHA-256 (hex)."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Digest:
+        """The digest of these bytes."""
+        return cls(len(data), hashlib.sha256(data).hexdigest())
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint: everything that its database row holds, so that rows can be rebuilt from commits."""
+
+    path: str
+    run_id: str
+    kind: str
+    name: str
+    attempt: str
+    spec: LoraSpec
+    step: int
+    created_at: datetime
+    meta: CheckpointMeta
+    files: Mapping[str, Digest]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(digest.size for digest in self.files.values())
+
+
+def to_json(saved: Saved) -> bytes:
+    """A commit object. Versions of what wrote it are recorded for people; nothing here reads them back."""
+    meta = {
+        **vars(saved.meta),
+        "user_metadata": dict(saved.meta.user_metadata),
+        "expires_at": saved.meta.expires_at and saved.meta.expires_at.isoformat(),
+        "topology": dict(saved.meta.topology),
+    }
+    commit = {
+        "format": FORMAT,
+        "path": saved.path,
+        "attempt": saved.attempt,
+        "spec": asdict(saved.spec),
+        "step": saved.step,
+        "created_at": saved.created_at.isoformat(),
+        "meta": meta,
+        "files": {name: asdict(digest) for name, digest in saved.files.items()},
+        "versions": _versions(),
+    }
+    return (json.dumps(commit, indent=2, sort_keys=True) + "\n").encode()
+
+
+def from_json(data: bytes, path: CheckpointPath) -> Saved:
+    """The commit object of `path`; StoreError when it is damaged, of another format, or of another checkpoint."""
+    try:
+        commit: dict[str, Any] = json.loads(data)
+        if commit["format"] != FORMAT:
+            raise StoreError(
+                f"checkpoint {path}: commit.json has format {commit['format']!r}; this release reads {FORMAT!r}"
+            )
+        if commit["path"] != str(path):
+            raise StoreError(f"checkpoint {path}: its commit.json belongs to {commit['path']!r}")
+        expires_at = commit["meta"]["expires_at"]
+        saved = Saved(
+            path=str(path),
+            run_id=path.run_id,
+            kind=path.kind,
+            name=path.name,
+            attempt=str(commit["attempt"]),
+            spec=LoraSpec(**commit["spec"]),
+            step=int(commit["step"]),
+            created_at=datetime.fromisoformat(commit["created_at"]),
+            meta=CheckpointMeta(**{**commit["meta"], "expires_at": expires_at and datetime.fromisoformat(expires_at)}),
+            files={name: Digest(**digest) for name, digest in commit["files"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"checkpoint {path}: commit.json is damaged ({type(error).__name__}: {error})") from error
+    # The commit names the files that are read, so its names are checked like a stranger's.
+    if not is_name(saved.attempt) or not {ADAPTER, ADAPTER_CONFIG} <= set(saved.files) <= set(FILES):
+        raise StoreError(
+            f"checkpoint {path}: commit.json names attempt {saved.attempt!r} and files {sorted(saved.files)}"
+        )
+    return saved
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    return {package: _version(package) for package in ("tinkerflow", "numpy", "safetensors")}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"  # run from a checkout

@@ -1,0 +1,91 @@
+"""Objects as files that survive a power cut: written aside, flushed, then linked or renamed into place."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+class LocalBlobs:
+    """`Blobs` in a folder. Names that begin with '.' are drafts and belong to nobody."""
+
+    def __init__(self, root: Path) -> None:
+        """Objects below `root`, which is made by the first write."""
+        self._root = root
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a new file; FileExistsError when there is one. `link` decides: unlike rename it never replaces."""
+        with self._draft(key, data) as (draft, target):
+            os.link(draft, target)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Write a file over whatever was there."""
+        with self._draft(key, data) as (draft, target):
+            draft.replace(target)
+
+    def read(self, key: str) -> bytes:
+        """A file's bytes."""
+        return (self._root / key).read_bytes()
+
+    def size(self, key: str) -> int:
+        """A file's size in bytes."""
+        return (self._root / key).stat().st_size
+
+    def remove(self, key: str) -> bool:
+        """Remove a file, durably."""
+        path = self._root / key
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        _sync(path.parent)
+        return True
+
+    def remove_folder(self, prefix: str) -> None:
+        """Remove a folder and the files in it."""
+        folder = self._root / prefix
+        with suppress(FileNotFoundError):  # somebody else may be removing it too
+            for path in folder.iterdir():
+                path.unlink(missing_ok=True)
+            folder.rmdir()
+
+    def children(self, prefix: str) -> list[str]:
+        """The names in a folder, without drafts."""
+        folder = self._root / prefix
+        return sorted(path.name for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
+
+    @contextmanager
+    def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
+        """A flushed file beside its target, and the target; afterwards the folder is flushed and the draft is gone."""
+        target = self._root / key
+        _make_folder(target.parent)
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        try:
+            with draft.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield draft, target
+            _sync(target.parent)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its parents; each new entry is flushed, or a power cut could take the folder with its files."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""Objects in an fsspec file system that writes whole objects at once, as object stores do."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+# fsspec's memory file system is one per process, looks before it writes, and lists a dict that others may be changing.
+MEMORY_LOCK = threading.Lock()
+
+
+class ObjectBlobs:
+    """`Blobs` in an fsspec file system whose `pipe_file(mode="create")` fails when the object exists."""
+
+    def __init__(self, filesystem: AbstractFileSystem, root: str, *, lock: AbstractContextManager[Any]) -> None:
+        """Objects below `root`. `lock` is held for every call; a file system that is atomic by itself needs none."""
+        self._fs = filesystem
+        self._lock = lock
+        self._root = root.rstrip("/")
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a new object; FileExistsError when there is one with other bytes.
+
+        Equal bytes are our own: a response may be lost, and the retry then finds what the first try wrote. Whoever must
+        be the only creator puts something unique into `data`.
+        """
+        try:
+            with self._lock:
+                self._fs.pipe_file(self._path(key), data, mode="create")
+        except FileExistsError:
+            if self.read(key) != data:
+                raise
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Write an object over whatever was there."""
+        with self._lock:
+            self._fs.pipe_file(self._path(key), data, mode="overwrite")
+
+    def read(self, key: str) -> bytes:
+        """An object's bytes."""
+        with self._lock:
+            return bytes(self._fs.cat_file(self._path(key)))
+
+    def size(self, key: str) -> int:
+        """An object's size in bytes."""
+        with self._lock:
+            return int(self._fs.info(self._path(key))["size"])
+
+    def remove(self, key: str) -> bool:
+        """Remove an object."""
+        try:
+            with self._lock:
+                self._fs.rm_file(self._path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove_folder(self, prefix: str) -> None:
+        """Remove the objects directly below `prefix`, one by one."""
+        for name in self.children(prefix):
+            self.remove(f"{prefix}/{name}")
+
+    def children(self, prefix: str) -> list[str]:
+        """The next segments of the keys below `prefix`."""
+        try:
+            with self._lock:
+                paths = self._fs.ls(self._path(prefix), detail=False)
+        except FileNotFoundError:
+            return []
+        own = self._path(prefix).strip("/")  # fsspec lists an object, and on some stores a folder, as its own child
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths if path.strip("/") != own)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"

@@ -1,0 +1,222 @@
+"""Checkpoints: saved whole or not at all, and read back only when every byte is as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from backend.clock import Clock, SystemClock
+from backend.commands import AdapterState
+from backend.errors import ConflictError, NotFoundError, StoreError
+from backend.ids import is_name, new_id
+from backend.store import commit, tensors
+from backend.store.blobs import Blobs, open_blobs
+from backend.store.commit import OPTIMIZER, CheckpointMeta, Digest, Saved
+from backend.store.paths import KINDS, RUNS, CheckpointPath, check_run_id, is_run_id
+from backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
+
+_log = logging.getLogger(__name__)
+
+
+class Store:
+    """The checkpoints under one URL. All methods block, and may be called from any thread and from many processes.
+
+    A checkpoint is its commit object. It is written last, so a crash before leaves nothing that can be seen.
+    """
+
+    def __init__(self, url: str, blobs: Blobs, clock: Clock) -> None:
+        """Checkpoints kept in `blobs`; `url` is for messages. Use `open`."""
+        self.url = url
+        self._blobs = blobs
+        self._clock = clock
+
+    @classmethod
+    def open(cls, url: str, *, clock: Clock | None = None) -> Self:
+        """The store at `file:///folder` or `memory://name`, made by its first save; UserError for other URLs."""
+        return cls(url, open_blobs(url), clock or SystemClock())
+
+    def save(
+        self, run_id: str, kind: str, name: str, state: AdapterState, meta: CheckpointMeta, *, overwrite: bool = False
+    ) -> Saved:
+        """Save `state` as `tinker://run_id/kind/name`; kind is `weights` or `sampler_weights`.
+
+        ConflictError when the name is taken, unless `overwrite`. Repeated with the same `meta.request_id`, it returns
+        what that request saved. UserError for a name that may not be; StoreError when the store fails.
+        """
+        path = CheckpointPath(run_id, str(kind), name)
+        with self._failures(f"save {path}"):
+            before = self._commit(path)
+            if before is not None and (_same_request(before, meta) or not overwrite):
+                return _same_or_conflict(before, meta)
+            files = _files(state, meta)
+            saved = Saved(
+                path=str(path),
+                run_id=path.run_id,
+                kind=path.kind,
+                name=path.name,
+                attempt=new_id("attempt"),
+                spec=state.spec,
+                step=state.step,
+                created_at=self._clock.now(),
+                meta=meta,
+                files={file: Digest.of(data) for file, data in files.items()},
+            )
+            try:
+                self._write(path, saved, files)
+                return self._publish(path, saved, before, overwrite=overwrite)
+            except BaseException:
+                self._discard_unless_committed(path, saved)
+                raise
+
+    def load(self, path: str) -> tuple[AdapterState, Saved]:
+        """The state saved under `path`, and its commit.
+
+        NotFoundError when there is none; UserError for a malformed path; StoreError names the file that is damaged.
+        """
+        where = CheckpointPath.parse(path)
+        with self._failures(f"load {where}"):
+            saved = self._found(where)
+            while True:
+                try:
+                    files = {file: self._read(where, saved, file) for file in saved.files}
+                    break
+                except FileNotFoundError as error:
+                    # An overwrite or a deletion may have passed between the commit and its files: then look again.
+                    before, saved = saved, self._found(where)
+                    if saved.attempt == before.attempt:
+                        raise StoreError(f"checkpoint {where}: a file of attempt {saved.attempt} is missing") from error
+            try:
+                weights = tensors.decode(files[ADAPTER])
+                moments = tensors.decode(files[OPTIMIZER]) if OPTIMIZER in files else {}
+            except StoreError as error:
+                raise StoreError(f"checkpoint {where}: {error}") from error
+        return AdapterState(spec=saved.spec, step=saved.step, weights=weights, moments=moments), saved
+
+    def find(self, path: str) -> Saved | None:
+        """The commit of `path`, or None; UserError for a malformed path."""
+        where = CheckpointPath.parse(path)
+        with self._failures(f"look up {where}"):
+            return self._commit(where)
+
+    def exists(self, path: str) -> bool:
+        """Whether something is saved under `path`."""
+        return self.find(path) is not None
+
+    def delete(self, path: str) -> bool:
+        """Remove a checkpoint, the commit first; whether there was one."""
+        where = CheckpointPath.parse(path)
+        with self._failures(f"delete {where}"):
+            saved = self._commit(where)
+            if saved is None or not self._blobs.remove(where.commit):
+                return False
+            self._tidy(where.attempt(saved.attempt))
+            return True
+
+    def checkpoints(self, run_id: str | None = None) -> list[Saved]:
+        """All checkpoints of a run, or of all runs, oldest first; read from the commits.
+
+        A damaged commit is logged and left out, so that it does not hide the others. UserError for a malformed run id.
+        """
+        with self._failures("list checkpoints"):
+            runs = filter(is_run_id, self._blobs.children(RUNS)) if run_id is None else [check_run_id(run_id)]
+            found = []
+            for run in runs:
+                for kind in KINDS:
+                    for name in filter(is_name, self._blobs.children(f"{RUNS}/{run}/{kind}")):
+                        found += self._listed(CheckpointPath(run, kind, name))
+            return sorted(found, key=lambda saved: (saved.created_at, saved.path))
+
+    def _listed(self, path: CheckpointPath) -> list[Saved]:
+        try:
+            saved = self._commit(path)
+        except StoreError as error:
+            _log.warning("left out of the list: %s", error)
+            return []
+        return [] if saved is None else [saved]
+
+    def _write(self, path: CheckpointPath, saved: Saved, files: dict[str, bytes]) -> None:
+        for file, data in files.items():
+            key = f"{path.attempt(saved.attempt)}/{file}"
+            self._blobs.create(key, data)
+            size = self._blobs.size(key)
+            if size != len(data):
+                raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {len(data)}")
+
+    def _publish(self, path: CheckpointPath, saved: Saved, before: Saved | None, *, overwrite: bool) -> Saved:
+        if overwrite:
+            self._blobs.replace(path.commit, commit.to_json(saved))
+            if before is not None:
+                self._tidy(path.attempt(before.attempt))
+            return saved
+        try:
+            self._blobs.create(path.commit, commit.to_json(saved))
+        except FileExistsError:
+            winner = self._found(path)
+            self._tidy(path.attempt(saved.attempt))
+            return _same_or_conflict(winner, saved.meta)
+        return saved
+
+    def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
+        """After a failure: it may have come after the commit, and then the files are needed."""
+        try:
+            now = self._commit(path)
+        except (OSError, StoreError) as error:
+            _log.warning("attempt %s of %s is left behind: %s", saved.attempt, path, error)
+            return
+        if now is None or now.attempt != saved.attempt:
+            self._tidy(path.attempt(saved.attempt))
+
+    def _tidy(self, prefix: str) -> None:
+        """Remove files that no commit names. They cost space and nothing else, so failing here fails nobody."""
+        try:
+            self._blobs.remove_folder(prefix)
+        except OSError as error:
+            _log.warning("store %s: %s is left behind: %s", self.url, prefix, error)
+
+    def _commit(self, path: CheckpointPath) -> Saved | None:
+        try:
+            return commit.from_json(self._blobs.read(path.commit), path)
+        except FileNotFoundError:
+            return None
+
+    def _found(self, path: CheckpointPath) -> Saved:
+        saved = self._commit(path)
+        if saved is None:
+            raise NotFoundError(f"checkpoint {path}: there is none in store {self.url}")
+        return saved
+
+    def _read(self, path: CheckpointPath, saved: Saved, file: str) -> bytes:
+        data, digest = self._blobs.read(f"{path.attempt(saved.attempt)}/{file}"), saved.files[file]
+        if len(data) != digest.size:
+            raise StoreError(f"checkpoint {path}: {file} has {len(data)} bytes; {digest.size} were saved")
+        if Digest.of(data) != digest:
+            raise StoreError(f"checkpoint {path}: {file} does not have the SHA-256 {digest.sha256} that was saved")
+        return data
+
+    @contextmanager
+    def _failures(self, doing: str) -> Iterator[None]:
+        """What goes wrong with files becomes a StoreError that says what was being done."""
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"store {self.url}: cannot {doing} ({error})") from error
+
+
+def _files(state: AdapterState, meta: CheckpointMeta) -> dict[str, bytes]:
+    files = {
+        ADAPTER: tensors.encode(state.weights),
+        ADAPTER_CONFIG: adapter_config(meta.base_model, state.spec, state.weights),
+    }
+    return files | ({OPTIMIZER: tensors.encode(state.moments)} if state.moments else {})
+
+
+def _same_request(saved: Saved, meta: CheckpointMeta) -> bool:
+    return meta.request_id != "" and saved.meta.request_id == meta.request_id
+
+
+def _same_or_conflict(saved: Saved, meta: CheckpointMeta) -> Saved:
+    if _same_request(saved, meta):
+        return saved
+    raise ConflictError(f"checkpoint {saved.path} exists already; choose another name, or save with overwrite")

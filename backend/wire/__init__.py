@@ -1,0 +1,62 @@
+"""The tinker wire protocol: requests to the pool's commands, results to wire bytes.
+
+Pure functions on bytes: no HTTP, no database, no model. All checks of a request's content are here, so that every
+caller words them alike; they raise UserError, which names the field, its value and the rule.
+`tinker.proto` is compiled by `python -m backend.wire.generate`.
+"""
+
+from backend.wire.decode import ForwardHeader, decode_forward, forward_backward_header
+from backend.wire.encode import (
+    encode_forward,
+    encode_json,
+    encode_loaded,
+    encode_model_created,
+    encode_optim_step,
+    encode_sample,
+    encode_sampler_opened,
+    encode_saved,
+)
+from backend.wire.fields import Fields
+from backend.wire.operations import (
+    CreateModel,
+    LoadModel,
+    LoadWeights,
+    SaveForSampler,
+    SaveWeights,
+    decode_create_model,
+    decode_load_model,
+    decode_load_weights,
+    decode_optim_step,
+    decode_save_for_sampler,
+    decode_save_weights,
+)
+from backend.wire.sample import decode_sample, num_samples, with_seed
+
+__all__ = [
+    "CreateModel",
+    "Fields",
+    "ForwardHeader",
+    "LoadModel",
+    "LoadWeights",
+    "SaveForSampler",
+    "SaveWeights",
+    "decode_create_model",
+    "decode_forward",
+    "decode_load_model",
+    "decode_load_weights",
+    "decode_optim_step",
+    "decode_sample",
+    "decode_save_for_sampler",
+    "decode_save_weights",
+    "encode_forward",
+    "encode_json",
+    "encode_loaded",
+    "encode_model_created",
+    "encode_optim_step",
+    "encode_sample",
+    "encode_sampler_opened",
+    "encode_saved",
+    "forward_backward_header",
+    "num_samples",
+    "with_seed",
+]

@@ -1,0 +1,84 @@
+"""Results as the SDK reads them: protobuf for forward, forward_backward and sample, JSON for the rest.
+
+JSON never holds a null (a success with an `error` key, even null, is a failure to the SDK) nor a number that is not
+finite (the SDK cannot parse one): such keys are left out. Protobuf may hold NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import orjson
+
+from backend.commands import Float32, ForwardResult, OptimResult, SampleResult
+from backend.wire import tinker_pb2 as pb
+
+_STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+
+
+def encode_forward(result: ForwardResult) -> bytes:
+    """A ForwardBackwardOutput: field `logprobs` for every datum in order, and the metric `loss:sum`.
+
+    Neighbours with the same K share an ArrayRecord; another K starts a new one.
+    """
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": result.loss_sum})
+    for trailing, group in itertools.groupby(result.logprobs, key=lambda array: array.shape[1:]):
+        _add_record(output, trailing, list(group))
+    return bytes(output.SerializeToString())
+
+
+def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arrays: Sequence[Float32]) -> None:
+    record = output.loss_fn_outputs.add(num_datums=len(arrays))
+    field = record.fields["logprobs"]
+    field.dtype = pb.DTYPE_FLOAT32
+    field.trailing_shape.extend(trailing)
+    field.data = b"".join(np.ascontiguousarray(array, "<f4").tobytes() for array in arrays)
+    field.offsets = np.cumsum([0, *(4 * array.size for array in arrays)], dtype="<i8").tobytes()
+
+
+def encode_sample(result: SampleResult) -> bytes:
+    """A SampleResponse: every sequence with its logprobs; prompt logprobs (NaN first) when there are any."""
+    response = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    for sequence in result.sequences:
+        response.sequences.add(
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+            tokens=sequence.tokens_T.astype("<i4", copy=False).tobytes(),
+            logprobs=sequence.logprobs_T.astype("<f4", copy=False).tobytes(),
+        )
+    if result.prompt_logprobs_T is not None:
+        response.prompt_logprobs = result.prompt_logprobs_T.astype("<f4", copy=False).tobytes()
+    return bytes(response.SerializeToString())
+
+
+def encode_optim_step(result: OptimResult) -> bytes:
+    """The metrics of an optimizer step: the gradient's norm before clipping, and the steps made so far."""
+    metrics = {"grad_norm": result.grad_norm, "optimizer_step": float(result.step)}
+    return encode_json({"metrics": {key: value for key, value in metrics.items() if math.isfinite(value)}})
+
+
+def encode_model_created(model_id: str) -> bytes:
+    """The answer to create_model."""
+    return encode_json({"type": "create_model", "model_id": model_id})
+
+
+def encode_loaded(model_id: str, path: str) -> bytes:
+    """The answer to load_weights, in both of its forms."""
+    return encode_json({"type": "load_weights", "model_id": model_id, "path": path})
+
+
+def encode_saved(path: str, *, kind: str = "save_weights") -> bytes:
+    """The answer to save_weights, and (kind `save_weights_for_sampler`) to a named save for the sampler."""
+    return encode_json({"type": kind, "path": path})
+
+
+def encode_sampler_opened(sampling_session_id: str) -> bytes:
+    """The answer to an unnamed save_weights_for_sampler."""
+    return encode_json({"type": "save_weights_for_sampler", "sampling_session_id": sampling_session_id})
+
+
+def encode_json(values: Mapping[str, object]) -> bytes:
+    """`values` as JSON without its null fields."""
+    return orjson.dumps({key: value for key, value in values.items() if value is not None})

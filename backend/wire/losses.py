@@ -1,0 +1,75 @@
+"""What each loss takes: its per-token inputs, and its config keys with their public defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import cast, get_args
+
+from backend.commands import Loss
+from backend.errors import UserError
+from backend.wire import tinker_pb2 as pb
+from backend.wire.fields import broken, shown
+
+INPUTS: dict[Loss, tuple[frozenset[str], frozenset[str]]] = {
+    # loss: (required, optional); weights multiply a token's loss and are 1 where they may be left out
+    "cross_entropy": (frozenset({"target_tokens", "weights"}), frozenset()),
+    "importance_sampling": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
+    "ppo": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
+    "cispo": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
+    "dro": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
+}
+DEFAULTS: dict[Loss, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+}
+
+
+def known_loss(name: str) -> Loss:
+    """`name` as a loss we have, else UserError."""
+    if name not in get_args(Loss):
+        raise broken("loss_fn", name, f"one of {', '.join(get_args(Loss))}")
+    return cast(Loss, name)
+
+
+def check_inputs(loss: Loss, names: frozenset[str], index: int) -> None:
+    """UserError unless `names` are the loss's inputs: none missing, none unknown. `index` counts data from 0."""
+    required, optional = INPUTS[loss]
+    if missing := sorted(required - names):
+        raise UserError(
+            f"data[{index}].loss_fn_inputs lacks {missing[0]!r}: {loss} needs {', '.join(sorted(required))}"
+        )
+    if unknown := sorted(names - required - optional):
+        raise UserError(
+            f"data[{index}].loss_fn_inputs has {shown(unknown[0])}: "
+            f"{loss} takes {', '.join(sorted(required | optional))}"
+        )
+
+
+def read_config(loss: Loss, request: pb.ForwardBackwardRequest) -> dict[str, float]:
+    """The loss's whole config: what the request gives, else the defaults. Unknown keys and bad values: UserError."""
+    given = _given(request)
+    defaults = DEFAULTS[loss]
+    for key, value in given.items():
+        if key not in defaults:
+            takes = f"one of {', '.join(defaults)}" if defaults else f"absent, {loss} takes no config"
+            raise UserError(f"loss_fn_config has the key {shown(key)}: must be {takes}")
+        if isinstance(value, str) or not math.isfinite(value) or value < 0:
+            raise broken(f"loss_fn_config[{key!r}]", value, "a finite number >= 0")
+    config = {**defaults, **cast(Mapping[str, float], given)}
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise broken("loss_fn_config['clip_low_threshold']", low, f"<= clip_high_threshold, {high:g}")
+    return config
+
+
+def _given(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    if not request.loss_fn_config_v2:
+        return dict(request.loss_fn_config)
+    return {
+        key: value.text if value.WhichOneof("value") == "text" else value.number
+        for key, value in request.loss_fn_config_v2.items()
+    }

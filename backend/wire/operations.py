@@ -1,0 +1,181 @@
+"""The JSON bodies of the training operations as frozen dataclasses, with every check that needs no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.commands import AdamParams, LoraSpec
+from backend.errors import UserError
+from backend.ids import NAME_RULE, is_name
+from backend.store import CheckpointPath
+from backend.wire.fields import Fields, broken, shown
+
+MAX_RANK = 1024
+MAX_TTL = 10 * 365 * 24 * 3600  # seconds
+MAX_SEQ = 2**31 - 1  # of a model or of a session's models and samplers: int32 on the wire
+DEFAULT_RANK = 32  # the SDK's own default
+
+
+@dataclass(frozen=True)
+class CreateModel:
+    """create_model; seed None = the server draws one."""
+
+    base_model: str
+    spec: LoraSpec
+    seed: int | None
+    user_metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class LoadModel:
+    """load_weights that makes a model (create-via-load); base_model None = the checkpoint's own."""
+
+    path: str
+    optimizer: bool
+    base_model: str | None
+    user_metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """load_weights into a model that exists."""
+
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class SaveWeights:
+    """save_weights; ttl_seconds None = kept for ever."""
+
+    name: str
+    ttl_seconds: int | None
+    overwrite: bool
+    user_metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SaveForSampler:
+    """save_weights_for_sampler: either `name` or `sampling_session_seq_id` is set, never both."""
+
+    name: str | None
+    sampling_session_seq_id: int | None
+    ttl_seconds: int | None
+    user_metadata: dict[str, str]
+
+
+def decode_create_model(payload: bytes) -> CreateModel:
+    """A create_model body; UserError names the field, its value and the rule."""
+    body = Fields.parse(payload)
+    _only_adamw(body)
+    lora = body.object("lora_config") or Fields({}, "lora_config.")
+    rank = lora.optional_whole("rank", 1, MAX_RANK)
+    spec = LoraSpec(
+        rank=DEFAULT_RANK if rank is None else rank,
+        train_attn=lora.flag("train_attn", True),
+        train_mlp=lora.flag("train_mlp", True),
+        train_unembed=lora.flag("train_unembed", True),
+    )
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        raise UserError("lora_config.train_attn, train_mlp and train_unembed are all false: at least one must be true")
+    # the journal keeps seeds as signed 64-bit numbers
+    seed = lora.optional_whole("seed", -(2**63), 2**63 - 1)
+    return CreateModel(body.text("base_model"), spec, seed, body.metadata("user_metadata"))
+
+
+def decode_load_model(payload: bytes) -> LoadModel:
+    """A load_weights body with session_id; UserError names the field, its value and the rule."""
+    body = Fields.parse(payload)
+    _only_adamw(body)
+    path, optimizer = _source(body)
+    return LoadModel(
+        path=path,
+        optimizer=optimizer,
+        base_model=body.optional_text("base_model"),
+        user_metadata=body.metadata("user_metadata"),
+    )
+
+
+def decode_load_weights(payload: bytes) -> LoadWeights:
+    """A load_weights body with model_id; UserError names the field, its value and the rule."""
+    body = Fields.parse(payload)
+    return LoadWeights(*_source(body))
+
+
+def decode_save_weights(payload: bytes) -> SaveWeights:
+    """A save_weights body; UserError names the field, its value and the rule."""
+    body = Fields.parse(payload)
+    return SaveWeights(_name(body), _ttl(body), body.flag("overwrite", False), body.metadata("user_metadata"))
+
+
+def decode_save_for_sampler(payload: bytes) -> SaveForSampler:
+    """A save_weights_for_sampler body; UserError names the field, its value and the rule.
+
+    Its kind may be `snapshot` or `inflight`; both are saved as a snapshot (PROTOCOL.md 6.5).
+    """
+    body = Fields.parse(payload)
+    if body.get("kind") not in (None, "snapshot", "inflight"):
+        raise broken("kind", body.get("kind"), "'snapshot' or 'inflight'")
+    named, numbered = body.has("path"), body.has("sampling_session_seq_id")
+    if named == numbered:
+        both = "both given" if named else "both absent"
+        raise UserError(f"path and sampling_session_seq_id are {both}: exactly one must be given")
+    return SaveForSampler(
+        name=_name(body) if named else None,
+        sampling_session_seq_id=body.whole("sampling_session_seq_id", 0, MAX_SEQ) if numbered else None,
+        ttl_seconds=_ttl(body),
+        user_metadata=body.metadata("user_metadata"),
+    )
+
+
+def decode_optim_step(payload: bytes) -> AdamParams:
+    """The AdamW parameters of an optim_step body; UserError names the field, its value and the rule."""
+    body = Fields.parse(payload)
+    if body.has("optimizer_params"):
+        kind = (body.object("optimizer_params") or Fields({})).get("type")
+        raise broken("optimizer_params.type", kind, "absent: give adam_params, this server has AdamW only")
+    adam = body.object("adam_params")
+    if adam is None:
+        raise broken("adam_params", None, "an object of AdamW parameters")
+    for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
+        if not adam.has(name) and adam.present(name):
+            # the SDK writes NaN and infinity as null: taking the default would hide them
+            raise broken(f"adam_params.{name}", None, "a finite number (null is how NaN and infinity arrive)")
+    ours = AdamParams()
+    eps = adam.number("eps", ours.eps, 0.0)
+    if eps == 0.0:
+        raise broken("adam_params.eps", eps, "a finite number > 0")
+    return AdamParams(
+        learning_rate=adam.number("learning_rate", ours.learning_rate, 0.0),
+        beta1=adam.number("beta1", ours.beta1, 0.0, 1.0, below=True),
+        beta2=adam.number("beta2", ours.beta2, 0.0, 1.0, below=True),
+        eps=eps,
+        weight_decay=adam.number("weight_decay", ours.weight_decay, 0.0),
+        grad_clip_norm=adam.number("grad_clip_norm", ours.grad_clip_norm, 0.0),
+    )
+
+
+def _source(body: Fields) -> tuple[str, bool]:
+    path, optimizer = CheckpointPath.parse(body.text("path")), body.flag("optimizer", False)
+    if optimizer and path.kind != "weights":
+        raise broken("optimizer", True, f"false, {path.kind} hold no optimizer state")
+    return str(path), optimizer
+
+
+def _only_adamw(body: Fields) -> None:
+    config = body.object("optimizer_config")
+    if config is not None and config.get("type") not in (None, "adamw"):
+        raise UserError(
+            f"optimizer_config.type is {shown(config.get('type'))}: must be 'adamw', the one this server has"
+        )
+
+
+def _name(body: Fields) -> str:
+    name = body.text("path")
+    if not is_name(name):
+        raise broken("path", name, NAME_RULE)
+    return name
+
+
+def _ttl(body: Fields) -> int | None:
+    return body.optional_whole("ttl_seconds", 1, MAX_TTL)

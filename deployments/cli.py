@@ -1,0 +1,171 @@
+"""The `tinkerflow` command: each subcommand parses its options and calls one function."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from backend.errors import TinkerflowError
+from backend.settings import Settings
+from deployments.parts import open_journal, run_api_part, run_engine_part
+
+app = typer.Typer(
+    name="tinkerflow",
+    help="Self-hosted fine-tuning: the tinker SDK on a JAX pool, through Prefect.",
+    no_args_is_help=True,
+)
+models = typer.Typer(help="Base models.", no_args_is_help=True)
+keys = typer.Typer(help="API keys. Without any, a server bound to loopback takes every tml- key.", no_args_is_help=True)
+app.add_typer(models, name="models")
+app.add_typer(keys, name="key")
+
+Parent = Annotated[int, typer.Option(hidden=True, help="end when this process ends")]
+DataDir = Annotated[Path | None, typer.Option(help="database, models, caches and logs [default: ~/.tinkerflow]")]
+
+
+def main() -> None:
+    """Run the command line; errors that we raise on purpose are one line on stderr and exit status 1."""
+    try:
+        app()
+    except TinkerflowError as error:
+        sys.exit(f"tinkerflow: {error.message}")
+    except ValidationError as error:
+        sys.exit(
+            "tinkerflow: "
+            + "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
+        )
+
+
+def _settings(**given: Any) -> Settings:
+    """Settings from the environment, with the options that were given on top."""
+    return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+@app.command()
+def up(
+    host: Annotated[str | None, typer.Option(help="address the API binds [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="port the API binds, 0 = a free one [default: 8000]")] = None,
+    base_model: Annotated[
+        list[str] | None, typer.Option(help="hub id or folder; may be repeated [default: the embedded tiny one]")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="fsspec URL of the checkpoint store [default: <data-dir>/store]")
+    ] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="journal's database [default: SQLite in the data dir]")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="JAX processes in the worker group [default: 1]")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Start API, Prefect server, engine and pool; print a `ready:` line; SIGTERM or Ctrl-C stops all."""
+    from deployments.up import Stack
+
+    settings = _settings(
+        host=host,
+        port=port,
+        base_models=tuple(base_model) if base_model else None,
+        store=store,
+        database_url=database_url,
+        processes=processes,
+        data_dir=data_dir,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with Stack(settings, report=lambda line: print(line, flush=True)) as stack:
+            print(stack.ready_line, flush=True)
+            ended = stack.wait()
+            raise typer.Exit(_report_end(ended.name, ended.process.returncode, ended.log))
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+
+
+def _report_end(name: str, status: int | None, log: Path) -> int:
+    print(f"{name} ended with status {status}; its log is {log}", file=sys.stderr)
+    return 1
+
+
+@app.command()
+def quickstart(
+    data_dir: DataDir = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="optimizer steps")] = None,
+) -> None:
+    """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK."""
+    from deployments.quickstart import STEPS
+    from deployments.quickstart import quickstart as run
+
+    if not run(Console(), data_dir=data_dir, steps=steps or STEPS):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(data_dir: DataDir = None) -> None:
+    """Check this machine and the settings: devices, database, store, Prefect, base models."""
+    from deployments.doctor import examine
+
+    if not examine(_settings(data_dir=data_dir), Console()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def engine(parent: Parent = 0) -> None:
+    """Run the engine alone: flows, tasks and the pool of JAX processes."""
+    run_engine_part(Settings(), parent)
+
+
+@app.command()
+def api(parent: Parent = 0) -> None:
+    """Run the API alone."""
+    run_api_part(Settings(), parent)
+
+
+@models.command("make-tiny")
+def make_tiny_model(folder: Path) -> None:
+    """Make the tiny Qwen3-architecture model with its tokenizer in FOLDER (the same bytes every time)."""
+    from deployments.tiny_model import make_tiny
+
+    make_tiny(folder)
+    print(folder)
+
+
+@keys.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(help="what the key is for")],
+    project: Annotated[str, typer.Option(help="whose runs and checkpoints the key reads and writes")] = "default",
+    data_dir: DataDir = None,
+) -> None:
+    """Create an API key; its secret is shown once."""
+    with open_journal(_settings(data_dir=data_dir)) as journal:
+        key, secret = journal.create_key(name, project)
+        print(f"{key.id}: {secret}")
+
+
+@keys.command("list")
+def list_keys(data_dir: DataDir = None) -> None:
+    """List the API keys, without their secrets."""
+    table = Table("id", "name", "project", "starts with", "last used", "revoked")
+    with open_journal(_settings(data_dir=data_dir)) as journal:
+        keys = journal.keys()
+    for key in keys:
+        used, revoked = (f"{t:%Y-%m-%d %H:%M} UTC" if t else "" for t in (key.last_used_at, key.revoked_at))
+        table.add_row(key.id, key.name, key.project, key.prefix, used, revoked)
+    Console().print(table)
+
+
+@keys.command("revoke")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(help="the id that `key list` shows")], data_dir: DataDir = None
+) -> None:
+    """Revoke an API key."""
+    with open_journal(_settings(data_dir=data_dir)) as journal:
+        print(f"revoked {journal.revoke_key(key_id).name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The parts of a deployment as processes of their own: `tinkerflow engine`, `tinkerflow api`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from backend.journal import Journal, migrate
+from backend.processes import die_with_parent
+from backend.settings import Settings
+
+READY = "ready"
+
+
+def run_engine_part(settings: Settings, parent: int) -> None:
+    """Run the engine until SIGTERM; stdout gets its progress, and READY when it executes requests."""
+    _begin(parent)
+    from flows.engine import run_engine
+
+    async def main() -> None:
+        loop, this = asyncio.get_running_loop(), asyncio.current_task()
+        assert this is not None
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, this.cancel)
+        served = with_base_models(settings)
+        await run_engine(served, on_progress=_say, on_ready=lambda: _say(READY))
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        logging.getLogger(__name__).info("stopped")
+
+
+def run_api_part(settings: Settings, parent: int) -> None:
+    """Run the API until SIGTERM."""
+    _begin(parent)
+    from api.serve import serve
+
+    serve(settings)
+
+
+def with_base_models(settings: Settings) -> Settings:
+    """The settings; without any base model, with the embedded tiny one, which is made in the data dir first."""
+    if settings.base_models:
+        return settings
+    from deployments.tiny_model import make_tiny
+
+    folder = embedded_model(settings)
+    if not (folder / "config.json").exists():
+        _say(f"making the embedded tiny model in {folder}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_tiny(folder)
+    return Settings(**(settings.model_dump() | {"base_models": (str(folder),)}))
+
+
+def embedded_model(settings: Settings) -> Path:
+    """Where the embedded model is, or will be."""
+    return settings.data_dir / "models" / "tinkerflow" / "tiny-qwen3"
+
+
+@contextmanager
+def open_journal(settings: Settings) -> Iterator[Journal]:
+    """The journal, its database made or migrated first; for commands that look into it or change it."""
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    migrate(settings.journal_url)
+    journal = Journal.open(settings.journal_url)
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+def _begin(parent: int) -> None:
+    """What every part does first: end with its parent, and log to stderr."""
+    if parent:
+        die_with_parent(parent)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,111 @@
+"""`tinkerflow quickstart`: start everything, teach the embedded model pig latin through the SDK, show the run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from backend.settings import Settings
+from deployments.pig_latin import LESSONS, Lesson
+from deployments.up import Stack
+
+if TYPE_CHECKING:
+    import tinker
+    from transformers import PreTrainedTokenizerBase
+
+STEPS = 30
+LEARNING_RATE = 5e-3
+RANK = 32
+
+
+def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = STEPS) -> bool:
+    """Fine-tune on `LESSONS` for `steps` optimizer steps in `data_dir` (default: a scratch folder) and report.
+
+    Returns whether the loss fell and the model afterwards says every answer exactly.
+    """
+    with tempfile.TemporaryDirectory(prefix="tinkerflow-quickstart-") as scratch:
+        settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0)
+        with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
+            console.print(stack.ready_line, highlight=False)
+            return _teach(console, stack, steps)
+
+
+def _teach(console: Console, stack: Stack, steps: int) -> bool:
+    os.environ.setdefault("TINKER_TELEMETRY", "0")
+    import tinker
+    from tinker import types
+
+    with tinker.ServiceClient(base_url=stack.api_url, api_key="tml-quickstart") as service:
+        models = [
+            m.model_name for m in service.create_rest_client().get_server_capabilities().result().supported_models
+        ]
+        base_model = next(name for name in models if name)
+        console.print(f"base model: {base_model}", highlight=False)
+        trainer = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
+        tokenizer = trainer.get_tokenizer()
+        data = [_datum(tokenizer, lesson) for lesson in LESSONS]
+
+        console.print("sampling before; the first batch of each kind waits for JAX to compile")
+        before = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
+        losses = []
+        for step in range(steps):
+            forward = trainer.forward_backward(data, "cross_entropy")
+            update = trainer.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
+            losses.append(forward.result().metrics["loss:sum"])
+            update.result()
+            console.print(f"step {step + 1:3d}/{steps}  loss {losses[-1]:9.4f}", highlight=False)
+        after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
+        console.print(_table(before, after))
+        run_url = _flow_run_url(stack, trainer.model_id)
+        console.print(f"every batch of this run is a task in Prefect: {run_url}", highlight=False, soft_wrap=True)
+    learnt = after == [lesson.pig_latin for lesson in LESSONS]
+    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {'all three answers learnt' if learnt else 'not learnt'}")
+    return learnt and losses[-1] < losses[0]
+
+
+def _datum(tokenizer: PreTrainedTokenizerBase, lesson: Lesson) -> tinker.Datum:
+    from tinker import types
+
+    prompt = tokenizer.encode(lesson.prompt)
+    completion = tokenizer.encode(lesson.completion)
+    tokens = prompt + completion
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+    )
+
+
+def _answers(sampler: tinker.SamplingClient, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    from tinker import types
+
+    greedy = types.SamplingParams(max_tokens=24, temperature=0.0, stop=["\n"])
+    futures = [
+        sampler.sample(
+            types.ModelInput.from_ints(tokenizer.encode(lesson.prompt)), num_samples=1, sampling_params=greedy
+        )
+        for lesson in LESSONS
+    ]
+    return [str(tokenizer.decode(f.result().sequences[0].tokens)).strip() for f in futures]
+
+
+def _table(before: list[str], after: list[str]) -> Table:
+    table = Table("english", "before", "after", "pig latin", title="greedy samples")
+    for lesson, old, new in zip(LESSONS, before, after, strict=True):
+        table.add_row(*(ascii(text)[1:-1] for text in (lesson.english, old, new, lesson.pig_latin)))
+    return table
+
+
+def _flow_run_url(stack: Stack, model_id: str) -> str:
+    """Where the Prefect UI shows the training run of `model_id`."""
+    if not stack.prefect_url:
+        return "(Prefect is off)"
+    answer = httpx.post(f"{stack.prefect_url}/api/flow_runs/filter", json={"flow_runs": {"name": {"any_": [model_id]}}})
+    runs = answer.raise_for_status().json()
+    return f"{stack.prefect_url}/runs/flow-run/{runs[0]['id']}" if runs else f"{stack.prefect_url}/runs"

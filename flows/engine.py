@@ -1,0 +1,199 @@
+"""The engine: takes requests from the journal, runs them on the pool through flows and tasks, and answers them.
+
+It runs in a thread of its own. Prefect's flow engine replaces the SIGTERM handler of the main thread by one that raises
+in the middle of whatever runs there; off the main thread it leaves signals alone, and SIGTERM stays with the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+
+from backend.clock import Clock, SystemClock
+from backend.errors import UserError
+from backend.journal import Journal, migrate
+from backend.model_card import ModelCard
+from backend.pool import Pool
+from backend.settings import Settings
+from backend.store import Store
+from flows.dispatch import Dispatcher
+from flows.groups import ServedModel, group_config
+from flows.lane import Shared
+from flows.pacing import Pacing
+from flows.sampling import SamplingLane
+from flows.tracking import open_tracking
+from tasks.answers import Answers
+from tasks.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+RESTARTED = "the service was started anew, and what its worker group held in memory is lost; create or load it again"
+DRAIN_SECONDS = 5.0
+
+Say = Callable[[str], None]
+
+
+async def run_engine(
+    settings: Settings,
+    *,
+    on_ready: Callable[[], None],
+    on_progress: Say,
+    executor: str = "backend.compute:Executor",
+) -> None:
+    """Serve `settings.base_models` until cancelled; then stop cleanly and raise CancelledError.
+
+    on_ready: called once requests are executed. on_progress: gets lines for people about the start and compilation.
+    executor: what the worker processes run.
+
+    At the start, what an earlier life left is answered: requests that still wait fail, models and samplers that were in
+    memory only are marked lost, all with RESTARTED as the reason.
+
+    A clean stop takes nothing more from the journal and lets what is in flight end for DRAIN_SECONDS. Whatever is not
+    answered by then, and all that waits in the journal, stays pending there; the next start fails it by name.
+    UserError for settings or base models that cannot be; GroupFailedError when no worker group comes up.
+    """
+    loop = asyncio.get_running_loop()
+    await _in_thread(
+        lambda stop: _run(
+            settings,
+            stop,
+            lambda: _call(loop, on_ready),
+            lambda line: _call(loop, on_progress, line),
+            executor,
+        )
+    )
+
+
+async def _run(
+    settings: Settings, stop: asyncio.Event, on_ready: Callable[[], None], on_progress: Say, executor: str
+) -> None:
+    if not settings.base_models:
+        raise UserError("base_models is empty: the engine must be given at least one base model")
+    clock = SystemClock()
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as stack:
+        await asyncio.to_thread(migrate, settings.journal_url)
+        journal = Journal.open(settings.journal_url, clock=clock)
+        stack.callback(journal.close)
+        answers = Answers(journal.finish)
+        stack.push_async_callback(answers.close)
+        cards = await asyncio.gather(
+            *(asyncio.to_thread(ModelCard.load, name, max_context=settings.max_context) for name in settings.base_models)
+        )
+        await asyncio.to_thread(_forget_earlier_life, journal)
+        # The server's start takes seconds of CPU, like the pool's: side by side.
+        pools_starting = [asyncio.create_task(_start_pool(settings, card, on_progress, executor)) for card in cards]
+        try:
+            tracking = await stack.enter_async_context(open_tracking(settings, on_progress))
+        finally:
+            pools = await asyncio.gather(*pools_starting, return_exceptions=True)
+            for pool in pools:
+                if isinstance(pool, Pool):
+                    stack.push_async_callback(pool.stop)
+        for pool in pools:
+            if isinstance(pool, BaseException):
+                raise pool
+        shared = Shared(Pacing(settings.tracked_runs_per_second, clock), tracking)
+        store = Store.open(settings.store_url, clock=clock)
+        served = [
+            _serve(settings, shared, card, pool, journal, answers, store, clock)
+            for card, pool in zip(cards, pools, strict=True)
+            if isinstance(pool, Pool)
+        ]
+        for model in served:
+            stack.callback(model.runtime.close)
+        await asyncio.to_thread(journal.register_base_models, [(card.name, card.to_json()) for card in cards])
+        dispatcher = Dispatcher(settings, journal, shared, served)
+        await _serve_until(stop, dispatcher, on_ready)
+
+
+async def _serve_until(stop: asyncio.Event, dispatcher: Dispatcher, on_ready: Callable[[], None]) -> None:
+    serving = asyncio.create_task(dispatcher.serve(on_ready), name="dispatcher")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not serving.done():
+        dispatcher.stop()
+        await asyncio.wait((serving,), timeout=DRAIN_SECONDS)
+        if not serving.done():
+            log.warning("stopping although requests are in flight: they stay pending in the journal")
+            serving.cancel()
+            await asyncio.wait((serving,))
+    if not serving.cancelled():
+        await serving
+
+
+async def _start_pool(settings: Settings, card: ModelCard, on_progress: Say, executor: str) -> Pool:
+    return await Pool.start(
+        group_config(settings, card),
+        processes=settings.processes,
+        command_deadline=settings.command_deadline,
+        start_deadline=settings.start_deadline,
+        on_progress=on_progress,
+        executor=executor,
+        log_dir=settings.data_dir / "logs",
+    )
+
+
+def _serve(
+    settings: Settings,
+    shared: Shared,
+    card: ModelCard,
+    pool: Pool,
+    journal: Journal,
+    answers: Answers,
+    store: Store,
+    clock: Clock,
+) -> ServedModel:
+    runtime = Runtime(journal, pool, store, card, clock, answers)
+    sampling = SamplingLane(runtime, shared, most_waiting=4 * settings.sample_slots)
+    return ServedModel(card, runtime, pool, sampling)
+
+
+def _forget_earlier_life(journal: Journal) -> None:
+    failed = journal.fail_all_pending(RESTARTED)
+    lost = journal.lose_models(RESTARTED)
+    if failed or lost:
+        log.warning("an earlier engine left %d requests and %d models: they are failed and lost", len(failed), len(lost))
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *args)
+
+
+async def _in_thread(main: Callable[[asyncio.Event], Coroutine[object, object, None]]) -> None:
+    """Await `main` in the event loop of a new thread; our cancellation sets the event that it is given."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), stop))
+        await main(stop)
+
+    def thread() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:  # noqa: BLE001  it belongs to our caller
+            loop.call_soon_threadsafe(ended.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(ended.set_result, None)
+
+    # The workers of the pool end with this thread: it lives until the pool is stopped.
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(thread,), name="engine", daemon=True).start()
+    inner, stop = await asyncio.wrap_future(started)
+    try:
+        await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        inner.call_soon_threadsafe(stop.set)
+        await asyncio.wait((ended,))
+        ended.result()
+        raise

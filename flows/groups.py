@@ -1,0 +1,48 @@
+"""A base model that is served: its card, its worker group, and how that group is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.commands import GroupConfig
+from backend.errors import UserError
+from backend.model_card import ModelCard
+from backend.pool import Pool
+from backend.settings import Settings
+from flows.sampling import SamplingLane
+from tasks.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A base model with its worker group, and the lane of its samples."""
+
+    card: ModelCard
+    runtime: Runtime
+    pool: Pool
+    sampling: SamplingLane
+
+
+def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
+    """What every process of the group for `card` is told.
+
+    The mesh has one device per process, or `tensor_parallel` of them when there are fewer processes.
+    UserError when tensor_parallel does not divide it.
+    """
+    devices = max(settings.processes, settings.tensor_parallel)
+    if devices % settings.tensor_parallel or devices % settings.processes:
+        raise UserError(
+            f"processes is {settings.processes} and tensor_parallel is {settings.tensor_parallel}: "
+            "one must be a multiple of the other"
+        )
+    return GroupConfig(
+        model_path=card.path,
+        dtype=settings.dtype,
+        fsdp=devices // settings.tensor_parallel,
+        tensor=settings.tensor_parallel,
+        max_context=card.max_context,
+        microbatch_tokens=settings.microbatch_tokens,
+        sample_slots=settings.sample_slots,
+        decode_chunk=settings.decode_chunk,
+        compile_cache_dir=str(settings.data_dir / "jax-cache"),
+    )

@@ -1,0 +1,199 @@
+"""The lane of one model: its requests leave the journal in order, overlap in the pool, and are answered in order."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prefect.context import FlowRunContext
+
+from backend.journal import Kind, ModelState, Outcome, Pending
+from flows.batching import Batch, batches, run_name, shared_name
+from flows.pacing import Pacing
+from flows.tracking import Tracking
+from tasks.operation import Operation, begin
+from tasks.runtime import Runtime
+from tasks.turns import Turn
+from tasks.window import MOST, STEPS, TASKS, Tracked, Window, track
+
+IN_FLIGHT = 16  # operations of one model on their way at once; their payloads are in memory
+_LOOK = 2 * IN_FLIGHT  # requests to ask the journal for: those in flight are among them
+
+
+class Why(StrEnum):
+    """Why serving ended."""
+
+    DONE = "the model was unloaded"
+    FAILED = "the model was lost, or could not be made"
+    ROLL_OVER = "it goes on in another flow run"
+    STOPPED = "the engine was stopped"
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of serving, and a sentence about it for people."""
+
+    why: Why
+    text: str
+
+
+_ROLL_OVER = End(Why.ROLL_OVER, Why.ROLL_OVER.value)
+_STOPPED = End(Why.STOPPED, Why.STOPPED.value)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the lanes of all models have in common."""
+
+    pacing: Pacing
+    tracking: Tracking
+
+
+class Lane:
+    """Serves one model until it takes no more work. Its state outlives the flow runs that it is served in."""
+
+    def __init__(self, runtime: Runtime, shared: Shared, model_id: str, steps_made: int) -> None:
+        """`steps_made`: optimizer steps so far, for the names of task runs."""
+        self.model_id = model_id
+        self._runtime = runtime
+        self._shared = shared
+        self._steps_made = steps_made
+        self._cursor = 0  # requests below this sequence id were taken
+        self._unloading = False
+        self._flying = 0
+        self._room = asyncio.Semaphore(IN_FLIGHT)
+        self._turn: Turn | None = None
+        self._woken = asyncio.Event()
+        self._stopping = False
+        self._at_step_end = False
+        self._window: Window | None = None
+        self._first_step = 0
+        self._last_step = 0
+
+    def wake(self) -> None:
+        """There may be work, or the model may have ended."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Take nothing more from the journal; `serve` returns when what is in flight is answered."""
+        self._stopping = True
+        self._woken.set()
+
+    async def serve(self, most_runs: int) -> End:
+        """Execute requests as they come. Ends after `most_runs` task runs, or when another flow run should begin."""
+        runs = 0
+        tracked = FlowRunContext.get() is not None
+        async with asyncio.TaskGroup() as group:  # waits for what is in flight, and for the task runs
+            try:
+                while True:
+                    found = await self._next(tracked)
+                    if isinstance(found, End):
+                        return found
+                    for batch in found:
+                        runs += await self._dispatch(batch, group, tracked)
+                    if runs >= most_runs:
+                        return _ROLL_OVER
+            finally:
+                self._close_window()
+
+    async def _next(self, tracked: bool) -> list[Batch] | End:
+        while True:
+            if self._stopping:
+                return _STOPPED
+            self._woken.clear()
+            rows = await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
+            fresh = [row for row in rows if self._is_fresh(row)]
+            if fresh:
+                if not tracked and self._shared.tracking.reachable:
+                    return _ROLL_OVER  # Prefect is back
+                return batches(fresh, self._steps_made)
+            if not self._flying and (end := await self._ended()) is not None:
+                return end
+            await self._woken.wait()
+
+    def _is_fresh(self, row: Pending) -> bool:
+        # Not by the ids in flight: one of them may have been answered since the rows were read.
+        return not self._unloading if row.seq_id is None else row.seq_id >= self._cursor
+
+    async def _ended(self) -> End | None:
+        model = await self._runtime.read(self._runtime.journal.model, self.model_id, None)
+        match model.state:
+            case ModelState.CREATING | ModelState.LIVE:
+                return None
+            case ModelState.UNLOADED:
+                return End(Why.DONE, f"unloaded: {model.detail}")
+            case _:
+                return End(Why.FAILED, f"{model.state}: {model.detail}")
+
+    async def _dispatch(self, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> int:
+        """Start the batch, and have a task run follow it; how many task runs were opened for that."""
+        operations = []
+        for request in batch.requests:
+            await self._room.acquire()
+            operations.append(self._begin(request, group))
+        if not tracked or not self._shared.tracking.reachable:
+            self._shared.tracking.untracked += 1
+            return 0
+        return self._follow(batch, operations, group)
+
+    def _begin(self, request: Pending, group: asyncio.TaskGroup) -> Operation:
+        self._flying += 1
+        if request.seq_id is None:
+            self._unloading = True
+        else:
+            self._cursor = request.seq_id + 1
+        self._turn = Turn(self._turn)
+        operation = begin(self._runtime, request, self._turn, group)
+        if request.kind == Kind.OPTIM_STEP:
+            self._steps_made += 1
+
+        operation.answered.add_done_callback(self._landed)
+        return operation
+
+    def _landed(self, answered: asyncio.Task[Outcome]) -> None:
+        self._flying -= 1
+        self._room.release()
+        if answered.cancelled() or answered.exception() is not None:
+            return
+        outcome = answered.result()
+        if outcome.seq_id is None or outcome.error is not None:
+            self._woken.set()  # the model may have ended with it
+
+    def _follow(self, batch: Batch, operations: list[Operation], group: asyncio.TaskGroup) -> int:
+        pacing, window = self._shared.pacing, self._window
+        opened = 0
+        due = window is not None and self._at_step_end and pacing.seconds == 0
+        if window is None or not window.open or due or window.size >= MOST:
+            self._close_window()
+            pacing.open()
+            opened = 1
+            self._shared.tracking.tracked += 1
+            window = self._open(batch, group, shared=pacing.sharing)
+        for operation in operations:
+            window.add(operation)
+        self._last_step, self._at_step_end = batch.step, batch.ends_step
+        if window.shared:
+            window.final_name = shared_name(self.model_id, self._first_step, self._last_step)
+        else:
+            window.close()
+        return opened
+
+    def _open(self, batch: Batch, group: asyncio.TaskGroup, *, shared: bool) -> Window:
+        self._first_step = batch.step
+        if shared:
+            window = Window(shared_name(self.model_id, batch.step), linger=lambda: self._shared.pacing.seconds)
+            self._window = window
+            self._track(window, STEPS, group)
+        else:
+            window = Window(run_name(self.model_id, batch))
+            self._track(window, TASKS[batch.kind], group)
+        return window
+
+    def _track(self, window: Window, task: Tracked, group: asyncio.TaskGroup) -> None:
+        group.create_task(self._shared.tracking.guard(track(window, task)), name=window.name)
+
+    def _close_window(self) -> None:
+        if self._window is not None:
+            self._window.close()
+            self._window = None

@@ -1,0 +1,155 @@
+"""The embedded Prefect server: a child process with the settings that were measured to keep up (ARCHITECTURE.md).
+
+`python -m flows.prefect_server --port N --parent PID` is that child. It ends when its parent does, however that ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from backend.errors import ServerError
+from backend.processes import die_with_parent
+
+START_SECONDS = 120.0
+STOP_SECONDS = 5.0
+_RETENTION_DAYS = 30
+_BATCHED_SERVICES = ("TASK_RUN_RECORDER", "EVENT_PERSISTER")
+
+
+@dataclass(frozen=True)
+class PrefectServer:
+    """A running embedded server; `log` is the file that its output is appended to."""
+
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        """What PREFECT_API_URL is for the clients of this server."""
+        return f"http://127.0.0.1:{self.port}/api"
+
+    async def stop(self) -> None:
+        """End the server: SIGTERM, and SIGKILL when it does not go within STOP_SECONDS. Repeating is fine."""
+        self.process.terminate()
+        try:
+            await asyncio.to_thread(self.process.wait, STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+
+
+def server_environment(data_dir: Path, port: int) -> dict[str, str]:
+    """The server's variables: its own home and SQLite file in `data_dir`, batched recording, no calls home, retention.
+
+    With batches of 100 the server takes in 80-130 task runs per second; one by one, its default, 20-45.
+    """
+    home = data_dir / "prefect"
+    settings = {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_SERVER_API_HOST": "127.0.0.1",
+        "PREFECT_SERVER_API_PORT": str(port),
+        # relative, so that the page also works through a tunnel or a proxy
+        "PREFECT_SERVER_UI_API_URL": "/api",
+        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
+        "PREFECT_SERVER_SERVICES_TRIGGERS_READ_BATCH_SIZE": "100",
+        # flow runs and their task runs are kept for ever unless the vacuum is told
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(_RETENTION_DAYS * 24 * 3600),
+    }
+    for service in _BATCHED_SERVICES:
+        settings[f"PREFECT_SERVER_SERVICES_{service}_READ_BATCH_SIZE"] = "100"
+        settings[f"PREFECT_SERVER_SERVICES_{service}_BATCH_SIZE"] = "100"
+        settings[f"PREFECT_SERVER_SERVICES_{service}_FLUSH_INTERVAL"] = "0.25"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return inherited | settings
+
+
+async def start_server(data_dir: Path, port: int) -> PrefectServer:
+    """A server that answers on 127.0.0.1:`port`, with its database, pages and log (prefect.log) in `data_dir`.
+
+    ServerError when it ends, or does not answer within START_SECONDS; the message holds the end of its log.
+    """
+    (data_dir / "prefect" / "ui").mkdir(parents=True, exist_ok=True)
+    log = data_dir / "logs" / "prefect.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "flows.prefect_server", "--port", str(port), "--parent", str(os.getpid())]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            env=server_environment(data_dir, port),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is for the parent, which stops it in order
+        )
+    server = PrefectServer(port, log, process)
+    try:
+        await _wait_until_healthy(server)
+    except BaseException:
+        await server.stop()
+        raise
+    return server
+
+
+async def _wait_until_healthy(server: PrefectServer) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + START_SECONDS
+    async with httpx.AsyncClient(timeout=2.0) as client:
+        while loop.time() < deadline:
+            if server.process.poll() is not None:
+                status = server.process.returncode
+                raise ServerError(f"the Prefect server ended with status {status}:\n{_tail(server.log)}")
+            if await is_healthy(client, server.url):
+                return
+            await asyncio.sleep(0.1)
+    raise ServerError(f"the Prefect server did not answer within {START_SECONDS:.0f} s:\n{_tail(server.log)}")
+
+
+async def is_healthy(client: httpx.AsyncClient, url: str) -> bool:
+    """Whether the Prefect API at `url` answers."""
+    try:
+        return (await client.get(f"{url}/health")).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _tail(log: Path, lines: int = 20) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def main() -> None:
+    """The child process: Prefect's own application on uvicorn."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    import uvicorn
+
+    # keep-alive as `prefect server start` has it
+    uvicorn.run(
+        "prefect.server.api.server:create_app",
+        factory=True,
+        host="127.0.0.1",
+        port=options.port,
+        log_level="warning",
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=2,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The flow run of one base model's sampling: all samplers share one decode batch, and its task runs are windows of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import cast
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.states import Cancelled, Completed
+
+from backend.journal import Pending
+from flows.lane import End, Shared, Why
+from flows.tracking import run_body
+from flows.training_run import MOST_RUNS
+from tasks.operation import Operation
+from tasks.runtime import Runtime
+from tasks.sample import Batch
+from tasks.window import MOST, SAMPLE, Window, track
+
+log = logging.getLogger(__name__)
+
+
+@flow(
+    name="sampling",
+    flow_run_name="sampling {base_model}",
+    retries=0,
+    persist_result=False,
+    validate_parameters=False,
+    log_prints=False,
+)
+async def sampling(base_model: str) -> State[None]:
+    """Samples of one base model and of all adapters on it; a task run follows the requests of one window of time."""
+    end = cast(End, await run_body())
+    return Cancelled(message=end.text) if end.why is Why.STOPPED else Completed(message=end.text)
+
+
+class SamplingLane:
+    """Takes samples from the journal and keeps the decode batch going."""
+
+    def __init__(self, runtime: Runtime, shared: Shared, most_waiting: int) -> None:
+        """`most_waiting`: requests taken from the journal at once; more wait there."""
+        self._runtime = runtime
+        self._shared = shared
+        self._most = most_waiting
+        self._woken = asyncio.Event()
+        self._woken.set()
+        self._stopping = False
+        self._batch: Batch | None = None
+        self._window: Window | None = None
+        self._windows = 0
+
+    def wake(self) -> None:
+        """There may be samples, or a sampler may have ended."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Take nothing more from the journal; `serve` returns when what was taken is answered."""
+        self._stopping = True
+        self._woken.set()
+
+    async def serve_for_ever(self) -> None:
+        """Serve until stopped, in as many flow runs as it takes."""
+        name = self._runtime.card.name
+        while not self._stopping:
+            labels = ("tinkerflow", name)
+            await self._shared.tracking.run(sampling, lambda: self.serve(MOST_RUNS), labels, base_model=name)
+
+    async def serve(self, most_runs: int) -> End:
+        """Answer samples as they come. Ends after `most_runs` task runs, or when another flow run should begin."""
+        tracked = FlowRunContext.get() is not None
+        first = self._windows
+        async with asyncio.TaskGroup() as group:
+            batch = self._batch = Batch(self._runtime, group)
+            decoding = group.create_task(_decode(batch), name="decode")
+            try:
+                while True:
+                    await self._woken.wait()
+                    if self._stopping:
+                        return End(Why.STOPPED, Why.STOPPED.value)
+                    if self._windows - first >= most_runs or (not tracked and self._shared.tracking.reachable):
+                        return End(Why.ROLL_OVER, Why.ROLL_OVER.value)
+                    self._woken.clear()
+                    await self._take(batch, group, tracked)
+            finally:
+                if self._window is not None:
+                    self._window.close()
+                    self._window = None
+                await batch.drain()
+                decoding.cancel()
+
+    async def cancel_ended(self) -> None:
+        """Stop decoding for requests that somebody else has answered (their session ended)."""
+        if self._batch is None or not (taken := self._batch.requests):
+            return
+        for request_id in await self._runtime.read(self._runtime.journal.finished, taken):
+            self._batch.cancel(request_id)
+
+    async def _take(self, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> None:
+        room = self._most - len(batch.requests)
+        if room <= 0:
+            return  # an answer wakes us
+        rows = await self._runtime.read(
+            self._runtime.journal.pending_samples, room, base_model=self._runtime.card.name, exclude=batch.requests
+        )
+        for row in rows:
+            self._follow(row, batch, group, tracked)
+
+    def _follow(self, row: Pending, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> None:
+        answered = batch.take(row)
+        answered.add_done_callback(lambda _: self._woken.set())  # there is room again
+        tracking, pacing = self._shared.tracking, self._shared.pacing
+        if not tracked or not tracking.reachable:
+            tracking.untracked += 1
+            return
+        if self._window is None or not self._window.open or self._window.size >= MOST:
+            if self._window is not None:
+                self._window.close()
+            self._windows += 1
+            pacing.open()
+            tracking.tracked += 1
+            name = f"{self._runtime.card.name.rstrip('/').rsplit('/', 1)[-1]}/sample-{self._windows:06d}"
+            self._window = Window(name, linger=lambda: pacing.seconds)
+            group.create_task(tracking.guard(track(self._window, SAMPLE)), name=name)
+        self._window.add(Operation(row, answered))
+
+
+async def _decode(batch: Batch) -> None:
+    while True:
+        await batch.wait()
+        await batch.step()

@@ -1,0 +1,179 @@
+"""Work is tracked by Prefect when Prefect can be reached, and goes on untracked, counted and logged, when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import httpx
+from prefect import Flow, get_client, tags
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.context import TagsContext
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    temporary_settings,
+)
+from prefect.states import Crashed
+
+from flows.prefect_server import is_healthy
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BEGIN_SECONDS = 10.0  # a flow run that has not begun by then goes on untracked
+HEALTH_SECONDS = 2.0
+END_SECONDS = 5.0
+_UNFINISHED = ("PENDING", "RUNNING", "CANCELLING", "PAUSED")
+
+Body = Callable[[], Awaitable[object]]
+_body: ContextVar[Body] = ContextVar("body")
+
+
+async def run_body() -> object:
+    """What a flow of the engine does: the body that `Tracking.run` was given, away from the flow run's tags.
+
+    Task runs inherit the tags of their context, and a tagged one costs a round trip to the server.
+    """
+    body = _body.get()
+    with TagsContext(current_tags=set()):
+        return await body()
+
+
+class Tracking:
+    """Knows whether Prefect can be reached, and counts what was tracked and what was not (task runs)."""
+
+    def __init__(self, api_url: str, deployment: str = "") -> None:
+        """`api_url`: the Prefect API, empty to track nothing. `deployment`: what flow runs of this engine share."""
+        self.api_url = api_url
+        self.reachable = bool(api_url)
+        self.tracked = 0
+        self.untracked = 0
+        self._mark = "tinkerflow:" + hashlib.sha256(deployment.encode()).hexdigest()[:8]
+        self._ending: set[asyncio.Task[object]] = set()
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Prefect's client settings, for everything that is started inside.
+
+        Logs stay with us: sending them costs a request per task run. A request that fails is not repeated for minutes.
+        """
+        for name in ("prefect.flow_runs", "prefect.task_runs"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # a failure is logged once, by us
+        logging.getLogger("prefect").setLevel(logging.WARNING)
+        updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
+        if self.api_url:
+            updates[PREFECT_API_URL] = self.api_url
+        with temporary_settings(updates):
+            yield
+
+    async def watch(self) -> None:
+        """Look every HEALTH_SECONDS whether Prefect can be reached; never returns."""
+        async with httpx.AsyncClient(timeout=HEALTH_SECONDS) as client:
+            while self.api_url:
+                self._found(await is_healthy(client, self.api_url), "it does not answer")
+                await asyncio.sleep(HEALTH_SECONDS)
+
+    async def run(self, flow: Flow[..., Any], body: Callable[[], Awaitable[T]], labels: Iterable[str], **names: str) -> T:
+        """Await `body` inside a flow run of `flow` (whose function awaits `run_body`), or without one.
+
+        labels: tags of the flow run, for people. names: the flow's parameters. Returns as soon as the body does, and
+        raises what it raises; Prefect's own failures are logged and change nothing.
+        """
+        if not self.reachable:
+            return await body()
+        once = _Once(body)
+        _body.set(once)
+        with tags(*labels, self._mark):
+            running: asyncio.Task[object] = asyncio.create_task(flow(**names, return_state=True))
+        begun = asyncio.create_task(once.begun.wait())
+        try:
+            await asyncio.wait((running, begun), timeout=BEGIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not once.begun.is_set():
+                once.given_up = True
+                why = running.exception() if running.done() and not running.cancelled() else "no flow run began in time"
+                running.cancel()
+                self._found(False, str(why))
+                return await body()
+            return await asyncio.shield(once.ended)
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
+        finally:
+            begun.cancel()
+            self._ending.add(running)
+            running.add_done_callback(self._flow_ended)
+
+    async def guard(self, tracked: Coroutine[Any, Any, None]) -> None:
+        """Await a task run; its failure is Prefect's, and changes nothing."""
+        try:
+            await tracked
+        except Exception as error:  # noqa: BLE001  whatever Prefect raises, the operation went its own way
+            self._found(False, f"{type(error).__name__}: {error}")
+
+    async def reconcile(self, flow_names: Iterable[str]) -> int:
+        """Say of the flow runs that an earlier engine of this deployment left behind that they crashed; how many."""
+        if not self.reachable:
+            return 0
+        left = FlowRunFilter.model_validate({"tags": {"all_": [self._mark]}, "state": {"type": {"any_": _UNFINISHED}}})
+        count = 0
+        try:
+            async with get_client() as client:
+                for run in await client.read_flow_runs(flow_run_filter=left):
+                    state = Crashed(message="the engine that ran this ended without a word")
+                    await client.set_flow_run_state(run.id, state, force=True)
+                    count += 1
+        except Exception as error:  # noqa: BLE001  the picture may be wrong, the work goes on
+            self._found(False, f"{type(error).__name__}: {error}")
+        return count
+
+    async def close(self) -> None:
+        """Give flow runs that are ending END_SECONDS to say so to Prefect."""
+        if self._ending:
+            _, late = await asyncio.wait(self._ending, timeout=END_SECONDS)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    def _flow_ended(self, running: asyncio.Task[object]) -> None:
+        self._ending.discard(running)
+        if not running.cancelled() and (error := running.exception()) is not None:
+            log.warning("a flow run could not be ended properly: %s: %s", type(error).__name__, error)
+
+    def _found(self, reachable: bool, why: str) -> None:
+        if self.reachable and not reachable:
+            log.warning("Prefect at %s cannot be reached (%s): work goes on untracked", self.api_url, why)
+        if not self.reachable and reachable:
+            log.warning("Prefect at %s is back; %d operations went untracked", self.api_url, self.untracked)
+        self.reachable = reachable
+
+
+class _Once:
+    """A body that runs once, in the flow run, unless it was given up before."""
+
+    def __init__(self, body: Callable[[], Awaitable[Any]]) -> None:
+        self.begun = asyncio.Event()
+        self.ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.given_up = False
+        self._body = body
+
+    async def __call__(self) -> object:
+        if self.given_up:
+            return None
+        self.begun.set()
+        try:
+            result = await self._body()
+        except BaseException as error:
+            if not self.ended.done():
+                self.ended.set_exception(error)
+                self.ended.exception()  # seen: whoever waits gets it, and if nobody does it is in the flow run
+            raise
+        self.ended.set_result(result)
+        return result

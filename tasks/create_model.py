@@ -1,0 +1,26 @@
+"""create_model: a fresh adapter in the worker group."""
+
+from __future__ import annotations
+
+from backend.commands import CreateAdapter, Done, LoraSpec
+from backend.errors import ServerError
+from backend.journal import ModelLive, ModelView, Outcome, Pending
+from backend.wire import encode_model_created
+from tasks.runtime import Runtime
+from tasks.turns import Turn
+
+
+async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
+    """Make the adapter that the model's row describes; the model is live with the answer."""
+    async with turn:
+        model = await runtime.read(runtime.journal.model, str(request.model_id), None)
+        if model.seed is None:
+            raise ServerError(f"model {model.id} has no seed in the journal: the API must draw one where none was given")
+        reply = runtime.send(CreateAdapter(model.id, spec_of(model), model.seed), Done)
+    await reply
+    return request.done(encode_model_created(model.id), "json", ModelLive(model.id))
+
+
+def spec_of(model: ModelView) -> LoraSpec:
+    """The shape of the model's adapter, as its row has it."""
+    return LoraSpec(model.rank, model.train_attn, model.train_mlp, model.train_unembed)

@@ -1,0 +1,62 @@
+"""load_weights in both forms: into a model that exists, and as the beginning of a new one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from backend.commands import AdapterState, Done, ImportAdapter
+from backend.errors import NotFoundError, UserError
+from backend.journal import ModelLive, Outcome, Pending, StepMade
+from backend.wire import decode_load_model, decode_load_weights, encode_loaded
+from tasks.create_model import spec_of
+from tasks.runtime import Runtime
+from tasks.turns import Turn
+
+
+async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
+    """Replace the model's weights by a checkpoint's, of the same base model and shape."""
+    wanted = decode_load_weights(request.payload)
+    model_id = str(request.model_id)
+    async with turn:
+        model, state = await asyncio.gather(
+            runtime.read(runtime.journal.model, model_id, None),
+            load(runtime, request.owner, wanted.path, optimizer=wanted.optimizer),
+        )
+        if state.spec != spec_of(model):
+            raise UserError(f"path {wanted.path!r}: it holds {state.spec}, but model {model_id} has {spec_of(model)}")
+        reply = runtime.send(ImportAdapter(model_id, state), Done)
+    await reply
+    return request.done(encode_loaded(model_id, wanted.path), "json", StepMade(model_id, state.step))
+
+
+async def execute_create(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
+    """Make a model from a checkpoint (create-via-load); its shape is the checkpoint's."""
+    wanted = decode_load_model(request.payload)
+    model_id = str(request.model_id)
+    async with turn:
+        state = await load(runtime, request.owner, wanted.path, optimizer=wanted.optimizer)
+        reply = runtime.send(ImportAdapter(model_id, state), Done)
+    await reply
+    spec = state.spec
+    live = ModelLive(model_id, state.step, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
+    return request.done(encode_loaded(model_id, wanted.path), "json", live)
+
+
+async def load(runtime: Runtime, owner: str, path: str, *, optimizer: bool) -> AdapterState:
+    """A checkpoint's state, if `owner` may read it and it fits the base model.
+
+    Without `optimizer` its moments are left out and its step is 0: the optimizer starts fresh.
+    """
+    row = await runtime.read(runtime.journal.checkpoint, path, owner)
+    if row.base_model != runtime.card.name:
+        raise UserError(f"path {path!r}: it belongs to base model {row.base_model!r}, not {runtime.card.name!r}")
+    try:
+        state, _ = await asyncio.to_thread(runtime.store.load, path)
+    except NotFoundError as error:
+        raise NotFoundError(f"path {path!r}: the store has it no longer") from error
+    if not optimizer:
+        return replace(state, moments={}, step=0)
+    if not state.moments:
+        raise UserError(f"path {path!r}: it holds no optimizer state; load it with optimizer false")
+    return state

@@ -1,0 +1,86 @@
+"""One operation from its pending request to its answer in the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from backend.errors import StateLostError, TinkerflowError
+from backend.journal import Effect, Kind, ModelEnded, ModelState, Outcome, Pending, SamplerLoaded, SamplerOpened
+from tasks import create_model, forward, load_weights, optim_step, save_weights, save_weights_for_sampler, unload
+from tasks.runtime import Runtime
+from tasks.turns import Turn
+
+log = logging.getLogger(__name__)
+
+Execute = Callable[[Runtime, Pending, Turn], Awaitable[Outcome]]
+
+EXECUTE: dict[Kind, Execute] = {
+    Kind.CREATE_MODEL: create_model.execute,
+    Kind.LOAD_MODEL: load_weights.execute_create,
+    Kind.FORWARD: forward.execute,
+    Kind.FORWARD_BACKWARD: forward.execute,
+    Kind.OPTIM_STEP: optim_step.execute,
+    Kind.SAVE_WEIGHTS: save_weights.execute,
+    Kind.LOAD_WEIGHTS: load_weights.execute,
+    Kind.SAVE_FOR_SAMPLER: save_weights_for_sampler.execute,
+    Kind.UNLOAD: unload.execute,
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation on its way; `answered` ends with its outcome when that is in the journal."""
+
+    request: Pending
+    answered: asyncio.Task[Outcome]
+
+
+def begin(runtime: Runtime, request: Pending, turn: Turn, group: asyncio.TaskGroup) -> Operation:
+    """Start an operation. Whatever happens to it becomes its outcome, and later turns go on.
+
+    Only a journal that cannot be written ends `group`.
+    """
+    return Operation(request, group.create_task(_perform(runtime, request, turn), name=f"{request.kind} {request.id}"))
+
+
+async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
+    try:
+        try:
+            outcome = await EXECUTE[request.kind](runtime, request, turn)
+        except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
+            outcome = failure(request, error)
+        await turn.to_answer()
+        await answer(runtime, outcome)
+        return outcome
+    finally:
+        await turn.end()
+
+
+async def answer(runtime: Runtime, outcome: Outcome) -> None:
+    """Put an outcome into the journal, and remember the snapshots that its rows name."""
+    await runtime.answers.put(outcome)
+    for effect in outcome.effects:
+        snapshot = effect.sampler.snapshot_id if isinstance(effect, SamplerOpened) else None
+        snapshot = effect.snapshot_id if isinstance(effect, SamplerLoaded) else snapshot
+        if snapshot is not None:
+            runtime.snapshots.recorded(snapshot)
+
+
+def failure(request: Pending, error: Exception) -> Outcome:
+    """The outcome of a request that ended with `error`, which is logged here and nowhere else.
+
+    Ours speak for themselves. Of others the client gets type and text; the trace is in the log.
+    """
+    name = f"{request.kind} {request.id}" + (f" of {request.model_id}" if request.model_id else "")
+    effects: tuple[Effect, ...] = ()
+    if isinstance(error, TinkerflowError):
+        level = logging.INFO if error.category == "user" else logging.WARNING
+        log.log(level, "%s failed: %s: %s", name, type(error).__name__, error.message)
+        if isinstance(error, StateLostError) and request.model_id is not None:
+            effects = (ModelEnded(request.model_id, ModelState.LOST, error.message),)
+        return request.failed(error, None, *effects)
+    log.error("%s failed", name, exc_info=error)
+    return request.failed(f"{request.kind} failed in the service ({type(error).__name__}: {error})", "server")

@@ -1,0 +1,19 @@
+"""optim_step: one AdamW step with the gradients accumulated so far."""
+
+from __future__ import annotations
+
+from backend.commands import OptimResult, OptimStep
+from backend.journal import Outcome, Pending, StepMade
+from backend.wire import decode_optim_step, encode_optim_step
+from tasks.runtime import Runtime
+from tasks.turns import Turn
+
+
+async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
+    """Make the step and note in the model's row where it stands."""
+    params = decode_optim_step(request.payload)
+    model_id = str(request.model_id)
+    async with turn:
+        reply = runtime.send(OptimStep(model_id, params), OptimResult)
+    result = await reply
+    return request.done(encode_optim_step(result), "json", StepMade(model_id, result.step))

@@ -1,0 +1,72 @@
+"""What the operations of one base model work with, handed to them by the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ParamSpec, Protocol, TypeVar, cast
+
+from backend.clock import Clock
+from backend.commands import Command, Reply
+from backend.journal import Journal
+from backend.model_card import ModelCard
+from backend.store import Store
+from tasks.answers import Answers
+from tasks.snapshots import Snapshots
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
+
+INLINE_BYTES = 64 * 1024  # decoding so much takes less than a millisecond; a thread's round trip costs a third of one
+
+
+class Commanded(Protocol):
+    """The part of backend.pool.Pool that operations use."""
+
+    @property
+    def generation(self) -> int:
+        """The number of the worker group that serves, or served last."""
+        ...
+
+    async def submit(self, command: Command, deadline: float | None = None) -> Reply:
+        """Execute after all that were submitted before; the reply, or the executor's error."""
+        ...
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One base model: its worker group, its snapshots, and the journal, store and clock that all of them share."""
+
+    journal: Journal
+    pool: Commanded
+    store: Store
+    card: ModelCard
+    clock: Clock
+    answers: Answers
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
+
+    def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
+        """Start a command; those started earlier are executed earlier. The task holds its reply, of type `reply`."""
+        return asyncio.create_task(self._reply(command, reply))
+
+    async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """A journal method, in a thread that only such reads use."""
+        return await asyncio.get_running_loop().run_in_executor(self.readers, lambda: function(*args, **kwargs))
+
+    async def decode(self, size: int, function: Callable[[], T]) -> T:
+        """`function()`, which works on `size` bytes: in a thread when it would hold up the loop."""
+        return function() if size <= INLINE_BYTES else await asyncio.to_thread(function)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.readers.shutdown()
+
+    async def _reply(self, command: Command, kind: type[R]) -> R:
+        reply = await self.pool.submit(command)
+        if not isinstance(reply, kind):
+            raise TypeError(f"{type(command).__name__} was answered by {type(reply).__name__}, not {kind.__name__}")
+        return cast(R, reply)

@@ -1,0 +1,159 @@
+"""sample: requests join a running decode batch between its chunks, and leave as they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+
+from backend.commands import Done, LoadSnapshot, SampleProgress, SampleRequest, SampleResult, SampleStep
+from backend.errors import GroupFailedError, StateLostError
+from backend.journal import Outcome, Pending, SamplerLoaded, SamplerView
+from backend.wire import decode_sample, encode_sample
+from tasks.load_weights import load
+from tasks.operation import answer, failure
+from tasks.runtime import Runtime
+
+
+class Batch:
+    """The decode batch of one worker group, as the engine sees it. `step` drives it; nothing else sends SampleSteps."""
+
+    def __init__(self, runtime: Runtime, group: asyncio.TaskGroup) -> None:
+        """Empty. Answers are written by tasks of `group`, beside the decoding."""
+        self._runtime = runtime
+        self._group = group
+        self._requests: dict[str, Pending] = {}
+        self._answers: dict[str, asyncio.Future[Outcome]] = {}
+        self._admit: list[SampleRequest] = []
+        self._cancel: list[str] = []
+        self._decoding: set[str] = set()
+        self._performing: set[asyncio.Task[Outcome]] = set()
+        self._some = asyncio.Event()
+
+    @property
+    def requests(self) -> frozenset[str]:
+        """Ids of the requests that were taken and not answered yet."""
+        return frozenset(self._requests)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would have something to do."""
+        return bool(self._admit or self._cancel or self._decoding)
+
+    async def wait(self) -> None:
+        """Wait until a step would have something to do."""
+        while not self.busy:
+            self._some.clear()
+            await self._some.wait()
+
+    async def drain(self) -> None:
+        """Wait until everything that was taken is answered; somebody must go on calling `step`."""
+        while self._performing:
+            await asyncio.wait(self._performing)
+
+    def take(self, request: Pending) -> asyncio.Task[Outcome]:
+        """Begin with a request: check it, have its snapshot loaded, let it join. The task's result is stored."""
+        self._requests[request.id] = request
+        task = self._group.create_task(self._perform(request), name=f"sample {request.id}")
+        self._performing.add(task)
+        task.add_done_callback(self._performing.discard)
+        return task
+
+    def cancel(self, request_id: str) -> None:
+        """The request was answered by somebody else (its session ended): stop decoding it."""
+        if request_id in self._answers:
+            self._cancel.append(request_id)
+            self._end(self._requests[request_id].failed("sampling was stopped: the sampler's session is over", "user"))
+            self._some.set()
+
+    async def step(self) -> None:
+        """One chunk for everybody. When the group fails, all that were taken fail with it."""
+        command = SampleStep(tuple(self._admit), tuple(self._cancel))
+        self._admit, self._cancel = [], []
+        self._decoding |= {request.request_id for request in command.admit}
+        self._decoding -= set(command.cancel)
+        try:
+            progress = await self._runtime.send(command, SampleProgress)
+        except Exception as error:  # noqa: BLE001  each of them is told
+            self._fail(self._answers, error)
+            self._decoding = set()
+            self._admit, self._cancel = [], []
+            return
+        for result in progress.finished:
+            self._decoding.discard(result.request_id)
+            if (request := self._requests.get(result.request_id)) is not None:
+                self._end(_outcome(request, result))
+        if not progress.active and not progress.waiting:
+            # The group restarted in between: whoever it does not know any more is told so.
+            self._fail(self._decoding, GroupFailedError("the worker group was restarted and this request with it"))
+            self._decoding = set()
+
+    async def _perform(self, request: Pending) -> Outcome:
+        try:
+            try:
+                outcome = await self._decode(request)
+            except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
+                outcome = failure(request, error)
+            await answer(self._runtime, outcome)
+            return outcome
+        finally:
+            self._answers.pop(request.id, None)
+            self._requests.pop(request.id, None)
+
+    async def _decode(self, request: Pending) -> Outcome:
+        card = self._runtime.card
+        sampler = request.sampler
+        assert sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
+        snapshot, loaded = await _snapshot(self._runtime, sampler)
+        wanted = await self._runtime.decode(
+            len(request.payload),
+            lambda: decode_sample(
+                request.payload,
+                request_id=request.id,
+                snapshot_id=snapshot,
+                vocab_size=card.vocab_size,
+                max_context=card.max_context,
+                eos=card.eos_token_ids,
+            ),
+        )
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._answers[request.id] = ended
+        self._admit.append(wanted)
+        self._some.set()
+        outcome = await ended
+        return _with(outcome, loaded)
+
+    def _end(self, outcome: Outcome) -> None:
+        ended = self._answers.get(outcome.request_id)
+        if ended is not None and not ended.done():
+            ended.set_result(outcome)
+
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        for request_id in tuple(request_ids):
+            self._end(failure(self._requests[request_id], error))
+
+
+async def _snapshot(runtime: Runtime, sampler: SamplerView) -> tuple[str | None, SamplerLoaded | None]:
+    """The snapshot that the sampler samples (None: the base model), and the row change when it was loaded for it."""
+    if sampler.model_path is None:
+        if sampler.snapshot_id is not None and sampler.snapshot_id not in runtime.snapshots:
+            raise StateLostError(f"sampler {sampler.id}: its weights went with a worker group; save them again")
+        return sampler.snapshot_id, None
+    path, name = sampler.model_path, f"{sampler.id}@{runtime.pool.generation}"
+
+    async def bring() -> None:
+        state = await load(runtime, sampler.owner, path, optimizer=False)
+        await runtime.send(LoadSnapshot(name, state), Done)
+
+    await runtime.snapshots.load_once(name, bring)
+    return name, SamplerLoaded(sampler.id, name) if sampler.snapshot_id != name else None
+
+
+def _outcome(request: Pending, result: SampleResult) -> Outcome:
+    if result.error is not None:
+        return request.failed(result.error, "user")
+    return request.done(encode_sample(result), "proto")
+
+
+def _with(outcome: Outcome, loaded: SamplerLoaded | None) -> Outcome:
+    return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))

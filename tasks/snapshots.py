@@ -1,0 +1,55 @@
+"""Which sampling snapshots are in the worker group now, and which of them nobody uses any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+
+class Snapshots:
+    """The engine's own list of what it put into the group. Snapshots of checkpoints are loaded when first sampled."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._present: set[str] = set()
+        self._recorded: set[str] = set()
+        self._loading: dict[str, asyncio.Future[None]] = {}
+
+    def __contains__(self, snapshot_id: str) -> bool:
+        """Whether the group holds it."""
+        return snapshot_id in self._present
+
+    def published(self, snapshot_id: str) -> None:
+        """The group holds it now, and the journal's row of its sampler says so or will in the same transaction."""
+        self._present.add(snapshot_id)
+
+    async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[None]]) -> None:
+        """Call `load` unless the snapshot is there; callers at the same time share one call, and its failure."""
+        if snapshot_id in self._present:
+            return
+        if (pending := self._loading.get(snapshot_id)) is None:
+            pending = asyncio.ensure_future(load())
+            self._loading[snapshot_id] = pending
+            pending.add_done_callback(lambda _: self._loading.pop(snapshot_id, None))
+        await asyncio.shield(pending)
+        self._present.add(snapshot_id)
+
+    def recorded(self, snapshot_id: str) -> None:
+        """A sampler's row in the journal names this snapshot by now."""
+        if snapshot_id in self._present:
+            self._recorded.add(snapshot_id)
+
+    @property
+    def droppable(self) -> frozenset[str]:
+        """Those that the journal knows of: of these it can say whether a sampler still uses them."""
+        return frozenset(self._recorded)
+
+    def dropped(self, snapshot_id: str) -> None:
+        """The group does not hold it any more."""
+        self._present.discard(snapshot_id)
+        self._recorded.discard(snapshot_id)
+
+    def lost(self) -> None:
+        """The group ended, and all snapshots with it."""
+        self._present.clear()
+        self._recorded.clear()

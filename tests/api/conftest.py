@@ -1,0 +1,345 @@
+"""A real server on a real journal, and an engine small enough to read: a bigram model trained by plain NumPy."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import uvicorn
+
+from api.app import create_app
+from api.serve import Server
+from backend.commands import ForwardResult, OptimResult, SampledSequence, SampleResult
+from backend.errors import ConflictError, NotFoundError, TinkerflowError
+from backend.ids import sampler_id
+from backend.journal import (
+    CheckpointKind,
+    CheckpointSaved,
+    Journal,
+    Kind,
+    ModelLive,
+    NewSampler,
+    Outcome,
+    Pending,
+    SamplerOpened,
+    StepMade,
+    Waiters,
+    migrate,
+)
+from backend.model_card import ModelCard
+from backend.settings import Settings
+from backend.store import CheckpointPath, Store
+from backend.wire import (
+    decode_forward,
+    decode_load_model,
+    decode_optim_step,
+    decode_sample,
+    decode_save_for_sampler,
+    decode_save_weights,
+    encode_forward,
+    encode_loaded,
+    encode_model_created,
+    encode_optim_step,
+    encode_sample,
+    encode_sampler_opened,
+    encode_saved,
+)
+
+VOCAB, CONTEXT, EOS = 16, 64, 1
+BASE = "tiny/bigram"
+KEY = "tml-test"
+
+
+# ------------------------------------------------------------------ the engine
+def log_softmax(table: Any) -> Any:
+    return table - np.log(np.exp(table).sum(-1, keepdims=True))
+
+
+@dataclass
+class Engine:
+    """Answers the journal's requests, in order. A model is a table of logits [V, V]; its gradient is exact."""
+
+    journal: Journal
+    tables: dict[str, Any] = field(default_factory=dict)  # models, and by path or sampler id: what was saved
+    grads: dict[str, Any] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    executed: list[tuple[Kind, int | None]] = field(default_factory=list)
+    next_outcome: Callable[[Pending], Outcome] | None = None  # answers one request in our place
+    paused: bool = False
+    stopped: bool = False
+
+    def run(self) -> None:
+        """Work until stopped."""
+        while not self.stopped:
+            if self.paused or not self._work():
+                time.sleep(0.002)
+
+    def _work(self) -> bool:
+        ready = [request for model in self.journal.pending_models() for request in self.journal.ready(model)]
+        for request in [*ready, *self.journal.pending_samples(100)]:
+            self.executed.append((request.kind, request.seq_id))
+            self.journal.finish([self._answer(request)])
+        return bool(ready)
+
+    def _answer(self, request: Pending) -> Outcome:
+        if self.next_outcome is not None:
+            answer, self.next_outcome = self.next_outcome, None
+            return answer(request)
+        try:
+            return getattr(self, f"_{request.kind.value}")(request)
+        except TinkerflowError as e:
+            return request.failed(e)
+
+    def _create_model(self, request: Pending) -> Outcome:
+        model = str(request.model_id)
+        self.tables[model], self.grads[model], self.steps[model] = np.zeros((VOCAB, VOCAB)), 0.0, 0
+        return request.done(encode_model_created(model), "json", ModelLive(model))
+
+    def _load_model(self, request: Pending) -> Outcome:
+        asked, model = decode_load_model(request.payload), str(request.model_id)
+        self.tables[model], self.grads[model], self.steps[model] = self.tables[asked.path].copy(), 0.0, 0
+        return request.done(encode_loaded(model, asked.path), "json", ModelLive(model))
+
+    def _forward_backward(self, request: Pending) -> Outcome:
+        command = decode_forward(request.payload, vocab_size=VOCAB, max_context=CONTEXT)
+        model, logprobs, loss = str(request.model_id), [], 0.0
+        for e in command.examples:
+            rows = log_softmax(self.tables[model])[e.tokens_T]
+            of_targets = np.take_along_axis(rows, e.targets_TK, 1)
+            logprobs.append((of_targets[:, 0] if e.flat else of_targets).astype(np.float32))
+            loss -= float((of_targets * e.weights_TK).sum())
+            if command.backward:
+                grad = np.exp(rows) * e.weights_TK.sum(1, keepdims=True)
+                np.subtract.at(grad, (np.arange(len(grad))[:, None], e.targets_TK), e.weights_TK)
+                whole = np.zeros((VOCAB, VOCAB))
+                np.add.at(whole, e.tokens_T, grad)
+                self.grads[model] = self.grads[model] + whole
+        return request.done(encode_forward(ForwardResult(tuple(logprobs), loss)), "proto")
+
+    _forward = _forward_backward
+
+    def _optim_step(self, request: Pending) -> Outcome:
+        params, model = decode_optim_step(request.payload), str(request.model_id)
+        norm = float(np.linalg.norm(self.grads[model]))
+        self.tables[model] = self.tables[model] - params.learning_rate * self.grads[model]
+        self.grads[model], self.steps[model] = 0.0, self.steps[model] + 1
+        step = self.steps[model]
+        return request.done(encode_optim_step(OptimResult(norm, step)), "json", StepMade(model, step))
+
+    def _saved(self, request: Pending, kind: CheckpointKind, name: str, metadata: dict[str, str]) -> CheckpointSaved:
+        path = str(CheckpointPath(str(request.model_id), kind, name))
+        if path in self.tables:
+            raise ConflictError(f"{path} exists: a saved name never changes, unless overwrite is given")
+        self.tables[path] = self.tables[str(request.model_id)].copy()
+        run = str(request.model_id)
+        flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
+        return CheckpointSaved(
+            path=path, run_id=run, kind=kind, name=name, owner=request.owner, base_model=BASE, rank=8, **flags,
+            step=self.steps[run], size_bytes=self.tables[path].nbytes, user_metadata=metadata,
+        )  # fmt: skip
+
+    def _save_weights(self, request: Pending) -> Outcome:
+        asked = decode_save_weights(request.payload)
+        saved = self._saved(request, CheckpointKind.WEIGHTS, asked.name, asked.user_metadata)
+        return request.done(encode_saved(saved.path), "json", saved)
+
+    def _save_for_sampler(self, request: Pending) -> Outcome:
+        asked = decode_save_for_sampler(request.payload)
+        if asked.name is not None:
+            saved = self._saved(request, CheckpointKind.SAMPLER_WEIGHTS, asked.name, asked.user_metadata)
+            return request.done(encode_saved(saved.path, kind="save_weights_for_sampler"), "json", saved)
+        new_id = sampler_id(request.session_id, int(asked.sampling_session_seq_id or 0))
+        self.tables[new_id] = self.tables[str(request.model_id)].copy()
+        opened = SamplerOpened(NewSampler(new_id, request.session_id, request.owner, BASE, snapshot_id=new_id))
+        return request.done(encode_sampler_opened(new_id), "json", opened)
+
+    def _sample(self, request: Pending) -> Outcome:
+        assert request.sampler is not None
+        source = request.sampler.snapshot_id or request.sampler.model_path
+        table = log_softmax(self.tables[source] if source else np.zeros((VOCAB, VOCAB)))
+        asked = decode_sample(
+            request.payload, request_id=request.id, snapshot_id=source, vocab_size=VOCAB, max_context=CONTEXT, eos=[EOS]
+        )
+        sequences = []
+        for i in range(asked.num_samples):
+            rng, last, tokens = np.random.default_rng([asked.seed, i]), int(asked.prompt_T[-1]), []
+            while len(tokens) < asked.max_tokens and not (tokens and tokens[-1] in asked.stop_tokens):
+                tokens.append(int(rng.choice(VOCAB, p=np.exp(table[tokens[-1] if tokens else last]))))
+            path = np.array([last, *tokens])
+            stopped = tokens[-1] in asked.stop_tokens
+            sequences.append(
+                SampledSequence(
+                    np.array(tokens, np.int32),
+                    table[path[:-1], path[1:]].astype(np.float32),
+                    "stop" if stopped else "length",
+                )
+            )
+        prompt = np.concatenate([[np.nan], table[asked.prompt_T[:-1], asked.prompt_T[1:]]]).astype(np.float32)
+        result = SampleResult(request.id, tuple(sequences), prompt if asked.prompt_logprobs else None)
+        return request.done(encode_sample(result), "proto")
+
+    def _unload(self, request: Pending) -> Outcome:
+        raise NotFoundError(f"{request.model_id}: nobody unloads in these tests")
+
+
+# ------------------------------------------------------------------ the server
+@dataclass(frozen=True)
+class Running:
+    """A server that answers, and what it works with."""
+
+    url: str
+    journal: Journal
+    store: Store
+    app: Any
+    settings: Settings
+
+    def post(self, path: str, json: Any = None, key: str = KEY, **more: Any) -> httpx.Response:
+        """POST to /api/v1/`path`."""
+        return httpx.post(f"{self.url}/api/v1/{path}", json=json, headers={"X-API-Key": key}, timeout=20, **more)
+
+    def get(self, path: str, key: str = KEY, **more: Any) -> httpx.Response:
+        """GET /api/v1/`path`."""
+        return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": key}, timeout=20, **more)
+
+    def session(self, key: str = KEY) -> str:
+        """A new session's id."""
+        return str(self.post("create_session", {"sdk_version": "0", "tags": []}, key).json()["session_id"])
+
+    def model(self, key: str = KEY) -> str:
+        """A new model's id, without waiting for it."""
+        body = {"session_id": self.session(key), "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
+        return str(self.post("create_model", body, key).json()["model_id"])
+
+    def result(self, request_id: str, key: str = KEY) -> httpx.Response:
+        """One poll."""
+        return self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True}, key)
+
+
+def card_json() -> str:
+    return ModelCard(
+        name=BASE,
+        path="/models/bigram",
+        tokenizer_id="/models/bigram",
+        architecture="Qwen3ForCausalLM",
+        vocab_size=VOCAB,
+        max_context=CONTEXT,
+        eos_token_ids=(EOS,),
+        parameters=VOCAB * VOCAB,
+        tied=False,
+    ).to_json()
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _sdk_leaves_sockets_open() -> Iterator[None]:
+    """The SDK closes some connections only when they are collected: have that happen here."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+@pytest.fixture
+def settings_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """Makes settings with their data in a fresh folder."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+
+    def make(**more: Any) -> Settings:
+        return Settings(**{"data_dir": tmp_path, "poll_hold": 2.0, **more})
+
+    return make
+
+
+@pytest.fixture
+def journal(settings_for: Callable[..., Settings]) -> Iterator[Journal]:
+    """An empty journal that has one base model."""
+    url = settings_for().journal_url
+    migrate(url)
+    journal = Journal.open(url)
+    journal.register_base_models([(BASE, card_json())])
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[Callable[..., Running]]:
+    """Starts servers with the given settings; all of them stop with the test."""
+    stops: list[Callable[[], None]] = []
+
+    def begin(**more: Any) -> Running:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        bound = more.pop("host", "127.0.0.1")
+        settings = settings_for(host=bound, port=port, **more)
+        store = Store.open(settings.store_url)
+        started: dict[str, Any] = {}
+
+        async def main() -> None:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
+            async with Waiters(journal) as waiters:
+                started["app"] = app = create_app(settings, journal, waiters, store)
+                config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, timeout_graceful_shutdown=1)
+                started["server"] = server = Server(config, app.state.services)
+                await server.serve()
+
+        thread = threading.Thread(target=lambda: asyncio.run(main()))
+        thread.start()
+
+        def stop() -> None:
+            started["server"].should_exit = True
+            thread.join(10)
+
+        stops.append(stop)
+        while not ("server" in started and started["server"].started):
+            time.sleep(0.01)
+        return Running(f"http://127.0.0.1:{port}", journal, store, started["app"], settings)
+
+    yield begin
+    for stop in stops:
+        stop()
+
+
+@pytest.fixture
+def server(start: Callable[..., Running]) -> Running:
+    """A server for its owner alone, as on loopback with no keys made."""
+    return start()
+
+
+@pytest.fixture
+def engine(journal: Journal) -> Iterator[Engine]:
+    """The engine, at work."""
+    engine = Engine(journal)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    yield engine
+    engine.stopped = True
+    thread.join(10)
+
+
+@pytest.fixture
+def client(server: Running, engine: Engine) -> Iterator[tinker.ServiceClient]:
+    """The real SDK against that server."""
+    service = tinker.ServiceClient(base_url=server.url)
+    yield service
+    service.close("success").result()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """See _sdk_leaves_sockets_open: the collector may also run in the middle of a test."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))

@@ -1,0 +1,98 @@
+"""Keys open their own project's rows, and nothing is open without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from api.auth import is_loopback
+
+
+def test_on_loopback_any_tml_key_works_until_one_is_made(server: Any, journal: Any) -> None:
+    assert server.get("training_runs", key="tml-anything").status_code == 200
+    assert server.get("training_runs", key="sk-other").status_code == 401
+    assert httpx.get(f"{server.url}/api/v1/training_runs").status_code == 401
+    _, secret = journal.create_key("first", "team")
+    server.app.state.services.auth._no_keys_until = 0.0
+    assert server.get("training_runs", key="tml-anything").status_code == 401
+    assert server.get("training_runs", key=secret).status_code == 200
+
+
+def test_elsewhere_a_key_is_needed_from_the_start(start: Any, journal: Any) -> None:
+    server = start(host="0.0.0.0")
+    refused = server.get("training_runs")
+    assert refused.status_code == 401
+    assert "tinkerflow key create" in refused.json()["detail"]
+    _, secret = journal.create_key("first", "team")
+    assert server.get("training_runs", key=secret).status_code == 200
+
+
+def test_a_revoked_key_stops_working(server: Any, journal: Any) -> None:
+    key, secret = journal.create_key("first", "team")
+    assert server.get("training_runs", key=secret).status_code == 200
+    journal.revoke_key(key.id)
+    server.app.state.services.auth._owners.clear()  # as after the few seconds that it is remembered
+    assert server.get("training_runs", key=secret).status_code == 401
+
+
+def test_what_is_anothers_does_not_exist(server: Any, engine: Any, journal: Any) -> None:
+    _, ours = journal.create_key("a", "team-a")
+    _, colleague = journal.create_key("b", "team-a")
+    _, theirs = journal.create_key("c", "team-b")
+    model = server.model(ours)
+    session = model.split(":")[0]
+    step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+    done = server.post("optim_step", step, ours).json()["request_id"]
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/bigram"}
+    server.post("create_sampling_session", sampler, ours)
+    refused = [
+        server.result(done, theirs),
+        server.post("optim_step", {**step, "seq_id": 2}, theirs),
+        server.post("get_info", {"model_id": model}, theirs),
+        server.post("session_heartbeat", {"session_id": session}, theirs),
+        server.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, theirs),
+        server.post("create_model", {"session_id": session, "model_seq_id": 5, "base_model": "tiny/bigram"}, theirs),
+        server.post("create_sampling_session", {**sampler, "sampling_session_seq_id": 1}, theirs),
+        server.post("asample", {"sampling_session_id": f"{session}:sample:0", "seq_id": 0}, theirs),
+        server.get(f"samplers/{session}:sample:0", theirs),
+        server.get(f"training_runs/{model}", theirs),
+        server.get(f"training_runs/{model}/checkpoints", theirs),
+    ]
+    assert [answer.status_code for answer in refused] == [404] * len(refused)
+    assert server.get("training_runs", theirs).json()["training_runs"] == []
+    # a colleague of the same project may poll and beat, as shadow clients do (27)
+    assert server.result(done, colleague).status_code == 200
+    assert server.post("session_heartbeat", {"session_id": session}, colleague).status_code == 200
+
+
+def test_every_route_but_one_refuses_who_has_no_key(server: Any) -> None:
+    def routes(nodes: Any) -> list[tuple[str, str]]:
+        return [(method, r.path) for r in nodes if isinstance(r, APIRoute) for method in r.methods]
+
+    seen = routes(server.app.routes)
+    assert len(seen) > 20
+    opened = []
+    for method, path in seen:
+        url = server.url + path.replace("{", "").replace("}", "")
+        if httpx.request(method, url, headers={"X-API-Key": "wrong"}).status_code != 401:
+            opened.append(path)
+    assert opened == ["/api/v1/healthz"]
+    assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("example", False),
+    ],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback

@@ -1,0 +1,353 @@
+"""The unmodified SDK works against the server: training, sampling, saving, resuming, and being told what was wrong."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+BASE = "tiny/bigram"
+TOKENS = [3, 4, 5, 6]
+
+
+def datum(tokens: list[int] = TOKENS, **inputs: Any) -> types.Datum:
+    given = {"target_tokens": np.array([*tokens[1:], 1]), "weights": np.ones(len(tokens), np.float32), **inputs}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={key: value for key, value in given.items() if value is not None},
+    )
+
+
+@pytest.fixture
+def model(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    return client.create_lora_training_client(BASE, rank=8, seed=1, user_metadata={"renderer": "plain"}).result()
+
+
+def loss_of(model: tinker.TrainingClient) -> float:
+    return float(model.forward([datum()], "cross_entropy").result().metrics["loss:sum"])
+
+
+def steps(model: tinker.TrainingClient, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        passed = model.forward_backward([datum()], "cross_entropy")
+        stepped = model.optim_step(types.AdamParams(learning_rate=0.5))
+        losses.append(passed.result().metrics["loss:sum"])
+        assert stepped.result().metrics is not None
+    return losses
+
+
+def test_ids_and_info(client: tinker.ServiceClient, model: tinker.TrainingClient) -> None:
+    info = model.get_info()
+    session, word, number = info.model_id.split(":")
+    assert (session[:5], word, number) == ("sess-", "train", "0")
+    assert (info.model_name, info.lora_rank, info.is_lora) == (BASE, 8, True)
+    assert (info.model_data.model_name, info.model_data.arch) == (BASE, "Qwen3ForCausalLM")
+    assert info.model_data.tokenizer_id == "/models/bigram"
+    second = client.create_lora_training_client(BASE, rank=4).result()
+    assert second.get_info().model_id == f"{session}:train:1"
+
+
+def test_training_lowers_the_loss(model: tinker.TrainingClient, engine: Any) -> None:
+    losses = steps(model, 4)
+    assert losses[0] == pytest.approx(4 * np.log(16))
+    assert losses == sorted(losses, reverse=True)
+    output = model.forward([datum(), datum([7])], "cross_entropy").result()
+    assert [o["logprobs"].shape for o in output.loss_fn_outputs] == [[4], [1]]
+    assert output.metrics["loss:sum"] == pytest.approx(
+        -sum(sum(o["logprobs"].tolist()) for o in output.loss_fn_outputs)
+    )
+    assert [seq for _, seq in engine.executed] == list(range(10))
+
+
+def test_wide_and_sparse_targets(model: tinker.TrainingClient) -> None:
+    targets = torch.zeros((4, 8), dtype=torch.int64)
+    weights = torch.zeros((4, 8))
+    targets[:, 0], weights[:, 0] = torch.tensor([4, 5, 6, 1]), 1.0
+    wide = datum(target_tokens=targets, weights=weights)
+    output = model.forward_backward([wide], "cross_entropy").result()
+    assert output.metrics["loss:sum"] == pytest.approx(loss_of(model))
+    assert output.loss_fn_outputs[0]["logprobs"].shape == [4, 8]
+
+
+def test_policy_loss_reaches_the_engine_with_its_config(model: tinker.TrainingClient, engine: Any) -> None:
+    seen = []
+
+    def answer(request: Any) -> Any:
+        from backend.wire import decode_forward
+
+        seen.append(decode_forward(request.payload, vocab_size=16, max_context=64))
+        return request.failed("seen")
+
+    engine.next_outcome = answer
+    zeros = np.zeros(4, np.float32)
+    passed = model.forward_backward(
+        [datum(weights=None, logprobs=zeros, advantages=zeros)], "ppo", {"clip_low_threshold": 0.5}
+    )
+    with pytest.raises(tinker.RequestFailedError):
+        passed.result()
+    assert seen[0].config == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2}
+
+
+def test_many_chunks_come_last_first_and_are_executed_in_order(model: tinker.TrainingClient, engine: Any) -> None:
+    output = model.forward_backward([datum([i % 16]) for i in range(2500)], "cross_entropy").result()
+    assert len(output.loss_fn_outputs) == 2500
+    assert output.metrics["loss:sum"] == pytest.approx(2500 * np.log(16), rel=1e-5)
+    assert [seq for _, seq in engine.executed] == [0, 1, 2, 3]
+
+
+def test_a_wrong_chunk_fails_its_call_and_the_next_call_works(model: tinker.TrainingClient) -> None:
+    data = [datum([i % 16]) for i in range(2500)]
+    data[1500] = datum([3], target_tokens=None)
+    start = time.monotonic()
+    with pytest.raises(tinker.RequestFailedError, match=r"data\[476\].loss_fn_inputs lacks 'target_tokens'") as caught:
+        model.forward_backward(data, "cross_entropy").result()
+    assert caught.value.category == "user"
+    assert loss_of(model) == pytest.approx(4 * np.log(16))
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "loss", "text"),
+    [
+        (datum([3, 99]), "cross_entropy", "data[0].model_input at position 1 is 99: must be >= 0 and < 16"),
+        (datum(target_tokens=np.array([1])), "cross_entropy", "has 1 positions: must be 4"),
+        (
+            datum(weights=np.full(4, np.nan, np.float32)),
+            "cross_entropy",
+            "at position 0 is nan: must be a finite number",
+        ),
+        (datum(), "nonsense", "loss_fn is 'nonsense': must be one of"),
+        (datum(list(range(16)) * 5), "cross_entropy", "has 80 tokens: must be 1 to 64"),
+    ],
+)
+def test_wrong_data_is_named_at_once(model: tinker.TrainingClient, wrong: types.Datum, loss: Any, text: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(tinker.RequestFailedError) as caught:
+        model.forward_backward([wrong], loss).result()
+    assert text in str(caught.value)
+    assert time.monotonic() - start < 2
+    assert loss_of(model) == pytest.approx(4 * np.log(16))
+
+
+def test_an_image_is_refused_by_name(model: tinker.TrainingClient) -> None:
+    chunks = [types.ImageChunk(data=b"x", format="png", expected_tokens=4)]
+    with pytest.raises(tinker.RequestFailedError, match="the model takes no images"):
+        model.forward(
+            [types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={})], "cross_entropy"
+        ).result()
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (types.AdamParams(learning_rate=float("nan")), "adam_params.learning_rate is None: must be a finite number"),
+        (types.AdamParams(beta1=1.5), "adam_params.beta1 is 1.5: must be a finite number >= 0 and < 1"),
+        (types.DimuonParams(learning_rate=0.1), "optimizer_params.type is 'dimuon'"),
+    ],
+)
+def test_wrong_optimizer_values_are_named_and_change_nothing(
+    model: tinker.TrainingClient, params: Any, text: str
+) -> None:
+    model.forward_backward([datum()], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError) as caught:
+        model.optim_step(params).result()
+    assert text in str(caught.value)
+    assert loss_of(model) == pytest.approx(4 * np.log(16))
+
+
+def test_a_gradient_norm_that_is_not_finite_is_left_out_of_the_metrics(
+    model: tinker.TrainingClient, engine: Any
+) -> None:
+    from backend.commands import OptimResult
+    from backend.wire import encode_optim_step
+
+    engine.next_outcome = lambda r: r.done(encode_optim_step(OptimResult(float("nan"), 1)), "json")
+    assert model.optim_step(types.AdamParams()).result().metrics == {"optimizer_step": 1.0}
+
+
+def test_an_unknown_base_model_is_named_at_once(client: tinker.ServiceClient, engine: Any) -> None:
+    start = time.monotonic()
+    with pytest.raises(tinker.RequestFailedError, match="base_model is 'no/such': must be one that is served here"):
+        client.create_lora_training_client("no/such").result()
+    with pytest.raises(tinker.NotFoundError, match="no/such"):
+        client.create_sampling_client(base_model="no/such").result()
+    assert time.monotonic() - start < 3
+
+
+def test_a_custom_loss_gives_the_gradient_of_the_same_builtin_loss(
+    client: tinker.ServiceClient, model: tinker.TrainingClient
+) -> None:
+    def negative_sum(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -sum(x.sum() for x in logprobs), {"mine:sum": 2.0}  # type: ignore[return-value]
+
+    custom = model.forward_backward_custom([datum(weights=None)], negative_sum)
+    model.optim_step(types.AdamParams(learning_rate=0.5)).result()
+    metrics = custom.result().metrics
+    assert metrics["loss:sum"] == pytest.approx(4 * np.log(16))
+    assert metrics["mine:sum"] == 2.0
+    other = client.create_lora_training_client(BASE, rank=8).result()
+    steps(other, 1)
+    assert loss_of(model) == pytest.approx(loss_of(other))
+
+
+def test_saving_for_the_sampler_and_sampling(model: tinker.TrainingClient, engine: Any) -> None:
+    steps(model, 20)
+    sampler = model.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([3])
+    params = types.SamplingParams(max_tokens=20, temperature=1.0, seed=7)
+    response = sampler.sample(prompt, num_samples=3, sampling_params=params).result()
+    assert len(response.sequences) == 3
+    assert len({s.sequence_id for s in response.sequences}) == 3
+    for sequence in response.sequences:
+        assert len(sequence.logprobs or []) == len(sequence.tokens) > 0
+    again = sampler.sample(prompt, num_samples=3, sampling_params=params).result()
+    assert [s.tokens for s in again.sequences] == [s.tokens for s in response.sequences]
+    before = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    steps(model, 3)
+    assert sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result() == before
+    assert before[0] is None
+    assert sum(x or 0.0 for x in before) > 3 * np.log(1 / 16)
+
+
+def test_a_seedless_sample_differs_from_the_next(client: tinker.ServiceClient, engine: Any) -> None:
+    sampler = client.create_sampling_client(base_model=BASE).result()
+    params = types.SamplingParams(max_tokens=20, stop=[])
+    drawn = [sampler.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences[0].tokens for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    assert [len(tokens) for tokens in drawn] == [20, 20]  # an empty stop list stops at nothing, the EOS included
+
+
+def test_wrong_samples_fail_alone(client: tinker.ServiceClient, engine: Any) -> None:
+    sampler = client.create_sampling_client(base_model=BASE).result()
+    prompt = types.ModelInput.from_ints([3])
+    good = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3))
+    for wrong, text in (
+        (types.SamplingParams(max_tokens=1_000_000), "sampling_params.max_tokens is 1000000: must be at most 63"),
+        (types.SamplingParams(max_tokens=1, temperature=-1), "sampling_params.temperature is -1"),
+        (types.SamplingParams(max_tokens=1, stop=[99]), "sampling_params.stop[0] is 99"),
+    ):
+        with pytest.raises(tinker.RequestFailedError) as caught:
+            sampler.sample(prompt, 1, wrong).result()
+        assert text in str(caught.value)
+    with pytest.raises(tinker.RequestFailedError, match="num_samples is 0"):
+        sampler.sample(prompt, 0, types.SamplingParams(max_tokens=1)).result()
+    assert len(good.result().sequences) == 1
+
+
+def test_a_restored_sampling_client_counts_in_its_own_block(
+    client: tinker.ServiceClient, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = client.create_sampling_client(base_model=BASE).result()
+    clone = pickle.loads(pickle.dumps(sampler))
+    params = types.SamplingParams(max_tokens=2, seed=1)
+    for each in (sampler, clone):
+        assert each.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences
+    assert max(seq for _, seq in engine.executed if seq is not None) >= 1_000_000_000
+
+
+def test_named_saves_resuming_and_looking_at_them(client: tinker.ServiceClient, model: tinker.TrainingClient) -> None:
+    steps(model, 3)
+    loss = loss_of(model)
+    saved = model.save_state("ck-1", ttl_seconds=3600).result().path
+    for_sampler = model.save_weights_for_sampler("s-1").result().path
+    run = model.get_info().model_id
+    assert (saved, for_sampler) == (f"tinker://{run}/weights/ck-1", f"tinker://{run}/sampler_weights/s-1")
+    for resumed in (
+        client.create_training_client_from_state(saved).result(),
+        client.create_training_client_from_state_with_optimizer(saved).result(),
+    ):
+        assert loss_of(resumed) == loss
+        assert resumed.get_info().lora_rank == 8
+    sampler = client.create_sampling_client(model_path=for_sampler).result()
+    assert sampler.get_base_model() == BASE
+    assert sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()[0] is None
+
+    rest = client.create_rest_client()
+    found = rest.get_training_run(run).result()
+    assert (found.base_model, found.lora_rank, found.user_metadata) == (BASE, 8, {"renderer": "plain"})
+    assert found.last_checkpoint is not None
+    assert found.last_checkpoint.tinker_path == saved
+    assert found.last_sampler_checkpoint is not None
+    kinds = {c.checkpoint_id: c.checkpoint_type for c in rest.list_checkpoints(run).result().checkpoints}
+    assert kinds == {"weights/ck-1": "training", "sampler_weights/s-1": "sampler"}
+    assert rest.list_user_checkpoints().result().cursor.total_count == 2
+    assert rest.list_training_runs().result().cursor.total_count == 3
+    assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == 8
+    rest.delete_checkpoint_from_tinker_path(saved).result()
+    assert len(rest.list_checkpoints(run).result().checkpoints) == 1
+    with pytest.raises(tinker.RequestFailedError, match="ck-1"):
+        client.create_training_client_from_state(saved).result()
+
+
+def test_a_name_that_exists_is_refused_at_once(model: tinker.TrainingClient) -> None:
+    model.save_state("ck").result()
+    start = time.monotonic()
+    with pytest.raises(tinker.RequestFailedError, match="a saved name never changes"):
+        model.save_state("ck").result()
+    with pytest.raises(tinker.RequestFailedError, match=r"path is '\.\./ck': must be 1 to 128 letters"):
+        model.save_state("../ck").result()
+    assert time.monotonic() - start < 2
+
+
+def test_capabilities_and_no_flags(client: tinker.ServiceClient, server: Any) -> None:
+    (supported,) = tinker.RestClient(base_url=server.url).get_server_capabilities().result().supported_models
+    assert (supported.model_name, supported.max_context_length) == (BASE, 64)
+    assert (supported.trainable, supported.sampleable) == (True, True)
+    # each flag is a promise of an endpoint or an encoding
+    assert server.post("client/config", {"sdk_version": "0"}).json() == {}
+    assert server.post("client/dynamic_config", {"sdk_version": "0"}).json() == {}
+
+
+def test_giving_up_on_a_result_does_not_cancel_it(model: tinker.TrainingClient, engine: Any) -> None:
+    engine.paused = True
+    passed = model.forward_backward([datum()], "cross_entropy")
+    with pytest.raises(TimeoutError):
+        passed.result(timeout=0.3)
+    engine.paused = False
+    assert passed.result(timeout=5).metrics["loss:sum"] == pytest.approx(4 * np.log(16))
+
+
+def test_a_slow_result_survives_several_polls(start: Any, engine: Any) -> None:
+    server = start(poll_hold=0.2)
+    with tinker.ServiceClient(base_url=server.url) as service:
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        engine.paused = True
+        passed = model.forward_backward([datum()], "cross_entropy")
+        time.sleep(1.0)
+        engine.paused = False
+        assert passed.result(timeout=5).metrics["loss:sum"] == pytest.approx(4 * np.log(16))
+
+
+def test_close_ends_the_session(server: Any, engine: Any) -> None:
+    with tinker.ServiceClient(base_url=server.url) as service:
+        model_id = service.create_lora_training_client(BASE, rank=8).result().get_info().model_id
+    session = server.journal.session(model_id.split(":")[0], None)
+    assert session.state == "finished"
+    assert session.detail == "success"
+
+
+def test_telemetry_is_accepted_and_a_fatal_error_is_not_delayed(
+    server: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "1")
+    caplog.set_level("DEBUG", "api")
+    service = tinker.ServiceClient(base_url=server.url, api_key="tml-very-secret")
+    model = service.create_lora_training_client(BASE, rank=8).result()
+    engine.next_outcome = lambda r: r.failed("it broke")
+    start = time.monotonic()
+    with pytest.raises(tinker.RequestFailedError, match="it broke"):
+        model.optim_step(types.AdamParams()).result()
+    assert time.monotonic() - start < 3
+    service.close("success").result()
+    deadline = time.monotonic() + 15
+    while "SESSION_START" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "SESSION_START" in caplog.text
+    assert "tml-very-secret" not in caplog.text

@@ -1,0 +1,108 @@
+"""The API process: it waits for the engine's part, serves, and stops soon although polls are held."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from backend.journal import Journal, NewModel, NewRequest, NewSession, migrate
+
+CODE = """
+import logging
+logging.basicConfig(level=logging.INFO)
+from api import serve
+from backend.settings import Settings
+serve(Settings())
+"""
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/api/v1/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = settings_for(port=port, poll_hold=25.0)
+    url = f"http://127.0.0.1:{port}"
+    log = tmp_path / "log"
+    environment = {**os.environ, **settings.environment()}
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, stderr=out, env=environment)
+    try:
+        wait_for(lambda: "waiting for the journal's database" in log.read_text())
+        assert not healthy(url)
+        migrate(settings.journal_url)
+        journal = Journal.open(settings.journal_url)
+        wait_for(lambda: "waiting for the engine to register a base model" in log.read_text())
+        assert not healthy(url)
+        journal.register_base_models([("m", "{}")])
+        wait_for(lambda: healthy(url))
+
+        session = journal.create_session(NewSession("local", "0"))
+        model = NewModel(f"{session}:train:0", session, "local", "m", rank=8)
+        request = NewRequest("create_model", "local", b"{}", "json", "h", model_id=model.id, seq_id=0)  # type: ignore[arg-type]
+        request_id = journal.submit_new_model(model, request)
+        answers: list[httpx.Response] = []
+
+        def poll() -> None:
+            body = {"request_id": request_id}
+            answers.append(
+                httpx.post(f"{url}/api/v1/retrieve_future", json=body, headers={"X-API-Key": "tml-a"}, timeout=30)
+            )
+
+        polling = threading.Thread(target=poll)
+        polling.start()
+        time.sleep(0.5)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=10)
+        assert time.monotonic() - begun < 3
+        polling.join()
+        assert answers[0].json()["type"] == "try_again"
+        assert process.returncode == 0
+        assert printed == b""
+        journal.close()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def test_a_port_in_use_ends_the_process_with_an_error(tmp_path: Any, journal: Journal, settings_for: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        environment = {**os.environ, **settings_for(port=taken.getsockname()[1]).environment()}
+        ended = subprocess.run(
+            [sys.executable, "-c", CODE], env=environment, capture_output=True, timeout=30, check=False
+        )
+    assert ended.returncode != 0
+    assert b"address already in use" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["create_app", "serve"])
+def test_public_names(name: str) -> None:
+    import api
+
+    assert sorted(api.__all__) == ["create_app", "serve"]
+    assert callable(getattr(api, name))

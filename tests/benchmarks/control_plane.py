@@ -1,0 +1,165 @@
+"""What a request costs beside the mathematics: round trips through the SDK on the tiny model.
+
+    .venv/bin/python tests/benchmarks/control_plane.py [--base-url URL --server-pid PID] [--repeat 50]
+
+Without --base-url it starts `tinkerflow up` in a scratch folder. Prints wall p50/p95 per call, CPU-milliseconds of
+the server's processes and of this client per call, and how many programs JAX compiled after the warm-up. RESULTS.md
+keeps the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import tinker
+from tinker import types
+
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def tree(pid: int) -> list[int]:
+    """The process and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """CPU-seconds spent by each part of the service, by what its command line names."""
+    spent: dict[str, float] = {}
+    for process in tree(pid):
+        try:
+            fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+            command = Path(f"/proc/{process}/cmdline").read_bytes().decode().replace("\0", " ")
+        except OSError:
+            continue
+        part = next((p for p in ("backend.pool.worker", "cli engine", "cli api", "prefect") if p in command), "other")
+        spent[part] = spent.get(part, 0.0) + (int(fields[11]) + int(fields[12])) / TICK
+    return spent
+
+
+def measure(name: str, call: Callable[[], object], repeat: int, pid: int, per_call: int = 1) -> None:
+    """Time `repeat` calls after two unmeasured ones and print a line."""
+    call(), call()
+    before, own, walls = cpu_seconds(pid), time.process_time(), []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        call()
+        walls.append((time.perf_counter() - start) * 1e3 / per_call)
+    count = repeat * per_call
+    after = cpu_seconds(pid)
+    parts = ", ".join(f"{p} {(s - before.get(p, 0)) * 1e3 / count:.1f}" for p, s in sorted(after.items()))
+    client = (time.process_time() - own) * 1e3 / count
+    p95 = statistics.quantiles(walls, n=20)[-1]
+    print(
+        f"{name:28s} p50 {statistics.median(walls):7.1f} ms  p95 {p95:7.1f} ms | "
+        f"CPU-ms per call: {parts}, client {client:.1f}",
+        flush=True,
+    )
+
+
+def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> None:
+    """All cases against one server."""
+    service = tinker.ServiceClient(base_url=base_url, api_key="tml-bench")
+    models = service.create_rest_client().get_server_capabilities().result().supported_models
+    start = time.perf_counter()
+    client = service.create_lora_training_client(base_model=str(models[0].model_name), rank=32).result()
+    datum = tinker.Datum(
+        model_input=types.ModelInput.from_ints(list(range(10, 18))),
+        loss_fn_inputs={"target_tokens": list(range(11, 19)), "weights": [1.0] * 8},
+    )
+    adam = types.AdamParams(learning_rate=0.0)
+
+    def optim() -> None:
+        client.optim_step(adam).result()
+
+    def step() -> None:
+        forward = client.forward_backward([datum], "cross_entropy")
+        client.optim_step(adam).result()
+        forward.result()
+
+    def pipelined(depth: int = 20) -> None:
+        futures: list[object] = []
+        for _ in range(depth):
+            futures += [client.forward_backward([datum], "cross_entropy"), client.optim_step(adam)]
+        for future in futures:
+            future.result()  # type: ignore[attr-defined]
+
+    step()
+    print(f"first step, with the client's creation and all compilation: {time.perf_counter() - start:.1f} s")
+    sampler = client.save_weights_and_get_sampling_client()
+    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    prompt, one = types.ModelInput.from_ints([10, 11, 12]), types.SamplingParams(max_tokens=1, temperature=1.0)
+
+    def sample() -> None:
+        sampler.sample(prompt, 1, one).result()
+
+    for warm in (step, pipelined, sample):
+        warm()
+    warm_compiles = compiles()
+    print(f"load {os.getloadavg()[0]:.2f}, programs compiled in the warm-up: {warm_compiles}")
+    measure("optim_step", optim, repeat, pid)
+    measure("forward 1x8", lambda: client.forward([datum], "cross_entropy").result(), repeat, pid)
+    measure("step 1x8", step, repeat, pid)
+    measure("step 1x8, 20 pipelined", pipelined, max(3, repeat // 10), pid, per_call=20)
+    measure("sample 1 token", sample, repeat, pid)
+    measure("publish sampler weights", lambda: client.save_weights_and_get_sampling_client(), repeat, pid)
+    print(f"programs compiled after the warm-up: {compiles() - warm_compiles}")
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base-url")
+    parser.add_argument("--server-pid", type=int)
+    parser.add_argument("--repeat", type=int, default=50)
+    args = parser.parse_args()
+    if args.base_url:
+        run(args.base_url, args.server_pid, args.repeat, lambda: 0)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", scratch]
+        start = time.perf_counter()
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TINKERFLOW_PREFECT_PORT": "0"}
+        )
+        try:
+            assert server.stdout is not None
+            ready = next(match for line in server.stdout if (match := re.match(r"ready: (\S+)", line)))
+            print(f"cold start to ready: {time.perf_counter() - start:.1f} s")
+            run(ready[1], server.pid, args.repeat, lambda: compiled(Path(scratch)))
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+    sys.stdout.flush()
+    os._exit(0)  # the SDK's heartbeat threads would hold this process
+
+
+def compiled(data_dir: Path) -> int:
+    """Programs that the pool has compiled so far, as its log says."""
+    return sum(log.read_text().count("compiled ") for log in (data_dir / "logs").glob("worker-0.log"))
+
+
+if __name__ == "__main__":
+    main()

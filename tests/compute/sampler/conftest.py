@@ -1,0 +1,198 @@
+"""Random tiny models as Hugging Face folders, samplers on them, and random adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from backend.commands import GroupConfig, LoraSpec, SampleRequest, SampleResult, SampleStep
+from backend.compute.config import ModelConfig, load_config
+from backend.compute.lora import Lora, init_lora
+from backend.compute.mesh import make_mesh
+from backend.compute.params import load_params
+from backend.compute.sampler import Sampler
+from backend.compute.transformer import Params
+
+VOCAB = 320
+CONTEXT = 600
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A base model on one device, and its folder."""
+
+    folder: Path
+    cfg: ModelConfig
+    params: Params
+    mesh: Any
+
+    def config(self, **changes: Any) -> GroupConfig:
+        return replace(
+            GroupConfig(
+                model_path=str(self.folder),
+                dtype="float32",
+                fsdp=1,
+                tensor=1,
+                max_context=CONTEXT,
+                microbatch_tokens=1024,
+                sample_slots=16,
+                decode_chunk=8,
+                compile_cache_dir="",
+            ),
+            **changes,
+        )
+
+    def sampler(self, *, cache_cells: int | None = None, **changes: Any) -> Sampler:
+        return Sampler(self.cfg, self.params, self.mesh, self.config(**changes), cache_cells=cache_cells)
+
+
+def _save(folder: Path, architecture: str) -> None:
+    import torch
+    import transformers
+
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,  # else Hugging Face stops there
+    }
+    torch.manual_seed(0)
+    if architecture == "qwen3":
+        config = transformers.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True)
+        model: Any = transformers.Qwen3ForCausalLM(config)
+    else:
+        scaling = {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+        config = transformers.LlamaConfig(**shape, tie_word_embeddings=False, rope_parameters=scaling)
+        model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+
+
+def _tiny(folder: Path, architecture: str) -> Tiny:
+    _save(folder, architecture)
+    cfg = load_config(folder)
+    mesh = make_mesh(1, 1)
+    return Tiny(folder, cfg, load_params(cfg, folder, mesh, "float32"), mesh)
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A random Qwen3 with tied embeddings."""
+    return _tiny(tmp_path_factory.mktemp("qwen"), "qwen3")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A random Llama 3 with rope scaling and an unembedding of its own."""
+    return _tiny(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="session", params=["qwen", "llama"])
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    """Both, one after the other."""
+    model = request.getfixturevalue(request.param)
+    assert isinstance(model, Tiny)
+    return model
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., SampleRequest]:
+    """ask(id, prompt, max_tokens, …): a request, greedy and without stops unless told."""
+
+    def make(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> SampleRequest:
+        plain = SampleRequest(
+            request_id=request_id,
+            snapshot_id=None,
+            prompt_T=np.asarray(prompt, np.int32),
+            num_samples=1,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            top_k=-1,
+            top_p=1.0,
+            seed=0,
+        )
+        return replace(plain, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_all() -> Callable[..., dict[str, SampleResult]]:
+    """run_all(sampler, *requests): every result by id, steps made until nobody is left."""
+
+    def run(sampler: Sampler, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
+        results: dict[str, SampleResult] = {}
+        progress = sampler.step(SampleStep(admit=requests))
+        for _ in range(most_steps):
+            results |= {result.request_id: result for result in progress.finished}
+            if not (progress.active or progress.waiting):
+                return results
+            progress = sampler.step(SampleStep())
+        raise AssertionError(f"{progress} after {most_steps} steps")
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def random_lora() -> Callable[..., Lora]:
+    """random_lora(cfg, spec, seed): an adapter on the host whose B is not zero, strong enough to change every token."""
+
+    def make(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
+        lora = init_lora(cfg, spec, seed)
+        generator = np.random.default_rng(seed)
+        for pair in [*lora.layers.values(), *([lora.unembed] if lora.unembed else [])]:
+            pair.B[...] = generator.normal(size=pair.B.shape, scale=0.1 / np.sqrt(spec.rank)).astype(np.float32)
+        return lora
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompt() -> Callable[..., list[int]]:
+    """prompt(length, seed): random token ids."""
+
+    def make(length: int, seed: int = 0) -> list[int]:
+        return [int(token) for token in np.random.default_rng([length, seed]).integers(0, VOCAB, length)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
+    """training_logprobs(tiny, lora, tokens): what the training forward says of tokens[1:], float32 [T - 1]."""
+    from backend.commands import Example
+    from backend.compute.losses import choose
+    from backend.compute.packing import pack
+    from backend.compute.train import make_steps, to_devices
+
+    def run(tiny: Tiny, lora: Lora | None, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+        lora = lora or init_lora(tiny.cfg, LoraSpec(rank=1), 0)
+        whole = np.asarray(tokens, np.int32)
+        size = len(whole) - 1
+        example = Example(whole[:-1], whole[1:, None], np.ones((size, 1), np.float32))
+        (batch,) = pack([example], microbatch_tokens=1024)
+        steps = make_steps(tiny.cfg, tiny.mesh)
+        arrays = to_devices(batch, choose("cross_entropy", {}), tiny.mesh)
+        scored = steps.forward(tiny.params, jax.device_put(lora), arrays)
+        (place,) = batch.places
+        return np.asarray(scored.logprobs_BTK)[place.row, place.start : place.start + size, 0]
+
+    return run

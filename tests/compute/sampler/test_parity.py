@@ -1,0 +1,59 @@
+"""The sampler against Hugging Face, and against our own training forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.commands import LoraSpec
+
+
+def hugging_face(folder: Any, prompt: list[int], tokens: int) -> list[int]:
+    import torch
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 33, 130, 300])
+def test_greedy_is_token_for_token_what_hugging_face_generates(
+    tiny: Any, ask: Any, run_all: Any, prompt: Any, length: int
+) -> None:
+    tokens = prompt(length)
+    (sequence,) = run_all(tiny.sampler(), ask("a", tokens, 40))["a"].sequences
+    assert sequence.tokens_T.tolist() == hugging_face(tiny.folder, tokens, 40)
+    assert sequence.stop_reason == "length"
+
+
+@pytest.mark.parametrize("length", [1, 40, 200])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_logprobs_are_those_of_the_training_forward(
+    tiny: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, training_logprobs: Any, length: int, adapted: bool
+) -> None:
+    sampler, spec = tiny.sampler(), LoraSpec(rank=5)
+    lora = random_lora(tiny.cfg, spec, 3) if adapted else None
+    if lora is not None:
+        sampler.publish("snap", lora, spec)
+    tokens = prompt(length)
+    request = ask(
+        "a", tokens, 150, temperature=1.0, seed=5, prompt_logprobs=True, snapshot_id="snap" if adapted else None
+    )
+    result = run_all(sampler, request)["a"]
+    (sequence,) = result.sequences
+    expected = training_logprobs(tiny, lora, [*tokens, *sequence.tokens_T.tolist()])
+    assert result.prompt_logprobs_T is not None
+    assert result.prompt_logprobs_T.dtype == sequence.logprobs_T.dtype == np.float32
+    assert len(result.prompt_logprobs_T) == length and np.isnan(result.prompt_logprobs_T[0])
+    np.testing.assert_allclose(result.prompt_logprobs_T[1:], expected[: length - 1], atol=1e-3)
+    np.testing.assert_allclose(sequence.logprobs_T, expected[length - 1 :], atol=1e-3)

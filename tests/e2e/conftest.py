@@ -1,0 +1,133 @@
+"""The whole service as a user starts it: `tinkerflow up` in a process of its own, reached with the real SDK."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tinker
+
+os.environ["TINKER_TELEMETRY"] = "0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `tinkerflow up`."""
+
+    api_url: str
+    prefect_url: str
+    data_dir: Path
+    process: subprocess.Popen[str]
+
+    def client(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.api_url, api_key="tml-test")
+
+    @property
+    def base_model(self) -> str:
+        models = self.client().create_rest_client().get_server_capabilities().result().supported_models
+        return next(m.model_name for m in models if m.model_name)
+
+    def workers(self) -> list[int]:
+        """Pids of the pool's processes, found from outside: descendants whose command line names the worker."""
+        return [pid for pid in descendants(self.process.pid) if "backend.pool.worker" in cmdline(pid)]
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            children.setdefault(int(stat.rsplit(")", 1)[1].split()[1]), []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+@contextmanager
+def running(data_dir: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """`tinkerflow up` on free ports until the block ends; afterwards none of its processes is left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", str(data_dir), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TINKERFLOW_PREFECT_PORT": "0", "PYTHONWARNINGS": "default"} | (env or {}),
+    )
+    try:
+        said = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if match := re.match(r"ready: (\S+)  prefect: (\S+)", line):
+                break
+        else:
+            pytest.fail("tinkerflow up ended before it was ready:\n" + "".join(said))
+        yield Server(match[1], match[2], data_dir, process)
+    finally:
+        below = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        assert process.stdout is not None
+        process.stdout.close()
+        left = [f"{pid} {cmdline(pid)}" for pid in below if cmdline(pid)]
+        assert not left, f"processes left running: {left}"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for the whole session, with the embedded tiny model."""
+    with running(tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[..., object]:
+    """For tests that need a server of their own: `with start_server(data_dir, *options) as server`."""
+    return running
+
+
+@pytest.fixture
+def service(server: Server) -> Iterator[tinker.ServiceClient]:
+    """A client of the shared server, closed afterwards."""
+    with server.client() as client:
+        yield client
+
+
+def datum(tokens: list[int], weights: list[float] | None = None) -> tinker.Datum:
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights or [1.0] * (len(tokens) - 1)},
+    )
+
+
+@pytest.fixture(scope="session")
+def make_datum() -> Callable[..., tinker.Datum]:
+    """tokens -> a cross_entropy datum that predicts each next token."""
+    return datum

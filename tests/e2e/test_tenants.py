@@ -1,0 +1,187 @@
+"""What hurt the tenants of others (FINDINGS.md section 4), each tried here through the SDK.
+
+The culprit gets a named error within two seconds, and a bystander's numbers stay bitwise what they are without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+TOKENS = [11, 22, 33, 44, 55, 66]
+ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1)
+
+
+def lora(server, service, seed: int = 5) -> tinker.TrainingClient:
+    return service.create_lora_training_client(base_model=server.base_model, rank=4, seed=seed).result()
+
+
+def bystander(server, service, make_datum, between: Callable[[], None] = lambda: None) -> list[bytes]:
+    """Three steps, a sample: every number of it, as bytes. `between` runs after each of them."""
+    client = lora(server, service)
+    numbers = []
+    for _ in range(3):
+        forward = client.forward_backward([make_datum(TOKENS)], "cross_entropy")
+        update = client.optim_step(ADAM)
+        numbers.append(np.array(forward.result().loss_fn_outputs[0]["logprobs"].data).tobytes())
+        numbers.append(np.array(update.result().metrics["grad_norm"]).tobytes())
+        between()
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server, make_datum) -> list[bytes]:
+    with server.client() as service:
+        return bystander(server, service, make_datum)
+
+
+def raw(inputs: dict, tokens: list[int] = TOKENS) -> tinker.Datum:
+    return tinker.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def targets(n: int, first: int = 1) -> types.TensorData:
+    return types.TensorData(data=list(range(first, first + n)), dtype="int64", shape=[n])
+
+
+def floats(values: list[float]) -> types.TensorData:
+    return types.TensorData(data=values, dtype="float32", shape=[len(values)])
+
+
+ONES = [1.0] * 6
+BAD_DATA = {
+    "token outside the vocabulary": (
+        raw({"target_tokens": targets(6), "weights": floats(ONES)}, [1, 2, 3, 999_999, 5, 6]),
+        "vocabulary",
+    ),
+    "negative token": (raw({"target_tokens": targets(6), "weights": floats(ONES)}, [1, 2, -3, 4, 5, 6]), "-3"),
+    "target outside the vocabulary": (
+        raw({"target_tokens": targets(6, 10_000_000), "weights": floats(ONES)}),
+        "target_tokens",
+    ),
+    "targets of another length": (raw({"target_tokens": targets(5), "weights": floats(ONES[:5])}), "target_tokens"),
+    "weights of another length": (raw({"target_tokens": targets(6), "weights": floats(ONES[:4])}), "weights"),
+    "empty sequence": (raw({"target_tokens": targets(0), "weights": floats([])}, []), "empty"),
+    "no targets": (raw({"weights": floats(ONES)}), "target_tokens"),
+    "infinite weight": (raw({"target_tokens": targets(6), "weights": floats([float("inf")] * 6)}), "weights"),
+    "longer than the context": (raw({"target_tokens": targets(1), "weights": floats([1.0])}, [1] * 40_000), "context"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_training_data_hurts_only_its_sender(server, service, make_datum, undisturbed, name):
+    bad, word = BAD_DATA[name]
+    culprit = lora(server, service, seed=8)
+
+    def offend() -> None:
+        start = time.monotonic()
+        with pytest.raises(tinker.RequestFailedError, match=word) as failure:
+            culprit.forward_backward([bad], "cross_entropy").result()
+        assert time.monotonic() - start < 2
+        assert failure.value.category == "user"
+
+    assert bystander(server, service, make_datum, offend) == undisturbed
+    # and the culprit itself can go on
+    assert culprit.forward_backward([make_datum(TOKENS)], "cross_entropy").result().metrics["loss:sum"] > 0
+
+
+def test_another_client_training_changes_no_bit(server, service, make_datum, undisturbed):
+    other = lora(server, service, seed=3)
+
+    def train() -> None:
+        other.forward_backward([make_datum([9, 8, 7, 6, 5, 4, 3, 2])], "cross_entropy")
+        other.optim_step(types.AdamParams(learning_rate=0.5, weight_decay=0.5)).result()
+
+    assert bystander(server, service, make_datum, train) == undisturbed
+
+
+def test_an_exploding_step_is_refused_and_stays_at_home(server, service, make_datum, undisturbed):
+    culprit = lora(server, service, seed=4)
+
+    def explode() -> None:
+        huge = raw({"target_tokens": targets(6), "weights": floats([3e38] * 6)})
+        culprit.forward_backward([huge, huge], "cross_entropy").result()
+        with pytest.raises(tinker.RequestFailedError, match="gradient"):
+            culprit.optim_step(ADAM).result()
+
+    assert bystander(server, service, make_datum, explode) == undisturbed
+
+
+def test_one_bad_sample_does_not_fail_its_neighbours(server, service):
+    sampler = service.create_sampling_client(base_model=server.base_model)
+    prompt = types.ModelInput.from_ints(TOKENS)
+    good = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1, stop=[])
+
+    def burst(bad: list[Callable[[], object]]) -> list[bytes]:
+        futures = [sampler.sample(prompt, 1, good) for _ in range(3)]
+        offences = [offend() for offend in bad]
+        answers = [f.result().sequences[0] for f in futures]
+        for offence in offences:
+            start = time.monotonic()
+            with pytest.raises(tinker.RequestFailedError) as failure:
+                offence.result()
+            assert time.monotonic() - start < 2
+            assert failure.value.category == "user"
+        return [repr((s.tokens, s.logprobs)).encode() for s in answers]
+
+    alone = burst([])
+    together = burst(
+        [
+            lambda: sampler.sample(types.ModelInput.from_ints([999_999]), 1, good),
+            lambda: sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1_000_000)),
+            lambda: sampler.sample(types.ModelInput.from_ints([1] * 40_000), 1, good),
+            lambda: sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, temperature=-1.0)),
+            lambda: sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, top_p=7.0)),
+            lambda: sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, stop=[""])),
+        ]
+    )
+    assert together == alone
+
+
+def test_unknown_base_model_is_named(service):
+    start = time.monotonic()
+    with pytest.raises(tinker.RequestFailedError, match="no/such-model"):
+        service.create_lora_training_client(base_model="no/such-model", rank=4).result()
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("loss", ["no_such_loss", "gspo"])
+def test_unknown_loss_is_named(server, service, make_datum, loss):
+    client = lora(server, service)
+    with pytest.raises(tinker.RequestFailedError, match=loss):
+        client.forward_backward([make_datum(TOKENS)], loss).result()
+
+
+def test_dead_clients_give_their_memory_back(server, make_datum):
+    """A finished session's model is unloaded: its id answers with a named error, and nobody else notices."""
+    gone = server.client()
+    client = lora(server, gone)
+    client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
+    gone.close()
+    deadline = time.monotonic() + 10
+    with server.client() as other:
+        rest = other.create_rest_client()
+        assert rest.get_training_run(client.model_id).result().training_run_id == client.model_id
+    while time.monotonic() < deadline:
+        with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError, RuntimeError)):
+            client.forward([make_datum(TOKENS)], "cross_entropy").result(timeout=5)
+        break
+
+
+def test_an_old_snapshot_keeps_its_weights(server, service, make_datum):
+    client = lora(server, service)
+    old = client.save_weights_and_get_sampling_client()
+    old = old.result() if hasattr(old, "result") else old
+    prompt = types.ModelInput.from_ints(TOKENS)
+    before = old.compute_logprobs(prompt).result()
+    for _ in range(3):
+        client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
+        client.optim_step(ADAM).result()
+        new = client.save_weights_and_get_sampling_client()
+    new = new.result() if hasattr(new, "result") else new
+    assert old.compute_logprobs(prompt).result() == before
+    assert new.compute_logprobs(prompt).result() != before

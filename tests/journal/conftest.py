@@ -1,0 +1,202 @@
+"""Every test of the journal runs on a real SQLite file and on a real Postgres (pgserver's, one for the session)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+
+from backend.clock import ManualClock
+from backend.ids import model_id, sampler_id
+from backend.journal import (
+    Bell,
+    Journal,
+    Kind,
+    ModelLive,
+    NewModel,
+    NewRequest,
+    NewSampler,
+    NewSession,
+    Pending,
+    migrate,
+)
+
+OWNER = "local"
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("journal") / "template.db"
+    migrate(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """The URL of a running server's maintenance database."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as runtime,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", runtime)  # platformdirs warns unless it is a folder of mode 0700
+        import pgserver
+
+        server = pgserver.get_server(folder)
+        with psycopg.connect(server.get_uri(), autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET fsync = off")  # stopping syncs every database: half a minute here
+            connection.execute("SELECT pg_reload_conf()")
+        try:
+            yield server.get_uri()
+        finally:
+            server.cleanup()
+
+
+def postgres_database(server: str, name: str) -> str:
+    """The URL of database `name` on `server`."""
+    return server.replace("/postgres?", f"/{name}?")
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server: str) -> str:
+    with psycopg.connect(postgres_server, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE journal_template")
+    migrate(postgres_database(postgres_server, "journal_template"))
+    return "journal_template"
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a database without tables."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'journal.db'}"
+    return fresh_postgres(request.getfixturevalue("postgres_server"), "template1", tmp_path)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a migrated, empty database."""
+    if request.param == "sqlite":
+        shutil.copy(request.getfixturevalue("sqlite_template"), tmp_path / "journal.db")
+        return f"sqlite:///{tmp_path / 'journal.db'}"
+    template = request.getfixturevalue("postgres_template")
+    return fresh_postgres(request.getfixturevalue("postgres_server"), template, tmp_path)
+
+
+def fresh_postgres(server: str, template: str, tmp_path: Path) -> str:
+    name = re.sub(r"\W", "_", f"{tmp_path.parent.name}_{tmp_path.name}".lower())[-60:]
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")  # type: ignore[arg-type]
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")  # type: ignore[arg-type]
+    return postgres_database(server, name)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def journal(url: str, clock: ManualClock) -> Iterator[Journal]:
+    opened = Journal.open(url, clock=clock)
+    yield opened
+    opened.close()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A journal with the few things that most tests need made in one call each."""
+
+    journal: Journal
+    owner: str = OWNER
+
+    def session(self) -> str:
+        return self.journal.create_session(NewSession(self.owner, "0.38.0"))
+
+    def model(self, session_id: str | None = None, n: int = 0, *, live: bool = True, base_model: str = "tiny") -> str:
+        """A model, live unless told otherwise, whose creation (seq 0) is done."""
+        session_id = session_id or self.session()
+        name = model_id(session_id, n)
+        self.journal.submit_new_model(NewModel(name, session_id, self.owner, base_model, rank=8), self.creation(name))
+        if live:
+            (creation,) = self.journal.ready(name)
+            self.journal.finish([creation.done(b"{}", "json", ModelLive(name))])
+        return name
+
+    def creation(self, name: str, content: str = "create") -> NewRequest:
+        return NewRequest(Kind.CREATE_MODEL, self.owner, b"{}", "json", content, model_id=name, seq_id=0)
+
+    def operation(self, model: str, seq: int, content: str = "", error: str | None = None) -> NewRequest:
+        payload = f"payload {seq}".encode()
+        content = content or f"content {seq}"
+        kind = Kind.FORWARD_BACKWARD
+        return NewRequest(kind, self.owner, payload, "proto", content, model_id=model, seq_id=seq, error=error)
+
+    def submit(self, model: str, seq: int, content: str = "", error: str | None = None) -> str:
+        return self.journal.submit(self.operation(model, seq, content, error))
+
+    def sampler(
+        self, session_id: str, n: int = 0, *, model_path: str | None = None, snapshot_id: str | None = None
+    ) -> str:
+        name = sampler_id(session_id, n)
+        return self.journal.open_sampler(NewSampler(name, session_id, self.owner, "tiny", model_path, snapshot_id))
+
+    def sample(self, sampler: str, seq: int, content: str = "") -> str:
+        content = content or f"sample {seq}"
+        request = NewRequest(Kind.SAMPLE, self.owner, b"{}", "json", content, sampler_id=sampler, seq_id=seq)
+        return self.journal.submit(request)
+
+    def ready(self, model: str, limit: int = 64) -> list[int | None]:
+        return [pending.seq_id for pending in self.journal.ready(model, limit)]
+
+    def execute(self, model: str, limit: int = 64) -> list[Pending]:
+        """Answer what is ready."""
+        pending = self.journal.ready(model, limit)
+        self.journal.finish([one.done(b"result", "proto") for one in pending])
+        return pending
+
+
+@pytest.fixture
+def scene(journal: Journal) -> Scene:
+    return Scene(journal)
+
+
+@pytest.fixture
+def as_owner(journal: Journal) -> Callable[[str], Scene]:
+    return lambda owner: Scene(journal, owner)
+
+
+@pytest.fixture
+def bell(url: str) -> Iterator[Bell]:
+    opened = Bell(url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def statements() -> Callable[[], AbstractContextManager[list[str]]]:
+    """`with statements() as made:` collects the SQL statements made inside, transactions' own words left out."""
+
+    @contextmanager
+    def counting() -> Iterator[list[str]]:
+        made: list[str] = []
+
+        def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+            if not statement.startswith("BEGIN"):
+                made.append(statement)
+
+        sa.event.listen(sa.Engine, "before_cursor_execute", note)
+        try:
+            yield made
+        finally:
+            sa.event.remove(sa.Engine, "before_cursor_execute", note)
+
+    return counting

@@ -1,0 +1,107 @@
+"""Checkpoints and training runs as their owners see them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from backend.errors import NotFoundError
+from backend.journal import CheckpointKind, CheckpointSaved
+
+
+@pytest.fixture
+def save(scene, clock):
+    """Saves a checkpoint of a model through a request, and returns its path."""
+    seqs: dict[str, int] = {}
+
+    def saving(model: str, name: str, kind: CheckpointKind = CheckpointKind.WEIGHTS, ttl: float | None = None) -> str:
+        seqs[model] = seqs.get(model, 0) + 1
+        scene.submit(model, seqs[model])
+        (pending,) = scene.journal.ready(model)
+        path = f"tinker://{model}/{kind}/{name}"
+        expires = None if ttl is None else clock.now() + timedelta(seconds=ttl)
+        scene.journal.finish(
+            [
+                pending.done(
+                    b"{}",
+                    "json",
+                    CheckpointSaved(
+                        path, model, kind, name, "local", "tiny", 8, True, True, True, 1, 100, expires_at=expires
+                    ),
+                )
+            ]
+        )
+        clock.advance(1)
+        return path
+
+    return saving
+
+
+def test_lists_are_newest_first_in_pages_and_per_run(scene, save):
+    session = scene.session()
+    one, two = scene.model(session, 0), scene.model(session, 1)
+    paths = [save(one, "a"), save(two, "b"), save(one, "c", CheckpointKind.SAMPLER_WEIGHTS)]
+    page = scene.journal.checkpoints("local")
+    assert ([view.path for view in page.rows], page.total) == (paths[::-1], 3)
+    assert [view.path for view in scene.journal.checkpoints("local", limit=1, offset=1).rows] == [paths[1]]
+    of_run = scene.journal.checkpoints("local", run_id=one)
+    assert ([view.path for view in of_run.rows], of_run.total) == ([paths[2], paths[0]], 2)
+    assert scene.journal.checkpoints("stranger").rows == ()
+    with pytest.raises(NotFoundError):
+        scene.journal.checkpoints("stranger", run_id=one)
+
+
+def test_deleting_is_soft_final_and_for_owners(scene, save):
+    path = save(scene.model(), "a")
+    with pytest.raises(NotFoundError):
+        scene.journal.delete_checkpoint(path, "stranger")
+    assert scene.journal.delete_checkpoint(path, "local").path == path
+    for again in (scene.journal.delete_checkpoint, scene.journal.checkpoint):
+        with pytest.raises(NotFoundError, match="does not exist"):
+            again(path, "local")
+    assert scene.journal.checkpoints("local").total == 0
+
+
+def test_expired_ones_are_gone_and_listed_for_deletion(scene, save, clock):
+    model = scene.model()
+    short, long = save(model, "short", ttl=10), save(model, "long", ttl=1000)
+    assert scene.journal.checkpoint(short, "local").path == short
+    clock.advance(10)
+    with pytest.raises(NotFoundError):
+        scene.journal.checkpoint(short, "local")
+    assert [view.path for view in scene.journal.expired_checkpoints()] == [short]
+    assert [view.path for view in scene.journal.checkpoints("local").rows] == [long]
+    scene.journal.delete_checkpoint(short, None)
+    assert scene.journal.expired_checkpoints() == []
+
+
+def test_a_run_knows_its_newest_checkpoint_of_each_kind(scene, save):
+    session = scene.session()
+    model, bare = scene.model(session, 0), scene.model(session, 1)
+    save(model, "a")
+    newest = save(model, "b")
+    sampler = save(model, "c", CheckpointKind.SAMPLER_WEIGHTS)
+    run = scene.journal.training_run(model, "local")
+    assert (run.model.id, run.last_checkpoint.path, run.last_sampler_checkpoint.path) == (model, newest, sampler)
+    scene.journal.delete_checkpoint(newest, "local")
+    assert scene.journal.training_run(model, "local").last_checkpoint.name == "a"
+    runs = scene.journal.training_runs("local", limit=20, offset=0)
+    assert {run.model.id: run.last_checkpoint and run.last_checkpoint.name for run in runs.rows} == {
+        model: "a",
+        bare: None,
+    }
+    assert runs.total == 2
+    assert scene.journal.training_runs("stranger", limit=20, offset=0).rows == ()
+    with pytest.raises(NotFoundError):
+        scene.journal.training_run(model, "stranger")
+
+
+def test_lists_take_few_statements(scene, save, statements):
+    session = scene.session()
+    for n in range(5):
+        save(scene.model(session, n), "a")
+    with statements() as made:
+        assert len(scene.journal.training_runs("local", limit=20, offset=0).rows) == 5
+        assert len(scene.journal.checkpoints("local").rows) == 5
+    assert len(made) == 3 + 2

@@ -1,0 +1,120 @@
+"""Transactions: two processes write at once, the partial indexes are used, URLs are understood."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from backend.errors import ServerError
+from backend.journal import Journal, NewSession, database
+from backend.journal.database import Database, driver_url
+
+WRITER = """
+import sys
+from backend.journal import Journal, Kind, NewRequest
+journal = Journal.open(sys.argv[1])
+for n in range(150):
+    sequence = 2 * n + 1 + int(sys.argv[3])
+    journal.submit(NewRequest(Kind.FORWARD, "local", b"x" * 1000, "json", str(n), model_id=sys.argv[2], seq_id=sequence))
+journal.close()
+"""
+
+
+def test_two_processes_write_at_once_and_lose_nothing(scene, url):
+    model = scene.model()
+    arguments = [sys.executable, "-W", "error", "-c", WRITER, url, model]
+    writers = [subprocess.Popen([*arguments, parity]) for parity in ("0", "1")]
+    executed: list[int | None] = []
+    while any(writer.poll() is None for writer in writers):
+        executed += [pending.seq_id for pending in scene.execute(model)]
+    assert [writer.returncode for writer in writers] == [0, 0]
+    while run := scene.execute(model):
+        executed += [pending.seq_id for pending in run]
+    assert executed == list(range(1, 301))
+
+
+def test_what_was_acknowledged_survives_kill_minus_nine(scene, url):
+    model = scene.model()
+    code = WRITER.replace(
+        "journal.close()", "print('stored', flush=True)\nimport os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", code, url, model, "0"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert (killed.returncode, killed.stdout) == (-9, "stored\n")
+    again = Journal.open(url)
+    assert again.ready(model)[0].seq_id == 1
+    with sa.create_engine(driver_url(url)).connect() as connection:
+        assert connection.execute(sa.text("SELECT count(*) FROM request WHERE seq_id > 0")).scalar() == 150
+    connection.engine.dispose()
+    again.close()
+
+
+def test_a_writer_that_gets_no_turn_says_so(sqlite_template, monkeypatch, tmp_path):
+    path = tmp_path / "busy.db"
+    path.write_bytes(Path(sqlite_template).read_bytes())
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
+    holder, waiter = Database(f"sqlite:///{path}"), Journal.open(f"sqlite:///{path}")
+    with holder.write(), pytest.raises(ServerError, match=r"no turn to write within 0.05 s"):
+        waiter.create_session(NewSession("local", "0"))
+    assert waiter.create_session(NewSession("local", "0")).startswith("sess-")
+    holder.close()
+    waiter.close()
+
+
+def test_readers_do_not_wait_for_a_writer(scene, url):
+    session = scene.session()
+    holder = Database(url)
+    with holder.write() as connection:
+        connection.execute(sa.text("UPDATE session SET detail = 'x'"))
+        assert scene.journal.session(session, "local").detail is None
+    holder.close()
+
+
+def test_an_exception_rolls_back(url):
+    opened = Database(url)
+    with pytest.raises(RuntimeError), opened.write() as connection:
+        connection.execute(sa.text("INSERT INTO base_model VALUES ('x', '{}', '2026-01-01 00:00:00', 1)"))
+        raise RuntimeError
+    with opened.read() as connection:
+        assert connection.execute(sa.text("SELECT count(*) FROM base_model")).scalar() == 0
+    opened.close()
+
+
+def test_urls():
+    assert driver_url("postgresql://u:p@h/d").drivername == "postgresql+psycopg"
+    assert driver_url("postgres://u:p@h/d").drivername == "postgresql+psycopg"
+    assert driver_url("sqlite:////x/y.db").drivername == "sqlite"
+    with pytest.raises(ValueError, match="needs a file"):
+        Database("sqlite://")
+
+
+def test_naive_datetimes_are_refused(url):
+    from backend.journal.tables import UtcDateTime
+
+    opened = Database(url)
+    statement = sa.text("SELECT :when").bindparams(sa.bindparam("when", type_=UtcDateTime()))
+    with pytest.raises(sa.exc.StatementError, match="has no zone"), opened.read() as connection:
+        connection.execute(statement, {"when": datetime(2026, 1, 1)})  # noqa: DTZ001
+    opened.close()
+
+
+def test_waiting_requests_are_found_through_partial_indexes(scene, url):
+    if url.startswith("sqlite"):
+        from backend.journal import queue, results
+
+        def plan(statement: object) -> str:
+            made = statement.compile(dialect=sa.create_engine("sqlite://").dialect)
+            with sa.create_engine(url).connect() as connection:
+                bound = {name: "x" for name in made.params}
+                rows = connection.execute(sa.text("EXPLAIN QUERY PLAN " + str(made)), bound).all()
+            connection.engine.dispose()
+            return " ".join(row.detail for row in rows)
+
+        assert "ix_request_pending_of_model" in plan(sa.select(queue._waiting()))
+        assert results._IDS_PER_QUERY > 0

@@ -1,0 +1,258 @@
+"""Answers: the first one wins, its effects come with it, and nothing that waits is forgotten when something ends."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from backend.errors import StateLostError, UserError
+from backend.journal import (
+    CheckpointKind,
+    CheckpointSaved,
+    ModelEnded,
+    ModelLive,
+    ModelState,
+    NewSampler,
+    Outcome,
+    SamplerEnded,
+    SamplerLoaded,
+    SamplerOpened,
+    SamplerState,
+    StepMade,
+)
+
+
+def saved(model: str, **changes: object) -> CheckpointSaved:
+    values: dict[str, object] = {
+        "path": f"tinker://{model}/weights/one",
+        "run_id": model,
+        "kind": CheckpointKind.WEIGHTS,
+        "name": "one",
+        "owner": "local",
+        "base_model": "tiny",
+        "rank": 8,
+        "train_attn": True,
+        "train_mlp": True,
+        "train_unembed": False,
+        "step": 3,
+        "size_bytes": 2**40,
+        "user_metadata": {"k": "v"},
+    }
+    return CheckpointSaved(**{**values, **changes})
+
+
+def test_the_first_answer_wins_with_its_effects(scene):
+    model = scene.model()
+    request = scene.submit(model, 1)
+    (pending,) = scene.journal.ready(model)
+    assert scene.journal.finish([pending.done(b"first", "proto", StepMade(model, 1))]) == [request]
+    assert scene.journal.finish([pending.failed("second", None, StepMade(model, 99))]) == []
+    assert scene.journal.result(request, "local").result == b"first"
+    assert scene.journal.model(model, "local").step == 1
+
+
+def test_one_call_with_two_answers_takes_the_first(scene):
+    model = scene.model()
+    request = scene.submit(model, 1)
+    (pending,) = scene.journal.ready(model)
+    assert scene.journal.finish([pending.done(b"a", "json"), pending.done(b"b", "json")]) == [request]
+    assert scene.journal.result(request, "local").result == b"a"
+
+
+def test_concurrent_answers_have_one_winner(scene):
+    model = scene.model()
+    for seq in range(1, 9):
+        scene.submit(model, seq)
+    run = scene.journal.ready(model)
+    start = threading.Barrier(4)
+
+    def answer(who: int) -> list[str]:
+        start.wait()
+        order = run if who % 2 else run[::-1]
+        return scene.journal.finish([p.done(b"%d" % who, "json", StepMade(model, p.seq_id)) for p in order])
+
+    with ThreadPoolExecutor(4) as threads:
+        won = [request for ids in threads.map(answer, range(4)) for request in ids]
+    assert sorted(won) == sorted(p.id for p in run)
+    assert scene.journal.model(model, "local").next_seq == 9
+
+
+def test_all_outcomes_and_effects_or_none(scene):
+    model = scene.model()
+    scene.submit(model, 1)
+    (pending,) = scene.journal.ready(model)
+    orphan = SamplerOpened(NewSampler("sess-none:sample:0", "sess-none", "local", "tiny"))  # no such session
+    with pytest.raises(Exception, match=r"(?i)foreign key"):
+        scene.journal.finish([pending.done(b"r", "json", StepMade(model, 7), orphan)])
+    assert scene.journal.result(pending.id, "local") is None
+    view = scene.journal.model(model, "local")
+    assert (view.step, view.next_seq) == (0, 1)
+    assert scene.ready(model) == [1]
+
+
+def test_a_model_becomes_live_with_what_its_checkpoint_decided(scene):
+    model = scene.model(live=False)
+    (creation,) = scene.journal.ready(model)
+    scene.journal.finish([creation.done(b"{}", "json", ModelLive(model, step=12, rank=4, train_unembed=False))])
+    view = scene.journal.model(model, "local")
+    assert (view.state, view.step, view.rank, view.train_attn, view.train_unembed) == ("live", 12, 4, True, False)
+
+
+def test_a_failed_creation_ends_its_model_and_what_waits_behind_it(scene):
+    model = scene.model(live=False)
+    behind = scene.submit(model, 1)
+    (creation, _) = scene.journal.ready(model)
+    scene.journal.finish([creation.failed(UserError("base model 'x': unknown"))])
+    view = scene.journal.model(model, "local")
+    assert (view.state, view.detail) == (ModelState.FAILED, "base model 'x': unknown")
+    answer = scene.journal.result(behind, "local")
+    assert answer.error == f"model {model} was never created: base model 'x': unknown"
+    assert answer.category == "user"
+
+
+def test_ending_a_model_fails_what_waits_for_it_and_nobody_else(scene):
+    session = scene.session()
+    model, other = scene.model(session, 0), scene.model(session, 1)
+    for seq in (1, 2, 4):
+        scene.submit(model, seq)
+    survivor = scene.submit(other, 1)
+    (first, _) = scene.journal.ready(model)
+    scene.journal.finish(
+        [first.failed(StateLostError("gone"), None, ModelEnded(model, ModelState.LOST, "rank 1 died"))]
+    )
+    assert scene.journal.pending_models() == [other]
+    assert scene.journal.result(survivor, "local") is None
+    assert scene.journal.result(first.id, "local").error == "gone"
+
+
+def test_a_submit_racing_with_the_end_of_its_model_is_always_answered(scene):
+    session = scene.session()
+    for n in range(6):
+        model = scene.model(session, n)
+        scene.submit(model, 1)
+        (pending,) = scene.journal.ready(model)
+        start = threading.Barrier(5)
+
+        def submit(seq: int, model: str = model, start: threading.Barrier = start) -> str:
+            start.wait()
+            return scene.submit(model, seq)
+
+        with ThreadPoolExecutor(5) as threads:
+            ids = [threads.submit(submit, seq) for seq in range(2, 6)]
+            start.wait()
+            scene.journal.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "bye"))])
+            stored = [future.result() for future in ids]
+        assert scene.journal.finished(stored) == set(stored)
+
+
+def test_samplers_open_load_and_end(scene):
+    session = scene.session()
+    model = scene.model(session)
+    scene.submit(model, 1)
+    (save,) = scene.journal.ready(model)
+    opened = NewSampler(f"{session}:sample:0", session, "local", "tiny", snapshot_id="snap-1")
+    scene.journal.finish([save.done(b"{}", "json", SamplerOpened(opened))])
+    view = scene.journal.sampler(opened.id, "local")
+    assert (view.state, view.snapshot_id, view.model_path) == (SamplerState.LIVE, "snap-1", None)
+    first, second = scene.sample(opened.id, 0), scene.sample(opened.id, 1)
+    (one, _) = scene.journal.pending_samples(10)
+    scene.journal.finish([one.done(b"s", "proto", SamplerLoaded(opened.id, "snap-2"))])
+    assert scene.journal.sampler(opened.id, "local").snapshot_id == "snap-2"
+    assert scene.journal.unused_snapshots(["snap-1", "snap-2"]) == {"snap-1"}
+    (two,) = scene.journal.pending_samples(10)
+    ended = SamplerEnded(opened.id, SamplerState.LOST, "worker group 3 ended")
+    third = scene.sample(opened.id, 2)
+    scene.journal.finish([two.done(b"t", "proto", ended)])
+    assert scene.journal.result(first, "local").result == b"s"
+    assert scene.journal.result(second, "local").result == b"t"
+    assert "worker group 3 ended" in scene.journal.result(third, "local").error
+    assert scene.journal.result(third, "local").category == "server"
+    assert scene.journal.unused_snapshots(["snap-2"]) == {"snap-2"}
+    assert "was lost" in scene.journal.result(scene.sample(opened.id, 3), "local").error
+
+
+def test_a_checkpoint_saved_again_replaces_its_row(scene, clock):
+    model = scene.model()
+    for seq in (1, 2):
+        scene.submit(model, seq)
+    one, two = scene.journal.ready(model)
+    scene.journal.finish([one.done(b"{}", "json", saved(model))])
+    scene.journal.delete_checkpoint(saved(model).path, "local")
+    clock.advance(5)
+    expires = clock.now() + timedelta(hours=1)
+    scene.journal.finish([two.done(b"{}", "json", saved(model, step=9, expires_at=expires))])
+    view = scene.journal.checkpoint(saved(model).path, "local")
+    assert (view.step, view.size_bytes, view.created_at, view.expires_at) == (9, 2**40, clock.now(), expires)
+
+
+def test_losing_a_group_loses_what_was_only_in_its_memory(scene):
+    session = scene.session()
+    live, creating = scene.model(session, 0), scene.model(session, 1, live=False)
+    elsewhere = scene.model(session, 2, base_model="other")
+    waiting = scene.submit(live, 1)
+    memory = scene.sampler(session, 0, snapshot_id="snap-1")
+    loaded = scene.sampler(session, 1, model_path="tinker://a/sampler_weights/b", snapshot_id="snap-2")
+    base = scene.sampler(session, 2)
+    samples = {name: scene.sample(name, 0) for name in (memory, loaded, base)}
+    assert scene.journal.lose_models("worker group 1 ended: rank 0 died", base_model="tiny") == [live]
+    states = [scene.journal.model(name, "local").state for name in (live, creating, elsewhere)]
+    assert states == [ModelState.LOST, ModelState.CREATING, ModelState.LIVE]
+    answer = scene.journal.result(waiting, "local")
+    assert "rank 0 died" in answer.error
+    assert answer.category == "server"
+    assert scene.journal.sampler(memory, "local").state is SamplerState.LOST
+    reloadable = scene.journal.sampler(loaded, "local")
+    assert (reloadable.state, reloadable.snapshot_id) == (SamplerState.LIVE, None)
+    assert {p.sampler_id for p in scene.journal.pending_samples(10)} == {loaded, base}
+    assert "rank 0 died" in scene.journal.result(samples[memory], "local").error
+    assert scene.journal.pending_models() == [creating]
+
+
+@pytest.mark.parametrize("base_model", [None, "tiny"])
+def test_failing_all_that_waits(scene, base_model):
+    session = scene.session()
+    live, creating = scene.model(session, 0), scene.model(session, 1, live=False)
+    other = scene.model(session, 2, base_model="other")
+    ids = {scene.submit(live, 1), scene.submit(live, 3), scene.sample(scene.sampler(session), 0)}
+    elsewhere = scene.submit(other, 1)
+    failed = scene.journal.fail_all_pending("the engine restarted", base_model=base_model)
+    assert len(failed) == 4 + (base_model is None)
+    assert ids < set(failed)
+    assert (scene.journal.result(elsewhere, "local") is None) == (base_model is not None)
+    assert scene.journal.model(creating, "local").state is ModelState.FAILED
+    assert scene.journal.model(live, "local").state is ModelState.LIVE
+    scene.submit(live, 2)
+    scene.submit(live, 4)
+    assert scene.ready(live) == [2, 4]
+
+
+def test_outcomes_are_a_result_or_an_error_with_its_category():
+    for fields in (
+        {},
+        {"result": b"", "error": "x", "category": "user"},
+        {"error": "x"},
+        {"result": b"", "category": "user"},
+    ):
+        with pytest.raises(ValueError, match="outcome of req-1"):
+            Outcome("req-1", **fields)
+
+
+def test_finish_is_three_statements_and_its_effects(scene, statements):
+    model = scene.model()
+    sampler = scene.sampler(scene.session())
+    for seq in range(1, 31):
+        scene.submit(model, seq)
+        scene.sample(sampler, seq)
+    run = scene.journal.ready(model)
+    with statements() as made:
+        scene.journal.finish([pending.done(b"", "json") for pending in run[:29]])
+    assert len(made) == 3
+    with statements() as made:
+        scene.journal.finish([run[29].done(b"", "json", StepMade(model, 1))])
+    assert len(made) == 4
+    with statements() as made:
+        scene.journal.finish([pending.done(b"", "proto") for pending in scene.journal.pending_samples(30)])
+    assert len(made) == 3  # the reading, and two to finish

@@ -1,0 +1,165 @@
+"""The order of execution: contiguous runs, late earlier chunks, gaps; checked against a simple model by Hypothesis."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backend.journal import Kind
+
+
+def test_late_earlier_chunks_hold_back_later_ones(scene):
+    model = scene.model()
+    for seq in (3, 2, 5):
+        scene.submit(model, seq)
+        assert scene.ready(model) == []
+        assert scene.journal.pending_models() == []
+    scene.submit(model, 1)
+    assert scene.journal.pending_models() == [model]
+    assert scene.ready(model) == [1, 2, 3]
+    scene.execute(model, limit=2)
+    assert scene.ready(model) == [3]
+    scene.execute(model)
+    assert scene.ready(model) == []
+    scene.submit(model, 4)
+    assert scene.ready(model) == [4, 5]
+
+
+def test_pending_carries_what_was_submitted(scene):
+    model = scene.model()
+    scene.submit(model, 1)
+    (pending,) = scene.journal.ready(model)
+    assert (pending.kind, pending.payload, pending.payload_type) == (Kind.FORWARD_BACKWARD, b"payload 1", "proto")
+    assert (pending.owner, pending.model_id, pending.seq_id) == ("local", model, 1)
+
+
+def test_models_are_listed_longest_waiting_first_and_by_base_model(scene, clock):
+    session = scene.session()
+    late, early = scene.model(session, 0), scene.model(session, 1)
+    other = scene.model(session, 2, base_model="other")
+    for model in (early, late, other):
+        scene.submit(model, 1)
+        clock.advance(1)
+    assert scene.journal.pending_models() == [early, late, other]
+    assert scene.journal.pending_models("tiny") == [early, late]
+
+
+def test_a_creation_is_the_first_thing_to_execute(scene):
+    model = scene.model(live=False)
+    assert scene.journal.pending_models() == [model]
+    assert scene.ready(model) == [0]
+
+
+def test_many_requests_that_failed_at_once_do_not_hide_the_next(scene):
+    model = scene.model()
+    for seq in range(1, 31):
+        scene.submit(model, seq, error="bad")
+    scene.submit(model, 31)
+    assert scene.ready(model, limit=5) == [31]
+    assert scene.journal.pending_models() == [model]
+
+
+def test_an_unload_waits_for_pages_that_are_still_to_come(scene):
+    model = scene.model()
+    for seq in range(1, 6):
+        scene.submit(model, seq)
+    scene.journal.request_unload(model, "bye")
+    seen = []
+    while True:
+        run = scene.journal.ready(model, limit=2)
+        seen += [pending.seq_id for pending in run]
+        scene.journal.finish([pending.done(b"", "json") for pending in run])
+        if run[-1].kind is Kind.UNLOAD:
+            break
+    assert seen == [1, 2, 3, 4, 5, None]
+
+
+def test_a_gap_is_seen_after_its_time_and_skipped(scene, clock):
+    model = scene.model()
+    scene.submit(model, 2, error="bad")
+    clock.advance(30)
+    scene.submit(model, 4)
+    clock.advance(59)
+    assert scene.journal.gaps(60) == []
+    clock.advance(1)
+    (gap,) = scene.journal.gaps(60)
+    assert (gap.model_id, gap.next_seq, gap.first_waiting, gap.missing) == (model, 1, 4, 2)
+    assert scene.journal.skip_gap(gap)
+    assert scene.ready(model) == [4]
+    assert scene.journal.gaps(60) == []
+    assert not scene.journal.skip_gap(gap)
+
+
+def test_a_gap_that_was_filled_meanwhile_is_not_skipped(scene, clock):
+    model = scene.model()
+    scene.submit(model, 3)
+    clock.advance(61)
+    (gap,) = scene.journal.gaps(60)
+    scene.submit(model, 2)
+    assert not scene.journal.skip_gap(gap)
+    (narrower,) = scene.journal.gaps(60)
+    assert narrower.missing == 1
+    scene.submit(model, 1, error="bad")
+    assert not scene.journal.skip_gap(narrower)
+    assert scene.ready(model) == [2, 3]
+
+
+def test_a_long_queue_is_no_gap(scene, clock):
+    model = scene.model()
+    scene.submit(model, 1)
+    scene.submit(model, 2)
+    clock.advance(1000)
+    assert scene.journal.gaps(60) == []
+
+
+def test_samples_come_oldest_first_across_samplers_with_their_sampler(scene, clock):
+    session = scene.session()
+    base = scene.sampler(session, 0)
+    tuned = scene.sampler(session, 1, snapshot_id="snap-1")
+    ids = []
+    for seq, sampler in enumerate([base, tuned, base]):
+        ids.append(scene.sample(sampler, seq))
+        clock.advance(1)
+    waiting = scene.journal.pending_samples(10)
+    assert [pending.id for pending in waiting] == ids
+    assert [pending.sampler.snapshot_id for pending in waiting] == [None, "snap-1", None]
+    assert [pending.id for pending in scene.journal.pending_samples(10, exclude=ids[:2])] == ids[2:]
+    assert [pending.id for pending in scene.journal.pending_samples(1)] == ids[:1]
+    assert scene.journal.pending_samples(10, base_model="other") == []
+    assert scene.journal.pending_models() == []
+
+
+def test_statement_counts_do_not_grow(scene, statements):
+    model = scene.model()
+    for seq in range(1, 41):
+        scene.submit(model, seq)
+    with statements() as made:
+        assert len(scene.journal.ready(model)) == 40
+        assert scene.journal.pending_models() == [model]
+        assert scene.journal.gaps(1) == []
+        assert scene.journal.pending_samples(10) == []
+    assert len(made) == 4
+
+
+SEQ_IDS = st.permutations(range(1, 9))
+NUMBER = itertools.count()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(order=SEQ_IDS, bad=st.sets(st.integers(1, 8)), pauses=st.sets(st.integers(0, 7)))
+def test_whatever_the_order_of_arrival_execution_is_in_order_and_once(scene, order, bad, pauses):
+    model = scene.model(n=next(NUMBER))
+    executed, arrived = [], set()
+    for index, seq in enumerate(order):
+        scene.submit(model, seq, error="bad" if seq in bad else None)
+        arrived.add(seq)
+        head = next(n for n in itertools.count(1) if n not in arrived)
+        expected = [n for n in range(1, head) if n not in bad and n not in executed]
+        assert scene.ready(model) == expected
+        assert (model in scene.journal.pending_models()) == bool(expected)
+        if index in pauses:
+            executed += [pending.seq_id for pending in scene.execute(model)]
+    executed += [pending.seq_id for pending in scene.execute(model)]
+    assert executed == [seq for seq in range(1, 9) if seq not in bad]

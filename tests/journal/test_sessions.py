@@ -1,0 +1,87 @@
+"""Sessions: heartbeat, finish, expiry, and what ends with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend.errors import NotFoundError
+from backend.journal import ModelEnded, ModelState, NewSession, SamplerState, SessionState
+
+
+def test_a_session_keeps_what_its_client_said(scene, clock):
+    new = NewSession("local", "0.38.0", ("a", "b"), {"n": 1, "deep": {"x": [1]}}, "proj-1", "my run")
+    session = scene.journal.create_session(new)
+    view = scene.journal.session(session, "local")
+    assert session.startswith("sess-")
+    assert (view.owner, view.tags, view.user_metadata) == ("local", ("a", "b"), {"n": 1, "deep": {"x": [1]}})
+    assert (view.project_id, view.display_name, view.state) == ("proj-1", "my run", SessionState.ACTIVE)
+    assert view.created_at == view.last_seen_at == clock.now()
+    with pytest.raises(NotFoundError):
+        scene.journal.session(session, "stranger")
+
+
+def test_heartbeats_keep_a_session_and_do_not_revive_it(scene, clock):
+    session = scene.session()
+    for _ in range(3):
+        clock.advance(200)
+        assert scene.journal.heartbeat(session, "local") is SessionState.ACTIVE
+        assert scene.journal.expire_sessions(300) == []
+    clock.advance(301)
+    assert scene.journal.expire_sessions(300) == [session]
+    assert scene.journal.expire_sessions(300) == []
+    seen = scene.journal.session(session, "local").last_seen_at
+    assert scene.journal.heartbeat(session, "local") is SessionState.EXPIRED
+    assert scene.journal.session(session, "local").last_seen_at == seen
+    for owner, name in (("stranger", session), ("local", "sess-none")):
+        with pytest.raises(NotFoundError):
+            scene.journal.heartbeat(name, owner)
+
+
+def test_training_requests_keep_a_session_whose_heartbeats_are_late(scene, clock):
+    session = scene.session()
+    model = scene.model(session)
+    clock.advance(200)
+    scene.submit(model, 1)
+    clock.advance(200)
+    assert scene.journal.expire_sessions(300) == []
+    clock.advance(101)
+    assert scene.journal.expire_sessions(300) == [session]
+
+
+def test_samplers_close_with_their_session_and_models_wait_for_their_unload(scene, clock):
+    session, other = scene.session(), scene.session()
+    model, sampler, foreign = scene.model(session), scene.sampler(session), scene.sampler(other)
+    training, sample, elsewhere = scene.submit(model, 1), scene.sample(sampler, 0), scene.sample(foreign, 0)
+    assert scene.journal.abandoned_models() == []
+    scene.journal.finish_session(session, "local", "done")
+    clock.advance(1)
+    scene.journal.finish_session(session, "local", "again")
+    view = scene.journal.session(session, "local")
+    assert (view.state, view.detail) == (SessionState.FINISHED, "done")
+    assert scene.journal.samplers_of(session)[0].state is SamplerState.CLOSED
+    assert "done" in scene.journal.result(sample, "local").error
+    assert scene.journal.result(elsewhere, "local") is None
+    assert scene.journal.result(training, "local") is None
+    assert scene.journal.live_models(session) == scene.journal.abandoned_models() == [model]
+    scene.journal.request_unload(model, "its session is finished")
+    assert scene.journal.abandoned_models() == []
+    *_, unload = scene.journal.ready(model)
+    scene.journal.finish(
+        [unload.done(b"{}", "json", ModelEnded(model, ModelState.UNLOADED, "its session is finished"))]
+    )
+    assert scene.journal.live_models(session) == []
+    assert "its session is finished" in scene.journal.result(training, "local").error
+
+
+def test_only_its_owner_finishes_a_session(scene):
+    session = scene.session()
+    with pytest.raises(NotFoundError):
+        scene.journal.finish_session(session, "stranger", None)
+    assert scene.journal.session(session, "local").state is SessionState.ACTIVE
+
+
+def test_a_heartbeat_is_one_statement(scene, statements):
+    session = scene.session()
+    with statements() as made:
+        scene.journal.heartbeat(session, "local")
+    assert len(made) == 1

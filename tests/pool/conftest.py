@@ -1,0 +1,126 @@
+"""Real pools of real processes, with the executors of pool_executors.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.commands import GroupConfig
+from backend.pool import Pool
+
+HERE = Path(__file__).parent
+StartPool = Callable[..., Coroutine[Any, Any, Pool]]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+@pytest.fixture
+def alive() -> Callable[[int], bool]:
+    return is_alive
+
+
+@pytest.fixture
+def config() -> GroupConfig:
+    return make_config()
+
+
+def make_config(model_path: str = "none", fsdp: int = 1) -> GroupConfig:
+    return GroupConfig(
+        model_path=model_path,
+        dtype="float32",
+        fsdp=fsdp,
+        tensor=1,
+        max_context=64,
+        microbatch_tokens=64,
+        sample_slots=4,
+        decode_chunk=4,
+        compile_cache_dir="",
+    )
+
+
+@pytest.fixture
+def group_config() -> Callable[..., GroupConfig]:
+    return make_config
+
+
+@pytest.fixture
+async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[StartPool]:
+    """Start pools that are stopped, and whose processes are looked for, when the test ends."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    pools: list[Pool] = []
+    pids: set[int] = set()
+
+    async def start(
+        executor: str = "Echo",
+        *,
+        processes: int = 1,
+        config: GroupConfig | None = None,
+        command_deadline: float = 60.0,
+        start_deadline: float = 60.0,
+        heartbeat_timeout: float = 30.0,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> Pool:
+        pool = await Pool.start(
+            config or make_config(fsdp=processes),
+            processes=processes,
+            command_deadline=command_deadline,
+            start_deadline=start_deadline,
+            heartbeat_timeout=heartbeat_timeout,
+            on_progress=on_progress,
+            executor=f"pool_executors:{executor}",
+            log_dir=tmp_path / "logs",
+        )
+        pools.append(pool)
+        pids.update(pool.pids)
+        return pool
+
+    yield start
+    for pool in pools:
+        pids.update(pool.pids)
+        await pool.stop()
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert not children()
+
+
+def children() -> list[int]:
+    """Worker processes of this test process that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == os.getpid() and b"backend.pool.worker" in command:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def workers() -> Callable[[], list[int]]:
+    return children
+
+
+async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until `condition` holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  (conditions of other processes have no event)
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., Awaitable[None]]:
+    return eventually

@@ -1,0 +1,191 @@
+"""Executors for the pool's tests: real worker processes run these in place of backend.compute.
+
+They are told what to do through ordinary commands; the adapter_id of DropAdapter carries the order.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from backend.commands import (
+    AdapterState,
+    Command,
+    CreateAdapter,
+    Done,
+    DropAdapter,
+    ExportAdapter,
+    Forward,
+    ForwardResult,
+    GroupConfig,
+    ImportAdapter,
+    LoraSpec,
+    OptimResult,
+    OptimStep,
+    Reply,
+)
+from backend.errors import ConflictError, NotFoundError, StateLostError, UserError
+from backend.pool import codec
+from backend.pool.messages import Ack
+from backend.pool.transport import header
+
+
+class Echo:
+    """Answers with what it was sent, and misbehaves on request."""
+
+    uses_jax = False
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        self.devices = tuple(f"fake:{i}" for i in range(config.fsdp * config.tensor))
+        self.parameters = 7
+        self.rank = rank
+        self.progress = progress
+        self.steps = 0
+        self.state = AdapterState(LoraSpec(1), 0, {})
+        for part in range(3):
+            progress(f"loading weights {part + 1}/3")
+
+    def execute(self, command: Command) -> Reply:
+        match command:
+            case OptimStep():
+                self.steps += 1
+                return OptimResult(command.params.learning_rate, self.steps)
+            case Forward():
+                return ForwardResult(tuple(e.weights_TK for e in command.examples), float(len(command.examples)))
+            case ImportAdapter():
+                self.state = command.state
+            case ExportAdapter():
+                return self.state
+            case CreateAdapter():
+                time.sleep(command.seed / 1000)
+            case DropAdapter():
+                return self.obey(*command.adapter_id.split(":"))
+            case _:
+                pass
+        return Done()
+
+    def obey(self, order: str, *words: str) -> Reply:
+        only = int(words[0]) if words else self.rank
+        if order == "progress":
+            self.progress("compiling a step")
+        elif self.rank == only:
+            self.misbehave(order)
+        return Done()
+
+    def misbehave(self, order: str) -> None:
+        match order:
+            case "user":
+                raise UserError("rank 0 is too small for adapter 'a': it must be 1 or more")
+            case "missing":
+                raise NotFoundError("no adapter 'a'")
+            case "conflict":
+                raise ConflictError("id 'a' was used before")
+            case "lost":
+                raise StateLostError("adapter 'a' went with generation 1")
+            case "crash":
+                raise ZeroDivisionError(f"on rank {self.rank}")
+            case "reply":
+                self.execute = lambda command: object()  # type: ignore[method-assign,assignment,return-value]
+            case "exit":
+                sys.exit(3)
+            case "die":
+                os._exit(9)
+            case "hang":
+                threading.Event().wait()
+            case "thread":
+                threading.Thread(target=self.fail_in_thread).start()
+                threading.Event().wait()
+            case "garbage":
+                self.send_garbage()
+            case "unasked":
+                self.send_frame(generation=1)
+            case "generation":
+                self.send_frame(generation=77)
+
+    def fail_in_thread(self) -> None:
+        raise ZeroDivisionError("in a thread")
+
+    def send_garbage(self) -> None:
+        os.write(self.connection(), b"\x00" * 64)
+
+    def send_frame(self, generation: int) -> None:
+        body = codec.encode(Done() if self.rank == 0 else Ack(None))
+        os.write(self.connection(), header(generation, 999, body) + b"".join(body))
+
+    def connection(self) -> int:
+        """The file descriptor of this process's only TCP connection."""
+        for entry in Path("/proc/self/fd").iterdir():
+            try:
+                kept = socket.socket(fileno=os.dup(int(entry.name)))
+                peer = kept.getpeername()
+            except OSError:
+                continue
+            if peer:
+                return kept.detach()
+        raise AssertionError("no connection")
+
+
+class Refusing(Echo):
+    """Cannot be built: the configuration is wrong."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        raise UserError(f"model_path {config.model_path!r}: there is no config.json in it")
+
+
+class Broken(Echo):
+    """Cannot be built: a bug."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        raise ZeroDivisionError("while loading")
+
+
+class Sleepy(Echo):
+    """Never becomes ready."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        time.sleep(600)
+
+
+class Flaky(Echo):
+    """Dies at start until the file named by model_path has three lines."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        path = Path(config.model_path)
+        starts = path.read_text().count("\n") if path.exists() else 0
+        with path.open("a") as file:
+            file.write("start\n")
+        if starts in (1, 2):
+            os._exit(5)
+        super().__init__(config, progress, processes, rank)
+
+
+class Collective:
+    """Really uses JAX: Forward sums weights over all devices of the group."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        spec: Callable[..., PartitionSpec] = PartitionSpec
+        progress("making the mesh")
+        mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+        self.devices = tuple(str(d) for d in jax.devices())
+        self.parameters = jax.process_count()
+        self.sharded = NamedSharding(mesh, spec("fsdp"))
+        self.total = jax.jit(lambda x_D: x_D.sum(), out_shardings=NamedSharding(mesh, spec()))
+
+    def execute(self, command: Command) -> Reply:
+        import jax
+
+        if not isinstance(command, Forward):
+            return Done()
+        values_D = command.examples[0].weights_TK[:, 0]
+        x_D = jax.make_array_from_callback(values_D.shape, self.sharded, lambda index: values_D[index])
+        return ForwardResult((), float(self.total(x_D)))

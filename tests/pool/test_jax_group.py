@@ -1,0 +1,83 @@
+"""Groups that really use JAX: devices, a collective between two processes, and its cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.commands import Example, Forward, ForwardResult, GroupConfig
+from backend.errors import GroupFailedError
+from backend.pool import Pool
+
+StartPool = Callable[..., Coroutine[Any, Any, Pool]]
+
+
+def total(values: int) -> Forward:
+    """Sum 0 … values-1 over all devices."""
+    tokens = np.zeros(values, np.int32)
+    return Forward("a", (Example(tokens, tokens, np.arange(values, dtype=np.float32)[:, None]),), "cross_entropy")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_two_devices_sum_together(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig], processes: int
+) -> None:
+    lines: list[str] = []
+    pool = await start_pool("Collective", processes=processes, config=group_config(fsdp=2), on_progress=lines.append)
+    assert len(pool.info.devices) == 2
+    assert pool.info.parameters == processes  # jax.process_count(), as the executor saw it
+    replies = [await pool.submit(total(8)) for _ in range(5)]
+    assert replies == [ForwardResult((), 28.0)] * 5
+    assert "importing pool_executors" in lines
+    assert ("joining 2 processes" in lines) == (processes == 2)
+
+
+async def test_a_rank_killed_during_collectives_ends_the_group_at_once(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig]
+) -> None:
+    pool = await start_pool("Collective", processes=2, config=group_config(fsdp=2))
+    await pool.submit(total(8))
+    tasks = [asyncio.create_task(pool.submit(total(1 << 18))) for _ in range(200)]
+    await asyncio.sleep(0.05)
+    began = time.perf_counter()
+    os.kill(pool.pids[1], signal.SIGKILL)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert time.perf_counter() - began < 5.0
+    failed = [r for r in results if isinstance(r, BaseException)]
+    assert failed
+    assert {type(r) for r in failed} == {GroupFailedError}
+    assert {str(r) for r in failed} == {"worker group 1 ended: rank 1 was killed by SIGKILL"}
+    assert await pool.submit(total(8)) == ForwardResult((), 28.0)
+    assert pool.generation == 2
+
+
+async def test_a_damaged_compilation_cache_is_mended(
+    start_pool: StartPool, config: GroupConfig, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    cached = replace(config, compile_cache_dir=str(cache))
+    log = tmp_path / "logs" / "worker-0.log"
+
+    async def run_once() -> dict[str, int]:
+        async with await start_pool("Collective", config=cached) as pool:
+            assert await pool.submit(total(8)) == ForwardResult((), 28.0)
+        return {p.name: p.stat().st_size for p in cache.iterdir() if p.name.endswith("-cache")}
+
+    entries = await run_once()
+    assert entries
+    for name in entries:
+        os.truncate(cache / name, 100)  # as a kill while writing leaves it
+    assert set((await run_once()).values()) & {100} == set()
+    assert "deleting the unreadable cache entry" in log.read_text()
+    before = log.read_text().count("deleting")
+    await run_once()
+    assert log.read_text().count("deleting") == before

@@ -1,0 +1,44 @@
+"""How errors travel between processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend import errors
+from backend.pool.messages import Failed, same_outcome, to_error, to_failed
+
+
+def subclasses(kind: type[errors.TinkerflowError]) -> list[type[errors.TinkerflowError]]:
+    return [kind, *(x for child in kind.__subclasses__() for x in subclasses(child))]
+
+
+@pytest.mark.parametrize(
+    "kind", [*subclasses(errors.UserError), errors.StateLostError, errors.StoreError, errors.ServerError]
+)
+def test_errors_of_the_tree_keep_class_and_message(kind: type[errors.TinkerflowError]) -> None:
+    back = to_error(to_failed(kind("data[0]: 3 is too much")))
+    assert type(back) is kind
+    assert back.message == "data[0]: 3 is too much"
+
+
+def test_other_exceptions_become_server_errors() -> None:
+    assert to_failed(KeyError("a")) == Failed("ServerError", "KeyError: 'a'")
+    assert type(to_error(Failed("Exit", "x"))) is errors.ServerError
+    # an executor cannot pretend that the group failed
+    assert to_failed(errors.GroupFailedError("x")).error == "ServerError"
+
+
+def test_a_message_has_a_longest_length() -> None:
+    assert len(to_failed(ValueError("x" * 10**6)).message) == 10_000
+
+
+def test_ranks_agree_or_differ() -> None:
+    user, other = Failed("UserError", "a"), Failed("UserError", "b")
+    assert same_outcome(None, None)
+    assert same_outcome(user, user)
+    assert same_outcome(Failed("ServerError", "port 1"), Failed("ServerError", "port 2"))
+    assert not same_outcome(user, other)
+    assert not same_outcome(user, None)
+    assert not same_outcome(None, user)
+    assert not same_outcome(user, Failed("ServerError", "a"))
+    assert not same_outcome(user, Failed("NotFoundError", "a"))

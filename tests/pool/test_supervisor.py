@@ -1,0 +1,453 @@
+"""Pools of real processes: order, errors, every way in which a group can fail, and that service goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend import errors
+from backend.commands import (
+    AdamParams,
+    AdapterState,
+    CreateAdapter,
+    Done,
+    DropAdapter,
+    Example,
+    ExportAdapter,
+    Forward,
+    ForwardResult,
+    GroupConfig,
+    ImportAdapter,
+    LoraSpec,
+    OptimResult,
+    OptimStep,
+    Ping,
+)
+from backend.pool import GroupLost, Pool
+from backend.pool.spawn import spawn_worker
+from backend.pool.supervisor import backoff
+
+StartPool = Callable[..., Coroutine[Any, Any, Pool]]
+WaitUntil = Callable[..., Awaitable[None]]
+both = pytest.mark.parametrize("processes", [1, 2])
+
+
+def step(number: float = 0.0) -> OptimStep:
+    return OptimStep("a", AdamParams(learning_rate=number))
+
+
+def order(text: str) -> DropAdapter:
+    """A command that makes the executor misbehave: see pool_executors.Echo."""
+    return DropAdapter(text)
+
+
+def sleep(seconds: float) -> CreateAdapter:
+    return CreateAdapter("a", LoraSpec(1), int(seconds * 1000))
+
+
+async def serves_again(pool: Pool, generation: int = 2) -> None:
+    assert await pool.submit(step()) == OptimResult(0.0, 1)  # a fresh executor: its count starts again
+    assert pool.generation == generation
+
+
+# ------------------------------------------------------------------ the ordinary course
+@both
+async def test_commands_execute_in_the_order_of_submission(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool(processes=processes)
+    tasks = [asyncio.create_task(pool.submit(step(i))) for i in range(200)]
+    replies = await asyncio.gather(*tasks)
+    assert replies == [OptimResult(float(i), i + 1) for i in range(200)]
+
+
+async def test_info_names_devices_parameters_and_generation(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig]
+) -> None:
+    pool = await start_pool(config=group_config(fsdp=2))
+    assert pool.info.devices == ("fake:0", "fake:1")
+    assert pool.info.parameters == 7
+    assert pool.generation == pool.info.generation == 1
+    assert pool.ready
+    assert len(pool.pids) == 1
+
+
+async def test_arrays_and_megabytes_pass_unchanged(start_pool: StartPool) -> None:
+    pool = await start_pool(processes=2)
+    tokens = np.arange(5, dtype=np.int32)
+    weights = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    reply = await pool.submit(Forward("a", (Example(tokens, tokens, weights),) * 2, "cross_entropy"))
+    assert isinstance(reply, ForwardResult)
+    assert [a.tobytes() for a in reply.logprobs] == [weights.tobytes()] * 2
+    big = {"w": np.random.default_rng(1).normal(size=(3000, 1000)).astype(np.float32)}
+    await pool.submit(ImportAdapter("a", AdapterState(LoraSpec(8), 3, big)))
+    state = await pool.submit(ExportAdapter("a", True))
+    assert isinstance(state, AdapterState)
+    assert state.weights["w"].tobytes() == big["w"].tobytes()
+
+
+async def test_progress_reaches_people(start_pool: StartPool, wait_until: WaitUntil) -> None:
+    lines: list[str] = []
+    pool = await start_pool(processes=2, on_progress=lines.append)
+    assert lines[0] == "starting worker group 1: 2 process(es)"
+    assert [x for x in lines if "weights" in x] == [f"loading weights {i}/3" for i in (1, 2, 3)]
+    await pool.submit(order("progress"))
+    await wait_until(lambda: "compiling a step" in lines)
+
+
+async def test_a_broken_progress_printer_hurts_nobody(start_pool: StartPool) -> None:
+    def broken(text: str) -> None:
+        raise BrokenPipeError(text)
+
+    pool = await start_pool(on_progress=broken)
+    assert await pool.submit(Ping()) == Done()
+
+
+async def test_cancelling_the_caller_leaves_the_command_running(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    slow = asyncio.create_task(pool.submit(sleep(0.2)))
+    counted = asyncio.create_task(pool.submit(step(1)))
+    await asyncio.sleep(0.05)
+    slow.cancel()
+    counted.cancel()
+    assert await pool.submit(step(2)) == OptimResult(2.0, 2)
+
+
+async def test_ping_is_fast(start_pool: StartPool, record_property: Callable[[str, object], None]) -> None:
+    pool = await start_pool()
+    times = []
+    for _ in range(500):
+        began = time.perf_counter()
+        await pool.submit(Ping())
+        times.append(time.perf_counter() - began)
+    median = statistics.median(times) * 1000
+    record_property("ping_p50_ms", round(median, 3))
+    assert median < 5.0  # 0.2 ms when idle; the machine may be busy
+
+
+# ------------------------------------------------------------------ errors that are answers
+@both
+@pytest.mark.parametrize(
+    ("word", "kind", "text"),
+    [
+        ("user", errors.UserError, "rank 0 is too small for adapter 'a': it must be 1 or more"),
+        ("missing", errors.NotFoundError, "no adapter 'a'"),
+        ("conflict", errors.ConflictError, "id 'a' was used before"),
+        ("lost", errors.StateLostError, "adapter 'a' went with generation 1"),
+    ],
+)
+async def test_errors_of_our_tree_arrive_as_they_were(
+    start_pool: StartPool, processes: int, word: str, kind: type[errors.TinkerflowError], text: str
+) -> None:
+    pool = await start_pool(processes=processes)
+    with pytest.raises(errors.TinkerflowError) as caught:
+        await pool.submit(order(word))
+    assert type(caught.value) is kind
+    assert caught.value.message == text
+    assert await pool.submit(step()) == OptimResult(0.0, 1)
+    assert pool.generation == 1
+
+
+@both
+async def test_a_bug_on_all_ranks_is_a_server_error_and_the_group_lives(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool(processes=processes)  # the text names the rank, so it differs; that is no divergence
+    with pytest.raises(errors.ServerError, match="ZeroDivisionError: on rank 0"):
+        await pool.submit(order("crash"))
+    assert await pool.submit(step()) == OptimResult(0.0, 1)
+    assert pool.generation == 1
+
+
+async def test_a_reply_that_cannot_be_encoded_is_a_server_error(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    await pool.submit(order("reply"))
+    with pytest.raises(errors.ServerError, match="TypeError: cannot encode a object"):
+        await pool.submit(Ping())
+    assert pool.generation == 1
+
+
+async def test_a_command_that_cannot_be_encoded_is_not_sent(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    with pytest.raises(TypeError, match="cannot encode a object"):
+        await pool.submit(order(object()))  # type: ignore[arg-type]
+    assert await pool.submit(step()) == OptimResult(0.0, 1)
+
+
+# ------------------------------------------------------------------ a group that fails
+@both
+async def test_a_killed_rank_ends_the_group_and_a_new_one_serves(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool(processes=processes)
+    old = pool.pids
+    busy = [asyncio.create_task(pool.submit(sleep(30)))] + [asyncio.create_task(pool.submit(Ping())) for _ in range(5)]
+    await asyncio.sleep(0.1)
+    began = time.perf_counter()
+    os.kill(old[-1], signal.SIGKILL)
+    for task in busy:
+        with pytest.raises(
+            errors.GroupFailedError, match=rf"worker group 1 ended: rank {processes - 1} was killed by SIGKILL"
+        ):
+            await task
+    assert time.perf_counter() - began < 2.0
+    assert not pool.ready
+    await serves_again(pool)
+    assert not {*old} & {*pool.pids}
+
+
+@pytest.mark.parametrize("word", ["exit:1", "die:1", "thread:1", "exit:0"])
+async def test_a_rank_that_ends_itself_is_named(start_pool: StartPool, word: str) -> None:
+    pool = await start_pool(processes=2)
+    said = {
+        "exit:1": "rank 1 ended itself: SystemExit: 3",
+        "die:1": "rank 1 ended with exit status 9",
+        "thread:1": "rank 1 ended itself: ZeroDivisionError: in a thread",
+        "exit:0": "rank 0 ended itself: SystemExit: 3",
+    }
+    with pytest.raises(errors.GroupFailedError, match=said[word]):
+        await pool.submit(order(word))
+    await serves_again(pool)
+
+
+@pytest.mark.parametrize("word", ["user:1", "user:0", "crash:1"])
+async def test_ranks_that_differ_end_the_group(start_pool: StartPool, word: str) -> None:
+    pool = await start_pool(processes=2)
+    with pytest.raises(errors.GroupFailedError, match="rank 1 and rank 0 differ on whether DropAdapter succeeded"):
+        await pool.submit(order(word))
+    await serves_again(pool)
+
+
+@both
+async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, processes: int, tmp_path: Path) -> None:
+    pool = await start_pool(processes=processes)
+    hanging = asyncio.create_task(pool.submit(order(f"hang:{processes - 1}"), deadline=0.5))
+    behind = asyncio.create_task(pool.submit(Ping()))
+    with pytest.raises(
+        errors.DeadlineError, match=rf"DropAdapter did not answer in 0.5 s: no word from rank \[{processes - 1}\]"
+    ):
+        await hanging
+    with pytest.raises(errors.GroupFailedError, match="missed the deadline of a command") as caught:
+        await behind
+    assert not isinstance(caught.value, errors.DeadlineError)
+    assert "in misbehave" in (tmp_path / "logs" / f"worker-{processes - 1}.log").read_text()  # where it hung
+    await serves_again(pool)
+
+
+async def test_a_deadline_counts_from_when_the_commands_before_were_answered(start_pool: StartPool) -> None:
+    pool = await start_pool(command_deadline=1.0)
+    tasks = [asyncio.create_task(pool.submit(sleep(0.4))) for _ in range(5)]
+    assert await asyncio.gather(*tasks) == [Done()] * 5
+    assert pool.generation == 1
+
+
+async def test_a_stopped_rank_is_noticed_while_nothing_is_asked_of_it(
+    start_pool: StartPool, wait_until: WaitUntil
+) -> None:
+    pool = await start_pool(processes=2, heartbeat_timeout=1.2)
+    await asyncio.sleep(1.5)  # nobody is suspected without reason
+    await pool.submit(sleep(1.5))  # nor for being busy
+    assert pool.generation == 1
+    first = aiter(pool.losses())
+    os.kill(pool.pids[1], signal.SIGSTOP)
+    async with asyncio.timeout(10):
+        lost = await anext(first)
+    assert lost == GroupLost(1, "worker group 1 ended: rank 1 was silent for 1.2 s (stopped?)")
+    await first.aclose()  # type: ignore[attr-defined]
+    await serves_again(pool)
+
+
+async def test_a_stopped_rank_misses_a_deadline(start_pool: StartPool) -> None:
+    pool = await start_pool(processes=2)
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    with pytest.raises(errors.DeadlineError, match=r"no word from rank \[0\]"):
+        await pool.submit(Ping(), deadline=0.5)
+    await serves_again(pool)
+
+
+@pytest.mark.parametrize("word", ["garbage:0", "garbage:1", "unasked:1", "generation:1"])
+async def test_garbage_ends_the_group(start_pool: StartPool, word: str) -> None:
+    pool = await start_pool(processes=2)
+    said = {
+        "garbage": "garbage instead of a frame",
+        "unasked": "Ack for command 999, which is not due",
+        "generation": "of generation 77",
+    }
+    name, _, rank = word.partition(":")
+    with pytest.raises(errors.GroupFailedError, match=f"rank {rank} sent garbage: .*{said[name]}"):
+        await pool.submit(order(word))
+    await serves_again(pool)
+
+
+# ------------------------------------------------------------------ losses
+async def test_the_next_generation_waits_for_whoever_reads_losses(start_pool: StartPool, wait_until: WaitUntil) -> None:
+    pool = await start_pool()
+    seen: list[GroupLost] = []
+    go_on = asyncio.Event()
+
+    async def read() -> None:
+        async for lost in pool.losses():
+            seen.append(lost)
+            await go_on.wait()
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: seen)
+    assert seen == [GroupLost(1, "worker group 1 ended: rank 0 was killed by SIGKILL")]
+    early = asyncio.create_task(pool.submit(step(1)))
+    await asyncio.sleep(1.0)
+    assert not early.done()
+    assert pool.pids == ()
+    go_on.set()
+    assert await early == OptimResult(1.0, 1)
+    assert pool.ready
+    await pool.stop()
+    async with asyncio.timeout(5):
+        await reader  # the loop ends with the pool
+
+
+async def test_waiting_commands_keep_their_order(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    os.kill(pool.pids[0], signal.SIGKILL)
+    with pytest.raises(errors.GroupFailedError):
+        await pool.submit(Ping())
+    tasks = [asyncio.create_task(pool.submit(step(i))) for i in range(50)]
+    bad = asyncio.create_task(pool.submit(order(object())))  # type: ignore[arg-type]
+    tasks[7].cancel()
+    await asyncio.sleep(0)
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    kept = [i for i in range(50) if i != 7]
+    assert [r for i, r in enumerate(replies) if i != 7] == [OptimResult(float(i), n + 1) for n, i in enumerate(kept)]
+    with pytest.raises(TypeError):
+        await bad
+
+
+# ------------------------------------------------------------------ starts that fail
+async def test_a_refused_configuration_is_the_users_error(
+    start_pool: StartPool, workers: Callable[[], list[int]]
+) -> None:
+    with pytest.raises(errors.UserError, match=r"model_path 'none': there is no config.json in it"):
+        await start_pool("Refusing", processes=2)
+    assert not workers()
+
+
+async def test_a_broken_executor_is_tried_three_times(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+    lines: list[str] = []
+    with pytest.raises(
+        errors.GroupFailedError, match="worker group 3 ended: rank 0 ended itself: ZeroDivisionError: while loading"
+    ):
+        await start_pool("Broken", on_progress=lines.append)
+    assert [x for x in lines if x.startswith("starting")] == [
+        f"starting worker group {i}: 1 process(es)" for i in (1, 2, 3)
+    ]
+    assert not workers()
+
+
+async def test_an_unknown_executor_is_named(start_pool: StartPool) -> None:
+    with pytest.raises(errors.GroupFailedError, match="has no attribute 'Nobody'"):
+        await start_pool("Nobody")
+
+
+async def test_a_start_has_a_deadline(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+    with pytest.raises(errors.DeadlineError, match=r"worker group 3 was not ready in 1 s: no word from rank \[0, 1\]"):
+        await start_pool("Sleepy", processes=2, start_deadline=1.0)
+    assert not workers()
+
+
+async def test_a_cancelled_start_leaves_no_process(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+    starting = asyncio.create_task(start_pool("Sleepy", processes=2))
+    await asyncio.sleep(0.3)
+    assert len(workers()) == 2
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not workers()
+
+
+async def test_starts_are_repeated_until_one_succeeds(
+    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig]
+) -> None:
+    pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")))
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    await serves_again(pool, generation=4)
+
+
+async def test_commands_do_not_wait_for_ever(
+    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig]
+) -> None:
+    pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")), start_deadline=2.0)
+    (tmp_path / "starts").unlink()
+    (tmp_path / "starts").mkdir()  # from now on no start succeeds
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    with pytest.raises(errors.GroupFailedError, match=r"no worker group was ready within 2 s: .*IsADirectoryError"):
+        await pool.submit(Ping())
+
+
+async def test_a_machine_without_room_for_a_process_is_tried_again(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, workers: Callable[[], list[int]]
+) -> None:
+    pool = await start_pool(processes=2)
+    spawned = 0
+
+    async def spawn(**kwargs: Any) -> asyncio.subprocess.Process:
+        nonlocal spawned
+        spawned += 1
+        if spawned in (2, 3):
+            raise OSError(11, "Resource temporarily unavailable")
+        return await spawn_worker(**kwargs)
+
+    monkeypatch.setattr("backend.pool.group.spawn_worker", spawn)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    await serves_again(pool, generation=4)
+    assert len(workers()) == 2
+
+
+@pytest.mark.parametrize("processes", [0, 3])
+async def test_a_mesh_that_cannot_be_divided_is_refused(
+    start_pool: StartPool, processes: int, group_config: Callable[..., GroupConfig]
+) -> None:
+    with pytest.raises(ValueError, match=f"fsdp 2 x tensor 1 cannot be divided among {processes} processes"):
+        await start_pool(processes=processes, config=group_config(fsdp=2))
+
+
+def test_back_off_doubles_up_to_a_limit() -> None:
+    assert [backoff(n) for n in (1, 2, 3, 4)] == [0.1, 0.2, 0.4, 0.8]
+    assert backoff(50) == backoff(5000) == 30.0
+
+
+# ------------------------------------------------------------------ the end
+@both
+async def test_stop_ends_everything(
+    start_pool: StartPool, processes: int, alive: Callable[[int], bool], workers: Callable[[], list[int]]
+) -> None:
+    pool = await start_pool(processes=processes)
+    pids = pool.pids
+    busy = asyncio.create_task(pool.submit(sleep(30)))
+    await asyncio.sleep(0.05)
+    await pool.stop()
+    assert not [pid for pid in pids if alive(pid)]
+    assert not workers()
+    with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
+        await busy
+    with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
+        await pool.submit(Ping())
+    await pool.stop()
+
+
+async def test_stop_while_a_generation_starts(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+    async with await start_pool(processes=2) as pool:
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(errors.GroupFailedError):
+            await pool.submit(Ping())
+        waiting = asyncio.create_task(pool.submit(Ping()))
+        await asyncio.sleep(0.25)
+    assert not workers()
+    with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
+        await waiting

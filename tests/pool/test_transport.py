@@ -1,0 +1,143 @@
+"""Frames and proofs, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+
+from backend.pool import codec
+from backend.pool.transport import DriverLink, WorkerLink, header
+
+SECRET = b"a secret of this generation"
+
+
+@pytest.fixture
+async def listener() -> AsyncIterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+async def meet(
+    listener: socket.socket, *, theirs: bytes = SECRET, generation: int = 3, rank: int = 1
+) -> tuple[DriverLink | BaseException, WorkerLink | BaseException]:
+    """What becomes of both ends when a worker with `theirs` connects to a driver of generation 3 with 2 ranks."""
+    port = listener.getsockname()[1]
+    worker = asyncio.to_thread(WorkerLink.connect, port, theirs, generation, rank, timeout=5.0)
+
+    async def drive() -> DriverLink:
+        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        return await DriverLink.accept(sock, SECRET, 3, 2)
+
+    driver_end, worker_end = await asyncio.gather(drive(), worker, return_exceptions=True)
+    return driver_end, worker_end
+
+
+async def linked(listener: socket.socket) -> tuple[DriverLink, WorkerLink]:
+    driver, worker = await meet(listener)
+    assert isinstance(driver, DriverLink)
+    assert isinstance(worker, WorkerLink)
+    return driver, worker
+
+
+async def test_frames_cross_both_ways(listener: socket.socket) -> None:
+    driver, worker = await linked(listener)
+    assert driver.rank == 1
+    big = np.arange(3_000_000, dtype=np.float32)
+    sending = asyncio.create_task(driver.write(7, codec.encode((1, big, "x"))))
+    frame = await asyncio.to_thread(worker.read)
+    await sending
+    assert frame.index == 7
+    one, array, text = codec.decode(frame.body)
+    assert (one, text) == (1, "x")
+    assert array.tobytes() == big.tobytes()
+    await asyncio.to_thread(worker.write, 2**63, codec.encode("back"))
+    answer = await driver.read()
+    assert answer.index == 2**63
+    assert codec.decode(answer.body) == "back"
+    driver.close()
+    with pytest.raises(EOFError, match="closed"):
+        await asyncio.to_thread(worker.read)
+    worker.close()
+
+
+async def test_a_worker_with_another_secret_is_refused(listener: socket.socket) -> None:
+    driver, worker = await meet(listener, theirs=b"another")
+    assert isinstance(worker, PermissionError)  # the driver's proof tells it already
+    assert "does not know the secret of generation 3" in str(worker)
+    assert isinstance(driver, (PermissionError, EOFError))
+
+
+@pytest.mark.parametrize(("generation", "rank"), [(2, 0), (4, 0), (3, 2)])
+async def test_another_generation_or_rank_is_refused(listener: socket.socket, generation: int, rank: int) -> None:
+    driver, worker = await meet(listener, generation=generation, rank=rank)
+    assert isinstance(driver, PermissionError)
+    assert "no worker of generation 3" in str(driver)
+    assert isinstance(worker, PermissionError)
+    assert f"refused rank {rank} of generation {generation}" in str(worker)
+
+
+async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket.socket) -> None:
+    def mirror(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(b"TkF1" + (3).to_bytes(4, "big") + (0).to_bytes(4, "big") + bytes(32))
+            answer = sock.recv(64, socket.MSG_WAITALL)
+            sock.sendall(answer[32:])
+            assert sock.recv(1) == b""
+
+    reflected = asyncio.create_task(asyncio.to_thread(mirror, listener.getsockname()[1]))
+    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+    with pytest.raises(PermissionError, match="does not know the secret"):
+        await DriverLink.accept(sock, SECRET, 3, 1)
+    await reflected
+
+
+async def test_a_stranger_that_hangs_up_is_an_end_of_file(listener: socket.socket) -> None:
+    socket.create_connection(listener.getsockname()).close()
+    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+    with pytest.raises(EOFError):
+        await DriverLink.accept(sock, SECRET, 3, 1)
+    assert sock.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", "garbage instead of a frame: b'GET"),
+        (header(4, 1, [b""]), "a frame of generation 4 in generation 3"),
+        (b"TkF1" + b"\x00\x00\x00\x03" + b"\xff" * 16, "garbage instead of a frame"),
+    ],
+)
+async def test_garbage_is_a_value_error_at_both_ends(listener: socket.socket, raw: bytes, named: str) -> None:
+    driver, worker = await linked(listener)
+    threading.Thread(target=worker._sock.sendall, args=(raw,)).start()
+    with pytest.raises(ValueError, match=named):
+        await driver.read()
+    await asyncio.get_running_loop().sock_sendall(driver._sock, raw)
+    with pytest.raises(ValueError, match=named):
+        await asyncio.to_thread(worker.read)
+    driver.close()
+    worker.close()
+
+
+async def test_a_group_starts_although_strangers_knock(
+    start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from backend.pool import group, spawn
+
+    async def knock_then_spawn(**kwargs: object) -> asyncio.subprocess.Process:
+        port = kwargs["port"]
+        assert isinstance(port, int)
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
+        return await spawn.spawn_worker(**kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(group, "spawn_worker", knock_then_spawn)
+    pool = await start_pool(processes=2)  # type: ignore[misc]
+    assert pool.ready
+    assert caplog.text.count("a stranger connected to worker group 1") == 2

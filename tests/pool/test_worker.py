@@ -1,0 +1,142 @@
+"""The worker process: it ends with its driver, whatever it is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from backend.commands import GroupConfig, Ping
+from backend.pool import codec
+from backend.pool.messages import Beat, Progress, Ready, Start
+from backend.pool.spawn import how_it_ended, spawn_worker
+from backend.pool.transport import DriverLink
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+SECRET = b"s" * 32
+WaitUntil = Callable[..., Awaitable[None]]
+
+
+async def start_driver(executor: str, processes: int) -> asyncio.subprocess.Process:
+    path = os.pathsep.join((str(HERE), str(ROOT)))
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(HERE / "pool_driver.py"),
+        executor,
+        str(processes),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_workers_end_when_their_driver_is_killed(
+    stopped: bool, alive: Callable[[int], bool], wait_until: WaitUntil
+) -> None:
+    driver = await start_driver("Echo", 2)
+    assert driver.stdout
+    pids = [int(word) for word in (await driver.stdout.readline()).split()]
+    assert len(pids) == 2
+    assert all(alive(pid) for pid in pids)
+    if stopped:
+        os.kill(pids[1], signal.SIGSTOP)  # cannot read the end of its connection: only the kernel can end it
+    driver.kill()
+    await driver.communicate()
+    await wait_until(lambda: not any(alive(pid) for pid in pids), 5.0)
+
+
+async def test_workers_end_when_their_driver_is_killed_during_start(
+    wait_until: WaitUntil, alive: Callable[[int], bool]
+) -> None:
+    driver = await start_driver("Sleepy", 2)
+    assert driver.stderr
+    assert (await driver.stderr.readline()).startswith(b"starting worker group 1")
+    children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children")
+    await wait_until(lambda: len(children.read_text().split()) == 2)
+    pids = [int(word) for word in (await asyncio.to_thread(children.read_text)).split()]
+    driver.kill()
+    await driver.communicate()
+    await wait_until(lambda: not any(alive(pid) for pid in pids), 5.0)
+
+
+async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[asyncio.subprocess.Process, DriverLink]:
+    """A worker that has been told to run `executor`, and our end of its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        process = await spawn_worker(
+            port=listener.getsockname()[1], secret=SECRET, generation=5, rank=0, log_dir=tmp_path
+        )
+        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+    link = await DriverLink.accept(sock, SECRET, 5, 1)
+    await link.write(0, codec.encode(Start(config, 1, "", f"pool_executors:{executor}")))
+    return process, link
+
+
+async def next_message(link: DriverLink) -> object:
+    async with asyncio.timeout(20):
+        return codec.decode((await link.read()).body)
+
+
+async def test_a_worker_ends_when_its_connection_does(
+    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    process, link = await begin(config, tmp_path, "Echo")
+    while not isinstance(await next_message(link), Ready):
+        pass
+    link.close()
+    assert await process.wait() == 0
+    assert "rank 0 generation 5 backend.pool.worker: the driver is gone" in (tmp_path / "worker-0.log").read_text()
+
+
+async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
+    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    process, link = await begin(config, tmp_path, "Sleepy")
+    assert await next_message(link) == Progress("importing pool_executors")
+    await link.write(0, codec.encode(Ping()))  # in line behind the start
+    await link.write(0, codec.encode(Beat()))
+    assert await next_message(link) == Beat()
+    link.close()
+    assert await process.wait() == 0
+
+
+async def test_the_secret_is_in_no_argument_and_no_environment(
+    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    process, link = await begin(config, tmp_path, "Sleepy")
+    for name in ("cmdline", "environ"):
+        seen = await asyncio.to_thread(Path(f"/proc/{process.pid}/{name}").read_bytes)
+        assert seen
+        assert SECRET.hex().encode() not in seen
+    link.close()
+    await process.wait()
+
+
+async def test_a_worker_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        process = await spawn_worker(
+            port=listener.getsockname()[1], secret=b"wrong", generation=5, rank=0, log_dir=tmp_path
+        )
+        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with pytest.raises((PermissionError, EOFError)):  # it finds out first, from our proof
+            await DriverLink.accept(sock, SECRET, 5, 1)
+    assert await process.wait() == 1
+    assert "does not know the secret of generation 5" in (tmp_path / "worker-0.log").read_text()
+
+
+def test_ends_are_described() -> None:
+    assert how_it_ended(0) == "ended with exit status 0"
+    assert how_it_ended(-9) == "was killed by SIGKILL"
+    assert how_it_ended(-40) == "was killed by signal 40"

@@ -1,0 +1,131 @@
+"""The promises of `Blobs`, kept by each implementation."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from backend.errors import UserError
+from backend.store.blobs import Blobs, open_blobs
+from backend.store.local import LocalBlobs
+from backend.store.objects import ObjectBlobs
+
+
+@pytest.fixture
+def blobs(url: str) -> Blobs:
+    return open_blobs(url)
+
+
+def test_create_read_size(blobs: Blobs) -> None:
+    blobs.create("a/b:c/d", b"data")
+    assert blobs.read("a/b:c/d") == b"data"
+    assert blobs.size("a/b:c/d") == 4
+
+
+def test_create_never_replaces(blobs: Blobs) -> None:
+    blobs.create("a/x", b"one")
+    with pytest.raises(FileExistsError):
+        blobs.create("a/x", b"two")
+    assert blobs.read("a/x") == b"one"
+
+
+def test_replace(blobs: Blobs) -> None:
+    blobs.replace("a/x", b"one")
+    blobs.replace("a/x", b"two!")
+    assert blobs.read("a/x") == b"two!"
+
+
+def test_what_is_missing(blobs: Blobs) -> None:
+    for read in (blobs.read, blobs.size):
+        with pytest.raises(FileNotFoundError):
+            read("a/x")
+    assert not blobs.remove("a/x")
+    assert blobs.children("a") == []
+    blobs.remove_folder("a")
+
+
+def test_remove(blobs: Blobs) -> None:
+    blobs.create("a/x", b"one")
+    assert blobs.remove("a/x")
+    assert not blobs.remove("a/x")
+    blobs.create("a/x", b"two")
+
+
+def test_remove_folder(blobs: Blobs) -> None:
+    for name in ("x", "y"):
+        blobs.create(f"a/b/{name}", b"")
+    blobs.create("a/c", b"")
+    blobs.remove_folder("a/b")
+    assert blobs.children("a") == ["c"]
+
+
+def test_children(blobs: Blobs) -> None:
+    for key in ("a/2/x", "a/1/y", "a/3"):
+        blobs.create(key, b"")
+    assert blobs.children("a") == ["1", "2", "3"]
+    assert blobs.children("a/3") == []
+
+
+def test_of_16_creators_exactly_one_succeeds(blobs: Blobs) -> None:
+    for attempt in range(5):
+        barrier = threading.Barrier(16)
+
+        def create(i: int, key: str = f"a/{attempt}", barrier: threading.Barrier = barrier) -> bool:
+            barrier.wait()
+            try:
+                blobs.create(key, f"{i}".encode())
+            except FileExistsError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(16) as threads:
+            made = list(threads.map(create, range(16)))
+        assert made.count(True) == 1
+        assert blobs.read(f"a/{attempt}") == f"{made.index(True)}".encode()
+
+
+def test_local_drafts_are_not_seen_and_not_kept(tmp_path: Path) -> None:
+    blobs = LocalBlobs(tmp_path)
+    blobs.create("a/x", b"one")
+    (tmp_path / "a" / ".y.draft").write_bytes(b"half")
+    assert blobs.children("a") == ["x"]
+    with pytest.raises(FileExistsError):
+        blobs.create("a/x", b"two")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".y.draft", "x"]
+
+
+class LossyFileSystem(MemoryFileSystem):
+    """An object store behind a bad line: a write succeeds, its response is lost, and the client's retry meets the object."""
+
+    cachable = False
+    store: dict[str, Any] = {}  # noqa: RUF012  # its own, not the one that all MemoryFileSystems share
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: object) -> None:
+        super().pipe_file(path, value, mode=mode)
+        super().pipe_file(path, value, mode=mode)
+
+
+def test_a_retry_that_meets_our_own_bytes_is_a_success() -> None:
+    blobs = ObjectBlobs(LossyFileSystem(), "bucket/", lock=nullcontext())
+    blobs.create("a/x", b"nonce 1")
+    assert blobs.read("a/x") == b"nonce 1"
+    with pytest.raises(FileExistsError):
+        blobs.create("a/x", b"nonce 2")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "file://relative", "relative", "", "file:/x"])
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(UserError, match="store "):
+        open_blobs(url)
+
+
+def test_a_plain_absolute_folder_is_a_store(tmp_path: Path) -> None:
+    open_blobs(str(tmp_path / "s")).create("a", b"x")
+    assert open_blobs(f"file://{tmp_path}/s").read("a") == b"x"

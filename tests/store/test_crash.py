@@ -1,0 +1,180 @@
+"""What a crash, a full disk or a lost answer leaves behind: the checkpoint from before, or the new one, never a part."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from backend.clock import SystemClock
+from backend.commands import AdapterState
+from backend.errors import ConflictError, NotFoundError, StoreError
+from backend.store import CheckpointMeta, Store
+from backend.store.blobs import Blobs, open_blobs
+
+RUN = "sess-1:train:0"
+PATH = f"tinker://{RUN}/weights/x"
+Make = Callable[..., AdapterState]
+Same = Callable[[AdapterState, AdapterState], None]
+WRITES = 4  # three files and the commit
+
+
+class Crash(BaseException):
+    """The process is gone: nothing after this reaches the store."""
+
+
+@dataclasses.dataclass
+class FailingBlobs:
+    """Blobs whose `failing` write and all after it fail with `error`; `after` lets the write itself still happen."""
+
+    blobs: Blobs
+    failing: int
+    error: BaseException
+    after: bool = False
+    recovers: bool = False
+    writes: int = 0
+
+    def create(self, key: str, data: bytes) -> None:
+        self._write(self.blobs.create, key, data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        self._write(self.blobs.replace, key, data)
+
+    def _write(self, write: Callable[[str, bytes], None], key: str, data: bytes) -> None:
+        self.writes += 1
+        if self.writes < self.failing:
+            write(key, data)
+            return
+        if self.after and self.writes == self.failing:
+            write(key, data)
+        raise self.error
+
+    def _alive(self) -> Blobs:
+        if self.writes >= self.failing and not self.recovers:
+            raise self.error
+        return self.blobs
+
+    def read(self, key: str) -> bytes:
+        return self._alive().read(key)
+
+    def size(self, key: str) -> int:
+        return self._alive().size(key)
+
+    def remove(self, key: str) -> bool:
+        return self._alive().remove(key)
+
+    def remove_folder(self, prefix: str) -> None:
+        self._alive().remove_folder(prefix)
+
+    def children(self, prefix: str) -> list[str]:
+        return self._alive().children(prefix)
+
+
+def failing_store(url: str, failing: int, error: BaseException, *, after: bool = False, recovers: bool = False) -> Store:
+    return Store(url, FailingBlobs(open_blobs(url), failing, error, after, recovers), SystemClock())
+
+
+@pytest.mark.parametrize("write", range(1, WRITES + 1))
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_leaves_nothing_or_everything(
+    url: str, store: Store, meta: CheckpointMeta, make_state: Make, same: Same, write: int, after: bool
+) -> None:
+    with pytest.raises(Crash):
+        failing_store(url, write, Crash(), after=after).save(RUN, "weights", "x", make_state(1), meta)
+    if after and write == WRITES:
+        same(store.load(PATH)[0], make_state(1))
+        return
+    assert not store.exists(PATH)
+    assert store.checkpoints() == []
+    with pytest.raises(NotFoundError):
+        store.load(PATH)
+    store.save(RUN, "weights", "x", make_state(2), meta)
+    same(store.load(PATH)[0], make_state(2))
+
+
+@pytest.mark.parametrize("write", range(1, WRITES + 1))
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_while_overwriting_leaves_the_old_or_the_new(
+    url: str, store: Store, meta: CheckpointMeta, make_state: Make, same: Same, write: int, after: bool
+) -> None:
+    store.save(RUN, "weights", "x", make_state(1), meta)
+    with pytest.raises(Crash):
+        failing_store(url, write, Crash(), after=after).save(RUN, "weights", "x", make_state(2), meta, overwrite=True)
+    same(store.load(PATH)[0], make_state(2 if after and write == WRITES else 1))
+
+
+@pytest.mark.parametrize("write", range(1, WRITES + 1))
+def test_a_full_disk_is_a_store_error_and_leaves_no_files(
+    url: str, store: Store, meta: CheckpointMeta, make_state: Make, write: int
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StoreError, match="cannot save tinker://sess-1:train:0/weights/x .*No space left"):
+        failing_store(url, write, full, recovers=True).save(RUN, "weights", "x", make_state(), meta)
+    blobs = open_blobs(url)
+    folder = f"runs/{RUN}/weights/x"
+    assert [file for attempt in blobs.children(folder) for file in blobs.children(f"{folder}/{attempt}")] == []
+
+
+def test_a_lost_answer_to_the_commit_keeps_what_was_committed(
+    url: str, store: Store, meta: CheckpointMeta, make_state: Make, same: Same
+) -> None:
+    lost = failing_store(url, WRITES, OSError("connection reset"), after=True, recovers=True)
+    meta = dataclasses.replace(meta, request_id="req-1")
+    with pytest.raises(StoreError, match="connection reset"):
+        lost.save(RUN, "weights", "x", make_state(1), meta)
+    same(store.load(PATH)[0], make_state(1))
+    assert store.save(RUN, "weights", "x", make_state(1), meta) == store.find(PATH)
+    with pytest.raises(ConflictError):
+        store.save(RUN, "weights", "x", make_state(1), dataclasses.replace(meta, request_id="req-2"))
+
+
+def test_a_store_that_stays_away_is_reported_with_its_first_failure(
+    url: str, meta: CheckpointMeta, make_state: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StoreError, match="cannot save .*unreachable"):
+        failing_store(url, 2, OSError("unreachable")).save(RUN, "weights", "x", make_state(), meta)
+    assert "is left behind" in caplog.text
+
+
+def test_kill_9_at_any_time_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    """A process that saves as fast as it can is killed; what it said it had saved is there, and whatever is there loads."""
+    url, child = f"file://{tmp_path}/store", _start_saver(f"file://{tmp_path}/store")
+    try:
+        assert child.stdout is not None
+        said = [child.stdout.readline().strip()]
+        time.sleep(0.3)
+        os.kill(child.pid, signal.SIGKILL)
+        said += [line.strip() for line in child.stdout if line.endswith("\n")]
+    finally:
+        child.kill()
+        child.communicate()
+    store = Store.open(url)
+    found = {saved.path for saved in store.checkpoints()}
+    assert set(said) <= found
+    assert len(found) <= len(said) + 1
+    for path in found:
+        state, _ = store.load(path)
+        assert float(state.weights["base_model.model.lm_head.lora_A.weight"][0, 0]) == state.step
+
+
+def _start_saver(url: str) -> subprocess.Popen[str]:
+    code = """
+import sys, itertools, numpy as np
+from backend.commands import AdapterState, LoraSpec
+from backend.store import CheckpointMeta, Store
+store = Store.open(sys.argv[1])
+for i in itertools.count():
+    weights = {f"base_model.model.lm_head.lora_{m}.weight": np.full((64, 64), i, np.float32) for m in "AB"}
+    state = AdapterState(LoraSpec(64, train_attn=False, train_mlp=False), i, weights)
+    print(store.save("run", "weights", f"s{i}", state, CheckpointMeta("tiny", "local")).path, flush=True)
+"""
+    root = Path(__file__).parent.parent.parent
+    return subprocess.Popen([sys.executable, "-c", code, url], stdout=subprocess.PIPE, text=True, cwd=root)

@@ -1,0 +1,83 @@
+"""The layers point one way (ARCHITECTURE.md, Layout), and the top level holds what it should."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("api", "flows", "tasks", "backend", "deployments")
+MAY_IMPORT = {
+    "backend": {"backend"},
+    "tasks": {"tasks", "backend"},
+    "flows": {"flows", "tasks", "backend"},
+    "api": {"api", "backend"},
+    "deployments": {"deployments", "flows", "api", "tasks", "backend"},
+}
+JAX = {"jax", "jaxlib", "flax", "optax"}
+MAY_NOT = {
+    "backend": {"prefect", "fastapi", "starlette", "uvicorn", "tinker"},
+    "tasks": {"fastapi"},
+    "api": {"prefect"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    tops = {name.split(".")[0] for name in imports(path)}
+    assert tops & set(ROOMS) <= MAY_IMPORT[room]
+    assert not tops & MAY_NOT.get(room, set())
+    relative = path.relative_to(ROOT).as_posix()
+    if not (relative.startswith("backend/compute/") or relative == "backend/pool/worker.py"):
+        assert not tops & JAX
+
+
+@pytest.mark.parametrize(
+    "room", ["api", "flows", "tasks", "backend.pool", "backend.journal", "backend.store", "backend.wire"]
+)
+def test_importing_a_room_does_not_load_jax(room: str) -> None:
+    code = f"import {room}, sys; print(sorted(set(sys.modules) & {JAX!r}))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"
+
+
+def test_top_level_is_the_agreed_one() -> None:
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    tops = {name.split("/")[0] for name in tracked if not name.startswith(".")}
+    assert tops <= {*ROOMS, "tests", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+
+
+def test_no_module_is_too_long_to_hold_one_idea() -> None:
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in modules()
+        if p.name != "tinker_pb2.py" and (n := len(p.read_text().splitlines())) > 600
+    }
+    assert not long
+
+
+def test_constraints_name_no_host() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    assert pinned
+    assert all("==" in line and "/" not in line and "@" not in line for line in pinned)

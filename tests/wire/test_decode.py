@@ -1,0 +1,252 @@
+"""Requests made by the SDK decode to what was meant, and each wrong content is named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker import types
+
+from backend.errors import UserError
+from backend.wire import decode_forward, forward_backward_header
+from backend.wire import tinker_pb2 as pb
+
+VOCAB, CONTEXT = 100, 64
+
+
+def decode(body: bytes) -> Any:
+    return decode_forward(body, vocab_size=VOCAB, max_context=CONTEXT)
+
+
+def policy(n: int, **more: Any) -> dict[str, Any]:
+    return {"weights": None, "logprobs": np.zeros(n, np.float32), "advantages": np.ones(n, np.float32), **more}
+
+
+def test_header_is_read_without_the_data(body: Any, datum: Any) -> None:
+    assert forward_backward_header(body([datum([1, 2])])) == ("sess-1:train:0", 7, False)
+    assert forward_backward_header(body([datum([1, 2])], forward_only=True)).forward_only
+
+
+def test_cross_entropy_from_the_sdk(body: Any, datum: Any) -> None:
+    first = datum([1, 2, 3], target_tokens=np.array([2, 3, 4]), weights=np.array([0.0, -1.5, 1.0], np.float32))
+    command = decode(body([first, datum([5])]))
+    assert (command.adapter_id, command.loss, command.backward, command.config) == (
+        "sess-1:train:0", "cross_entropy", True, {},
+    )  # fmt: skip
+    example = command.examples[0]
+    assert example.flat
+    assert example.tokens_T.dtype == np.int32
+    assert example.tokens_T.tolist() == [1, 2, 3]
+    assert example.targets_TK.dtype == np.int32
+    assert example.targets_TK.tolist() == [[2], [3], [4]]
+    assert example.weights_TK.dtype == np.float32
+    assert example.weights_TK.tolist() == [[0.0], [-1.5], [1.0]]
+    assert example.old_logprobs_TK is None
+    assert len(command.examples[1].tokens_T) == 1
+
+
+def test_forward_only_is_not_backward(body: Any, datum: Any) -> None:
+    assert not decode(body([datum([1])], forward_only=True)).backward
+
+
+def test_chunks_of_one_prompt_are_joined(body: Any) -> None:
+    chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
+    inputs = {"target_tokens": np.array([1, 2, 3]), "weights": np.ones(3, np.float32)}
+    command = decode(body([types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)]))
+    assert command.examples[0].tokens_T.tolist() == [1, 2, 3]
+
+
+def test_integer_weights_and_an_absent_shape(body: Any, datum: Any) -> None:
+    message = pb.ForwardBackwardRequest.FromString(body([datum([1, 2], weights=np.array([0, 3]))]))
+    del message.data[0].loss_fn_inputs["weights"].shape[:]
+    example = decode(message.SerializeToString()).examples[0]
+    assert example.weights_TK.dtype == np.float32
+    assert example.weights_TK.tolist() == [[0.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "given_config", "config"),
+    [
+        ("importance_sampling", None, {}),
+        ("ppo", None, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+        ("ppo", {"clip_high_threshold": 1.5}, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.5}),
+        ("cispo", None, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+        ("dro", {"beta": 0.1}, {"beta": 0.1}),
+        ("dro", None, {"beta": 0.05}),
+    ],
+)
+def test_policy_losses(body: Any, datum: Any, loss: str, given_config: Any, config: Any) -> None:
+    command = decode(body([datum([1, 2], **policy(2))], loss, given_config))
+    assert (command.loss, command.config) == (loss, config)
+    example = command.examples[0]
+    assert example.weights_TK.tolist() == [[1.0], [1.0]]
+    assert example.old_logprobs_TK.shape == example.advantages_TK.shape == (2, 1)
+
+
+def test_the_old_config_map_is_read_when_the_new_is_absent(body: Any, datum: Any) -> None:
+    message = pb.ForwardBackwardRequest.FromString(body([datum([1], **policy(1))], "dro", {"beta": 0.2}))
+    message.loss_fn_config_v2.clear()
+    assert decode(message.SerializeToString()).config == {"beta": 0.2}
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_two_dimensional_targets_dense_or_sparse(data: st.DataObject) -> None:
+    from tinker.proto.request_conv import _tensor_data_to_proto
+
+    rows, width = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    targets = torch.tensor(rng.integers(0, VOCAB, (rows, width)) * (rng.random((rows, width)) < 0.3))
+    weights = torch.tensor(rng.normal(size=(rows, width)) * (rng.random((rows, width)) < 0.3), dtype=torch.float32)
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    one = message.data.add()
+    one.model_input.add().encoded_text.tokens = np.arange(rows, dtype=np.int32).tobytes()
+    for key, tensor in (("target_tokens", targets), ("weights", weights)):
+        made = (
+            types.TensorData.from_torch_sparse(tensor)
+            if data.draw(st.booleans())
+            else types.TensorData.from_torch(tensor)
+        )
+        one.loss_fn_inputs[key].MergeFromString(_tensor_data_to_proto(made).SerializeToString())
+    example = decode(message.SerializeToString()).examples[0]
+    assert not example.flat
+    assert np.array_equal(example.targets_TK, targets.numpy())
+    assert np.array_equal(example.weights_TK, weights.numpy())
+
+
+def wrong(change: Callable[[pb.ForwardBackwardRequest], object], loss: str = "cross_entropy") -> Any:
+    return pytest.param(change, loss)
+
+
+def one(message: pb.ForwardBackwardRequest) -> Any:
+    return message.data[1]
+
+
+def put(message: pb.ForwardBackwardRequest, key: str, values: Any, dtype: int = pb.DTYPE_FLOAT32) -> None:
+    tensor = one(message).loss_fn_inputs[key]
+    array = np.asarray(values, {1: np.float32, 2: np.int64}[dtype])
+    tensor.Clear()
+    tensor.dense, tensor.dtype = array.tobytes(), dtype
+    tensor.shape.extend(array.shape)
+
+
+WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
+    ("unknown loss", "cross_entropy", lambda m: setattr(m, "loss_fn", "gspo"),
+     "loss_fn is 'gspo': must be one of cross_entropy, importance_sampling, ppo, cispo, dro"),
+    ("no data", "cross_entropy", lambda m: m.ClearField("data"), "data is []: must be at least one datum"),
+    ("config of a loss without", "cross_entropy", lambda m: m.loss_fn_config.update({"beta": 1.0}),
+     "loss_fn_config has the key 'beta': must be absent, cross_entropy takes no config"),
+    ("unknown config key", "ppo", lambda m: m.loss_fn_config.update({"clip": 1.0}),
+     "loss_fn_config has the key 'clip': must be one of clip_low_threshold, clip_high_threshold"),
+    ("config not finite", "dro", lambda m: m.loss_fn_config.update({"beta": float("nan")}),
+     "loss_fn_config['beta'] is nan: must be a finite number >= 0"),
+    ("config crossed", "ppo", lambda m: m.loss_fn_config.update({"clip_low_threshold": 2.0}),
+     "loss_fn_config['clip_low_threshold'] is 2.0: must be <= clip_high_threshold, 1.2"),
+    ("text config", "ppo", lambda m: setattr(m.loss_fn_config_v2["clip_low_threshold"], "text", "a"),
+     "loss_fn_config['clip_low_threshold'] is 'a': must be a finite number >= 0"),
+    ("missing targets", "cross_entropy", lambda m: one(m).loss_fn_inputs.pop("target_tokens"),
+     "data[1].loss_fn_inputs lacks 'target_tokens': cross_entropy needs target_tokens, weights"),
+    ("missing advantages", "ppo", lambda m: one(m).loss_fn_inputs.pop("advantages"),
+     "data[1].loss_fn_inputs lacks 'advantages': ppo needs advantages, logprobs, target_tokens"),
+    ("unknown input", "cross_entropy", lambda m: put(m, "mask", [1.0, 1.0, 1.0]),
+     "data[1].loss_fn_inputs has 'mask': cross_entropy takes target_tokens, weights"),
+    ("short targets", "cross_entropy", lambda m: put(m, "target_tokens", [1, 2], pb.DTYPE_INT64),
+     "data[1].loss_fn_inputs['target_tokens'] has 2 positions: must be 3, one for each token of model_input"),
+    ("long weights", "cross_entropy", lambda m: put(m, "weights", [1.0] * 4),
+     "data[1].loss_fn_inputs['weights'].shape is [4]: must be [3], the shape of target_tokens"),
+    ("token too high", "cross_entropy", lambda m: put(m, "target_tokens", [1, 2, 100], pb.DTYPE_INT64),
+     "data[1].loss_fn_inputs['target_tokens'] at position 2 is 100: must be >= 0 and < 100, the model's vocabulary"),
+    ("token far too high", "cross_entropy", lambda m: put(m, "target_tokens", [1, 2**40, 0], pb.DTYPE_INT64),
+     "data[1].loss_fn_inputs['target_tokens'] at position 1 is 1099511627776: must be"),
+    ("token negative", "cross_entropy",
+     lambda m: setattr(one(m).model_input[0].encoded_text, "tokens", np.array([1, -1, 2], np.int32).tobytes()),
+     "data[1].model_input at position 1 is -1: must be >= 0 and < 100"),
+    ("float targets", "cross_entropy", lambda m: put(m, "target_tokens", [1.0, 2.0, 3.0]),
+     "data[1].loss_fn_inputs['target_tokens'].dtype is 'float32': must be int64"),
+    ("weight not finite", "cross_entropy", lambda m: put(m, "weights", [1.0, float("nan"), 1.0]),
+     "data[1].loss_fn_inputs['weights'] at position 1 is nan: must be a finite number"),
+    ("advantage infinite", "ppo", lambda m: put(m, "advantages", [float("inf"), 0, 0]),
+     "data[1].loss_fn_inputs['advantages'] at position 0 is inf: must be a finite number"),
+    ("empty sequence", "cross_entropy", lambda m: one(m).ClearField("model_input"),
+     "data[1].model_input has 0 tokens: must be 1 to 64, the model's context"),
+    ("too long", "cross_entropy",
+     lambda m: setattr(one(m).model_input[0].encoded_text, "tokens", bytes(4 * 65)),
+     "data[1].model_input has 65 tokens: must be 1 to 64, the model's context"),
+    ("torn tokens", "cross_entropy", lambda m: setattr(one(m).model_input[0].encoded_text, "tokens", bytes(11)),
+     "data[1].model_input has 11 bytes of tokens: must be a multiple of 4 (int32)"),
+    ("image", "cross_entropy", lambda m: setattr(one(m).model_input.add().image, "format", "png"),
+     "data[1].model_input.chunks[1] is image: must be encoded_text, the model takes no images"),
+    ("audio", "cross_entropy", lambda m: setattr(one(m).model_input.add().dmel, "dmel", b"x"),
+     "data[1].model_input.chunks[1] is dmel: must be encoded_text"),
+    ("empty chunk", "cross_entropy", lambda m: one(m).model_input.add(), "data[1].model_input.chunks[1] is empty"),
+    ("bfloat16", "cross_entropy", lambda m: setattr(one(m).loss_fn_inputs["weights"], "dtype", pb.DTYPE_BFLOAT16),
+     "data[1].loss_fn_inputs['weights'].dtype is 4: must be FLOAT32 (1), INT64 (2) or INT32 (3)"),
+    ("torn tensor", "cross_entropy", lambda m: setattr(one(m).loss_fn_inputs["weights"], "dense", bytes(13)),
+     "data[1].loss_fn_inputs['weights'] has 13 bytes of data: 3 values of float32 need 12"),
+    ("wide", "cross_entropy", lambda m: one(m).loss_fn_inputs["target_tokens"].shape.append(2**40),
+     "data[1].loss_fn_inputs['target_tokens'].shape is [3, 1099511627776]: must be [T] or [T, K] with 1 <= K <= 256"),
+    ("three dimensions", "cross_entropy", lambda m: one(m).loss_fn_inputs["target_tokens"].shape.extend([1, 1]),
+     "data[1].loss_fn_inputs['target_tokens'].shape is [3, 1, 1]: must be [T] or [T, K]"),
+    ("negative dimension", "cross_entropy", lambda m: one(m).loss_fn_inputs["weights"].shape.__setitem__(0, -3),
+     "data[1].loss_fn_inputs['weights'].shape is [-3]: must be [T] or [T, K]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "change", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+def test_wrong_content_is_named(body: Any, datum: Any, loss: str, change: Callable[[Any], object], text: str) -> None:
+    inputs = {} if loss == "cross_entropy" else policy(3)
+    message = pb.ForwardBackwardRequest.FromString(body([datum([1, 2, 3], **inputs), datum([1, 2, 3], **inputs)], loss))
+    change(message)
+    with pytest.raises(UserError) as caught:
+        decode(message.SerializeToString())
+    assert text in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("crow", "cols", "text"),
+    [
+        ([0, 1, 2], [0, 1, 0], "crow_indices must start at 0, never fall, and end at 3"),
+        ([0, 2, 1], [0, 1, 1], "crow_indices must start"),
+        ([0, 2, 3], [0, 2, 1], "col_indices has values from 0 to 2: must be >= 0 and < 2"),
+        ([0, 2, 3], [1, 1, 1], "col_indices must rise strictly within each row"),
+        ([0, 2], [0, 1, 1], "crow_indices has 16 bytes of data: 3 values of int64 need 24"),
+    ],
+)
+def test_a_broken_sparse_tensor_is_named(body: Any, datum: Any, crow: Any, cols: Any, text: str) -> None:
+    message = pb.ForwardBackwardRequest.FromString(body([datum([1, 2])]))
+    for key in ("target_tokens", "weights"):
+        tensor = message.data[0].loss_fn_inputs[key]
+        dtype = np.int64 if key == "target_tokens" else np.float32
+        tensor.sparse_csr.values = np.ones(3, dtype).tobytes()
+        tensor.sparse_csr.crow_indices = np.asarray(crow, np.int64).tobytes()
+        tensor.sparse_csr.col_indices = np.asarray(cols, np.int64).tobytes()
+        del tensor.shape[:]
+        tensor.shape.extend([2, 2])
+    with pytest.raises(UserError, match="target_tokens") as caught:
+        decode(message.SerializeToString())
+    assert text in caught.value.message
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_decode_or_are_refused_by_name(data: bytes) -> None:
+    for read in (decode, forward_backward_header):
+        try:
+            read(data)
+        except UserError as e:
+            assert e.message
+
+
+def test_a_full_chunk_decodes_in_the_time_of_a_few_milliseconds(body: Any, datum: Any) -> None:
+    tokens = list(range(60))
+    message = body([datum(tokens) for _ in range(1024)])
+    decode(message)
+    start = time.process_time()
+    decode(message)
+    assert time.process_time() - start < 0.25  # about 25 ms here; a loop per token would take far longer

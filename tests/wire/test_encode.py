@@ -1,0 +1,79 @@
+"""What we encode, the SDK's own converters read back."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.types import (
+    CreateModelResponse,
+    LoadWeightsResponse,
+    OptimStepResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+
+from backend.commands import ForwardResult, OptimResult, SampledSequence, SampleResult
+from backend.wire import (
+    encode_forward,
+    encode_json,
+    encode_loaded,
+    encode_model_created,
+    encode_optim_step,
+    encode_sample,
+    encode_sampler_opened,
+    encode_saved,
+)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), max_size=8), st.floats(allow_nan=False))
+@settings(max_examples=60, deadline=None)
+def test_forward_results_of_any_shapes(shapes: list[tuple[int, int]], loss: float) -> None:
+    rng = np.random.default_rng(0)
+    arrays = tuple(rng.normal(size=(t, k) if k else t).astype(np.float32) for t, k in shapes)
+    output = deserialize_forward_backward_output(encode_forward(ForwardResult(arrays, loss)))
+    assert output.metrics == {"loss:sum": loss}
+    assert len(output.loss_fn_outputs) == len(arrays)
+    for sent, read in zip(arrays, output.loss_fn_outputs, strict=True):
+        assert read["logprobs"].shape == list(sent.shape)
+        assert np.array_equal(read["logprobs"].to_numpy(), sent)
+
+
+def test_equal_shapes_share_a_record_and_nan_passes() -> None:
+    nan = encode_forward(ForwardResult((np.array([np.nan], np.float32),), float("nan")))
+    output = deserialize_forward_backward_output(nan)
+    assert np.isnan(output.metrics["loss:sum"])
+    assert np.isnan(output.loss_fn_outputs[0]["logprobs"].to_numpy()).all()
+
+
+def test_samples() -> None:
+    first = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop")
+    second = SampledSequence(np.array([5], np.int32), np.array([-2.0], np.float32), "length")
+    prompt = np.array([np.nan, -3.0], np.float32)
+    response = deserialize_sample_response(encode_sample(SampleResult("r", (first, second), prompt, 7)))
+    assert [s.stop_reason for s in response.sequences] == ["stop", "length"]
+    assert list(response.sequences[0].tokens) == [3, 4]
+    assert list(response.sequences[0].logprobs or []) == [-0.5, -1.0]
+    assert response.prompt_logprobs == [None, -3.0]
+    assert response.prompt_cache_hit_tokens == 7
+    assert deserialize_sample_response(encode_sample(SampleResult("r", (first,)))).prompt_logprobs is None
+
+
+def test_json_answers_pass_the_sdks_strict_models() -> None:
+    assert CreateModelResponse.model_validate_json(encode_model_created("s:train:0")).model_id == "s:train:0"
+    loaded = LoadWeightsResponse.model_validate_json(encode_loaded("s:train:1", "tinker://a/weights/b"))
+    assert (loaded.model_id, loaded.path) == ("s:train:1", "tinker://a/weights/b")
+    assert SaveWeightsResponse.model_validate_json(encode_saved("tinker://a/weights/b")).path == "tinker://a/weights/b"
+    named = encode_saved("tinker://a/sampler_weights/b", kind="save_weights_for_sampler")
+    assert SaveWeightsForSamplerResponse.model_validate_json(named).path.endswith("b")
+    assert json.loads(encode_sampler_opened("s:sample:0"))["sampling_session_id"] == "s:sample:0"
+    metrics = OptimStepResponse.model_validate_json(encode_optim_step(OptimResult(0.5, 3))).metrics
+    assert metrics == {"grad_norm": 0.5, "optimizer_step": 3.0}
+
+
+def test_json_has_neither_null_nor_nan() -> None:
+    assert json.loads(encode_json({"a": None, "b": 1})) == {"b": 1}
+    assert json.loads(encode_optim_step(OptimResult(float("nan"), 1))) == {"metrics": {"optimizer_step": 1.0}}

@@ -1,0 +1,37 @@
+"""The checked-in code is what the documented command makes, and it agrees with the SDK."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from tinker.proto import tinker_public_pb2
+
+from backend.wire import tinker_pb2
+from backend.wire.generate import generate
+
+
+def test_regenerating_gives_the_same_files(tmp_path: Path) -> None:
+    generate(tmp_path)
+    here = Path(tinker_pb2.__file__).parent
+    for name in ("tinker_pb2.py", "tinker_pb2.pyi"):
+        assert (tmp_path / "backend/wire" / name).read_text() == (here / name).read_text()
+
+
+def test_every_message_is_the_sdks() -> None:
+    def shape(descriptor: object) -> dict[str, object]:
+        file = FileDescriptorProto()
+        descriptor.CopyToProto(file)  # type: ignore[attr-defined]
+        fields = {
+            m.name: {
+                (f.number, f.name, f.type, f.label, f.type_name.rsplit(".", 1)[-1], f.proto3_optional) for f in m.field
+            }
+            for m in file.message_type
+        }
+        enums = {e.name: {(v.number, v.name) for v in e.value} for e in file.enum_type}
+        return {**fields, **enums}
+
+    ours, theirs = shape(tinker_pb2.DESCRIPTOR), shape(tinker_public_pb2.DESCRIPTOR)
+    assert ours.pop("ForwardBackwardHeader")
+    unused = {"SamplingParams", "StopStrings", "StopTokens"}  # declared by the SDK, and never sent
+    assert ours == {name: fields for name, fields in theirs.items() if name not in unused}

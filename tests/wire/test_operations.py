@@ -1,0 +1,124 @@
+"""The JSON operations decode to what was meant, and each wrong content is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker import types
+from tinker._compat import model_dump
+from tinker.types.optim_step_request import OptimStepRequest
+
+from backend.commands import AdamParams, LoraSpec
+from backend.errors import UserError
+from backend.wire import (
+    CreateModel,
+    LoadModel,
+    LoadWeights,
+    SaveForSampler,
+    SaveWeights,
+    decode_create_model,
+    decode_load_model,
+    decode_load_weights,
+    decode_optim_step,
+    decode_save_for_sampler,
+    decode_save_weights,
+)
+
+PATH = "tinker://sess-1:train:0/weights/a"
+
+
+def of(**values: Any) -> bytes:
+    return json.dumps(values).encode()
+
+
+def sdk_step(params: types.AdamParams) -> bytes:
+    request = OptimStepRequest(model_id="m", seq_id=1, optim_params=params)
+    return json.dumps(model_dump(request, exclude_unset=False, exclude_none=True, mode="json")).encode()
+
+
+def test_adam_defaults_are_the_sdks() -> None:
+    assert decode_optim_step(sdk_step(types.AdamParams())) == AdamParams()
+    assert decode_optim_step(of(adam_params={})) == AdamParams()
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "grad_clip_norm", "eps", "beta1"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_from_the_sdk_is_refused_and_not_replaced_by_the_default(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"adam_params.{name} is None: must be a finite number"):
+        decode_optim_step(sdk_step(types.AdamParams(**{name: value})))
+
+
+@given(st.floats(0, 10), st.floats(0, 0.999), st.floats(1e-12, 1))
+def test_adam_values_pass(rate: float, beta: float, eps: float) -> None:
+    params = decode_optim_step(sdk_step(types.AdamParams(learning_rate=rate, beta1=beta, eps=eps)))
+    assert (params.learning_rate, params.beta1, params.eps) == (rate, beta, eps)
+
+
+def test_create_model() -> None:
+    lora = {"rank": 8, "seed": 3, "train_mlp": False}
+    body = of(base_model="m", lora_config=lora, optimizer_config={"type": "adamw"}, user_metadata={"a": "b"})
+    assert decode_create_model(body) == CreateModel("m", LoraSpec(8, train_mlp=False), 3, {"a": "b"})
+    assert decode_create_model(of(base_model="m")) == CreateModel("m", LoraSpec(32), None, {})
+
+
+def test_loads_and_saves() -> None:
+    assert decode_load_model(of(path=PATH, optimizer=True)) == LoadModel(PATH, True, None, {})
+    assert decode_load_weights(of(path=PATH, optimizer=False)) == LoadWeights(PATH, False)
+    saved = decode_save_weights(of(path="a.b-1", ttl_seconds=3600, overwrite=True, user_metadata={"k": "v"}))
+    assert saved == SaveWeights("a.b-1", 3600, True, {"k": "v"})
+    assert decode_save_weights(of(path="a", ttl_seconds=None)) == SaveWeights("a", None, False, {})
+    assert decode_save_for_sampler(of(path="a", kind="snapshot")) == SaveForSampler("a", None, None, {})
+    assert decode_save_for_sampler(of(sampling_session_seq_id=0, kind="inflight")) == SaveForSampler(None, 0, None, {})
+
+
+Wrong = tuple[Callable[[bytes], object], bytes, str]
+WRONG: list[Wrong] = [
+    (decode_optim_step, of(), "adam_params is None: must be an object"),
+    (decode_optim_step, of(optimizer_params={"type": "dimuon"}), "optimizer_params.type is 'dimuon': must be absent"),
+    (
+        decode_optim_step,
+        of(adam_params={"beta1": 1.0}),
+        "adam_params.beta1 is 1.0: must be a finite number >= 0 and < 1",
+    ),
+    (decode_optim_step, of(adam_params={"learning_rate": -1}), "adam_params.learning_rate is -1: must be"),
+    (decode_optim_step, of(adam_params={"eps": 0}), "adam_params.eps is 0.0: must be a finite number > 0"),
+    (decode_optim_step, of(adam_params={"weight_decay": "a"}), "adam_params.weight_decay is 'a': must be"),
+    (decode_create_model, of(lora_config={}), "base_model is None: must be a non-empty string"),
+    (decode_create_model, of(base_model="m", lora_config={"rank": 0}), "lora_config.rank is 0: must be a whole number"),
+    (decode_create_model, of(base_model="m", lora_config={"rank": 1025}), "from 1 to 1024"),
+    (decode_create_model, of(base_model="m", optimizer_config={"type": "dimuon"}), "must be 'adamw'"),
+    (
+        decode_create_model,
+        of(base_model="m", lora_config={"train_attn": False, "train_mlp": False, "train_unembed": False}),
+        "at least one must be true",
+    ),
+    (decode_create_model, of(base_model="m", user_metadata={"a": 1}), "user_metadata['a'] is 1: must be a string"),
+    (decode_create_model, of(base_model="m", user_metadata=[1]), "user_metadata is [1]: must be"),
+    (decode_create_model, of(base_model="m\0"), "base_model is 'm\\x00': must be a string without NUL"),
+    (decode_load_model, of(path="/etc/passwd"), "checkpoint path '/etc/passwd': must be tinker://"),
+    (decode_load_model, of(path="tinker://a/other/b"), "checkpoint kind 'other': must be one of weights"),
+    (
+        decode_load_model,
+        of(path="tinker://a/sampler_weights/b", optimizer=True),
+        "optimizer is True: must be false, sampler_weights hold no optimizer state",
+    ),
+    (decode_load_weights, of(path="tinker://a/weights/b/c"), "must be tinker://"),
+    (decode_load_weights, of(path=PATH, optimizer=1), "optimizer is 1: must be true or false"),
+    (decode_save_weights, of(path="../a"), "path is '../a': must be 1 to 128 letters"),
+    (decode_save_weights, of(path="a", ttl_seconds=0), "ttl_seconds is 0: must be a whole number from 1"),
+    (decode_save_for_sampler, of(), "are both absent: exactly one must be given"),
+    (decode_save_for_sampler, of(path="a", sampling_session_seq_id=1), "are both given"),
+    (decode_save_for_sampler, of(path="a", kind="live"), "kind is 'live': must be 'snapshot' or 'inflight'"),
+]
+
+
+@pytest.mark.parametrize(("decode", "payload", "text"), WRONG, ids=[w[2][:50] for w in WRONG])
+def test_wrong_content_is_named(decode: Callable[[bytes], object], payload: bytes, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        decode(payload)
+    assert text in caught.value.message

@@ -1,0 +1,126 @@
+"""Sample requests decode to what was meant, and each wrong content is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.commands import SampleRequest
+from backend.errors import UserError
+from backend.wire import Fields, decode_sample, num_samples, with_seed
+
+
+def body(params: dict[str, Any] | None = None, prompt: Any = (1, 2, 3), **more: Any) -> bytes:
+    chunks = [{"type": "encoded_text", "tokens": list(prompt)}]
+    given = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 5, **(params or {})}
+    return json.dumps({"prompt": {"chunks": chunks}, "sampling_params": given, "num_samples": 1, **more}).encode()
+
+
+def decode(payload: bytes) -> SampleRequest:
+    return decode_sample(payload, request_id="r", snapshot_id="s", vocab_size=100, max_context=64, eos=(9,))
+
+
+def test_defaults() -> None:
+    request = decode(body())
+    assert request.prompt_T.dtype == np.int32
+    assert request.prompt_T.tolist() == [1, 2, 3]
+    assert (request.request_id, request.snapshot_id, request.num_samples, request.max_tokens) == ("r", "s", 1, 61)
+    assert (request.temperature, request.top_k, request.top_p, request.seed) == (1.0, -1, 1.0, 5)
+    assert (request.stop_tokens, request.stop_strings, request.prompt_logprobs) == ((9,), (), False)
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "strings"),
+    [
+        (None, (9,), ()),
+        ([], (), ()),
+        ("x", (), ("x",)),
+        (["x", "yz"], (), ("x", "yz")),
+        ([4, 5], (4, 5), ()),
+    ],
+)
+def test_stop_absent_is_eos_and_an_empty_list_is_nothing(stop: Any, tokens: Any, strings: Any) -> None:
+    request = decode(body({"stop": stop} if stop is not None else {}))
+    assert (request.stop_tokens, request.stop_strings) == (tokens, strings)
+
+
+def test_chunks_are_joined_and_no_chunk_type_means_text() -> None:
+    values = json.loads(body())
+    values["prompt"]["chunks"] = [{"tokens": [1]}, {"type": "encoded_text", "tokens": [2, 3]}]
+    assert decode(json.dumps(values).encode()).prompt_T.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("seed", "kept"), [(0, 0), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (7.0, 7)])
+def test_seeds_of_64_bits(seed: Any, kept: int) -> None:
+    assert decode(body({"seed": seed})).seed == kept
+
+
+def test_a_seed_is_drawn_once_where_there_is_none() -> None:
+    without = json.dumps({"prompt": {"chunks": []}, "sampling_params": {"temperature": 0.0}}).encode()
+    first, second = json.loads(with_seed(without)), json.loads(with_seed(without))
+    assert 0 <= first["sampling_params"]["seed"] < 2**64
+    assert first["sampling_params"] != second["sampling_params"]
+    assert with_seed(body()) == body()
+    assert json.loads(with_seed(b"{}"))["sampling_params"]["seed"] >= 0
+    with pytest.raises(UserError, match="seed is None: must be drawn before"):
+        decode(body({"seed": None}))
+
+
+def test_the_count_is_read_without_the_rest() -> None:
+    assert num_samples(Fields({})) == 1
+    assert num_samples(Fields({"num_samples": 4})) == 4
+
+
+WRONG = [
+    (body(num_samples=0), "num_samples is 0: must be a whole number from 1 to 1024"),
+    (body(num_samples=1025), "num_samples is 1025: must be"),
+    (body(num_samples=True), "num_samples is True: must be"),
+    (body({"temperature": -1}), "sampling_params.temperature is -1: must be a finite number >= 0"),
+    (body({"temperature": "hot"}), "sampling_params.temperature is 'hot': must be"),
+    (body({"top_k": 0}), "sampling_params.top_k is 0: must be -1 (off) or at least 1"),
+    (body({"top_k": -2}), "sampling_params.top_k is -2: must be a whole number from -1"),
+    (body({"top_p": 0}), "sampling_params.top_p is 0.0: must be > 0 and <= 1"),
+    (body({"top_p": 1.5}), "sampling_params.top_p is 1.5: must be a finite number >= 0 and <= 1"),
+    (body({"seed": 2**64}), "sampling_params.seed is 18446744073709551616: must be a whole number"),
+    (body({"seed": "a"}), "sampling_params.seed is 'a': must be a whole number"),
+    (body({"max_tokens": 0}), "sampling_params.max_tokens is 0: must be a whole number from 1"),
+    (
+        body({"max_tokens": 62}),
+        "sampling_params.max_tokens is 62: must be at most 61, what the context of 64 tokens has",
+    ),
+    (body({"stop": ["a", 1]}), "sampling_params.stop is ['a', 1]: must be non-empty strings only, or token ids only"),
+    (body({"stop": [""]}), "sampling_params.stop is ['']: must be non-empty strings"),
+    (body({"stop": ""}), "sampling_params.stop is ['']: must be"),
+    (body({"stop": [100]}), "sampling_params.stop[0] is 100: must be >= 0 and < 100, the model's vocabulary"),
+    (body({"stop": {"a": 1}}), "sampling_params.stop is {'a': 1}: must be a string, or at most 256"),
+    (body({"stop": [1] * 257}), "must be a string, or at most 256 strings or token ids"),
+    (body(prompt=[]), "prompt has 0 tokens: must be 1 to 63, the model's context less one"),
+    (body(prompt=[1] * 64), "prompt has 64 tokens: must be 1 to 63"),
+    (body(prompt=[1, 100]), "prompt.chunks[0].tokens[1] is 100: must be >= 0 and < 100"),
+    (body(prompt=[1, -1]), "prompt.chunks[0].tokens[1] is -1: must be"),
+    (body(prompt=[1.5]), "prompt.chunks[0].tokens is [1.5]: must be a flat list of whole numbers"),
+    (body(prompt=["a"]), "prompt.chunks[0].tokens is ['a']: must be"),
+    (body(prompt=[[1], [1, 2]]), "prompt.chunks[0].tokens is [[1], [1, 2]]: must be a flat list"),
+    (body(topk_prompt_logprobs=3), "topk_prompt_logprobs is 3: not supported yet, must be absent or 0"),
+    (body(topk_sample_logprobs=3), "topk_sample_logprobs is 3: not supported yet"),
+    (body(prompt_alt_tokens_k=1), "prompt_alt_tokens_k is 1: not supported yet"),
+    (body(prompt_logprobs_last_n=1), "prompt_logprobs_last_n is 1: not supported yet"),
+    (body(target_prompt_logprobs={"data": []}), "target_prompt_logprobs is {'data': []}: not supported yet"),
+    (b"[]", "the request body is []: must be a JSON object"),
+    (b"{", "the request body is not JSON"),
+    (b"{}", "prompt.chunks is None: must be a list of chunks"),
+    (b'{"prompt": 3}', "prompt is 3: must be a JSON object"),
+    (b'{"prompt": {"chunks": [{"type": "image"}]}}', "prompt.chunks[0].type is 'image': must be encoded_text"),
+    (b'{"prompt": {"chunks": [7]}}', "prompt.chunks[0].type is 7: must be encoded_text"),
+    (b'{"prompt": {"chunks": [{}]}}', "prompt.chunks[0].tokens is None: must be a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("payload", "text"), WRONG, ids=[w[1][:40] for w in WRONG])
+def test_wrong_content_is_named(payload: bytes, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        decode(payload)
+    assert text in caught.value.message
