@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Depends, FastAPI
 
 from api import errors
 from api.auth import Authenticator
@@ -34,10 +34,8 @@ def create_app(
     )
     errors.install(app)
     app.add_api_route(f"{_PREFIX}/healthz", _healthz, methods=["GET"])
-    guarded = APIRouter(prefix=_PREFIX, dependencies=[Depends(current_owner)])
-    for room in (service, sessions, training, weights, runs, sampling, futures):
-        guarded.include_router(room.router)
-    app.include_router(guarded)
+    for subject in (service, sessions, training, weights, runs, sampling, futures):
+        app.include_router(subject.router, prefix=_PREFIX, dependencies=[Depends(current_owner)])
     return app
 
 

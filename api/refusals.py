@@ -25,6 +25,6 @@ def reason_of(request_id: str) -> str | None:
         return None
     text = request_id.removeprefix(_PREFIX)
     try:
-        return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
+        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode() or None
     except (binascii.Error, UnicodeDecodeError):
         return None

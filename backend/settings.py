@@ -81,7 +81,7 @@ class Settings(BaseSettings):
     @property
     def compile_cache(self) -> Path:
         """Where JAX keeps what it compiled; native code, so it is trusted like the program itself."""
-        return self.data_dir / "compiled"
+        return self.data_dir / "jax-cache"
 
     def environment(self) -> dict[str, str]:
         """The same settings as variables, for child processes."""

@@ -79,6 +79,8 @@ def _begin(parent: int) -> None:
     if parent:
         die_with_parent(parent)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "alembic"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 def _say(line: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -42,11 +40,11 @@ class Stack:
     """
 
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
-        """Nothing starts yet; `report` gets a line whenever there is something to say about the start."""
+        """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads."""
         self.settings = _with_ports(settings)
         self._report = report
         self._parts: list[Part] = []
-        self._lines: queue.SimpleQueue[tuple[Part, str]] = queue.SimpleQueue()
+        self._engine_ready = threading.Event()
 
     @property
     def api_url(self) -> str:
@@ -127,25 +125,22 @@ class Stack:
         threading.Thread(target=self._relay, args=(part, process.stdout), daemon=True).start()
 
     def _relay(self, part: Part, lines: IO[str]) -> None:
-        for line in lines:
-            self._lines.put((part, line.rstrip()))
+        for line in map(str.rstrip, lines):
+            if line == READY:
+                self._engine_ready.set()
+            else:
+                self._report(f"{part.name}: {line}")
 
     def _wait_until_ready(self) -> None:
-        """Until the engine has said READY and the API answers; meanwhile pass on what the parts say."""
+        """Until the engine has said READY and the API answers."""
         deadline = time.monotonic() + self.settings.start_deadline
-        engine_ready = False
-        while not (engine_ready and self._api_answers()):
-            if time.monotonic() > deadline:
-                waited = f"{self.settings.start_deadline:.0f} s (setting start_deadline)"
-                raise ServerError(f"{'the API' if engine_ready else 'the engine'} was not ready in {waited}")
-            with contextlib.suppress(queue.Empty):
-                part, line = self._lines.get(timeout=0.1)
-                engine_ready |= line == READY
-                if line and line != READY:
-                    self._report(f"{part.name}: {line}")
+        while not (self._engine_ready.wait(0.1) and self._api_answers()):
             for part in self._parts:
                 if (status := part.process.poll()) is not None:
                     raise ServerError(f"{part.name} ended with status {status} at the start:\n{_tail(part.log)}")
+            if time.monotonic() > deadline:
+                waits_for = "the API" if self._engine_ready.is_set() else "the engine"
+                raise ServerError(f"{waits_for} was not ready in {self.settings.start_deadline:.0f} s (start_deadline)")
 
     def _api_answers(self) -> bool:
         try:

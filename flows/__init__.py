@@ -1,1 +1,10 @@
-"""Placeholder."""
+"""Flows: who runs what, and when. The engine takes requests from the journal to the pool through Prefect flow runs.
+
+`run_engine` is the whole of it. A model has a lane (order), a flow run (the picture), and task runs that pacing opens.
+"""
+
+from flows.engine import run_engine
+from flows.prefect_server import PrefectServer, start_server
+from flows.tracking import Tracking, open_tracking
+
+__all__ = ["PrefectServer", "Tracking", "open_tracking", "run_engine", "start_server"]

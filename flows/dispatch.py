@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from sqlalchemy.exc import OperationalError
 
 from backend.commands import Done, DropSnapshot
-from backend.errors import GroupFailedError, TinkerflowError, UserError
+from backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
 from backend.journal import Journal, ModelEnded, ModelState
 from backend.settings import Settings
 from flows.groups import ServedModel
@@ -36,34 +38,38 @@ class Dispatcher:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until `stop`; returns when what was in flight is answered. `on_ready` is called when it begins."""
-        async with self._journal.bell.listen("model:", "sample", "session:") as topics, asyncio.TaskGroup() as lanes:
-            around = [
-                asyncio.create_task(self._heed(self._listen(topics, lanes)), name="bell"),
-                asyncio.create_task(self._heed(self._look(lanes)), name="look"),
-                asyncio.create_task(self._heed(self._sweep_often()), name="sweeps"),
-                asyncio.create_task(self._shared.tracking.watch(), name="prefect health"),
+        async with self._journal.bell.listen("model:", "sample", "session:") as topics, asyncio.TaskGroup() as around:
+            watches = [
+                around.create_task(self._sweep_often(), name="sweeps"),
+                around.create_task(self._shared.tracking.watch(), name="prefect health"),
+                *(around.create_task(self._mourn(model), name="losses") for model in self._served.values()),
             ]
-            for model in self._served.values():
-                around.append(asyncio.create_task(self._heed(self._mourn(model)), name=f"losses of {model.card.name}"))
-                lanes.create_task(model.sampling.serve_for_ever(), name=f"sampling of {model.card.name}")
             try:
-                on_ready()
-                await self._stopping.wait()
-                for lane in self._lanes.values():
-                    if lane is not None:
-                        lane.stop()
-                for model in self._served.values():
-                    model.sampling.stop()
+                async with asyncio.TaskGroup() as lanes:
+                    watches.append(around.create_task(self._listen(topics, lanes), name="bell"))
+                    watches.append(around.create_task(self._look(lanes), name="look"))
+                    for model in self._served.values():
+                        lanes.create_task(model.sampling.serve_for_ever(), name="sampling")
+                    on_ready()
+                    await self._stopping.wait()
+                    self._stop_lanes()
             finally:
-                for task in around:
+                for task in watches:
                     task.cancel()
 
     def stop(self) -> None:
         """Take nothing more from the journal."""
         self._stopping.set()
 
+    def _stop_lanes(self) -> None:
+        for lane in self._lanes.values():
+            if lane is not None:
+                lane.stop()
+        for model in self._served.values():
+            model.sampling.stop()
+
     # ------------------------------------------------------------------ who is woken
-    async def _listen(self, topics: "AsyncIterator[str]", lanes: asyncio.TaskGroup) -> None:
+    async def _listen(self, topics: AsyncIterator[str], lanes: asyncio.TaskGroup) -> None:
         async for topic in topics:
             kind, _, name = topic.partition(":")
             if kind == "model":
@@ -76,7 +82,12 @@ class Dispatcher:
 
     async def _look(self, lanes: asyncio.TaskGroup) -> None:
         while True:
-            for model_id in await asyncio.to_thread(self._journal.pending_models):
+            try:
+                waiting = await asyncio.to_thread(self._journal.pending_models)
+            except OperationalError:
+                log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
+                waiting = []
+            for model_id in waiting:
                 self._wake(model_id, lanes)
             for model in self._served.values():
                 model.sampling.wake()
@@ -99,7 +110,8 @@ class Dispatcher:
                 return
             served = self._served.get(model.base_model)
             if served is None:
-                await self._refuse(model_id, model.base_model)
+                names = ", ".join(sorted(self._served))
+                await self._give_up(model_id, UserError(f"base model {model.base_model!r} is not served here: {names}"))
                 return
             lane = Lane(served.runtime, self._shared, model_id, model.step)
             self._lanes[model_id] = lane
@@ -107,12 +119,15 @@ class Dispatcher:
                 return
             end = await serve_model(lane, self._shared.tracking, model.base_model)
             log.info("model %s: %s", model_id, end.text)
+        except Exception as error:
+            # One model's trouble must not end the others. When the journal itself is away, this fails too and ends us.
+            log.exception("model %s cannot be served", model_id)
+            await self._give_up(model_id, ServerError(f"the model cannot be served ({type(error).__name__}: {error})"))
         finally:
             del self._lanes[model_id]
 
-    async def _refuse(self, model_id: str, base_model: str) -> None:
-        """A model of a base model that this engine does not serve: it fails, and all that waits for it."""
-        error = UserError(f"base model {base_model!r} is not served here; served are: {', '.join(sorted(self._served))}")
+    async def _give_up(self, model_id: str, error: TinkerflowError) -> None:
+        """End a model, and fail all that waits for it."""
         ended = ModelEnded(model_id, ModelState.FAILED, error.message)
         waiting = await asyncio.to_thread(self._journal.ready, model_id, 1)
         outcomes = [request.failed(error, None, ended) for request in waiting]
@@ -132,11 +147,14 @@ class Dispatcher:
     async def _sweep_often(self) -> None:
         while True:
             self._sweep.clear()
-            await asyncio.to_thread(self._sweep_journal)
-            for model in self._served.values():
-                await model.sampling.cancel_ended()
-                await self._drop_snapshots(model)
-            await self._delete_expired()
+            try:
+                await asyncio.to_thread(self._sweep_journal)
+                for model in self._served.values():
+                    await model.sampling.cancel_ended()
+                    await self._drop_snapshots(model)
+                await self._delete_expired()
+            except (TinkerflowError, OperationalError):
+                log.warning("a sweep failed; the next one is in %.0f s", SWEEP_SECONDS, exc_info=True)
             try:
                 async with asyncio.timeout(SWEEP_SECONDS):
                     await self._sweep.wait()
@@ -171,6 +189,3 @@ class Dispatcher:
             await asyncio.to_thread(store.delete, checkpoint.path)
             await asyncio.to_thread(self._journal.delete_checkpoint, checkpoint.path, None)
             log.info("checkpoint %s expired and was deleted", checkpoint.path)
-
-    async def _heed(self, work: Awaitable[None]) -> None:
-        raise NotImplementedError

@@ -83,7 +83,10 @@ async def _run(
         answers = Answers(journal.finish)
         stack.push_async_callback(answers.close)
         cards = await asyncio.gather(
-            *(asyncio.to_thread(ModelCard.load, name, max_context=settings.max_context) for name in settings.base_models)
+            *(
+                asyncio.to_thread(ModelCard.load, name, max_context=settings.max_context)
+                for name in settings.base_models
+            )
         )
         await asyncio.to_thread(_forget_earlier_life, journal)
         # The server's start takes seconds of CPU, like the pool's: side by side.
@@ -159,7 +162,9 @@ def _forget_earlier_life(journal: Journal) -> None:
     failed = journal.fail_all_pending(RESTARTED)
     lost = journal.lose_models(RESTARTED)
     if failed or lost:
-        log.warning("an earlier engine left %d requests and %d models: they are failed and lost", len(failed), len(lost))
+        log.warning(
+            "an earlier engine left %d requests and %d models: they are failed and lost", len(failed), len(lost)
+        )
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

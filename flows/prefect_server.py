@@ -20,6 +20,7 @@ from backend.processes import die_with_parent
 
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
 _RETENTION_DAYS = 30
 _BATCHED_SERVICES = ("TASK_RUN_RECORDER", "EVENT_PERSISTER")
 
@@ -36,6 +37,12 @@ class PrefectServer:
     def url(self) -> str:
         """What PREFECT_API_URL is for the clients of this server."""
         return f"http://127.0.0.1:{self.port}/api"
+
+    async def ended(self) -> int:
+        """Wait until the server ends; its exit status."""
+        while (status := self.process.poll()) is None:
+            await asyncio.sleep(_LOOK_SECONDS)  # noqa: ASYNC110  a process sets no event
+        return status
 
     async def stop(self) -> None:
         """End the server: SIGTERM, and SIGKILL when it does not go within STOP_SECONDS. Repeating is fine."""
@@ -85,9 +92,19 @@ async def start_server(data_dir: Path, port: int) -> PrefectServer:
     (data_dir / "prefect" / "ui").mkdir(parents=True, exist_ok=True)
     log = data_dir / "logs" / "prefect.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    server = PrefectServer(port, log, _spawn(data_dir, port, log))
+    try:
+        await _wait_until_healthy(server)
+    except BaseException:
+        await server.stop()
+        raise
+    return server
+
+
+def _spawn(data_dir: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "flows.prefect_server", "--port", str(port), "--parent", str(os.getpid())]
     with log.open("ab") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             env=server_environment(data_dir, port),
             stdin=subprocess.DEVNULL,
@@ -95,13 +112,6 @@ async def start_server(data_dir: Path, port: int) -> PrefectServer:
             stderr=output,
             start_new_session=True,  # Ctrl-C is for the parent, which stops it in order
         )
-    server = PrefectServer(port, log, process)
-    try:
-        await _wait_until_healthy(server)
-    except BaseException:
-        await server.stop()
-        raise
-    return server
 
 
 async def _wait_until_healthy(server: PrefectServer) -> None:

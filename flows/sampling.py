@@ -1,4 +1,4 @@
-"""The flow run of one base model's sampling: all samplers share one decode batch, and its task runs are windows of it."""
+"""The flow run of one base model's sampling: all samplers share one decode batch, task runs are windows of it."""
 
 from __future__ import annotations
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 from prefect import Flow, get_client, tags
 from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import State
 from prefect.context import TagsContext
 from prefect.settings import (
     PREFECT_API_URL,
@@ -22,7 +25,10 @@ from prefect.settings import (
 )
 from prefect.states import Crashed
 
-from flows.prefect_server import is_healthy
+from backend.errors import ServerError, UserError
+from backend.processes import free_port
+from backend.settings import Settings
+from flows.prefect_server import is_healthy, start_server
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +37,7 @@ T = TypeVar("T")
 BEGIN_SECONDS = 10.0  # a flow run that has not begun by then goes on untracked
 HEALTH_SECONDS = 2.0
 END_SECONDS = 5.0
+RESTART_SECONDS = 2.0  # between the end of an embedded server and the start of the next
 _UNFINISHED = ("PENDING", "RUNNING", "CANCELLING", "PAUSED")
 
 Body = Callable[[], Awaitable[object]]
@@ -81,7 +88,9 @@ class Tracking:
                 self._found(await is_healthy(client, self.api_url), "it does not answer")
                 await asyncio.sleep(HEALTH_SECONDS)
 
-    async def run(self, flow: Flow[..., Any], body: Callable[[], Awaitable[T]], labels: Iterable[str], **names: str) -> T:
+    async def run(
+        self, flow: Flow[..., Any], body: Callable[[], Awaitable[T]], labels: Iterable[str], **names: str
+    ) -> T:
         """Await `body` inside a flow run of `flow` (whose function awaits `run_body`), or without one.
 
         labels: tags of the flow run, for people. names: the flow's parameters. Returns as soon as the body does, and
@@ -91,8 +100,9 @@ class Tracking:
             return await body()
         once = _Once(body)
         _body.set(once)
+        call: Callable[..., Coroutine[Any, Any, object]] = flow
         with tags(*labels, self._mark):
-            running: asyncio.Task[object] = asyncio.create_task(flow(**names, return_state=True))
+            running: asyncio.Task[object] = asyncio.create_task(call(**names, return_state=True))
         begun = asyncio.create_task(once.begun.wait())
         try:
             await asyncio.wait((running, begun), timeout=BEGIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +128,7 @@ class Tracking:
         except Exception as error:  # noqa: BLE001  whatever Prefect raises, the operation went its own way
             self._found(False, f"{type(error).__name__}: {error}")
 
-    async def reconcile(self, flow_names: Iterable[str]) -> int:
+    async def reconcile(self) -> int:
         """Say of the flow runs that an earlier engine of this deployment left behind that they crashed; how many."""
         if not self.reachable:
             return 0
@@ -127,7 +137,7 @@ class Tracking:
         try:
             async with get_client() as client:
                 for run in await client.read_flow_runs(flow_run_filter=left):
-                    state = Crashed(message="the engine that ran this ended without a word")
+                    state: State[None] = Crashed(message="the engine that ran this ended without a word")
                     await client.set_flow_run_state(run.id, state, force=True)
                     count += 1
         except Exception as error:  # noqa: BLE001  the picture may be wrong, the work goes on
@@ -153,6 +163,52 @@ class Tracking:
         if not self.reachable and reachable:
             log.warning("Prefect at %s is back; %d operations went untracked", self.api_url, self.untracked)
         self.reachable = reachable
+
+
+@asynccontextmanager
+async def open_tracking(settings: Settings, say: Callable[[str], None]) -> AsyncIterator[Tracking]:
+    """Tracking as the settings want it, with its server where that is embedded, and Prefect's settings inside.
+
+    A server that does not start, or ends, is started again and again; meanwhile work goes on untracked.
+    """
+    if settings.prefect == "external" and not os.environ.get("PREFECT_API_URL"):
+        raise UserError("prefect is 'external': the variable PREFECT_API_URL must name the server to use")
+    port = settings.prefect_port or free_port()
+    url = {"off": "", "embedded": f"http://127.0.0.1:{port}/api", "external": os.environ.get("PREFECT_API_URL", "")}
+    tracking = Tracking(url[settings.prefect], settings.journal_url)
+    with tracking.settings():
+        keeping: asyncio.Task[None] | None = None
+        if settings.prefect == "embedded":
+            say("starting the Prefect server")
+            first: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            keeping = asyncio.create_task(_keep_server(settings.data_dir, port, first), name="prefect server")
+            tracking.reachable = await first
+        try:
+            await tracking.reconcile()
+            yield tracking
+        finally:
+            await tracking.close()
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _keep_server(data_dir: Path, port: int, first: asyncio.Future[bool]) -> None:
+    while True:
+        try:
+            server = await start_server(data_dir, port)
+        except ServerError as error:
+            log.error("%s", error.message)
+        else:
+            if not first.done():
+                first.set_result(True)
+            try:
+                log.error("the Prefect server ended with status %d", await server.ended())
+            finally:
+                await server.stop()
+        if not first.done():
+            first.set_result(False)
+        await asyncio.sleep(RESTART_SECONDS)
 
 
 class _Once:

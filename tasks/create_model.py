@@ -15,7 +15,9 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
     async with turn:
         model = await runtime.read(runtime.journal.model, str(request.model_id), None)
         if model.seed is None:
-            raise ServerError(f"model {model.id} has no seed in the journal: the API must draw one where none was given")
+            raise ServerError(
+                f"model {model.id} has no seed in the journal: the API must draw one where none was given"
+            )
         reply = runtime.send(CreateAdapter(model.id, spec_of(model), model.seed), Done)
     await reply
     return request.done(encode_model_created(model.id), "json", ModelLive(model.id))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
@@ -109,8 +109,8 @@ async def track(window: Window, tracked: Tracked) -> None:
     """Let a task run of `tracked` follow the window; call it inside a flow run, as a task of its own."""
     await window.settled(GRACE)
     _window.set(window)
-    # return_state: a window with failures is no error of ours
-    await tracked(window.name, return_state=True)  # type: ignore[call-overload]
+    call: Callable[..., Awaitable[object]] = tracked
+    await call(window.name, return_state=True)  # a window with failures is no error of ours
 
 
 async def _follow(name: str) -> State[None]:

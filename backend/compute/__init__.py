@@ -2,3 +2,7 @@
 
 State goes in and comes out; the executor holds it between commands. Only worker processes import this room.
 """
+
+from backend.compute.executor import Executor
+
+__all__ = ["Executor"]

@@ -70,8 +70,8 @@ class Store:
                 self._discard_unless_committed(path, saved)
                 raise
 
-    def load(self, path: str) -> tuple[AdapterState, Saved]:
-        """The state saved under `path`, and its commit.
+    def load(self, path: str, *, optimizer: bool = True) -> tuple[AdapterState, Saved]:
+        """The state saved under `path`, and its commit; without `optimizer` its moments are neither read nor returned.
 
         NotFoundError when there is none; UserError for a malformed path; StoreError names the file that is damaged.
         """
@@ -80,7 +80,8 @@ class Store:
             saved = self._found(where)
             while True:
                 try:
-                    files = {file: self._read(where, saved, file) for file in saved.files}
+                    wanted = [file for file in saved.files if optimizer or file != OPTIMIZER]
+                    files = {file: self._read(where, saved, file) for file in wanted}
                     break
                 except FileNotFoundError as error:
                     # An overwrite or a deletion may have passed between the commit and its files: then look again.

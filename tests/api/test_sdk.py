@@ -252,7 +252,9 @@ def test_a_restored_sampling_client_counts_in_its_own_block(
     assert max(seq for _, seq in engine.executed if seq is not None) >= 1_000_000_000
 
 
-def test_named_saves_resuming_and_looking_at_them(client: tinker.ServiceClient, model: tinker.TrainingClient) -> None:
+def test_named_saves_resuming_and_looking_at_them(
+    client: tinker.ServiceClient, model: tinker.TrainingClient, server: Any
+) -> None:
     steps(model, 3)
     loss = loss_of(model)
     saved = model.save_state("ck-1", ttl_seconds=3600).result().path
@@ -269,7 +271,7 @@ def test_named_saves_resuming_and_looking_at_them(client: tinker.ServiceClient, 
     assert sampler.get_base_model() == BASE
     assert sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()[0] is None
 
-    rest = client.create_rest_client()
+    rest = tinker.RestClient(base_url=server.url)
     found = rest.get_training_run(run).result()
     assert (found.base_model, found.lora_rank, found.user_metadata) == (BASE, 8, {"renderer": "plain"})
     assert found.last_checkpoint is not None

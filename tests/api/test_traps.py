@@ -30,7 +30,7 @@ def chunk(model: str, seq: int, target: int = 2) -> bytes:
 
 def post_chunk(server: Any, body: bytes, **headers: str) -> httpx.Response:
     everything = {"X-API-Key": KEY, "Content-Type": "application/x-protobuf", **headers}
-    return httpx.post(f"{server.url}/api/v1/forward_backward", content=body, headers=everything, timeout=20)
+    return server.http.post(f"{server.url}/api/v1/forward_backward", content=body, headers=everything)
 
 
 def failure(server: Any, response: httpx.Response) -> str:
@@ -126,7 +126,7 @@ def test_07_and_22_a_held_poll_is_answered_at_once_and_polls_may_overlap_or_vani
     engine.paused = True
     request_id = server.post("optim_step", {"model_id": model, "seq_id": 1, **ADAM}).json()["request_id"]
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
+        server.http.post(
             f"{server.url}/api/v1/retrieve_future",
             json={"request_id": request_id},
             headers={"X-API-Key": KEY},
@@ -276,9 +276,9 @@ def test_deleting_removes_row_and_files(server: Any, engine: Any) -> None:
     server.result(saved)
     headers = {"X-API-Key": KEY}
     url = f"{server.url}/api/v1/training_runs/{model}/checkpoints/weights/a"
-    assert httpx.delete(url, headers=headers).status_code == 204
-    assert httpx.delete(url, headers=headers).status_code == 404
-    assert httpx.delete(url.replace("weights", "nothing"), headers=headers).status_code in (400, 404, 422)
+    assert server.http.delete(url, headers=headers).status_code == 204
+    assert server.http.delete(url, headers=headers).status_code == 404
+    assert server.http.delete(url.replace("weights", "nothing"), headers=headers).status_code in (400, 404, 422)
 
 
 def test_23_hundreds_of_held_polls_are_answered_together(server: Any, engine: Any) -> None:
@@ -302,7 +302,7 @@ def test_concurrent_submits_of_one_request_are_one_request(server: Any, engine: 
 
     def send() -> str:
         gate.wait()
-        answer = httpx.post(f"{server.url}/api/v1/optim_step", content=body, headers={"X-API-Key": KEY}, timeout=20)
+        answer = server.http.post(f"{server.url}/api/v1/optim_step", content=body, headers={"X-API-Key": KEY})
         return str(answer.json()["request_id"])
 
     with ThreadPoolExecutor(8) as pool:

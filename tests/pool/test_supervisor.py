@@ -129,7 +129,7 @@ async def test_ping_is_fast(start_pool: StartPool, record_property: Callable[[st
         times.append(time.perf_counter() - began)
     median = statistics.median(times) * 1000
     record_property("ping_p50_ms", round(median, 3))
-    assert median < 5.0  # 0.2 ms when idle; the machine may be busy
+    assert median < 5.0  # 0.32 ms was measured on two busy cores (load 5); this guards the order of magnitude
 
 
 # ------------------------------------------------------------------ errors that are answers

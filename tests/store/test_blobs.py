@@ -101,7 +101,7 @@ def test_local_drafts_are_not_seen_and_not_kept(tmp_path: Path) -> None:
 
 
 class LossyFileSystem(MemoryFileSystem):
-    """An object store behind a bad line: a write succeeds, its response is lost, and the client's retry meets the object."""
+    """An object store on a bad line: a write succeeds, its response is lost, the client's retry meets the object."""
 
     cachable = False
     store: dict[str, Any] = {}  # noqa: RUF012  # its own, not the one that all MemoryFileSystems share

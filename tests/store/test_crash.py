@@ -1,4 +1,4 @@
-"""What a crash, a full disk or a lost answer leaves behind: the checkpoint from before, or the new one, never a part."""
+"""What a crash, a full disk or a lost answer leaves: the checkpoint from before, or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class FailingBlobs:
         return self._alive().children(prefix)
 
 
-def failing_store(url: str, failing: int, error: BaseException, *, after: bool = False, recovers: bool = False) -> Store:
+def failing_store(
+    url: str, failing: int, error: BaseException, *, after: bool = False, recovers: bool = False
+) -> Store:
     return Store(url, FailingBlobs(open_blobs(url), failing, error, after, recovers), SystemClock())
 
 
@@ -116,7 +118,7 @@ def test_a_full_disk_is_a_store_error_and_leaves_no_files(
     url: str, store: Store, meta: CheckpointMeta, make_state: Make, write: int
 ) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(StoreError, match="cannot save tinker://sess-1:train:0/weights/x .*No space left"):
+    with pytest.raises(StoreError, match=r"cannot save tinker://sess-1:train:0/weights/x .*No space left"):
         failing_store(url, write, full, recovers=True).save(RUN, "weights", "x", make_state(), meta)
     blobs = open_blobs(url)
     folder = f"runs/{RUN}/weights/x"
@@ -139,13 +141,13 @@ def test_a_lost_answer_to_the_commit_keeps_what_was_committed(
 def test_a_store_that_stays_away_is_reported_with_its_first_failure(
     url: str, meta: CheckpointMeta, make_state: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(StoreError, match="cannot save .*unreachable"):
+    with pytest.raises(StoreError, match=r"cannot save .*unreachable"):
         failing_store(url, 2, OSError("unreachable")).save(RUN, "weights", "x", make_state(), meta)
     assert "is left behind" in caplog.text
 
 
 def test_kill_9_at_any_time_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
-    """A process that saves as fast as it can is killed; what it said it had saved is there, and whatever is there loads."""
+    """A process that saves as fast as it can is killed: what it said it saved is there, and what is there loads."""
     url, child = f"file://{tmp_path}/store", _start_saver(f"file://{tmp_path}/store")
     try:
         assert child.stdout is not None

@@ -53,7 +53,10 @@ def test_any_text_is_refused_or_stays_in_its_place(run: str, kind: str, name: st
     assert path.commit.count("/") == 4
 
 
-@given(st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}", fullmatch=True), st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", fullmatch=True))
+@given(
+    st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}", fullmatch=True),
+    st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", fullmatch=True),
+)
 def test_every_allowed_path_comes_back(run: str, name: str) -> None:
     path = CheckpointPath(run, "weights", name)
     assert CheckpointPath.parse(str(path)) == path

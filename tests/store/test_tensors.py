@@ -19,7 +19,9 @@ FLOATS = arrays(np.float32, array_shapes(max_dims=3, max_side=5), elements=st.fl
 def test_tensors_come_back_bit_for_bit(tensors: dict[str, np.ndarray]) -> None:
     tensors.pop("__metadata__", None)
     back = decode(encode(tensors))
-    assert {k: (a.shape, a.tobytes()) for k, a in back.items()} == {k: (a.shape, a.tobytes()) for k, a in tensors.items()}
+    assert {k: (a.shape, a.tobytes()) for k, a in back.items()} == {
+        k: (a.shape, a.tobytes()) for k, a in tensors.items()
+    }
 
 
 @given(FLOATS, st.sampled_from(["T", "reversed", "step", "fortran", "broadcast"]))

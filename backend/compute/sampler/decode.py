@@ -19,7 +19,7 @@ from backend.compute.mesh import FSDP, replicated, sharding
 from backend.compute.sampler.bank import stack_apply
 from backend.compute.sampler.cache import Cache, attend_cached, cache_sharding
 from backend.compute.sampler.sampling import Choice, sample
-from backend.compute.transformer import Params, block, embed, final_hidden, rope_tables, unembed_matrix
+from backend.compute.transformer import Params, block, embed, final_hidden, rope_tables
 
 
 @flax.struct.dataclass
@@ -27,12 +27,13 @@ class Rows:
     """What a chunk starts from, one entry a slot; an unused slot has zeros and decodes what nobody reads.
 
     tokens_S int32: the last token, not yet in the cache. positions_S int32: where it stands in its sequence.
-    columns_S2 int32: its adapter's columns of the stack.
+    columns_S2 int32: its adapter's columns of the stack. uniform_CS float32: a random number for every token to come.
     """
 
     tokens_S: Any
     positions_S: Any
     columns_S2: Any
+    uniform_CS: Any
     choice: Choice
 
 
@@ -54,7 +55,7 @@ def decode(
         logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
         logits_SV = jax.lax.with_sharding_constraint(logits_SV, sharding(mesh, logits_SV.shape, FSDP))
-        next_S, logprob_S = sample(logits_SV, rows.choice, positions_S + 1)
+        next_S, logprob_S = sample(logits_SV, rows.choice, rows.uniform_CS[i])
         tokens_CS = jax.lax.dynamic_update_index_in_dim(tokens_CS, next_S, i, 0)
         logprobs_CS = jax.lax.dynamic_update_index_in_dim(logprobs_CS, logprob_S, i, 0)
         return cache, next_S, tokens_CS, logprobs_CS
@@ -105,7 +106,11 @@ def layers(
 
 def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: jax.Array) -> jax.Array:
     """Logits float32 [S, Q, V] of final hidden states, each row with its own adapter of the stack."""
-    logits = jnp.einsum("sqd,dv->sqv", x_SQD, unembed_matrix(params), preferred_element_type=jnp.float32)
+    if params.unembed_DV is None:
+        # Not embed.T: inside a loop XLA would write the transposed matrix out at every step.
+        logits = jnp.einsum("sqd,vd->sqv", x_SQD, params.embed_VD, preferred_element_type=jnp.float32)
+    else:
+        logits = jnp.einsum("sqd,dv->sqv", x_SQD, params.unembed_DV, preferred_element_type=jnp.float32)
     if pair is None:
         return logits
     (update,) = stack_apply(columns_S2)(x_SQD, (pair,))

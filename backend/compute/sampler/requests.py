@@ -13,6 +13,7 @@ import numpy as np
 
 from backend.commands import Float32, Int32, SampledSequence, SampleRequest, SampleResult
 from backend.compute.sampler.bank import Snapshot
+from backend.compute.sampler.sampling import UniformStream
 from backend.compute.sampler.stops import StopWatch
 from backend.errors import UserError
 
@@ -48,6 +49,7 @@ class Sequence:
     ticket: Ticket
     index: int
     stops: StopWatch
+    uniforms: UniformStream
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 

@@ -21,7 +21,7 @@ from backend.compute.sampler.decode import Rows, decode
 from backend.compute.sampler.memory import most_cells
 from backend.compute.sampler.prefill import Piece, prefill
 from backend.compute.sampler.requests import Sequence, Ticket, check
-from backend.compute.sampler.sampling import host_choice
+from backend.compute.sampler.sampling import UniformStream, greedy_choice
 from backend.compute.sampler.scheduler import Group, Scheduler
 from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
 from backend.compute.sampler.stops import Decode, StopWatch, load_decode
@@ -95,8 +95,18 @@ class Sampler:
         limit = min(request.max_tokens, self._max_context - len(request.prompt_T))
         ticket = Ticket(request, snapshot, limit)
         stops = frozenset(request.stop_tokens)
-        watches = (StopWatch(stops, request.stop_strings, decoder) for _ in range(request.num_samples))
-        self._line.admit(ticket, [Sequence(ticket, index, watch) for index, watch in enumerate(watches)])
+        self._line.admit(
+            ticket,
+            [
+                Sequence(
+                    ticket,
+                    index,
+                    StopWatch(stops, request.stop_strings, decoder),
+                    UniformStream(request.seed, index),
+                )
+                for index in range(request.num_samples)
+            ],
+        )
 
     @cached_property
     def _text(self) -> Decode:
@@ -180,7 +190,7 @@ class Sampler:
             self._params,
             self._bank.lora,
             self._cache,
-            self._rows(),
+            self._rows(steps),
             np.int32(steps),
         )
         tokens_CS, logprobs_CS = to_host((tokens, logprobs))
@@ -210,17 +220,24 @@ class Sampler:
         else:
             self._resize(min(self._slots, self._shapes.most_slots(length)), length)
 
-    def _rows(self) -> Rows:
+    def _rows(self, steps: int) -> Rows:
         S = self._slots
-        tokens_S, positions_S, columns_S2 = np.zeros(S, np.int32), np.zeros(S, np.int32), np.zeros((S, 2), np.int32)
-        drawing: list[tuple[float, int, float, int, int] | None] = [None] * S
+        rows = Rows(
+            tokens_S=np.zeros(S, np.int32),
+            positions_S=np.zeros(S, np.int32),
+            columns_S2=np.zeros((S, 2), np.int32),
+            uniform_CS=np.zeros((self._config.decode_chunk, S), np.float32),
+            choice=greedy_choice(S),
+        )
         for slot, held in self._line.decoding():
-            request = held.ticket.request
-            tokens_S[slot], positions_S[slot] = held.last_token, held.cached
-            columns = self._bank.columns(held.ticket.snapshot)
-            columns_S2[slot] = columns.start, columns.end
-            drawing[slot] = (request.temperature, request.top_k, request.top_p, request.seed, held.index)
-        return Rows(tokens_S, positions_S, columns_S2, host_choice(drawing))
+            request, columns = held.ticket.request, self._bank.columns(held.ticket.snapshot)
+            rows.tokens_S[slot], rows.positions_S[slot] = held.last_token, held.cached
+            rows.columns_S2[slot] = columns.start, columns.end
+            rows.uniform_CS[:steps, slot] = held.uniforms.take(steps)
+            rows.choice.temperature_S[slot] = request.temperature
+            rows.choice.top_k_S[slot] = min(request.top_k, self._cfg.vocab)
+            rows.choice.top_p_S[slot] = request.top_p
+        return rows
 
     def _scrub(self, logprobs_CS: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
         """Zero the slots in which something was not finite, so that it cannot reach whoever has them next."""

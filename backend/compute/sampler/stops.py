@@ -14,7 +14,7 @@ from backend.errors import UserError
 Decode = Callable[[Sequence[int]], str]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a character to
-_LONGEST_CHARACTER = 8  # tokens held back for one unfinished character at most; after that it is taken as it is
+_MOST_HELD_BACK = 64  # tokens held back as parts of unfinished characters at most, so that garbage stays cheap
 
 
 class StopWatch:
@@ -42,7 +42,7 @@ class StopWatch:
         text = self._text + added
         if any(string in text for string in self._strings):
             return True
-        if not added.endswith(_UNFINISHED) or len(self._fresh) >= _LONGEST_CHARACTER:
+        if not added.endswith(_UNFINISHED) or len(self._fresh) >= _MOST_HELD_BACK:
             self._text = text[max(0, len(text) - self._window) :]
             self._known, self._fresh = self._fresh, []
         return False
