@@ -1,11 +1,11 @@
-"""What handlers ask for in their signatures."""
+"""What handlers ask for in their signatures: who is calling."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar, cast
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 
 from api.body import read_body
@@ -16,28 +16,26 @@ from backend.journal import Journal
 M = TypeVar("M", bound=BaseModel)
 
 
-def services(request: Request) -> Services:
-    """The app's services."""
-    return cast(Services, request.app.state.services)
+@dataclass(frozen=True)
+class Call:
+    """One authorised request: whose rows it may touch, and what the handler works with."""
 
+    request: Request
+    owner: str
+    services: Services
 
-async def current_owner(
-    services: Annotated[Services, Depends(services)], x_api_key: Annotated[str | None, Header()] = None
-) -> str:
-    """The owner behind the request's key; 401 without a good one."""
-    return await services.auth.owner(x_api_key)
+    @property
+    def journal(self) -> Journal:
+        """The journal."""
+        return self.services.journal
 
+    async def body(self) -> bytes:
+        """The whole body, decompressed; UserError when it is too large or not what its headers say."""
+        return await read_body(self.request, self.services.settings.max_body_bytes)
 
-async def whole_body(request: Request) -> bytes:
-    """The request's body, decompressed."""
-    return await read_body(request, services(request).settings.max_body_bytes)
-
-
-def parsed(model: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """A dependency that reads the JSON body as `model`; UserError names the field and the rule."""
-
-    async def parse(request: Request) -> M:
-        body = await whole_body(request)
+    async def parsed(self, model: type[M]) -> M:
+        """The JSON body as `model`; UserError names the field and the rule."""
+        body = await self.body()
         try:
             return model.model_validate_json(body)
         except ValidationError as e:
@@ -45,14 +43,14 @@ def parsed(model: type[M]) -> Callable[[Request], Awaitable[M]]:
             field = ".".join(str(part) for part in first["loc"]) or "the request body"
             raise UserError(f"{field}: {first['msg']}, not {str(first['input'])[:80]!r}") from e
 
-    return parse
+
+async def authorised(request: Request) -> Call:
+    """The call, when its X-API-Key is good; else HTTPException 401. Every route but healthz depends on this.
+
+    One dependency that does it all: each further one costs a tenth of a millisecond per request.
+    """
+    services: Services = request.app.state.services
+    return Call(request, await services.auth.owner(request.headers.get("x-api-key")), services)
 
 
-def _journal(request: Request) -> Journal:
-    return services(request).journal
-
-
-ServicesDep = Annotated[Services, Depends(services)]
-JournalDep = Annotated[Journal, Depends(_journal)]
-Owner = Annotated[str, Depends(current_owner)]
-Body = Annotated[bytes, Depends(whole_body)]
+Authorised = Annotated[Call, Depends(authorised)]

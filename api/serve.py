@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from api.app import create_app
 from api.services import Services
@@ -31,7 +32,8 @@ def serve(settings: Settings) -> None:
 
     Waits first for the engine to migrate the journal's database and to register a base model. Only logs.
     """
-    asyncio.run(_serve(settings))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings))
 
 
 async def _serve(settings: Settings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
+from api.deps import Call
 from backend.errors import UserError
-from backend.journal import Journal, Kind, NewRequest
+from backend.journal import Kind, NewRequest
 from backend.wire import Fields
 from backend.wire.operations import MAX_SEQ
 
@@ -28,9 +28,8 @@ def content_hash(body: bytes, without: Collection[str] = ()) -> str:
     return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-async def submit_for_model(
-    journal: Journal,
-    owner: str,
+def submit_for_model(
+    call: Call,
     kind: Kind,
     body: bytes,
     check: Callable[[bytes], object],
@@ -46,7 +45,7 @@ async def submit_for_model(
     model_id = values.text("model_id")
     request = NewRequest(
         kind=kind,
-        owner=owner,
+        owner=call.owner,
         payload=body,
         payload_type="json",
         content_hash=content_hash(body, not_content),
@@ -54,7 +53,7 @@ async def submit_for_model(
         seq_id=values.whole("seq_id", 1, MAX_SEQ),
         error=complaint(check, body),
     )
-    return accepted(await asyncio.to_thread(journal.submit, request), model_id=model_id)
+    return accepted(call.journal.submit(request), model_id=model_id)
 
 
 def complaint(check: Callable[[bytes], object], body: bytes) -> str | None:

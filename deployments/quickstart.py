@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 STEPS = 30
 LEARNING_RATE = 5e-3
 RANK = 32
+API_KEY = "tml-quickstart"
 
 
 def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = STEPS) -> bool:
@@ -41,11 +42,10 @@ def _teach(console: Console, stack: Stack, steps: int) -> bool:
     import tinker
     from tinker import types
 
-    with tinker.ServiceClient(base_url=stack.api_url, api_key="tml-quickstart") as service:
-        models = [
-            m.model_name for m in service.create_rest_client().get_server_capabilities().result().supported_models
-        ]
-        base_model = next(name for name in models if name)
+    rest = tinker.RestClient(base_url=stack.api_url, api_key=API_KEY)
+    models = [m.model_name for m in rest.get_server_capabilities().result().supported_models]
+    base_model = next(name for name in models if name)
+    with tinker.ServiceClient(base_url=stack.api_url, api_key=API_KEY) as service:
         console.print(f"base model: {base_model}", highlight=False)
         trainer = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
         tokenizer = trainer.get_tokenizer()

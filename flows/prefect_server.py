@@ -1,11 +1,10 @@
 """The embedded Prefect server: a child process with the settings that were measured to keep up (ARCHITECTURE.md).
 
-`python -m flows.prefect_server --port N --parent PID` is that child. It ends when its parent does, however that ends.
+It ends when its parent does, however that ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import subprocess
@@ -16,13 +15,25 @@ from pathlib import Path
 import httpx
 
 from backend.errors import ServerError
-from backend.processes import die_with_parent
 
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _RETENTION_DAYS = 30
-_BATCHED_SERVICES = ("TASK_RUN_RECORDER", "EVENT_PERSISTER")
+# Seconds between writes. The recorder cuts fractions off (prefect 3.8.8): below 1 it spins, and takes a whole core.
+_BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}
+
+# What `prefect server start` does, less its command line. Not a module of this room: importing it costs seconds.
+_CHILD = """
+import sys
+from backend.processes import die_with_parent
+die_with_parent(int(sys.argv[2]))
+import uvicorn
+uvicorn.run(
+    "prefect.server.api.server:create_app", factory=True, host="127.0.0.1", port=int(sys.argv[1]),
+    log_level="warning", timeout_keep_alive=5, timeout_graceful_shutdown=2,
+)
+"""
 
 
 @dataclass(frozen=True)
@@ -76,10 +87,10 @@ def server_environment(data_dir: Path, port: int) -> dict[str, str]:
         "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
         "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(_RETENTION_DAYS * 24 * 3600),
     }
-    for service in _BATCHED_SERVICES:
+    for service, interval in _BATCHED_SERVICES.items():
         settings[f"PREFECT_SERVER_SERVICES_{service}_READ_BATCH_SIZE"] = "100"
         settings[f"PREFECT_SERVER_SERVICES_{service}_BATCH_SIZE"] = "100"
-        settings[f"PREFECT_SERVER_SERVICES_{service}_FLUSH_INTERVAL"] = "0.25"
+        settings[f"PREFECT_SERVER_SERVICES_{service}_FLUSH_INTERVAL"] = interval
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return inherited | settings
 
@@ -102,7 +113,7 @@ async def start_server(data_dir: Path, port: int) -> PrefectServer:
 
 
 def _spawn(data_dir: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "flows.prefect_server", "--port", str(port), "--parent", str(os.getpid())]
+    command = [sys.executable, "-c", _CHILD, str(port), str(os.getpid())]
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
@@ -138,28 +149,3 @@ async def is_healthy(client: httpx.AsyncClient, url: str) -> bool:
 
 def _tail(log: Path, lines: int = 20) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def main() -> None:
-    """The child process: Prefect's own application on uvicorn."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    options = parser.parse_args()
-    die_with_parent(options.parent)
-    import uvicorn
-
-    # keep-alive as `prefect server start` has it
-    uvicorn.run(
-        "prefect.server.api.server:create_app",
-        factory=True,
-        host="127.0.0.1",
-        port=options.port,
-        log_level="warning",
-        timeout_keep_alive=5,
-        timeout_graceful_shutdown=2,
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Owner, ServicesDep, parsed
+from api.deps import Authorised
 from api.models import RetrieveFuture
 from api.refusals import reason_of
 from backend.journal import Result
@@ -18,21 +17,20 @@ router = APIRouter()
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(
-    body: Annotated[RetrieveFuture, Depends(parsed(RetrieveFuture))], owner: Owner, services: ServicesDep
-) -> Response:
+async def retrieve_future(call: Authorised) -> Response:
     """The answer; while there is none the poll is held, because the SDK asks again without any pause.
 
     Not yet: `try_again`. Failed: `error` and `category`. Done: protobuf for forward, forward_backward and sample, JSON
     for the rest. An answer can be read again: downloads get cut, and polls of one id overlap.
     """
+    body, services = await call.parsed(RetrieveFuture), call.services
     refused = reason_of(body.request_id)
     if refused is not None:
         return _failed(refused, "user")
-    result = await asyncio.to_thread(services.journal.result, body.request_id, owner)
+    result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner)
     hold = services.settings.poll_hold
     if result is None and await services.holds.wait(services.waiters, body.request_id, hold):
-        result = await asyncio.to_thread(services.journal.result, body.request_id, owner)
+        result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner)
     return _answer(body.request_id, result)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from api.deps import JournalDep, Owner
+from api.deps import Authorised
 from api.models import Cursor, TrainingRun, TrainingRuns
 from api.routes.weights import checkpoint
 from backend.journal import ModelState, RunView
@@ -17,13 +17,12 @@ router = APIRouter()
 
 @router.get("/training_runs", response_model_exclude_none=True)
 async def training_runs(
-    owner: Owner,
-    journal: JournalDep,
+    call: Authorised,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     offset: Annotated[int, Query(ge=0)] = 0,
 ) -> TrainingRuns:
     """The owner's training runs, newest first."""
-    page = await asyncio.to_thread(journal.training_runs, owner, limit=limit, offset=offset)
+    page = await asyncio.to_thread(call.journal.training_runs, call.owner, limit=limit, offset=offset)
     return TrainingRuns(
         training_runs=[_training_run(row) for row in page.rows],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
@@ -31,9 +30,9 @@ async def training_runs(
 
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
-async def training_run(run_id: str, owner: Owner, journal: JournalDep) -> TrainingRun:
+async def training_run(run_id: str, call: Authorised) -> TrainingRun:
     """One training run with its newest checkpoints."""
-    return _training_run(await asyncio.to_thread(journal.training_run, run_id, owner))
+    return _training_run(await asyncio.to_thread(call.journal.training_run, run_id, call.owner))
 
 
 def _training_run(run: RunView) -> TrainingRun:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Body, JournalDep, Owner, parsed
+from api.deps import Authorised
 from api.models import CreateSamplingSession, Sampler, SamplingSessionCreated
 from api.submit import accepted, content_hash
 from backend.errors import NotFoundError, UserError
@@ -21,39 +20,10 @@ router = APIRouter()
 _MAX_SAMPLE_SEQ = 2**63 - 1  # clones count from clone id times a billion
 
 
-@router.post("/create_sampling_session")
-async def create_sampling_session(
-    body: Annotated[CreateSamplingSession, Depends(parsed(CreateSamplingSession))], owner: Owner, journal: JournalDep
-) -> SamplingSessionCreated:
-    """Open a sampler on a base model or on a saved checkpoint."""
-    return SamplingSessionCreated(sampling_session_id=await asyncio.to_thread(_open, journal, owner, body))
-
-
-def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
-    base_model = body.base_model
-    if body.model_path is not None:
-        saved = journal.checkpoint(body.model_path, owner)
-        base_model = base_model or saved.base_model
-        if base_model != saved.base_model:
-            raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")
-    names = [row.name for row in journal.base_models()]
-    if base_model not in names:
-        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
-    new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
-    return journal.open_sampler(NewSampler(new_id, body.session_id, owner, base_model, body.model_path))
-
-
-@router.get("/samplers/{wanted}", response_model_exclude_none=True)
-async def get_sampler(wanted: str, owner: Owner, journal: JournalDep) -> Sampler:
-    """Which weights a sampler samples."""
-    row = await asyncio.to_thread(journal.sampler, wanted, owner)
-    return Sampler(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
-
-
 @router.post("/asample")
-async def asample(body: Body, owner: Owner, journal: JournalDep) -> Response:
+async def asample(call: Authorised) -> Response:
     """Store a sample request, and name every sequence to come: without those names the SDK refuses the result."""
-    return await asyncio.to_thread(_submit_sample, journal, owner, body)
+    return await asyncio.to_thread(_submit_sample, call.journal, call.owner, await call.body())
 
 
 def _submit_sample(journal: Journal, owner: str, body: bytes) -> Response:
@@ -75,3 +45,31 @@ def _submit_sample(journal: Journal, owner: str, body: bytes) -> Response:
     )
     request_id = journal.submit(request)
     return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(call: Authorised) -> SamplingSessionCreated:
+    """Open a sampler on a base model or on a saved checkpoint."""
+    body = await call.parsed(CreateSamplingSession)
+    return SamplingSessionCreated(sampling_session_id=await asyncio.to_thread(_open, call.journal, call.owner, body))
+
+
+def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
+    base_model = body.base_model
+    if body.model_path is not None:
+        saved = journal.checkpoint(body.model_path, owner)
+        base_model = base_model or saved.base_model
+        if base_model != saved.base_model:
+            raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")
+    names = [row.name for row in journal.base_models()]
+    if base_model not in names:
+        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
+    new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
+    return journal.open_sampler(NewSampler(new_id, body.session_id, owner, base_model, body.model_path))
+
+
+@router.get("/samplers/{wanted}", response_model_exclude_none=True)
+async def get_sampler(wanted: str, call: Authorised) -> Sampler:
+    """Which weights a sampler samples."""
+    row = await asyncio.to_thread(call.journal.sampler, wanted, call.owner)
+    return Sampler(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)

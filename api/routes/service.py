@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 
-from api.deps import JournalDep, parsed
+from api.deps import Authorised
 from api.models import Capabilities, SupportedModel, Telemetry, TelemetryAccepted
 from backend.model_card import ModelCard
 
@@ -27,8 +26,9 @@ async def client_config() -> dict[str, object]:
 
 
 @router.post("/telemetry")
-async def telemetry(body: Annotated[Telemetry, Depends(parsed(Telemetry))]) -> TelemetryAccepted:
+async def telemetry(call: Authorised) -> TelemetryAccepted:
     """Note what happened in the client. Events hold request headers, keys among them: those are never looked at."""
+    body = await call.parsed(Telemetry)
     for event in body.events:
         message = _SECRET.sub("[key]", event.error_message or "")
         log.debug("%s: %s %s %s %s", body.session_id, event.event, event.event_name, event.error_type, message[:500])
@@ -36,9 +36,9 @@ async def telemetry(body: Annotated[Telemetry, Depends(parsed(Telemetry))]) -> T
 
 
 @router.get("/get_server_capabilities")
-async def capabilities(journal: JournalDep) -> Capabilities:
+async def capabilities(call: Authorised) -> Capabilities:
     """The base models served."""
-    cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(journal.base_models)]
+    cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models)]
     return Capabilities(
         supported_models=[SupportedModel(model_name=c.name, max_context_length=c.max_context) for c in cards]
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, HTTPException
+from fastapi import APIRouter, HTTPException
 
-from api.deps import JournalDep, Owner, parsed
+from api.deps import Authorised
 from api.models import CreateSession, Finish, Heartbeat, HeartbeatHeard, SessionCreated
 from backend.journal import NewSession, SessionState
 
@@ -15,37 +14,34 @@ router = APIRouter()
 
 
 @router.post("/create_session")
-async def create_session(
-    body: Annotated[CreateSession, Depends(parsed(CreateSession))], owner: Owner, journal: JournalDep
-) -> SessionCreated:
+async def create_session(call: Authorised) -> SessionCreated:
     """Begin a session."""
+    body = await call.parsed(CreateSession)
     session = NewSession(
-        owner=owner,
+        owner=call.owner,
         sdk_version=body.sdk_version,
         tags=body.tags,
         user_metadata=body.user_metadata or {},
         project_id=body.project_id,
         display_name=body.display_name,
     )
-    return SessionCreated(session_id=await asyncio.to_thread(journal.create_session, session))
+    return SessionCreated(session_id=await asyncio.to_thread(call.journal.create_session, session))
 
 
 @router.post("/session_heartbeat")
-async def heartbeat(
-    body: Annotated[Heartbeat, Depends(parsed(Heartbeat))], owner: Owner, journal: JournalDep
-) -> HeartbeatHeard:
+async def heartbeat(call: Authorised) -> HeartbeatHeard:
     """Keep a session alive. 410 once it is over: the client then stops beating, quietly."""
-    state = await asyncio.to_thread(journal.heartbeat, body.session_id, owner)
+    body = await call.parsed(Heartbeat)
+    state = await asyncio.to_thread(call.journal.heartbeat, body.session_id, call.owner)
     if state is not SessionState.ACTIVE:
         raise HTTPException(410, f"session {body.session_id} is {state}")
     return HeartbeatHeard()
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish(
-    session_id: str, body: Annotated[Finish, Depends(parsed(Finish))], owner: Owner, journal: JournalDep
-) -> dict[str, object]:
+async def finish(session_id: str, call: Authorised) -> dict[str, object]:
     """End a session; ending it again changes nothing."""
+    body = await call.parsed(Finish)
     detail = f"{body.reason.type}: {body.detail}" if body.detail else body.reason.type
-    await asyncio.to_thread(journal.finish_session, session_id, owner, detail)
+    await asyncio.to_thread(call.journal.finish_session, session_id, call.owner, detail)
     return {}

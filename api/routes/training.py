@@ -6,15 +6,13 @@ import asyncio
 import hashlib
 import secrets
 from dataclasses import dataclass
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Body, JournalDep, Owner, ServicesDep, parsed, whole_body
+from api.deps import Authorised, Call
 from api.models import GetInfo, ModelData, ModelInfo
 from api.refusals import refuse
-from api.services import Services
 from api.submit import accepted, content_hash, submit_for_model
 from backend.commands import LoraSpec
 from backend.errors import NotFoundError, UserError
@@ -36,18 +34,51 @@ router = APIRouter()
 _SEED_BITS = 31
 
 
+# The busiest endpoints come first: routes are tried in order.
+@router.post("/forward_backward")
+async def forward_backward(call: Authorised) -> Response:
+    """Store a chunk. Never a 4xx, which would hang the client: what cannot be stored gets the id of a failure."""
+    try:
+        return await asyncio.to_thread(_submit_chunk, call, await call.body())
+    except UserError as e:
+        return accepted(refuse(e.message))
+
+
+def _submit_chunk(call: Call, body: bytes) -> Response:
+    header = forward_backward_header(body)
+    if not header.model_id or header.seq_id < 1:
+        raise UserError(f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, seq_id from 1")
+    new = NewRequest(
+        kind=Kind.FORWARD if header.forward_only else Kind.FORWARD_BACKWARD,
+        owner=call.owner,
+        payload=body,
+        payload_type="proto",
+        content_hash=hashlib.sha256(body).hexdigest(),
+        model_id=header.model_id,
+        seq_id=header.seq_id,
+    )
+    return accepted(call.journal.submit(new), model_id=header.model_id)
+
+
+@router.post("/optim_step")
+async def optim_step(call: Authorised) -> Response:
+    """Store an optimizer step."""
+    return await asyncio.to_thread(submit_for_model, call, Kind.OPTIM_STEP, await call.body(), decode_optim_step)
+
+
 @router.post("/create_model")
-async def create_model(body: Body, owner: Owner, journal: JournalDep) -> Response:
+async def create_model(call: Authorised) -> Response:
     """Make a model with a fresh adapter; its id is `{session}:train:{n}`."""
-    return await asyncio.to_thread(_create, journal, owner, body, Kind.CREATE_MODEL)
+    return await asyncio.to_thread(_create, call, await call.body(), Kind.CREATE_MODEL)
 
 
 @router.post("/load_weights")
-async def load_weights(body: Body, owner: Owner, journal: JournalDep) -> Response:
+async def load_weights(call: Authorised) -> Response:
     """With session_id, make a model from a checkpoint (the client works out its id); with model_id, load into that."""
+    body = await call.body()
     if Fields.parse(body).has("session_id"):
-        return await asyncio.to_thread(_create, journal, owner, body, Kind.LOAD_MODEL)
-    return await submit_for_model(journal, owner, Kind.LOAD_WEIGHTS, body, decode_load_weights)
+        return await asyncio.to_thread(_create, call, body, Kind.LOAD_MODEL)
+    return await asyncio.to_thread(submit_for_model, call, Kind.LOAD_WEIGHTS, body, decode_load_weights)
 
 
 @dataclass(frozen=True)
@@ -60,7 +91,8 @@ class _Wanted:
     seed: int | None = None
 
 
-def _create(journal: Journal, owner: str, body: bytes, kind: Kind) -> Response:
+def _create(call: Call, body: bytes, kind: Kind) -> Response:
+    journal, owner = call.journal, call.owner
     values = Fields.parse(body)
     session_id = values.text("session_id")
     new_id = model_id(session_id, values.whole("model_seq_id", 0, MAX_SEQ))
@@ -119,9 +151,10 @@ def _must_be_served(journal: Journal, base_model: str) -> None:
 
 
 @router.post("/get_info")
-async def get_info(body: Annotated[GetInfo, Depends(parsed(GetInfo))], owner: Owner, journal: JournalDep) -> ModelInfo:
+async def get_info(call: Authorised) -> ModelInfo:
     """What a model is: the SDK asks once, right after making it."""
-    return await asyncio.to_thread(_info, journal, owner, body.model_id)
+    body = await call.parsed(GetInfo)
+    return await asyncio.to_thread(_info, call.journal, call.owner, body.model_id)
 
 
 def _info(journal: Journal, owner: str, wanted: str) -> ModelInfo:
@@ -136,35 +169,3 @@ def _info(journal: Journal, owner: str, wanted: str) -> ModelInfo:
         lora_rank=model.rank,
         model_name=card.name,
     )
-
-
-@router.post("/forward_backward")
-async def forward_backward(request: Request, owner: Owner, services: ServicesDep) -> Response:
-    """Store a chunk. Never a 4xx, which would hang the client: what cannot be stored gets the id of a failure."""
-    try:
-        body = await whole_body(request)
-        return await asyncio.to_thread(_submit_chunk, services, owner, body)
-    except UserError as e:
-        return accepted(refuse(e.message))
-
-
-def _submit_chunk(services: Services, owner: str, body: bytes) -> Response:
-    header = forward_backward_header(body)
-    if not header.model_id or header.seq_id < 1:
-        raise UserError(f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, seq_id from 1")
-    new = NewRequest(
-        kind=Kind.FORWARD if header.forward_only else Kind.FORWARD_BACKWARD,
-        owner=owner,
-        payload=body,
-        payload_type="proto",
-        content_hash=hashlib.sha256(body).hexdigest(),
-        model_id=header.model_id,
-        seq_id=header.seq_id,
-    )
-    return accepted(services.journal.submit(new), model_id=header.model_id)
-
-
-@router.post("/optim_step")
-async def optim_step(body: Body, owner: Owner, journal: JournalDep) -> Response:
-    """Store an optimizer step."""
-    return await submit_for_model(journal, owner, Kind.OPTIM_STEP, body, decode_optim_step)

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
-from api.deps import Body, JournalDep, Owner, ServicesDep, parsed
+from api.deps import Authorised
 from api.models import Checkpoint, Checkpoints, Cursor, WeightsInfo, WeightsPath
 from api.submit import submit_for_model
 from backend.errors import StoreError
@@ -25,28 +25,28 @@ _RENUMBERED = ("sampling_session_seq_id",)
 
 
 @router.post("/save_weights")
-async def save_weights(body: Body, owner: Owner, journal: JournalDep) -> Response:
+async def save_weights(call: Authorised) -> Response:
     """Store a save of the training state."""
-    return await submit_for_model(journal, owner, Kind.SAVE_WEIGHTS, body, decode_save_weights)
+    return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_WEIGHTS, await call.body(), decode_save_weights)
 
 
 @router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(body: Body, owner: Owner, journal: JournalDep) -> Response:
+async def save_weights_for_sampler(call: Authorised) -> Response:
     """Store a save for sampling: named, or unnamed and then opening a sampling session."""
-    return await submit_for_model(
-        journal, owner, Kind.SAVE_FOR_SAMPLER, body, decode_save_for_sampler, not_content=_RENUMBERED
+    body = await call.body()
+    return await asyncio.to_thread(
+        submit_for_model, call, Kind.SAVE_FOR_SAMPLER, body, decode_save_for_sampler, not_content=_RENUMBERED
     )
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)
 async def user_checkpoints(
-    owner: Owner,
-    journal: JournalDep,
+    call: Authorised,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     offset: Annotated[int, Query(ge=0)] = 0,
 ) -> Checkpoints:
     """All checkpoints of the owner, newest first."""
-    page = await asyncio.to_thread(journal.checkpoints, owner, limit=limit, offset=offset)
+    page = await asyncio.to_thread(call.journal.checkpoints, call.owner, limit=limit, offset=offset)
     return Checkpoints(
         checkpoints=[checkpoint(row) for row in page.rows],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
@@ -54,30 +54,29 @@ async def user_checkpoints(
 
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
-async def run_checkpoints(run_id: str, owner: Owner, journal: JournalDep) -> Checkpoints:
+async def run_checkpoints(run_id: str, call: Authorised) -> Checkpoints:
     """All checkpoints of one training run, newest first."""
-    page = await asyncio.to_thread(journal.checkpoints, owner, run_id=run_id, limit=100_000)
+    page = await asyncio.to_thread(call.journal.checkpoints, call.owner, run_id=run_id, limit=100_000)
     return Checkpoints(checkpoints=[checkpoint(row) for row in page.rows])
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
-async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, owner: Owner, services: ServicesDep) -> None:
+async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Delete a checkpoint: its row first, so that nobody loads what is half gone, then its files."""
     path = str(CheckpointPath(run_id, kind, name))
-    await asyncio.to_thread(services.journal.delete_checkpoint, path, owner)
+    await asyncio.to_thread(call.journal.delete_checkpoint, path, call.owner)
     try:
-        await asyncio.to_thread(services.store.delete, path)
+        await asyncio.to_thread(call.services.store.delete, path)
     except StoreError:
         # For every client it is gone; only its files still take room.
         log.exception("checkpoint %s is deleted, but its files stay", path)
 
 
 @router.post("/weights_info")
-async def weights_info(
-    body: Annotated[WeightsPath, Depends(parsed(WeightsPath))], owner: Owner, journal: JournalDep
-) -> WeightsInfo:
+async def weights_info(call: Authorised) -> WeightsInfo:
     """What one must know to load a checkpoint."""
-    saved = await asyncio.to_thread(journal.checkpoint, body.tinker_path, owner)
+    body = await call.parsed(WeightsPath)
+    saved = await asyncio.to_thread(call.journal.checkpoint, body.tinker_path, call.owner)
     return WeightsInfo(
         base_model=saved.base_model,
         lora_rank=saved.rank,

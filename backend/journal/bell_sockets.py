@@ -27,6 +27,7 @@ from backend.errors import ServerError
 log = logging.getLogger(__name__)
 
 _PATH_LIMIT = 100  # bytes; Linux takes 107, macOS 103
+_NAME_LENGTH = 20  # bytes at most, for `/<pid>-<8 hex digits>`
 _DATAGRAM = 4096  # bytes; well below every system's limit
 _FULL_TRIES = 3  # a receiver holds 10 datagrams on Linux: give its thread a moment
 _FULL_WAIT = 0.001
@@ -37,8 +38,7 @@ class SocketCarrier:
 
     def __init__(self, url: str) -> None:
         """For the SQLite file of `url`; nothing is opened yet."""
-        database = Path(make_url(url).database or "").resolve()
-        self._folder = _folder(hashlib.sha256(os.fsencode(database)).hexdigest()[:16])
+        self._folder = socket_folder(url)
         self._own = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._sender: socket.socket | None = None
         self._receiver: socket.socket | None = None
@@ -48,8 +48,11 @@ class SocketCarrier:
     def send(self, topics: tuple[str, ...]) -> None:
         """Send to every socket in the folder but our own; remove those that nobody holds any more."""
         try:
+            if not _is_private(self._folder):
+                log.warning("bell lost: folder %s is not ours alone", self._folder)
+                return
             names = os.listdir(self._folder)  # noqa: PTH208  # half the cost of Path.iterdir, on every commit
-        except FileNotFoundError:
+        except FileNotFoundError:  # nobody listens
             return
         for name in names:
             if name != self._own:
@@ -58,9 +61,7 @@ class SocketCarrier:
 
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
         """Bind our socket and read it in a thread: the event loop may be busy, and ten datagrams fill the buffer."""
-        _make_private(self._folder)
-        self._receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._receiver.bind(str(self._folder / self._own))
+        self._receiver = _bound(self._folder, self._own)
         self._thread = threading.Thread(target=_receive, args=(self._receiver, deliver), name="bell", daemon=True)
         self._thread.start()
 
@@ -71,6 +72,8 @@ class SocketCarrier:
             # The empty datagram ends the thread; a buffer that stays full for seconds leaves a daemon thread behind.
             self._thread.join(timeout=5)
             (self._folder / self._own).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others still listen there
+                self._folder.rmdir()
             self._receiver.close()
             self._thread = self._receiver = None
         with self._lock:
@@ -104,6 +107,14 @@ class SocketCarrier:
             return self._sender
 
 
+def socket_folder(url: str) -> Path:
+    """Where the listeners of the SQLite file of `url` bind their sockets."""
+    database = os.fsencode(Path(make_url(url).database or "").resolve())
+    name = f"tinkerflow-{os.getuid()}-{hashlib.sha256(database).hexdigest()[:16]}"
+    usual = Path(tempfile.gettempdir()) / name
+    return usual if len(os.fsencode(usual)) + _NAME_LENGTH <= _PATH_LIMIT else Path("/tmp") / name
+
+
 def packed(topics: tuple[str, ...], limit: int) -> Iterator[bytes]:
     """The topics, one a line, in as few messages of at most `limit` bytes as it takes."""
     message = b""
@@ -128,16 +139,31 @@ def _receive(receiver: socket.socket, deliver: Callable[[tuple[str, ...]], None]
             deliver(unpacked(message))
 
 
-def _folder(digest: str) -> Path:
-    name = f"tinkerflow-{os.getuid()}-{digest}"
-    usual = Path(tempfile.gettempdir()) / name
-    return usual if len(os.fsencode(usual)) + 20 <= _PATH_LIMIT else Path("/tmp") / name
+def _bound(folder: Path, name: str) -> socket.socket:
+    receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for last in (False, False, True):
+        try:
+            _make_private(folder)
+            receiver.bind(str(folder / name))
+            break
+        except FileNotFoundError:  # the last listener left in between, and took the folder away
+            if last:
+                receiver.close()
+                raise
+        except BaseException:
+            receiver.close()
+            raise
+    return receiver
 
 
 def _make_private(folder: Path) -> None:
     """Make the folder for us alone; one that somebody else made first is refused."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_private(folder):
         raise ServerError(f"bell folder {folder}: must be a folder of user {os.getuid()} with mode 0700; remove it")
+
+
+def _is_private(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

@@ -1,4 +1,8 @@
-"""Bringing a database to our schema with Alembic, and refusing one that is not at it."""
+"""Bringing a database to our schema with Alembic, and refusing one that is not at it.
+
+A new revision is written by hand in migrations/versions, after the newest; the schema moves forward only. The test
+that compares migrations with the tables says what a revision still lacks.
+"""
 
 from __future__ import annotations
 

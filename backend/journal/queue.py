@@ -22,6 +22,52 @@ from backend.journal.views import Gap, Pending, pending_view, sampler_view
 log = logging.getLogger(__name__)
 
 
+_SINCE = sa.case((col(Request.seq_id).is_not(None), col(Request.created_at)))
+# Per model with waiting requests: the first seq_id of them, since when they wait, how many unloads are among them.
+_WAITING = (
+    sa.select(
+        col(Request.model_id).label("model_id"),
+        sa.func.min(col(Request.seq_id)).label("first_seq"),
+        sa.func.min(_SINCE).label("since"),
+        (sa.func.count() - sa.func.count(col(Request.seq_id))).label("unloads"),
+    )
+    .where(IS_PENDING, col(Request.model_id).is_not(None))
+    .group_by(col(Request.model_id))
+    .subquery("waiting")
+)
+# How many requests a model has from next_seq on that are answered already, before its first waiting one.
+_EARLIER = aliased(Request, name="earlier")
+_USED = (
+    sa.select(sa.func.count())
+    .select_from(_EARLIER)
+    .where(
+        col(_EARLIER.model_id) == col(Model.id),
+        col(_EARLIER.seq_id) >= col(Model.next_seq),
+        col(_EARLIER.seq_id) < _WAITING.c.first_seq,
+    )
+    .correlate(Model, _WAITING)
+    .scalar_subquery()
+)
+_WIDTH = _WAITING.c.first_seq - col(Model.next_seq)
+
+
+def _of_base(table: type[Model] | type[Sampler]) -> sa.ColumnElement[bool]:
+    base = sa.bindparam("of_base", type_=sa.String)
+    return sa.or_(base.is_(None), col(table.base_model) == base)
+
+
+_PENDING_MODELS = (
+    sa.select(col(Model.id))
+    .join(_WAITING, _WAITING.c.model_id == col(Model.id))
+    .where(sa.or_(_WAITING.c.unloads > 0, _USED == _WIDTH), _of_base(Model))
+    .order_by(_WAITING.c.since, col(Model.id))
+)
+_GAPS = (
+    sa.select(col(Model.id), col(Model.next_seq), _WAITING.c.first_seq, _WAITING.c.since, _USED.label("used"))
+    .join(_WAITING, _WAITING.c.model_id == col(Model.id))
+    .where(_WAITING.c.since <= sa.bindparam("before"), _USED < _WIDTH)
+    .order_by(col(Model.id))
+)
 _READY = (
     sa.select(Request, col(Model.next_seq))
     .join(Model, col(Model.id) == col(Request.model_id))
@@ -29,22 +75,23 @@ _READY = (
     .order_by(col(Request.seq_id))
     .limit(sa.bindparam("at_most"))
 )
+_PENDING_SAMPLES = (
+    sa.select(Request, *(column.label(f"its_{column.name}") for column in sa.inspect(Sampler).local_table.columns))
+    .join(Sampler, col(Sampler.id) == col(Request.sampler_id))
+    .where(
+        IS_PENDING,
+        col(Request.sampler_id).is_not(None),
+        _of_base(Sampler),
+        col(Request.id).not_in(sa.bindparam("exclude", expanding=True)),
+    )
+    .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
+    .limit(sa.bindparam("at_most"))
+)
 
 
 def pending_models(connection: sa.Connection, base_model: str | None) -> list[str]:
     """Ids of models that have something to execute now, longest waiting first. One statement."""
-    waiting = _waiting()
-    used = _used(waiting)
-    reachable = used == waiting.c.first_seq - col(Model.next_seq)
-    statement = (
-        sa.select(col(Model.id))
-        .join(waiting, waiting.c.model_id == col(Model.id))
-        .where(sa.or_(waiting.c.unloads > 0, reachable))
-        .order_by(waiting.c.since, col(Model.id))
-    )
-    if base_model is not None:
-        statement = statement.where(col(Model.base_model) == base_model)
-    return list(connection.execute(statement).scalars())
+    return list(connection.execute(_PENDING_MODELS, {"of_base": base_model}).scalars())
 
 
 def ready(connection: sa.Connection, model_id: str, limit: int) -> list[Pending]:
@@ -69,35 +116,16 @@ def pending_samples(
     connection: sa.Connection, limit: int, base_model: str | None, exclude: Collection[str]
 ) -> list[Pending]:
     """Samples that wait, oldest first, without those in `exclude`. One statement."""
-    columns = [column.label(f"its_{column.name}") for column in sa.inspect(Sampler).local_table.columns]
-    statement = (
-        sa.select(Request, *columns)
-        .join(Sampler, col(Sampler.id) == col(Request.sampler_id))
-        .where(IS_PENDING, col(Request.sampler_id).is_not(None))
-        .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
-        .limit(limit)
-    )
-    if base_model is not None:
-        statement = statement.where(col(Sampler.base_model) == base_model)
-    if exclude:
-        statement = statement.where(col(Request.id).not_in(exclude))
-    return [pending_view(row, sampler_view(row, prefix="its_")) for row in connection.execute(statement)]
+    values = {"of_base": base_model, "exclude": list(exclude), "at_most": limit}
+    rows = connection.execute(_PENDING_SAMPLES, values)
+    return [pending_view(row, sampler_view(row, prefix="its_")) for row in rows]
 
 
 def gaps(connection: sa.Connection, before: datetime) -> list[Gap]:
     """Gaps behind which something waits since `before` or longer. One statement."""
-    waiting = _waiting()
-    used = _used(waiting)
-    width = waiting.c.first_seq - col(Model.next_seq)
-    statement = (
-        sa.select(col(Model.id), col(Model.next_seq), waiting.c.first_seq, waiting.c.since, used.label("used"))
-        .join(waiting, waiting.c.model_id == col(Model.id))
-        .where(waiting.c.since <= before, used < width)
-        .order_by(col(Model.id))
-    )
     return [
         Gap(row.id, row.next_seq, row.first_seq, row.first_seq - row.next_seq - row.used, row.since)
-        for row in connection.execute(statement)
+        for row in connection.execute(_GAPS, {"before": before})
     ]
 
 
@@ -119,38 +147,6 @@ def skip_gap(connection: sa.Connection, gap: Gap) -> bool:
         gap.since.isoformat(timespec="seconds"),
     )
     return True
-
-
-def _waiting() -> sa.Subquery:
-    """Per model with waiting requests: the first seq_id of them, since when they wait, how many unloads are there."""
-    ordered = sa.case((col(Request.seq_id).is_not(None), col(Request.created_at)))
-    return (
-        sa.select(
-            col(Request.model_id).label("model_id"),
-            sa.func.min(col(Request.seq_id)).label("first_seq"),
-            sa.func.min(ordered).label("since"),
-            (sa.func.count() - sa.func.count(col(Request.seq_id))).label("unloads"),
-        )
-        .where(IS_PENDING, col(Request.model_id).is_not(None))
-        .group_by(col(Request.model_id))
-        .subquery("waiting")
-    )
-
-
-def _used(waiting: sa.Subquery) -> sa.ScalarSelect[int]:
-    """How many requests a model has from next_seq on that are answered already, before its first waiting one."""
-    earlier = aliased(Request, name="earlier")
-    return (
-        sa.select(sa.func.count())
-        .select_from(earlier)
-        .where(
-            col(earlier.model_id) == col(Model.id),
-            col(earlier.seq_id) >= col(Model.next_seq),
-            col(earlier.seq_id) < waiting.c.first_seq,
-        )
-        .correlate(Model, waiting)
-        .scalar_subquery()
-    )
 
 
 def _answered(connection: sa.Connection, model_id: str, first: int, end: int) -> int:

@@ -82,7 +82,8 @@ def measure(name: str, call: Callable[[], object], repeat: int, pid: int, per_ca
 def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> None:
     """All cases against one server."""
     service = tinker.ServiceClient(base_url=base_url, api_key="tml-bench")
-    models = service.create_rest_client().get_server_capabilities().result().supported_models
+    rest = tinker.RestClient(base_url=base_url, api_key="tml-bench")
+    models = rest.get_server_capabilities().result().supported_models
     start = time.perf_counter()
     client = service.create_lora_training_client(base_model=str(models[0].model_name), rank=32).result()
     datum = tinker.Datum(
@@ -108,8 +109,7 @@ def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> No
 
     step()
     print(f"first step, with the client's creation and all compilation: {time.perf_counter() - start:.1f} s")
-    sampler = client.save_weights_and_get_sampling_client()
-    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    sampler = client.save_weights_and_get_sampling_client().result()
     prompt, one = types.ModelInput.from_ints([10, 11, 12]), types.SamplingParams(max_tokens=1, temperature=1.0)
 
     def sample() -> None:

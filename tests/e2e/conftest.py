@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,12 @@ class Server:
     def client(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.api_url, api_key="tml-test")
 
+    def rest(self) -> tinker.RestClient:
+        return tinker.RestClient(base_url=self.api_url, api_key="tml-test")
+
     @property
     def base_model(self) -> str:
-        models = self.client().create_rest_client().get_server_capabilities().result().supported_models
+        models = self.rest().get_server_capabilities().result().supported_models
         return next(m.model_name for m in models if m.model_name)
 
     def workers(self) -> list[int]:
@@ -66,14 +70,15 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextmanager
-def running(data_dir: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+def running(data_dir: Path, *options: str, compiled: Path) -> Iterator[Server]:
     """`tinkerflow up` on free ports until the block ends; afterwards none of its processes is left."""
+    (data_dir / "jax-cache").symlink_to(compiled)
     process = subprocess.Popen(
         [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", str(data_dir), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"TINKERFLOW_PREFECT_PORT": "0", "PYTHONWARNINGS": "default"} | (env or {}),
+        env=os.environ | {"TINKERFLOW_PREFECT_PORT": "0"},
     )
     try:
         said = []
@@ -101,16 +106,16 @@ def running(data_dir: Path, *options: str, env: dict[str, str] | None = None) ->
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> Iterator[Server]:
     """One server for the whole session, with the embedded tiny model."""
-    with running(tmp_path_factory.mktemp("server")) as found:
+    with running(tmp_path_factory.mktemp("server"), compiled=compiled_programs) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def start_server() -> Callable[..., object]:
+def start_server(compiled_programs: Path) -> Callable[..., object]:
     """For tests that need a server of their own: `with start_server(data_dir, *options) as server`."""
-    return running
+    return partial(running, compiled=compiled_programs)
 
 
 @pytest.fixture

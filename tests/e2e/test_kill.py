@@ -19,7 +19,7 @@ def test_killed_worker_answers_everything_and_comes_back(tmp_path, start_server,
         base = server.base_model
         client = service.create_lora_training_client(base_model=base, rank=8).result()
         client.forward_backward([make_datum(tokens)], "cross_entropy").result()
-        sampler = service.create_sampling_client(base_model=base)
+        sampler = service.create_sampling_client(base_model=base).result()
         sampler.sample(types.ModelInput.from_ints(tokens[:4]), 1, types.SamplingParams(max_tokens=2)).result()
 
         outstanding = [client.forward_backward([make_datum(tokens)] * 40, "cross_entropy") for _ in range(3)]

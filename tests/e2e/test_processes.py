@@ -15,8 +15,7 @@ def run(server, make_datum) -> tuple[list[float], list[list[float]]]:
             forward = client.forward_backward(data, "cross_entropy")
             client.optim_step(types.AdamParams(learning_rate=5e-3)).result()
             losses.append(forward.result().metrics["loss:sum"])
-        sampler = client.save_weights_and_get_sampling_client()
-        sampler = sampler.result() if hasattr(sampler, "result") else sampler
+        sampler = client.save_weights_and_get_sampling_client().result()
         scored = [sampler.compute_logprobs(d.model_input).result()[1:] for d in data]
         greedy = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
         tokens = [list(sampler.sample(d.model_input, 1, greedy).result().sequences[0].tokens) for d in data[:2]]

@@ -47,8 +47,7 @@ def test_forward_changes_nothing(trainer, data):
 
 def test_sampler_sees_the_weights_of_its_save(trainer, data):
     before = logprobs(trainer.forward(data, "cross_entropy").result())
-    sampler = trainer.save_weights_and_get_sampling_client()
-    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    sampler = trainer.save_weights_and_get_sampling_client().result()
     trainer.forward_backward(data, "cross_entropy").result()
     trainer.optim_step(ADAM).result()
     for text, expected in zip(TEXTS, before, strict=True):
@@ -58,8 +57,7 @@ def test_sampler_sees_the_weights_of_its_save(trainer, data):
 
 
 def test_sampled_logprobs_are_the_models(trainer, make_datum):
-    sampler = trainer.save_weights_and_get_sampling_client()
-    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    sampler = trainer.save_weights_and_get_sampling_client().result()
     prompt = TEXTS[1][:4]
     params = types.SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop=[])
     answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=3, sampling_params=params).result()
@@ -78,8 +76,7 @@ def test_resuming_equals_continuing(server, trainer, data):
     path = trainer.save_state(name="resume").result().path
     assert path == f"tinker://{trainer.model_id}/weights/resume"
     with server.client() as other:
-        resumed = other.create_training_client_from_state_with_optimizer(path)
-        resumed = resumed.result() if hasattr(resumed, "result") else resumed
+        resumed = other.create_training_client_from_state_with_optimizer(path).result()
         ends = []
         for client in (trainer, resumed):
             for _ in range(2):
@@ -93,8 +90,7 @@ def test_resuming_without_optimizer_starts_it_fresh(server, trainer, data):
     path = trainer.save_state(name="no-optimizer").result().path
     expected = logprobs(trainer.forward(data, "cross_entropy").result())
     with server.client() as other:
-        resumed = other.create_training_client_from_state(path)
-        resumed = resumed.result() if hasattr(resumed, "result") else resumed
+        resumed = other.create_training_client_from_state(path).result()
         assert all(
             (a == b).all()
             for a, b in zip(expected, logprobs(resumed.forward(data, "cross_entropy").result()), strict=True)
@@ -105,7 +101,7 @@ def test_named_sampler_weights_survive_as_a_checkpoint(server, trainer, data):
     path = trainer.save_weights_for_sampler(name="final").result().path
     expected = logprobs(trainer.forward(data, "cross_entropy").result())
     with server.client() as other:
-        sampler = other.create_sampling_client(model_path=path)
+        sampler = other.create_sampling_client(model_path=path).result()
         assert sampler.get_base_model() == server.base_model
         scored = sampler.compute_logprobs(types.ModelInput.from_ints(TEXTS[0])).result()
     assert np.allclose(scored[1:], expected[0], atol=1e-3)
@@ -130,8 +126,7 @@ def test_custom_loss_by_torch_equals_the_built_in(server, make_datum):
 
 
 def test_stop_strings_and_no_stop(trainer):
-    sampler = trainer.save_weights_and_get_sampling_client()
-    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    sampler = trainer.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(TEXTS[1][:3])
     greedy = (
         sampler.sample(prompt, 1, types.SamplingParams(max_tokens=10, temperature=0.0, stop=[])).result().sequences[0]

@@ -112,7 +112,7 @@ def test_an_exploding_step_is_refused_and_stays_at_home(server, service, make_da
 
 
 def test_one_bad_sample_does_not_fail_its_neighbours(server, service):
-    sampler = service.create_sampling_client(base_model=server.base_model)
+    sampler = service.create_sampling_client(base_model=server.base_model).result()
     prompt = types.ModelInput.from_ints(TOKENS)
     good = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1, stop=[])
 
@@ -157,31 +157,23 @@ def test_unknown_loss_is_named(server, service, make_datum, loss):
 
 
 def test_dead_clients_give_their_memory_back(server, make_datum):
-    """A finished session's model is unloaded: its id answers with a named error, and nobody else notices."""
-    gone = server.client()
-    client = lora(server, gone)
-    client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
-    gone.close()
-    deadline = time.monotonic() + 10
-    with server.client() as other:
-        rest = other.create_rest_client()
-        assert rest.get_training_run(client.model_id).result().training_run_id == client.model_id
-    while time.monotonic() < deadline:
-        with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError, RuntimeError)):
-            client.forward([make_datum(TOKENS)], "cross_entropy").result(timeout=5)
-        break
+    """A finished session's model is unloaded: its id answers with a named error, its run can still be looked up."""
+    with server.client() as gone:
+        client = lora(server, gone)
+        client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="session"):
+        client.forward([make_datum(TOKENS)], "cross_entropy").result()
+    assert server.rest().get_training_run(client.model_id).result().training_run_id == client.model_id
 
 
 def test_an_old_snapshot_keeps_its_weights(server, service, make_datum):
     client = lora(server, service)
-    old = client.save_weights_and_get_sampling_client()
-    old = old.result() if hasattr(old, "result") else old
+    old = client.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(TOKENS)
     before = old.compute_logprobs(prompt).result()
     for _ in range(3):
         client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
         client.optim_step(ADAM).result()
-        new = client.save_weights_and_get_sampling_client()
-    new = new.result() if hasattr(new, "result") else new
+    new = client.save_weights_and_get_sampling_client().result()
     assert old.compute_logprobs(prompt).result() == before
     assert new.compute_logprobs(prompt).result() != before

@@ -23,7 +23,8 @@ def reference(logits_V: Any, temperature: float, top_k: int, top_p: float) -> An
     if top_k > 0:
         weights[order[top_k:]] = 0
     share = weights[order] / weights.sum()
-    weights[order[1:][np.cumsum(share)[:-1] >= top_p]] = 0
+    if top_p < 1:
+        weights[order[1:][np.cumsum(share)[:-1] >= top_p]] = 0
     return weights / weights.sum()
 
 
@@ -117,7 +118,4 @@ def test_a_stream_depends_on_seed_and_index_and_nothing_else() -> None:
     assert (UniformStream(-5, 4).take(20) != whole).all()
     assert (UniformStream(6, 3).take(20) != whole).all()
     # pinned: a seed must mean the same tokens after an upgrade of NumPy
-    np.testing.assert_allclose(UniformStream(1, 0).take(3), PINNED, rtol=0, atol=1e-7)
-
-
-PINNED = (0.0, 0.0, 0.0)
+    np.testing.assert_array_equal(UniformStream(1, 0).take(3), np.float32([0.3035680651664734, 0.8487088084220886, 0.15613478422164917]))

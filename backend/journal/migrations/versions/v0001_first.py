@@ -1,7 +1,4 @@
-"""The first tables.
-
-Revision v0001, after nothing.
-"""
+"""The first tables."""
 
 from __future__ import annotations
 
@@ -174,9 +171,3 @@ def upgrade() -> None:
         sqlite_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
         postgresql_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
     )
-
-
-def downgrade() -> None:
-    """Take it back."""
-    for table in ("request", "sampler", "model", "session", "checkpoint", "base_model", "api_key"):
-        op.drop_table(table)

@@ -1,0 +1,89 @@
+"""Snapshots are copies; the stack holds several adapters of different ranks, and each row sees its own only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from backend.commands import LoraSpec
+from backend.compute.lora import LoraPair, apply_one
+from backend.compute.sampler.bank import SnapshotBank, stack_apply
+from backend.errors import ConflictError, NotFoundError, UserError
+
+
+@pytest.fixture
+def bank(qwen: Any) -> SnapshotBank:
+    return SnapshotBank(qwen.cfg, qwen.mesh, "float32")
+
+
+def test_each_row_sees_its_own_adapter(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+    specs = {"a": LoraSpec(3), "b": LoraSpec(16, train_mlp=False), "c": LoraSpec(8, train_attn=False, train_unembed=False)}
+    loras = {name: random_lora(qwen.cfg, spec, seed) for seed, (name, spec) in enumerate(specs.items())}
+    for name, spec in specs.items():
+        bank.publish(name, loras[name], spec)
+    bank.use([bank.find(name) for name in specs])
+    assert bank.width == 32  # 8 + 16 + 8
+    order = [None, "b", "a", "c", "a"]
+    columns = [bank.columns(name and bank.find(name)) for name in order]
+    columns_B2 = np.asarray([[c.start, c.end] for c in columns], np.int32)
+    x = np.random.default_rng(0).normal(size=(len(order), 2, qwen.cfg.hidden)).astype(np.float32)
+    for projection in ("q", "gate"):
+        pair = bank.lora.layers[projection]
+        layer = LoraPair(A=pair.A[1], B=pair.B[1])
+        (got,) = jax.jit(lambda x, c, p: stack_apply(c)(x, (p,)))(x, columns_B2, layer)
+        for row, name in enumerate(order):
+            own = loras[name].layers.get(projection) if name else None
+            expected = 0.0 if own is None else apply_one(x[row], (LoraPair(A=own.A[1], B=own.B[1]),))[0]
+            np.testing.assert_allclose(got[row], np.broadcast_to(expected, got[row].shape), atol=1e-5)
+
+
+def test_a_snapshot_is_a_copy(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+    spec = LoraSpec(8)
+    lora = jax.device_put(random_lora(qwen.cfg, spec, 0))
+    bank.publish("a", lora, spec)
+    before = np.array(bank.find("a").lora.layers["q"].A)
+    zeroed = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)(lora)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(lora)), "training would have donated these buffers"
+    del zeroed
+    np.testing.assert_array_equal(bank.find("a").lora.layers["q"].A, before)
+
+
+def test_an_id_names_one_snapshot_for_good(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+    spec = LoraSpec(8)
+    bank.publish("a", random_lora(qwen.cfg, spec, 0), spec)
+    with pytest.raises(ConflictError, match="'a' exists already"):
+        bank.publish("a", random_lora(qwen.cfg, spec, 1), spec)
+    bank.drop("a")
+    bank.drop("a")
+    with pytest.raises(NotFoundError, match="'a'"):
+        bank.find("a")
+
+
+def test_weights_that_are_not_finite_are_refused(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+    spec = LoraSpec(8)
+    lora = random_lora(qwen.cfg, spec, 0)
+    lora.layers["up"].B[1, 2, 3] = np.inf
+    with pytest.raises(UserError, match="'a'.*not finite"):
+        bank.publish("a", lora, spec)
+
+
+def test_columns_are_reused_and_cleaned(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+    full, part = LoraSpec(8), LoraSpec(8, train_attn=False)
+    for name, spec in (("a", full), ("b", part), ("c", full)):
+        bank.publish(name, random_lora(qwen.cfg, spec, 0), spec)
+    a, b, c = (bank.find(name) for name in "abc")
+    bank.use([a])
+    bank.use([b])  # a is not wanted any more: b takes its columns, and a's attention part must not stay
+    assert bank.width == 8
+    assert not np.asarray(bank.lora.layers["q"].A).any() and np.asarray(bank.lora.layers["up"].A).any()
+    bank.use([b, c])
+    assert bank.width == 32
+    kept = bank.columns(b)
+    bank.drop("b")
+    bank.use([b, c, a])
+    assert bank.width == 32 and bank.columns(b) == kept
+    bank.reset()
+    assert bank.width == 0 and not bank.lora.layers

@@ -1,0 +1,243 @@
+"""The sampler as a whole: what requests get, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from backend.commands import LoraSpec, SampledSequence, SampleStep
+from backend.compute.compiles import CompileCounter
+from backend.errors import ConflictError
+
+
+def tokens_of(sequence: SampledSequence) -> list[int]:
+    return [int(token) for token in sequence.tokens_T]
+
+
+def test_a_row_is_the_same_alone_and_in_a_crowd(qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any) -> None:
+    sampler = qwen.sampler()
+    specs = {"small": LoraSpec(2), "large": LoraSpec(12, train_unembed=False)}
+    for seed, (name, spec) in enumerate(specs.items()):
+        sampler.publish(name, random_lora(qwen.cfg, spec, seed), spec)
+    requests = [
+        ask("greedy", prompt(20), 30),
+        ask("warm", prompt(7), 40, temperature=1.0, seed=2**63 + 5, num_samples=3),
+        ask("cut", prompt(50), 20, temperature=0.8, top_k=20, top_p=0.9, seed=-1, snapshot_id="small"),
+        ask("adapted", prompt(20), 30, snapshot_id="large"),
+        ask("long", prompt(150), 10, temperature=1.2, seed=3, snapshot_id="small", prompt_logprobs=True),
+    ]
+    together = run_all(sampler, *requests)
+    for request in requests:
+        alone = run_all(sampler, request)[request.request_id]
+        crowd = together[request.request_id]
+        assert [tokens_of(s) for s in alone.sequences] == [tokens_of(s) for s in crowd.sequences]
+        for one, other in zip(alone.sequences, crowd.sequences, strict=True):
+            np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-4)
+    assert tokens_of(together["greedy"].sequences[0]) != tokens_of(together["adapted"].sequences[0])
+    samples = {tuple(tokens_of(s)) for s in together["warm"].sequences}
+    assert len(samples) == 3, "each sample has its own numbers"
+
+
+def test_samples_of_one_prompt_are_prefilled_once(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backend.compute.sampler import sampler as module
+
+    computed: list[tuple[int, ...]] = []
+    real = module.prefill
+
+    def watched(*args: Any) -> Any:
+        computed.append(args[-1].tokens_BQ.shape)
+        return real(*args)
+
+    monkeypatch.setattr(module, "prefill", watched)
+    result = run_all(qwen.sampler(), ask("a", prompt(30), 5, num_samples=20, temperature=1.0))["a"]
+    assert len(result.sequences) == 20  # more than the 16 slots there are
+    assert computed == [(1, 32)]
+
+
+def test_a_snapshot_does_not_change_when_its_adapter_is_trained(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
+) -> None:
+    sampler, spec = qwen.sampler(), LoraSpec(4)
+    lora = jax.device_put(random_lora(qwen.cfg, spec, 0))
+    sampler.publish("first", lora, spec)
+    request = ask("a", prompt(10), 12, snapshot_id="first")
+    before = run_all(sampler, request)["a"]
+    trained = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * -1.5 + 0.05, tree), donate_argnums=0)(lora)
+    sampler.publish("second", trained, spec)
+    np.testing.assert_array_equal(
+        run_all(sampler, request)["a"].sequences[0].logprobs_T, before.sequences[0].logprobs_T
+    )
+    after = run_all(sampler, ask("a", prompt(10), 12, snapshot_id="second"))["a"]
+    assert tokens_of(after.sequences[0]) != tokens_of(before.sequences[0])
+    with pytest.raises(ConflictError):
+        sampler.publish("first", trained, spec)
+
+
+def test_a_dropped_snapshot_still_serves_whom_it_was_promised(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
+) -> None:
+    sampler, spec = qwen.sampler(), LoraSpec(4)
+    sampler.publish("snap", random_lora(qwen.cfg, spec, 0), spec)
+    request = ask("a", prompt(10), 30, snapshot_id="snap")
+    expected = run_all(sampler, request)["a"]
+    sampler.step(SampleStep(admit=(request,)))
+    sampler.drop("snap")
+    result = run_all(sampler, ask("b", prompt(10), 5, snapshot_id="snap"))
+    assert tokens_of(result["a"].sequences[0]) == tokens_of(expected.sequences[0])
+    assert result["b"].error is not None and "'snap'" in result["b"].error
+
+
+BAD = {
+    "unknown snapshot": ({"snapshot_id": "nope"}, "snapshot 'nope'"),
+    "prompt too long": ({"prompt_T": np.zeros(600, np.int32)}, "600 tokens.*1 to 599"),
+    "empty prompt": ({"prompt_T": np.zeros(0, np.int32)}, "0 tokens"),
+    "token too large": ({"prompt_T": np.asarray([1, 320], np.int32)}, "prompt token 1 is 320.*0 to 319"),
+    "token negative": ({"prompt_T": np.asarray([-1], np.int32)}, "prompt token 0 is -1"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens is 0"),
+    "no samples": ({"num_samples": 0}, "num_samples is 0"),
+    "temperature": ({"temperature": float("nan")}, "temperature is nan"),
+    "top_k": ({"top_k": 0}, "top_k is 0"),
+    "top_p": ({"top_p": 1.5}, "top_p is 1.5"),
+    "stop": ({"stop_strings": ("",)}, "a stop string is empty"),
+}
+
+
+def test_bad_requests_fail_alone_and_by_name(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    sampler, good = qwen.sampler(), ask("good", prompt(5), 10)
+    expected = run_all(sampler, good)["good"]
+    bad = [ask(name, [1, 2], **changes) if "prompt_T" not in changes else None for name, (changes, _) in BAD.items()]
+    from dataclasses import replace
+
+    bad = [replace(ask(name, [1, 2]), **changes) for name, (changes, _) in BAD.items()]
+    results = run_all(sampler, *bad[:5], good, *bad[5:])
+    np.testing.assert_array_equal(results["good"].sequences[0].logprobs_T, expected.sequences[0].logprobs_T)
+    assert results["good"].error is None
+    for name, (_, text) in BAD.items():
+        assert results[name].sequences == ()
+        pytest.raises(AssertionError, match=text) if results[name].error is None else None
+        import re
+
+        assert re.search(text, results[name].error or ""), (name, results[name].error)
+
+
+def test_length_is_bounded_by_max_tokens_and_by_the_context(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    results = run_all(qwen.sampler(), ask("a", prompt(580), 1_000_000), ask("b", prompt(3), 1))
+    (a,), (b,) = results["a"].sequences, results["b"].sequences
+    assert (len(a.tokens_T), a.stop_reason) == (20, "length")
+    assert (len(b.tokens_T), b.stop_reason) == (1, "length")
+
+
+def test_a_stop_token_is_the_last_token_once(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    sampler = qwen.sampler()
+    free = tokens_of(run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4))["a"].sequences[0])
+    stop = free[20]
+    first = free.index(stop)
+    (cut,) = run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4, stop_tokens=(stop, 319)))["a"].sequences
+    assert tokens_of(cut) == free[: first + 1] and cut.stop_reason == "stop"
+    assert len(cut.logprobs_T) == first + 1
+
+
+def test_a_stop_string_may_cross_token_borders(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    import tokenizers
+
+    letters = "abcdefghijklmnopqrst"
+    vocabulary = {f"{letters[i // 20]}{letters[i % 20]}": i for i in range(qwen.cfg.vocab)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="aa"))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(qwen.folder / "tokenizer.json"))
+    words = {number: word for word, number in vocabulary.items()}
+    sampler = qwen.sampler()
+    free = tokens_of(run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4))["a"].sequences[0])
+    text = "".join(words[token] for token in free)
+    stop = text[25:30]  # the second letter of token 12 to the first of token 14, unless it comes earlier
+    (cut,) = run_all(sampler, ask("a", prompt(9), 40, temperature=1.0, seed=4, stop_strings=("zz", stop)))["a"].sequences
+    assert len(cut.tokens_T) == -(-(text.index(stop) + len(stop)) // 2)
+    assert tokens_of(cut) == free[: len(cut.tokens_T)] and cut.stop_reason == "stop"
+
+
+def test_cancelling_frees_the_slots(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    sampler = qwen.sampler(sample_slots=4)
+    busy = ask("busy", prompt(5), 400, num_samples=4)
+    progress = sampler.step(SampleStep(admit=(busy, ask("next", prompt(6), 10))))
+    assert (progress.active, progress.waiting) == (1, 1)
+    progress = sampler.step(SampleStep(cancel=("busy", "unknown")))
+    assert (progress.active, progress.waiting) == (1, 0)
+    assert "busy" not in run_all(sampler)
+
+
+def test_requests_join_while_others_decode(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    sampler = qwen.sampler()
+    first, second = ask("first", prompt(5), 60), ask("second", prompt(40), 20)
+    expected = run_all(sampler, first) | run_all(sampler, second)
+    sampler.step(SampleStep(admit=(first,)))
+    sampler.step(SampleStep(admit=(first,)))  # sent again: still one
+    results = run_all(sampler, second)
+    assert set(results) == {"first", "second"}
+    for name, result in results.items():
+        assert tokens_of(result.sequences[0]) == tokens_of(expected[name].sequences[0])
+
+
+def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    requests = [ask(str(i), prompt(20, i), 150 + i, temperature=1.0, seed=i) for i in range(6)]
+    plenty = run_all(qwen.sampler(), *requests)
+    scarce = run_all(qwen.sampler(cache_cells=4 * 512), *requests)
+    for name, result in plenty.items():
+        assert tokens_of(scarce[name].sequences[0]) == tokens_of(result.sequences[0])
+        np.testing.assert_allclose(
+            scarce[name].sequences[0].logprobs_T, result.sequences[0].logprobs_T, atol=1e-4
+        )
+
+
+def test_a_prompt_that_overflows_fails_alone_and_leaves_nothing_behind(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
+) -> None:
+    sampler, spec = qwen.sampler(), LoraSpec(8)
+    good = ask("good", prompt(20), 40)
+    expected = run_all(sampler, good)["good"]
+    wild = random_lora(qwen.cfg, spec, 0)
+    for pair in wild.layers.values():
+        pair.B[...] *= 1e30
+    sampler.publish("wild", wild, spec)
+    sampler.step(SampleStep(admit=(good,)))
+    results = run_all(sampler, ask("wild", prompt(100), 10, snapshot_id="wild"), ask("later", prompt(20), 40))
+    assert results["wild"].error is not None and "'wild'" in results["wild"].error
+    for name in ("good", "later"):
+        assert tokens_of(results[name].sequences[0]) == tokens_of(expected.sequences[0])
+
+
+def test_the_same_traffic_compiles_nothing_the_second_time_and_few_shapes_the_first(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
+) -> None:
+    jax.clear_caches()
+    counter = CompileCounter()
+    sampler, spec = qwen.sampler(), LoraSpec(8)
+    sampler.publish("snap", random_lora(qwen.cfg, spec, 0), spec)
+
+    def traffic() -> None:
+        for seed in range(6):
+            requests = [
+                ask(
+                    f"{i}",
+                    prompt(3 + 17 * i * (seed + 1) % 120, seed),
+                    5 + 9 * i,
+                    temperature=i / 4,
+                    top_k=-1 if i % 2 else 5 + seed,
+                    num_samples=1 + i % 3,
+                    seed=seed,
+                    stop_tokens=tuple(range(i)),
+                    snapshot_id="snap" if i % 2 else None,
+                )
+                for i in range(1 + seed)
+            ]
+            run_all(sampler, *requests)
+
+    traffic()
+    first = counter.count
+    traffic()
+    assert counter.count == first
+    assert first <= 30, f"{first} executables"

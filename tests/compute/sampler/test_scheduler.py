@@ -1,0 +1,162 @@
+"""The host state machine alone: no arrays of any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.compute.sampler.requests import Sequence, Ticket
+from backend.compute.sampler.sampling import UniformStream
+from backend.compute.sampler.scheduler import Scheduler, Seeding
+from backend.compute.sampler.shapes import make_shapes
+from backend.compute.sampler.stops import StopWatch
+
+SHAPES = make_shapes(max_slots=16, max_context=2000, fsdp=1, most_cells=16 * 512)
+
+
+@pytest.fixture
+def line() -> Scheduler:
+    return Scheduler(SHAPES, max_slots=10)
+
+
+@pytest.fixture
+def admit(line: Scheduler, ask: Any) -> Any:
+    def make(request_id: str, length: int = 5, samples: int = 1, limit: int = 4, **changes: Any) -> list[Sequence]:
+        ticket = Ticket(ask(request_id, range(length), limit, num_samples=samples, **changes), None, limit)
+        sequences = [
+            Sequence(ticket, index, StopWatch(frozenset({99}), (), None), UniformStream(0, index))
+            for index in range(samples)
+        ]
+        line.admit(ticket, sequences)
+        return sequences
+
+    return make
+
+
+def advance(line: Scheduler, slots: int = 16, length: int = 512) -> list[Seeding]:
+    """Prefill the next group wholly and seed it."""
+    group = line.form(length)
+    assert group is not None
+    while group.remaining > 0:
+        line.prefilled(group.piece, None)
+    line.resize(slots)
+    return line.seed(length)
+
+
+def test_short_prompts_go_together_and_long_ones_alone(line: Scheduler, admit: Any) -> None:
+    for request_id, length in (("a", 5), ("b", 100), ("c", 300), ("d", 5)):
+        admit(request_id, length)
+    groups = []
+    while group := line.form(128):
+        groups.append([job.ticket.request.request_id for job in group.jobs])
+        advance(line)
+    assert groups == [["a", "b"], ["c"], ["d"]]
+
+
+def test_samples_of_one_request_share_a_row(line: Scheduler, admit: Any) -> None:
+    admit("a", samples=3)
+    admit("b", samples=2)
+    assert advance(line) == [Seeding(0, 0), Seeding(0, 1), Seeding(0, 2), Seeding(1, 3), Seeding(1, 4)]
+    assert (line.active, line.waiting, line.busy) == (2, 0, 5)
+
+
+def test_a_group_waits_staged_until_every_sample_had_a_slot(line: Scheduler, admit: Any) -> None:
+    admit("a", samples=13)
+    admit("b")
+    assert len(advance(line)) == 10  # max_slots, though 16 exist
+    assert line.group is not None and line.form(512) is line.group
+    assert line.seed(512) == []
+    line.slots[4] = line.slots[7] = None
+    assert line.seed(512) == [Seeding(0, 4), Seeding(0, 7)]
+    line.slots[0] = None
+    assert line.seed(512) == [Seeding(0, 0)]
+    assert line.group is None
+
+
+def test_nobody_is_prefilled_without_a_slot_for_the_result(line: Scheduler, admit: Any) -> None:
+    admit("a", samples=10)
+    admit("b")
+    advance(line)
+    assert line.form(512) is None
+    assert (line.active, line.waiting) == (1, 1)
+
+
+def test_a_sequence_ends_by_stop_or_by_length(admit: Any, line: Scheduler) -> None:
+    stopped, full = admit("a", samples=2, limit=3)
+    assert not stopped.take([7], [-0.5])
+    assert stopped.take([99, 8], [-0.25, -1.0])
+    assert full.take([99 - 1, 2, 99], [0.0, 0.0, 0.0])
+    (result,) = line.finish()
+    assert [s.tokens_T.tolist() for s in result.sequences] == [[7, 99], [98, 2, 99]]
+    assert [s.stop_reason for s in result.sequences] == ["stop", "stop"]
+    (alone,) = admit("b", limit=2)
+    assert alone.take([1, 2, 3], [0.0, 0.0, 0.0])
+    (result,) = line.finish()
+    assert result.sequences[0].stop_reason == "length"
+    assert result.sequences[0].tokens_T.tolist() == [1, 2]
+    assert not line.holds("b")
+
+
+def test_removing_frees_slots_queue_and_group(line: Scheduler, admit: Any) -> None:
+    admit("a", samples=2)
+    advance(line)
+    admit("b")
+    admit("c")
+    group = line.form(512)
+    admit("d")
+    for request_id in ("a", "b", "d", "unknown"):
+        line.remove(request_id)
+    assert line.busy == 0 and line.group is group  # c is still in it
+    assert [seeding.row for seeding in advance(line)] == [1]
+    line.remove("c")
+    assert (line.active, line.waiting, line.busy, line.wanted_slots()) == (0, 0, 0, 0)
+
+
+def test_a_group_of_which_nobody_is_left_is_gone(line: Scheduler, admit: Any) -> None:
+    admit("a", 300)
+    line.form(512)
+    line.remove("a")
+    assert line.group is None and line.waiting == 0
+
+
+def test_prompt_logprobs_are_put_together_from_pieces(line: Scheduler, admit: Any) -> None:
+    (sequence,) = admit("a", 170, prompt_logprobs=True)
+    expected = np.arange(169, dtype=np.float32)
+    group = line.form(512)
+    assert group is not None
+    while group.remaining > 0:
+        piece = group.piece
+        padded = np.full((1, piece), 1e9, np.float32)
+        here = expected[group.start : group.start + piece]
+        padded[0, : len(here)] = here
+        line.prefilled(piece, padded)
+    logprobs = sequence.ticket.prompt_logprobs_T
+    assert logprobs is not None and np.isnan(logprobs[0])
+    np.testing.assert_array_equal(logprobs[1:], expected)
+
+
+def test_the_youngest_are_preempted_and_come_back_first(line: Scheduler, admit: Any) -> None:
+    admit("a", samples=2)
+    advance(line)
+    _, late = admit("b", samples=2)
+    advance(line)
+    admit("c")
+    late.take([3], [0.0])
+    line.preempt(keep=3)
+    assert line.busy == 3
+    line.resize(4)
+    group = line.form(512)
+    assert group is not None
+    assert [job.ticket.request.request_id for job in group.jobs] == ["b", "c"]
+    assert group.jobs[0].tokens_T.tolist() == [0, 1, 2, 3, 4, 3]
+    assert list(group.jobs[0].sequences) == [late]
+
+
+def test_resizing_moves_sequences_to_the_front(line: Scheduler, admit: Any) -> None:
+    first, _, last = admit("a", samples=3)
+    advance(line, slots=4)
+    line.slots[1] = None
+    assert line.resize(4) == [0, 2, -1, -1]
+    assert line.slots == [first, last, None, None]

@@ -1,0 +1,42 @@
+"""Buckets: few, large enough, and prompts cut into pieces without much waste."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.compute.sampler.shapes import BLOCK, PREFILL_TOKENS, make_shapes, prefill_piece, rank_columns
+
+
+@given(
+    max_slots=st.integers(1, 300), max_context=st.integers(2, 40_000), fsdp=st.sampled_from([1, 2, 3, 4]), cells=st.integers(1, 10**7)
+)
+def test_sizes_hold_everything_and_are_few(max_slots: int, max_context: int, fsdp: int, cells: int) -> None:
+    shapes = make_shapes(max_slots=max_slots, max_context=max_context, fsdp=fsdp, most_cells=cells)
+    assert shapes.slots_for(max_slots) >= max_slots and shapes.length_for(max_context) >= max_context
+    assert all(size % fsdp == 0 for size in (*shapes.slots, *shapes.rows))
+    assert all(size % BLOCK == 0 for size in shapes.lengths)
+    assert len(shapes.slots) <= 6 and len(shapes.lengths) <= 6
+    for length in shapes.lengths:
+        most = shapes.most_slots(length)
+        assert most in shapes.slots and (most * length <= cells or most == shapes.slots[0])
+
+
+@given(length=st.integers(0, 5000), rows=st.sampled_from([1, 4, 16]))
+def test_pieces_cover_a_prompt_within_its_cache(length: int, rows: int) -> None:
+    shapes = make_shapes(max_slots=64, max_context=5000, fsdp=1, most_cells=10**9)
+    room, start, pieces = shapes.length_for(length), 0, 0
+    while start < length:
+        piece = prefill_piece(rows=rows, remaining=length - start, room=room - start)
+        assert piece in PREFILL_TOKENS and start + piece <= room
+        start += piece
+        pieces += 1
+    assert start <= max(length + 31, length * 4 / 3)
+    if rows == 1:
+        assert pieces <= length / 512 + 8
+
+
+@given(ranks=st.integers(0, 5000))
+def test_a_stack_is_wide_enough_and_its_widths_are_few(ranks: int) -> None:
+    assert rank_columns(ranks) >= ranks
+    assert len({rank_columns(rank) for rank in range(1025)}) == 7

@@ -1,0 +1,64 @@
+"""Measure one request's way through the journal: `python tests/journal/roundtrip.py [--url URL] [--requests 1000]`.
+
+Prints the median and the 90th percentile of each call and of their sum, on the wall clock and in CPU time of the
+calling thread. Without a URL it makes an SQLite file in a scratch folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+
+from backend.ids import model_id
+from backend.journal import Journal, Kind, ModelLive, NewModel, NewRequest, NewSession, StepMade, migrate
+
+CALLS = ("submit", "ready", "finish", "result")
+
+
+def measure(journal: Journal, requests: int, clock: Callable[[], float]) -> list[dict[str, float]]:
+    """Seconds per call, for each of `requests` requests of a fresh model."""
+    session = journal.create_session(NewSession("bench", "0"))
+    model = model_id(session, 0)
+    creation = NewRequest(Kind.CREATE_MODEL, "bench", b"{}", "json", "create", model_id=model, seq_id=0)
+    journal.submit_new_model(NewModel(model, session, "bench", "tiny", rank=8), creation)
+    journal.finish([pending.done(b"{}", "json", ModelLive(model)) for pending in journal.ready(model)])
+    seconds = []
+    for seq in range(1, requests + 1):
+        request = NewRequest(Kind.OPTIM_STEP, "bench", b"x" * 300, "json", str(seq), model_id=model, seq_id=seq)
+        times = [clock()]
+        request_id = journal.submit(request)
+        times.append(clock())
+        (pending,) = journal.ready(model)
+        times.append(clock())
+        journal.finish([pending.done(b"y" * 300, "json", StepMade(model, seq))])
+        times.append(clock())
+        journal.result(request_id, "bench")
+        times.append(clock())
+        seconds.append({call: end - start for call, start, end in zip(CALLS, times, times[1:], strict=False)})
+    return seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url")
+    parser.add_argument("--requests", type=int, default=1000)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        url = arguments.url or f"sqlite:///{folder}/journal.db"
+        migrate(url)
+        journal = Journal.open(url)
+        measure(journal, 50, time.perf_counter)
+        for name, clock in (("wall", time.perf_counter), ("cpu", time.thread_time)):
+            seconds = measure(journal, arguments.requests, clock)
+            for call in (*CALLS, "sum"):
+                values = sorted(row[call] if call in row else sum(row.values()) for row in seconds)
+                p50, p90 = values[len(values) // 2], values[len(values) * 9 // 10]
+                print(f"{name:4} {call:6} p50 {p50 * 1e3:6.2f} ms  p90 {p90 * 1e3:6.2f} ms")
+        journal.close()
+
+
+if __name__ == "__main__":
+    main()
