@@ -43,14 +43,16 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def _decompress(body: bytes, limit: int) -> bytes:
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    """The content of the one zstd frame that `body` is; it must declare its size, or a frame cut short would pass."""
     try:
-        with decompressor.stream_reader(body, read_across_frames=True) as reader:
-            data = reader.read(limit + 1)
+        size = zstandard.get_frame_parameters(body).content_size
+        if size == zstandard.CONTENTSIZE_UNKNOWN:
+            raise UserError("the request body is a zstd frame that does not declare its content size: it must")
+        if size > limit:
+            raise BodyTooLargeError(
+                f"the request body has {size} bytes when decompressed: must be at most {limit} (max_body_bytes)"
+            )
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        return decompressor.decompress(body, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as e:
-        raise UserError(f"the request body is not zstd, as its Content-Encoding says: {e}") from e
-    if len(data) > limit:
-        raise BodyTooLargeError(
-            f"the request body has more than {limit} bytes when decompressed: must be at most that (max_body_bytes)"
-        )
-    return data
+        raise UserError(f"the request body must be one whole zstd frame, as its Content-Encoding says: {e}") from e

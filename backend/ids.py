@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import secrets
 
-_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+_ALPHABET = "0123456789abcdefghijklmnopqrstuv"
 NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.'"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id such as `sess-k3v9…`: the prefix and 16 random characters of [0-9a-z] (82 bits)."""
-    return prefix + "-" + "".join(secrets.choice(_ALPHABET) for _ in range(16))
+    """A fresh id such as `sess-k3v9…`: the prefix and 16 random characters of [0-9a-v] (80 bits)."""
+    bits = int.from_bytes(secrets.token_bytes(10))
+    return prefix + "-" + "".join(_ALPHABET[bits >> shift & 31] for shift in range(0, 80, 5))
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:

@@ -84,12 +84,9 @@ def _base_models(settings: Settings) -> str:
 
 
 def _compiled(settings: Settings) -> str:
-    from deployments.parts import compile_cache
-
-    entries = [p for p in compile_cache(settings).rglob("*") if p.is_file()]
-    return (
-        f"{len(entries)} file(s), {sum(p.stat().st_size for p in entries) / 2**20:.1f} MiB in {compile_cache(settings)}"
-    )
+    entries = [p for p in settings.compile_cache.rglob("*") if p.is_file()]
+    size = sum(p.stat().st_size for p in entries) / 2**20
+    return f"{len(entries)} file(s), {size:.1f} MiB in {settings.compile_cache}"
 
 
 def _api(settings: Settings) -> str:

@@ -43,7 +43,7 @@ async def run_engine(
     *,
     on_ready: Callable[[], None],
     on_progress: Say,
-    executor: str = "backend.compute:Executor",
+    executor: str = "backend.compute.executor:Executor",
 ) -> None:
     """Serve `settings.base_models` until cancelled; then stop cleanly and raise CancelledError.
 

@@ -44,5 +44,5 @@ def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
         microbatch_tokens=settings.microbatch_tokens,
         sample_slots=settings.sample_slots,
         decode_chunk=settings.decode_chunk,
-        compile_cache_dir=str(settings.data_dir / "jax-cache"),
+        compile_cache_dir=str(settings.compile_cache),
     )

@@ -51,8 +51,8 @@ class PrefectServer:
 
     async def ended(self) -> int:
         """Wait until the server ends; its exit status."""
-        while (status := self.process.poll()) is None:
-            await asyncio.sleep(_LOOK_SECONDS)  # noqa: ASYNC110  a process sets no event
+        while (status := self.process.poll()) is None:  # noqa: ASYNC110  a process sets no event
+            await asyncio.sleep(_LOOK_SECONDS)
         return status
 
     async def stop(self) -> None:

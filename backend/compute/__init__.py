@@ -1,8 +1,6 @@
-"""Pure JAX: the model, its adapters, losses, optimizer, training steps and sampler, behind one `Executor`.
+"""Pure JAX: the model, its adapters, losses, optimizer, training steps and sampler.
 
-State goes in and comes out; the executor holds it between commands. Only worker processes import this room.
+`executor.Executor` is the one way in: worker processes load it by that name and give it commands. State goes in and
+comes out; the executor holds it between commands. This file imports nothing, so that `config`, which needs no JAX,
+can be read by others without loading it.
 """
-
-from backend.compute.executor import Executor
-
-__all__ = ["Executor"]

@@ -95,7 +95,7 @@ class Pool:
         command_deadline: float,
         start_deadline: float,
         on_progress: Callable[[str], None],
-        executor: str = "backend.compute:Executor",
+        executor: str = "backend.compute.executor:Executor",
         log_dir: Path | None = None,
         heartbeat_timeout: float = 30.0,
     ) -> Pool:

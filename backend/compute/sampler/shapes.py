@@ -68,8 +68,10 @@ def prefill_piece(*, rows: int, remaining: int, room: int) -> int:
 
 
 def rank_columns(ranks: int) -> int:
-    """The width of a stack of adapters whose padded ranks sum to `ranks`: 0, 8, 32, 128, then doubling."""
-    width = 0 if ranks == 0 else 8
+    """The width of a stack of adapters whose padded ranks sum to `ranks`: 0, 32, 128, then doubling."""
+    if ranks == 0:
+        return 0
+    width = 32
     while width < ranks:
         width *= 4 if width < 128 else 2
     return width

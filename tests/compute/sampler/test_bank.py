@@ -20,7 +20,7 @@ def bank(qwen: Any) -> SnapshotBank:
 
 
 def test_each_row_sees_its_own_adapter(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
-    specs = {"a": LoraSpec(3), "b": LoraSpec(16, train_mlp=False), "c": LoraSpec(8, train_attn=False, train_unembed=False)}
+    specs = {"a": LoraSpec(3), "b": LoraSpec(12, train_mlp=False), "c": LoraSpec(8, train_attn=False, train_unembed=False)}
     loras = {name: random_lora(qwen.cfg, spec, seed) for seed, (name, spec) in enumerate(specs.items())}
     for name, spec in specs.items():
         bank.publish(name, loras[name], spec)
@@ -71,19 +71,19 @@ def test_weights_that_are_not_finite_are_refused(qwen: Any, bank: SnapshotBank, 
 
 
 def test_columns_are_reused_and_cleaned(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
-    full, part = LoraSpec(8), LoraSpec(8, train_attn=False)
+    full, part = LoraSpec(20), LoraSpec(20, train_attn=False)
     for name, spec in (("a", full), ("b", part), ("c", full)):
         bank.publish(name, random_lora(qwen.cfg, spec, 0), spec)
     a, b, c = (bank.find(name) for name in "abc")
     bank.use([a])
     bank.use([b])  # a is not wanted any more: b takes its columns, and a's attention part must not stay
-    assert bank.width == 8
+    assert bank.width == 32
     assert not np.asarray(bank.lora.layers["q"].A).any() and np.asarray(bank.lora.layers["up"].A).any()
     bank.use([b, c])
-    assert bank.width == 32
+    assert bank.width == 128
     kept = bank.columns(b)
     bank.drop("b")
     bank.use([b, c, a])
-    assert bank.width == 32 and bank.columns(b) == kept
+    assert bank.width == 128 and bank.columns(b) == kept
     bank.reset()
     assert bank.width == 0 and not bank.lora.layers

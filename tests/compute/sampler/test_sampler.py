@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ def tokens_of(sequence: SampledSequence) -> list[int]:
     return [int(token) for token in sequence.tokens_T]
 
 
+@pytest.mark.slow
 def test_a_row_is_the_same_alone_and_in_a_crowd(qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any) -> None:
     sampler = qwen.sampler()
     specs = {"small": LoraSpec(2), "large": LoraSpec(12, train_unembed=False)}
@@ -27,7 +30,7 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(qwen: Any, ask: Any, run_all: An
         ask("warm", prompt(7), 40, temperature=1.0, seed=2**63 + 5, num_samples=3),
         ask("cut", prompt(50), 20, temperature=0.8, top_k=20, top_p=0.9, seed=-1, snapshot_id="small"),
         ask("adapted", prompt(20), 30, snapshot_id="large"),
-        ask("long", prompt(150), 10, temperature=1.2, seed=3, snapshot_id="small", prompt_logprobs=True),
+        ask("scored", prompt(70), 10, temperature=1.2, seed=3, snapshot_id="small", prompt_logprobs=True),
     ]
     together = run_all(sampler, *requests)
     for request in requests:
@@ -110,18 +113,12 @@ BAD = {
 def test_bad_requests_fail_alone_and_by_name(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler, good = qwen.sampler(), ask("good", prompt(5), 10)
     expected = run_all(sampler, good)["good"]
-    bad = [ask(name, [1, 2], **changes) if "prompt_T" not in changes else None for name, (changes, _) in BAD.items()]
-    from dataclasses import replace
-
     bad = [replace(ask(name, [1, 2]), **changes) for name, (changes, _) in BAD.items()]
     results = run_all(sampler, *bad[:5], good, *bad[5:])
     np.testing.assert_array_equal(results["good"].sequences[0].logprobs_T, expected.sequences[0].logprobs_T)
     assert results["good"].error is None
     for name, (_, text) in BAD.items():
         assert results[name].sequences == ()
-        pytest.raises(AssertionError, match=text) if results[name].error is None else None
-        import re
-
         assert re.search(text, results[name].error or ""), (name, results[name].error)
 
 
@@ -210,12 +207,12 @@ def test_a_prompt_that_overflows_fails_alone_and_leaves_nothing_behind(
         assert tokens_of(results[name].sequences[0]) == tokens_of(expected.sequences[0])
 
 
+@pytest.mark.slow
 def test_the_same_traffic_compiles_nothing_the_second_time_and_few_shapes_the_first(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
-    jax.clear_caches()
     counter = CompileCounter()
-    sampler, spec = qwen.sampler(), LoraSpec(8)
+    sampler, spec = qwen.sampler(decode_chunk=4), LoraSpec(8)  # a chunk that no other test has compiled for
     sampler.publish("snap", random_lora(qwen.cfg, spec, 0), spec)
 
     def traffic() -> None:

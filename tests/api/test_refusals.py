@@ -1,0 +1,23 @@
+"""An id that carries its failure gives it back, and no other id does."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.refusals import reason_of, refuse
+
+
+@given(st.text(min_size=1, max_size=500).filter(lambda s: s.isascii()))
+def test_the_reason_comes_back(reason: str) -> None:
+    assert reason_of(refuse(reason)) == reason
+
+
+def test_long_reasons_are_cut() -> None:
+    assert reason_of(refuse("x" * 10_000)) == "x" * 500
+
+
+@given(st.text())
+def test_any_other_id_is_not_one(text: str) -> None:
+    assert reason_of(text) is None or text.startswith("refused-")
+    reason_of("refused-" + text)

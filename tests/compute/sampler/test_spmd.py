@@ -1,0 +1,69 @@
+"""The same results on one device, on a mesh of several, and on a mesh that spans processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.processes import free_port
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def group(folder: Path, *, processes: int, devices: int, fsdp: int, tensor: int) -> list[dict[str, Any]]:
+    """The results that each process printed."""
+    told = {"folder": str(folder), "processes": processes, "devices": devices, "fsdp": fsdp, "tensor": tensor}
+    port = free_port()
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("spmd_worker.py")), json.dumps(told | {"rank": rank, "port": port})],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    for process, (_, errors) in zip(running, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(qwen: Any) -> dict[str, Any]:
+    """One process, one device."""
+    (result,) = group(qwen.folder, processes=1, devices=1, fsdp=1, tensor=1)
+    assert "'nope'" in result["bad"]["error"] and len(result["drawn"]["tokens"]) == 3
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "devices", "fsdp", "tensor"), [(1, 4, 2, 2), (2, 1, 2, 1), (2, 1, 1, 2)]
+)
+def test_a_mesh_changes_nothing(
+    qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int
+) -> None:
+    results = group(qwen.folder, processes=processes, devices=devices, fsdp=fsdp, tensor=tensor)
+    assert all(result == results[0] for result in results), "every process sees the same"
+    for name, expected in alone.items():
+        assert results[0][name]["tokens"] == expected["tokens"]
+        assert results[0][name]["error"] == expected["error"]
+        for got, wanted in zip(results[0][name]["logprobs"], expected["logprobs"], strict=True):
+            np.testing.assert_allclose(got, wanted, atol=1e-4)
+        if expected["prompt"] is not None:
+            np.testing.assert_allclose(results[0][name]["prompt"], expected["prompt"], atol=1e-4)

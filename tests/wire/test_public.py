@@ -1,0 +1,37 @@
+"""The room's public names."""
+
+from __future__ import annotations
+
+import backend.wire
+
+
+def test_the_public_names() -> None:
+    assert set(backend.wire.__all__) == {
+        "CreateModel",
+        "Fields",
+        "ForwardHeader",
+        "LoadModel",
+        "LoadWeights",
+        "SaveForSampler",
+        "SaveWeights",
+        "decode_create_model",
+        "decode_forward",
+        "decode_load_model",
+        "decode_load_weights",
+        "decode_optim_step",
+        "decode_sample",
+        "decode_save_for_sampler",
+        "decode_save_weights",
+        "encode_forward",
+        "encode_json",
+        "encode_loaded",
+        "encode_model_created",
+        "encode_optim_step",
+        "encode_sample",
+        "encode_sampler_opened",
+        "encode_saved",
+        "forward_backward_header",
+        "num_samples",
+        "with_seed",
+    }
+    assert all(hasattr(backend.wire, name) for name in backend.wire.__all__)
