@@ -17,8 +17,17 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 LORA_ALPHA = 32.0
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+# The config keys of each loss with their defaults: the public Tinker documentation's ("Loss Functions"). It gives none
+# for dro's beta; 0.05 is its example.
+LOSS_CONFIG: Mapping[Loss, Mapping[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+}
+LOSSES = tuple(LOSS_CONFIG)
 
 
 # ------------------------------------------------------------------ what the data looks like

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from backend.compute.lora import LoraPair, apply_one
 from backend.compute.losses import LossChoice, LossInputs, token_losses
 
-_LOGITS = 2**22  # logits of one chunk: 16 MiB in float32
+_LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
 
 
 @flax.struct.dataclass

@@ -1,7 +1,7 @@
 """The loss of each token from its logprob; every loss is a sum over tokens (and targets).
 
-They are branches of one executable, chosen by number, so that changing the loss compiles nothing. Formulas and config
-defaults are those of the public Tinker documentation ("Loss Functions").
+They are branches of one executable, chosen by number, so that changing the loss compiles nothing. The formulas are those
+of the public Tinker documentation ("Loss Functions").
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from backend.commands import LOSSES
+from backend.commands import LOSS_CONFIG, LOSSES, Loss
 from backend.errors import UserError
 
-# The config keys of each loss, with their defaults; a loss's vector holds them in this order, zeros behind.
-CONFIG: dict[str, dict[str, float]] = {
-    "cross_entropy": {},
-    "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
-    "dro": {"beta": 0.05},
-}
+# A loss's config vector holds its values in the order of LOSS_CONFIG, zeros behind.
 _WIDTH = 2
 
 
@@ -45,14 +38,15 @@ class LossChoice:
     config: jax.Array
 
 
-def choose(loss: str, config: Mapping[str, float]) -> LossChoice:
+def choose(loss: Loss, config: Mapping[str, float]) -> LossChoice:
     """The host form of a loss and its config; UserError names an unknown loss or config key."""
-    if loss not in CONFIG:
+    if loss not in LOSS_CONFIG:
         raise UserError(f"loss_fn {loss!r} is unknown; known: {', '.join(LOSSES)}")
-    defaults = CONFIG[loss]
+    defaults = LOSS_CONFIG[loss]
     for key in config:
         if key not in defaults:
-            raise UserError(f"loss_fn_config[{key!r}]: {loss} does not take it; it takes: {', '.join(defaults) or 'nothing'}")
+            takes = ", ".join(defaults) or "nothing"
+            raise UserError(f"loss_fn_config[{key!r}]: {loss} does not take it; it takes: {takes}")
     vector: npt.NDArray[np.float32] = np.zeros(_WIDTH, np.float32)
     for place, (key, default) in enumerate(defaults.items()):
         vector[place] = config.get(key, default)

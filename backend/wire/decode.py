@@ -7,7 +7,6 @@ checks run once over all data of a request; only a failing check looks for the p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +17,14 @@ from backend.commands import Example, Float32, Forward, Int32, Loss
 from backend.errors import UserError
 from backend.wire import tinker_pb2 as pb
 from backend.wire.fields import broken
-from backend.wire.losses import check_inputs, known_loss, read_config
+from backend.wire.losses import INPUT_NAMES, check_inputs, known_loss, read_config
 from backend.wire.tensors import shape_of, to_array
 
 MAX_TARGETS = 256  # targets per position
 MAX_CELLS = 2**26  # target cells of one request; a sparse tensor could otherwise ask for any amount of memory
 _TOKEN = np.dtype("<i4")
+
+Inputs = dict[str, npt.NDArray[Any]]  # of one datum, by name, as they came
 
 
 class ForwardHeader(NamedTuple):
@@ -60,17 +61,18 @@ def decode_forward(body: bytes, *, vocab_size: int, max_context: int) -> Forward
     config = read_config(loss, request)
     if not request.data:
         raise broken("data", [], "at least one datum")
+    read = []
     cells = 0
-    examples = []
     for i, datum in enumerate(request.data):
         tokens_T = _tokens(datum, i, max_context)
-        cells += _check_shapes(datum, i, len(tokens_T), loss)
+        inputs = _inputs(datum, i, len(tokens_T), loss)
+        cells += inputs["target_tokens"].size
         if cells > MAX_CELLS:
             raise UserError(f"data has more than {MAX_CELLS} target cells up to data[{i}]: must be at most {MAX_CELLS}")
-        examples.append(_example(datum, i, tokens_T, loss))
-    _check_values(examples, vocab_size)
-    narrowed = tuple(replace(e, targets_TK=e.targets_TK.astype(np.int32, copy=False)) for e in examples)
-    return Forward(request.model_id, narrowed, loss, config, backward=not request.forward_only)
+        read.append((tokens_T, inputs))
+    _check_values(read, vocab_size)
+    examples = tuple(_example(tokens_T, inputs) for tokens_T, inputs in read)
+    return Forward(request.model_id, examples, loss, config, backward=not request.forward_only)
 
 
 def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
@@ -93,78 +95,85 @@ def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
     return tokens_T
 
 
-def _check_shapes(datum: pb.Datum, index: int, tokens: int, loss: Loss) -> int:
-    """Check names and shapes before anything is allocated; the number of target cells."""
-    inputs = datum.loss_fn_inputs
-    check_inputs(loss, frozenset(inputs), index)
-    target_shape = shape_of(inputs["target_tokens"], _name(index, "target_tokens"))
-    if target_shape[0] != tokens:
+def _inputs(datum: pb.Datum, index: int, tokens: int, loss: Loss) -> Inputs:
+    """The loss's inputs, each of the shape of target_tokens. Shapes are checked before anything is allocated."""
+    given = dict(datum.loss_fn_inputs.items())
+    check_inputs(loss, given.keys(), index)
+    tensors = {key: given[key] for key in INPUT_NAMES if key in given}
+    shapes = {key: shape_of(tensor, _name(index, key)) for key, tensor in tensors.items()}
+    wanted = shapes["target_tokens"]
+    if wanted[0] != tokens:
         raise UserError(
-            f"{_name(index, 'target_tokens')} has {target_shape[0]} positions: "
+            f"{_name(index, 'target_tokens')} has {wanted[0]} positions: "
             f"must be {tokens}, one for each token of model_input"
         )
-    width = target_shape[1] if len(target_shape) == 2 else 1
-    if not 1 <= width <= MAX_TARGETS:
-        raise broken(
-            f"{_name(index, 'target_tokens')}.shape", list(target_shape), f"[T] or [T, K] with 1 <= K <= {MAX_TARGETS}"
-        )
-    for key in inputs:
-        shape = shape_of(inputs[key], _name(index, key))
-        if shape != target_shape:
-            raise broken(f"{_name(index, key)}.shape", list(shape), f"{list(target_shape)}, the shape of target_tokens")
-    return tokens * width
+    if len(wanted) == 2 and not 1 <= wanted[1] <= MAX_TARGETS:
+        rule = f"[T] or [T, K] with 1 <= K <= {MAX_TARGETS}"
+        raise broken(f"{_name(index, 'target_tokens')}.shape", list(wanted), rule)
+    for key, shape in shapes.items():
+        if shape != wanted:
+            raise broken(f"{_name(index, key)}.shape", list(shape), f"{list(wanted)}, the shape of target_tokens")
+    inputs = {key: to_array(tensor, wanted, _name(index, key)) for key, tensor in tensors.items()}
+    if inputs["target_tokens"].dtype.kind != "i":
+        raise broken(f"{_name(index, 'target_tokens')}.dtype", inputs["target_tokens"].dtype.name, "int64")
+    return inputs
 
 
-def _example(datum: pb.Datum, index: int, tokens_T: Int32, loss: Loss) -> Example:
-    inputs = datum.loss_fn_inputs
-    targets = to_array(inputs["target_tokens"], _name(index, "target_tokens"))
-    if targets.dtype.kind != "i":
-        raise broken(f"{_name(index, 'target_tokens')}.dtype", targets.dtype.name, "int64")
-    flat = targets.ndim == 1
-
-    def floats(key: str) -> Float32:
-        # float32 bytes stay where they are; integer weights (a user's integer array) are widened
-        values = to_array(inputs[key], _name(index, key)).astype(np.float32, copy=False)
-        return values[:, None] if flat else values
-
-    targets_TK = targets[:, None] if flat else targets
-    return Example(
-        tokens_T=tokens_T,
-        targets_TK=targets_TK,  # int64 until its range is known
-        weights_TK=floats("weights") if "weights" in inputs else np.ones(targets_TK.shape, np.float32),
-        old_logprobs_TK=floats("logprobs") if "logprobs" in inputs else None,
-        advantages_TK=floats("advantages") if "advantages" in inputs else None,
-        flat=flat,
-    )
-
-
-def _check_values(examples: Sequence[Example], vocab_size: int) -> None:
+def _check_values(read: Sequence[tuple[Int32, Inputs]], vocab_size: int) -> None:
     rule = f">= 0 and < {vocab_size}, the model's vocabulary"
 
     def in_vocabulary(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         return (values >= 0) & (values < vocab_size)
 
-    _require([e.tokens_T for e in examples], in_vocabulary, "data[{}].model_input", rule)
-    _require([e.targets_TK for e in examples], in_vocabulary, "data[{}].loss_fn_inputs['target_tokens']", rule)
-    for key, attribute in (("weights", "weights_TK"), ("logprobs", "old_logprobs_TK"), ("advantages", "advantages_TK")):
-        arrays = [array for e in examples if (array := getattr(e, attribute)) is not None]
-        _require(arrays, np.isfinite, f"data[{{}}].loss_fn_inputs[{key!r}]", "a finite number")
+    _require([tokens_T for tokens_T, _ in read], in_vocabulary, "data[{}].model_input", rule)
+    for key in INPUT_NAMES:
+        arrays = [inputs.get(key) for _, inputs in read]
+        name = f"data[{{}}].loss_fn_inputs[{key!r}]"
+        if key == "target_tokens":
+            _require(arrays, in_vocabulary, name, rule)
+        else:
+            _require(arrays, np.isfinite, name, "a finite number")
 
 
 def _require(
-    arrays: Sequence[npt.NDArray[Any]],
+    arrays: Sequence[npt.NDArray[Any] | None],
     good: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]],
     name: str,
     rule: str,
 ) -> None:
-    if not arrays or good(np.concatenate([array.ravel() for array in arrays])).all():
+    """UserError naming the first value that is not `good`; arrays[i] belongs to datum i, None where it has none."""
+    given = [array.ravel() for array in arrays if array is not None]
+    if not given or good(np.concatenate(given)).all():
         return
     for i, array in enumerate(arrays):
-        places = np.argwhere(~good(array))
-        if len(places):
-            at = places[0]
-            value = array[tuple(at)].item()
-            raise broken(f"{name.format(i)} at position {int(at[0])}", value, rule)
+        if array is None or good(array).all():
+            continue
+        at = np.argwhere(~good(array))[0]
+        raise broken(f"{name.format(i)} at position {int(at[0])}", array[tuple(at)].item(), rule)
+
+
+def _example(tokens_T: Int32, inputs: Inputs) -> Example:
+    flat = inputs["target_tokens"].ndim == 1
+
+    def floats(key: str) -> Float32 | None:
+        # float32 bytes stay where they are; integer weights (a user's integer array) are widened
+        values = inputs.get(key)
+        if values is None:
+            return None
+        values = values.astype(np.float32, copy=False)
+        return values[:, None] if flat else values
+
+    targets_TK = inputs["target_tokens"].astype(np.int32, copy=False)
+    targets_TK = targets_TK[:, None] if flat else targets_TK
+    weights_TK = floats("weights")
+    return Example(
+        tokens_T=tokens_T,
+        targets_TK=targets_TK,
+        weights_TK=np.ones(targets_TK.shape, np.float32) if weights_TK is None else weights_TK,
+        old_logprobs_TK=floats("logprobs"),
+        advantages_TK=floats("advantages"),
+        flat=flat,
+    )
 
 
 def _name(index: int, key: str) -> str:

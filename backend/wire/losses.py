@@ -1,12 +1,13 @@
-"""What each loss takes: its per-token inputs, and its config keys with their public defaults."""
+"""What each loss takes: its per-token inputs, and its config."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import cast, get_args
 
-from backend.commands import Loss
+from backend.commands import LOSS_CONFIG, Loss
 from backend.errors import UserError
 from backend.wire import tinker_pb2 as pb
 from backend.wire.fields import broken, shown
@@ -19,13 +20,7 @@ INPUTS: dict[Loss, tuple[frozenset[str], frozenset[str]]] = {
     "cispo": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
     "dro": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
 }
-DEFAULTS: dict[Loss, dict[str, float]] = {
-    "cross_entropy": {},
-    "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
-    "dro": {"beta": 0.05},
-}
+INPUT_NAMES = ("target_tokens", "weights", "logprobs", "advantages")
 
 
 def known_loss(name: str) -> Loss:
@@ -35,7 +30,7 @@ def known_loss(name: str) -> Loss:
     return cast(Loss, name)
 
 
-def check_inputs(loss: Loss, names: frozenset[str], index: int) -> None:
+def check_inputs(loss: Loss, names: AbstractSet[str], index: int) -> None:
     """UserError unless `names` are the loss's inputs: none missing, none unknown. `index` counts data from 0."""
     required, optional = INPUTS[loss]
     if missing := sorted(required - names):
@@ -52,7 +47,7 @@ def check_inputs(loss: Loss, names: frozenset[str], index: int) -> None:
 def read_config(loss: Loss, request: pb.ForwardBackwardRequest) -> dict[str, float]:
     """The loss's whole config: what the request gives, else the defaults. Unknown keys and bad values: UserError."""
     given = _given(request)
-    defaults = DEFAULTS[loss]
+    defaults = LOSS_CONFIG[loss]
     for key, value in given.items():
         if key not in defaults:
             takes = f"one of {', '.join(defaults)}" if defaults else f"absent, {loss} takes no config"

@@ -40,12 +40,11 @@ def dtype_of(tensor: pb.Tensor, name: str) -> np.dtype[Any]:
     return dtype
 
 
-def to_array(tensor: pb.Tensor, name: str) -> npt.NDArray[Any]:
-    """The tensor as an array of its declared shape and dtype; sparse cells that are not listed are 0.
+def to_array(tensor: pb.Tensor, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
+    """The tensor as an array of its dtype and of `shape` (see shape_of); sparse cells that are not listed are 0.
 
     `name` is how errors call it, such as data[3].loss_fn_inputs['weights'].
     """
-    shape = shape_of(tensor, name)
     dtype = dtype_of(tensor, name)
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return _from_csr(tensor.sparse_csr, shape, dtype, name)

@@ -23,6 +23,7 @@ import uvicorn
 
 from api.app import create_app
 from api.serve import Server
+from backend.clock import ManualClock
 from backend.commands import ForwardResult, OptimResult, SampledSequence, SampleResult
 from backend.errors import ConflictError, NotFoundError, TinkerflowError
 from backend.ids import sampler_id
@@ -207,6 +208,7 @@ class Running:
     app: Any
     settings: Settings
     http: httpx.Client
+    clock: ManualClock  # of the app alone
 
     def post(self, path: str, json: Any = None, key: str = KEY, **more: Any) -> httpx.Response:
         """POST to /api/v1/`path`."""
@@ -297,13 +299,13 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
             port = free.getsockname()[1]
         bound = more.pop("host", "127.0.0.1")
         settings = settings_for(host=bound, port=port, **more)
-        store = Store.open(settings.store_url)
+        store, clock = Store.open(settings.store_url), ManualClock()
         started: dict[str, Any] = {}
 
         async def main() -> None:
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
             async with Waiters(journal) as waiters:
-                started["app"] = app = create_app(settings, journal, waiters, store)
+                started["app"] = app = create_app(settings, journal, waiters, store, clock=clock)
                 config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, timeout_graceful_shutdown=1)
                 started["server"] = server = Server(config, app.state.services)
                 await server.serve()
@@ -318,7 +320,7 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
         stops.append(stop)
         while not ("server" in started and started["server"].started):
             time.sleep(0.01)
-        return Running(f"http://127.0.0.1:{port}", journal, store, started["app"], settings, http)
+        return Running(f"http://127.0.0.1:{port}", journal, store, started["app"], settings, http, clock)
 
     with httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_connections=None)) as http:
         yield begin

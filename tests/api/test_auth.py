@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.auth import is_loopback
+from api.auth import REMEMBERED_SECONDS, is_loopback
 
 
 def test_on_loopback_any_tml_key_works_until_one_is_made(server: Any, journal: Any) -> None:
@@ -14,7 +14,7 @@ def test_on_loopback_any_tml_key_works_until_one_is_made(server: Any, journal: A
     assert server.get("training_runs", key="sk-other").status_code == 401
     assert server.http.get(f"{server.url}/api/v1/training_runs").status_code == 401
     _, secret = journal.create_key("first", "team")
-    server.app.state.services.auth._no_keys_until = 0.0
+    server.clock.advance(1.0)
     assert server.get("training_runs", key="tml-anything").status_code == 401
     assert server.get("training_runs", key=secret).status_code == 200
 
@@ -32,7 +32,7 @@ def test_a_revoked_key_stops_working(server: Any, journal: Any) -> None:
     key, secret = journal.create_key("first", "team")
     assert server.get("training_runs", key=secret).status_code == 200
     journal.revoke_key(key.id)
-    server.app.state.services.auth._owners.clear()  # as after the few seconds that it is remembered
+    server.clock.advance(REMEMBERED_SECONDS)
     assert server.get("training_runs", key=secret).status_code == 401
 
 

@@ -14,8 +14,7 @@ from tinker import types
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_worker_answers_everything_and_comes_back(tmp_path, start_server, make_datum, processes):
     tokens = [1 + i % 200 for i in range(400)]
-    with start_server(tmp_path, "--processes", str(processes)) as server:
-        service = server.client()
+    with start_server(tmp_path, "--processes", str(processes)) as server, server.client() as service:
         base = server.base_model
         client = service.create_lora_training_client(base_model=base, rank=8).result()
         client.forward_backward([make_datum(tokens)], "cross_entropy").result()
@@ -57,4 +56,3 @@ def test_killed_worker_answers_everything_and_comes_back(tmp_path, start_server,
             == 3
         )
         assert not set(server.workers()) & set(killed)
-        service.close()

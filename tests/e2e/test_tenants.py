@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -65,7 +66,7 @@ BAD_DATA = {
     ),
     "targets of another length": (raw({"target_tokens": targets(5), "weights": floats(ONES[:5])}), "target_tokens"),
     "weights of another length": (raw({"target_tokens": targets(6), "weights": floats(ONES[:4])}), "weights"),
-    "empty sequence": (raw({"target_tokens": targets(0), "weights": floats([])}, []), "empty"),
+    "empty sequence": (raw({"target_tokens": targets(0), "weights": floats([])}, []), "0 tokens"),
     "no targets": (raw({"weights": floats(ONES)}), "target_tokens"),
     "infinite weight": (raw({"target_tokens": targets(6), "weights": floats([float("inf")] * 6)}), "weights"),
     "longer than the context": (raw({"target_tokens": targets(1), "weights": floats([1.0])}, [1] * 40_000), "context"),
@@ -117,16 +118,19 @@ def test_one_bad_sample_does_not_fail_its_neighbours(server, service):
     good = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1, stop=[])
 
     def burst(bad: list[Callable[[], object]]) -> list[bytes]:
-        futures = [sampler.sample(prompt, 1, good) for _ in range(3)]
-        offences = [offend() for offend in bad]
-        answers = [f.result().sequences[0] for f in futures]
-        for offence in offences:
+        """Three good samples in a row, each with all the offences beside it."""
+        answers = []
+        for _ in range(3):
+            future = sampler.sample(prompt, 1, good)
             start = time.monotonic()
-            with pytest.raises(tinker.RequestFailedError) as failure:
-                offence.result()
+            for offence in [offend() for offend in bad]:
+                with pytest.raises(tinker.RequestFailedError) as failure:
+                    offence.result()
+                assert failure.value.category == "user"
             assert time.monotonic() - start < 2
-            assert failure.value.category == "user"
-        return [repr((s.tokens, s.logprobs)).encode() for s in answers]
+            sequence = future.result().sequences[0]
+            answers.append(repr((sequence.tokens, sequence.logprobs)).encode())
+        return answers
 
     alone = burst([])
     together = burst(
@@ -158,9 +162,12 @@ def test_unknown_loss_is_named(server, service, make_datum, loss):
 
 def test_dead_clients_give_their_memory_back(server, make_datum):
     """A finished session's model is unloaded: its id answers with a named error, its run can still be looked up."""
-    with server.client() as gone:
-        client = lora(server, gone)
-        client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
+    client = lora(server, server.client())
+    client.forward_backward([make_datum(TOKENS)], "cross_entropy").result()
+    session = client.model_id.partition(":")[0]
+    body = {"reason": {"type": "success"}, "detail": None}
+    url = f"{server.api_url}/api/v1/sessions/{session}/finish"
+    httpx.post(url, json=body, headers={"X-API-Key": "tml-test"}).raise_for_status()
     with pytest.raises(tinker.RequestFailedError, match="session"):
         client.forward([make_datum(TOKENS)], "cross_entropy").result()
     assert server.rest().get_training_run(client.model_id).result().training_run_id == client.model_id

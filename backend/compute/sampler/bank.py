@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +92,9 @@ class SnapshotBank:
         try:
             return self._snapshots[snapshot_id]
         except KeyError:
-            raise NotFoundError(f"snapshot {snapshot_id!r} is not in the sampler's bank; publish or load it first") from None
+            raise NotFoundError(
+                f"snapshot {snapshot_id!r} is not in the sampler's bank; publish or load it first"
+            ) from None
 
     @property
     def lora(self) -> Lora:
@@ -209,7 +210,7 @@ def _placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Ar
             part = jnp.zeros(shape, held.dtype) if new is None else new
             return jax.lax.dynamic_update_slice_in_dim(held, part, start, axis=held.ndim - 2)
 
-        return LoraPair(A=one(into.A, pair and pair.A), B=one(into.B, pair and pair.B))
+        return LoraPair(A=one(into.A, pair.A if pair else None), B=one(into.B, pair.B if pair else None))
 
     layers = {name: put_pair(pair, snapshot.layers.get(name)) for name, pair in stack.layers.items()}
     assert stack.unembed is not None
@@ -217,5 +218,5 @@ def _placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Ar
 
 
 def _pinned(mesh: Mesh, lora: Lora) -> Lora:
-    pinned: Any = jax.lax.with_sharding_constraint(lora, replicated(mesh))
-    return pinned  # type: ignore[no-any-return]
+    pinned: Lora = jax.lax.with_sharding_constraint(lora, replicated(mesh))
+    return pinned

@@ -108,10 +108,10 @@ def scrubbed(cfg: ModelConfig, mesh: Mesh, cache: Cache, dirty_S: jax.Array) -> 
 def attend_cached(
     mesh: Mesh, cache: Cache, layer: jax.Array, start_S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """Write k and v [S, Q, G, d] at positions start_S.. of `layer`, then attend: the new cache, and o like q [S, Q, H, d].
+    """Write k and v [S, Q, G, d] at positions start_S.. of `layer`, then attend: the new cache, and o [S, Q, H, d].
 
-    Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all rows start together (start_S[0]). What would
-    lie beyond the cache is not written.
+    Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all rows start together (start_S[0]), and must
+    fit; with Q = 1 what would lie beyond the cache is not written.
     """
     # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
     cell = _spec(mesh, cache.k.shape[1], cache.k.shape[2])
@@ -165,9 +165,7 @@ def _attend_local(
         higher = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - higher)
         shrink = jnp.exp(top - higher)
-        part = jnp.einsum(
-            "sgqb,sgbd->sgqd", weights.astype(v_SGbd.dtype), v_SGbd, preferred_element_type=jnp.float32
-        )
+        part = jnp.einsum("sgqb,sgbd->sgqd", weights.astype(v_SGbd.dtype), v_SGbd, preferred_element_type=jnp.float32)
         return higher, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), out * shrink + part
 
     state = (

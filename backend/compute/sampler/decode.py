@@ -49,9 +49,7 @@ def decode(
     def step(i: jax.Array, state: tuple[Cache, jax.Array, jax.Array, jax.Array]) -> Any:
         cache, last_S, tokens_CS, logprobs_CS = state
         positions_S = rows.positions_S + i
-        cache, x_S1D = layers(
-            cfg, mesh, params, lora, cache, last_S[:, None], positions_S, columns_S2=rows.columns_S2
-        )
+        cache, x_S1D = layers(cfg, mesh, params, lora, cache, last_S[:, None], positions_S, columns_S2=rows.columns_S2)
         logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
         logits_SV = jax.lax.with_sharding_constraint(logits_SV, sharding(mesh, logits_SV.shape, FSDP))
@@ -120,9 +118,7 @@ def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_
 def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: Cache) -> Cache:
     """The cache with its sharding pinned: a step's result must be what the next step was compiled for."""
     where = cache_sharding(cfg, mesh, cache.slots, cache.length)
-    return Cache(
-        k=jax.lax.with_sharding_constraint(cache.k, where), v=jax.lax.with_sharding_constraint(cache.v, where)
-    )
+    return Cache(k=jax.lax.with_sharding_constraint(cache.k, where), v=jax.lax.with_sharding_constraint(cache.v, where))
 
 
 def _by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ _SHARE = 0.25  # a cache that grows exists twice for a moment, and training want
 
 
 def most_cells(cfg: ModelConfig, mesh: Mesh, itemsize: int) -> int:
-    """Slots times positions that fit into a quarter of the devices' memory. Every process must call it, and all agree."""
+    """Slots times positions that fit into a quarter of the devices' memory. Called on every process, all agree."""
     spread = mesh.shape[FSDP] * (mesh.shape[TENSOR] if cfg.kv_heads % mesh.shape[TENSOR] == 0 else 1)
     cell = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * itemsize / spread
     cells = max(1, int(_device_bytes() * _SHARE / cell))

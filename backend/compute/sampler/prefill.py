@@ -52,9 +52,7 @@ def prefill(
     """
     B, Q = piece.tokens_BQ.shape
     start_B = jnp.full((B,), piece.start, jnp.int32)
-    staged, x_BQD = layers(
-        cfg, mesh, params, lora, staged, piece.tokens_BQ, start_B, columns_S2=piece.columns_B2
-    )
+    staged, x_BQD = layers(cfg, mesh, params, lora, staged, piece.tokens_BQ, start_B, columns_S2=piece.columns_B2)
 
     def scored() -> jax.Array:
         return _logprobs(params, lora, x_BQD, piece)

@@ -6,6 +6,7 @@ is done. It takes about as long whatever is asked, so training commands between 
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +28,8 @@ from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
 from backend.compute.sampler.stops import Decode, StopWatch, load_decode
 from backend.compute.transformer import Params
 from backend.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _PREFILL_BUDGET = 2 * PREFILL_TOKENS[-1]  # padded prompt tokens of one step
 _CALM_STEPS = 4  # the batch shrinks only after so many steps that would have fitted, so that it does not go to and fro
@@ -70,15 +73,21 @@ class Sampler:
             self._line.remove(request_id)
         for request in command.admit:
             self._admit(request)
-        self._prefill()
-        self._decode()
+        try:
+            self._prefill()
+            self._decode()
+        except Exception as error:
+            # The batch is gone with its donated buffers (say, no memory was left), but not the snapshots.
+            log.exception("a sample step failed; every request in it is answered with an error")
+            text = f"the sampler's batch failed ({type(error).__name__}: {error}); the same request may work later"
+            self._failed += [SampleResult(request_id, error=text) for request_id in self._line.clear()]
         finished = (*self._failed, *self._line.finish())
         self._failed = []
         if not (self._line.active or self._line.waiting):
             # Idle: start over, so that the shapes which later requests meet depend on them alone.
             self._cache = self._staged = self._staged_group = None
             self._calm = 0
-            self._line.slots = []
+            self._line.clear()
             self._bank.reset()
         return SampleProgress(finished, active=self._line.active, waiting=self._line.waiting)
 
@@ -172,9 +181,7 @@ class Sampler:
             rows, slots_S = np.zeros(self._slots, np.int32), np.zeros(self._slots, np.int32)
             rows[: len(seedings)] = [seeding.row for seeding in seedings]
             slots_S[: len(seedings)] = [seeding.slot for seeding in seedings]
-            self._cache = seeded(
-                self._cfg, self._mesh, self._cache, staged, rows, slots_S, np.int32(len(seedings))
-            )
+            self._cache = seeded(self._cfg, self._mesh, self._cache, staged, rows, slots_S, np.int32(len(seedings)))
 
     # ------------------------------------------------------------------ decode
     def _decode(self) -> None:
@@ -204,7 +211,7 @@ class Sampler:
                 self._line.slots[slot] = None
 
     def _fit(self, steps: int) -> None:
-        """Room for `steps` more tokens of everybody: a longer cache, if need be with fewer slots; a smaller one if calm."""
+        """Room for `steps` more tokens of everybody: a longer cache, maybe with fewer slots; a smaller one if calm."""
         need = max(held.cached + min(steps, held.remaining) for _, held in self._line.decoding())
         length = max(self._length, self._shapes.length_for(need))
         most = self._shapes.most_slots(length)
@@ -268,5 +275,3 @@ class Sampler:
         tickets = [held.ticket for _, held in self._line.decoding()]
         tickets += [job.ticket for job in self._line.group.jobs] if self._line.group else []
         return [snapshot for ticket in tickets if (snapshot := ticket.snapshot) is not None]
-
-

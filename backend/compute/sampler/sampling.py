@@ -87,7 +87,7 @@ def filtered(weights_SV: jax.Array, choice: Choice) -> jax.Array:
 
     Weights equal to the last one kept are kept too.
     """
-    k_S = jnp.where(choice.top_k_S >= 0, choice.top_k_S, jnp.iinfo(jnp.int32).max)
+    k_S = jnp.where(choice.top_k_S >= 0, choice.top_k_S, 2**31 - 1)
 
     def enough_tokens(kept: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sum(kept.astype(jnp.int32), axis=1), axis=-1) >= k_S

@@ -22,7 +22,7 @@ from backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefi
 
 @dataclass(eq=False)
 class Job:
-    """Sequences that go on from the same tokens. All but the last token are prefilled; the last is decode's first input."""
+    """Sequences that go on from the same tokens: all but the last are prefilled, the last is decode's first input."""
 
     ticket: Ticket
     tokens_T: Int32
@@ -130,6 +130,14 @@ class Scheduler:
             if not any(job.sequences for job in self.group.jobs):
                 self.group = None
 
+    def clear(self) -> list[str]:
+        """Forget everybody; returns whose requests those were."""
+        requests = list(self._tickets)
+        self._tickets.clear()
+        self._waiting.clear()
+        self.group, self.slots = None, []
+        return requests
+
     def finish(self) -> list[SampleResult]:
         """Results of requests whose sequences are all done; they are gone afterwards."""
         results = [result for ticket in self._tickets.values() if (result := ticket.result())]
@@ -160,7 +168,7 @@ class Scheduler:
         return self.group
 
     def prefilled(self, tokens: int, logprobs_BQ: Float32 | None) -> None:
-        """The group has advanced by `tokens`; `logprobs_BQ` are those of the tokens after each, when someone wants them."""
+        """The group has advanced by `tokens`; `logprobs_BQ`, when someone wants them, are of the tokens after each."""
         group = self._group()
         for row, job in enumerate(group.jobs):
             end = min(group.start + tokens, job.length)
@@ -190,14 +198,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------ slots
     def resize(self, slots: int) -> list[int]:
-        """Have `slots` slots, all sequences moved to the front: for each new slot the old one it came from, -1 for none."""
+        """Have `slots` slots, all sequences at the front; returns for each the slot it came from, -1 for none."""
         moved = [slot for slot, _ in self.decoding()]
         assert len(moved) <= slots
         self.slots = [self.slots[slot] for slot in moved] + [None] * (slots - len(moved))
         return moved + [-1] * (slots - len(moved))
 
     def preempt(self, keep: int) -> None:
-        """Take slots from the youngest requests until `keep` sequences decode: those go back to the head of the line."""
+        """Take slots from the youngest requests until `keep` sequences decode: they go to the head of the line."""
         order = {ticket: place for place, ticket in enumerate(self._tickets.values())}
         youngest = sorted(self.decoding(), key=lambda held: (order[held[1].ticket], held[1].index))
         for slot, sequence in reversed(youngest[keep:]):

@@ -1,7 +1,7 @@
 """The few shapes that the sampler compiles for: how many slots, how long a cache, how many tokens of prompt at once.
 
-Sizes go up by factors of four, because attention works through a cache in blocks only as far as its longest row: a cache
-that is too long costs memory, not time, and each size costs a compilation. Pure.
+Sizes go up by factors of four, because attention works through a cache in blocks only as far as its longest row: a
+cache that is too long costs memory, not time, and each size costs a compilation. Pure.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def make_shapes(*, max_slots: int, max_context: int, fsdp: int, most_cells: int)
 def prefill_piece(*, rows: int, remaining: int, room: int) -> int:
     """How many tokens of each prompt to compute next: one of PREFILL_TOKENS, at most `room` (itself a multiple of 32).
 
-    A prompt goes in pieces of several sizes, so that little is computed only to fill up: the smallest size that holds all
-    that remains if it is used to three quarters, else the largest that is filled wholly. Prompts that go together
-    use the smallest size, which is theirs to end after.
+    A prompt goes in pieces of several sizes, so that little is computed only to fill up: the smallest size that holds
+    all that remains if three quarters of it are used, else the largest that is filled wholly. Prompts that go together
+    always use the smallest size: each ends within one piece of the others' borders.
     """
     least = PREFILL_TOKENS[0]
     if rows > 1 or remaining <= least:

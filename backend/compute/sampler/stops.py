@@ -55,6 +55,6 @@ def load_decode(folder: str | Path) -> Decode:
     path = Path(folder) / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # noqa: BLE001  the package raises bare Exception for a broken file
+    except Exception as error:  # the package raises a bare Exception for a broken file
         raise UserError(f"stop strings need the model's tokenizer, and {path} cannot be read: {error}") from error
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -20,7 +20,11 @@ def bank(qwen: Any) -> SnapshotBank:
 
 
 def test_each_row_sees_its_own_adapter(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
-    specs = {"a": LoraSpec(3), "b": LoraSpec(12, train_mlp=False), "c": LoraSpec(8, train_attn=False, train_unembed=False)}
+    specs = {
+        "a": LoraSpec(3),
+        "b": LoraSpec(12, train_mlp=False),
+        "c": LoraSpec(8, train_attn=False, train_unembed=False),
+    }
     loras = {name: random_lora(qwen.cfg, spec, seed) for seed, (name, spec) in enumerate(specs.items())}
     for name, spec in specs.items():
         bank.publish(name, loras[name], spec)
@@ -66,7 +70,7 @@ def test_weights_that_are_not_finite_are_refused(qwen: Any, bank: SnapshotBank, 
     spec = LoraSpec(8)
     lora = random_lora(qwen.cfg, spec, 0)
     lora.layers["up"].B[1, 2, 3] = np.inf
-    with pytest.raises(UserError, match="'a'.*not finite"):
+    with pytest.raises(UserError, match=r"'a'.*not finite"):
         bank.publish("a", lora, spec)
 
 

@@ -118,4 +118,6 @@ def test_a_stream_depends_on_seed_and_index_and_nothing_else() -> None:
     assert (UniformStream(-5, 4).take(20) != whole).all()
     assert (UniformStream(6, 3).take(20) != whole).all()
     # pinned: a seed must mean the same tokens after an upgrade of NumPy
-    np.testing.assert_array_equal(UniformStream(1, 0).take(3), np.float32([0.3035680651664734, 0.8487088084220886, 0.15613478422164917]))
+    np.testing.assert_array_equal(
+        UniformStream(1, 0).take(3), np.float32([0.3035680651664734, 0.8487088084220886, 0.15613478422164917])
+    )

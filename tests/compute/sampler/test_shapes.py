@@ -9,7 +9,10 @@ from backend.compute.sampler.shapes import BLOCK, PREFILL_TOKENS, make_shapes, p
 
 
 @given(
-    max_slots=st.integers(1, 300), max_context=st.integers(2, 40_000), fsdp=st.sampled_from([1, 2, 3, 4]), cells=st.integers(1, 10**7)
+    max_slots=st.integers(1, 300),
+    max_context=st.integers(2, 40_000),
+    fsdp=st.sampled_from([1, 2, 3, 4]),
+    cells=st.integers(1, 10**7),
 )
 def test_sizes_hold_everything_and_are_few(max_slots: int, max_context: int, fsdp: int, cells: int) -> None:
     shapes = make_shapes(max_slots=max_slots, max_context=max_context, fsdp=fsdp, most_cells=cells)

@@ -24,7 +24,11 @@ def group(folder: Path, *, processes: int, devices: int, fsdp: int, tensor: int)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
     running = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("spmd_worker.py")), json.dumps(told | {"rank": rank, "port": port})],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("spmd_worker.py")),
+                json.dumps(told | {"rank": rank, "port": port}),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
@@ -52,9 +56,7 @@ def alone(qwen: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "devices", "fsdp", "tensor"), [(1, 4, 2, 2), (2, 1, 2, 1), (2, 1, 1, 2)]
-)
+@pytest.mark.parametrize(("processes", "devices", "fsdp", "tensor"), [(1, 4, 2, 2), (2, 1, 2, 1), (2, 1, 1, 2)])
 def test_a_mesh_changes_nothing(
     qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int
 ) -> None:

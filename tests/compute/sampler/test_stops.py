@@ -56,7 +56,9 @@ def test_text_before_a_stop_that_nearly_came_is_not_counted_twice() -> None:
 
 
 @given(
-    tokens=st.lists(st.sampled_from([*spell(b"a", b"b", b"c", b"ab", b"bc", b"abc", b" a"), 0xE2, 0x82, 0xAC, 256]), max_size=40),
+    tokens=st.lists(
+        st.sampled_from([*spell(b"a", b"b", b"c", b"ab", b"bc", b"abc", b" a"), 0xE2, 0x82, 0xAC, 256]), max_size=40
+    ),
     strings=st.lists(st.text("abc \u20ac", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_it_ends_where_the_whole_text_first_holds_a_string(tokens: list[int], strings: list[str]) -> None:

@@ -1,0 +1,156 @@
+"""Random tiny models made with Hugging Face transformers, and executors on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from backend.commands import CreateAdapter, Example, ExportAdapter, Forward, GroupConfig, ImportAdapter, LoraSpec
+from backend.compute.executor import Executor
+
+VOCAB = 96
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A random model on disk and in torch."""
+
+    folder: Path
+    model: Any
+
+    def executor(self, **changes: Any) -> Executor:
+        plain = {"dtype": "float32", "fsdp": 1, "tensor": 1, "max_context": 512, "microbatch_tokens": 256}
+        sampler = {"sample_slots": 4, "decode_chunk": 4, "compile_cache_dir": ""}
+        return Executor(GroupConfig(str(self.folder), **(plain | sampler | changes)), lambda line: None, 1, 0)
+
+    def logprobs(self, example: Example) -> np.ndarray:
+        """[T, K] of the example's targets, by torch."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor(example.tokens_T[None].astype(np.int64))).logits[0].float()
+        scored = torch.log_softmax(logits, -1).numpy()
+        return np.take_along_axis(scored, example.targets_TK.astype(np.int64), axis=1)
+
+
+def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
+    torch.manual_seed(3)
+    if architecture == "qwen3":
+        model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE, tie_word_embeddings=tied))
+    else:
+        config = transformers.LlamaConfig(**SHAPE, tie_word_embeddings=tied, rope_parameters=LLAMA3)
+        model = transformers.LlamaForCausalLM(config)
+    model.eval().save_pretrained(folder)
+    return Reference(folder, model)
+
+
+@pytest.fixture(scope="session", params=["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Each architecture, with tied embeddings and without."""
+    architecture, tied = request.param.split("-")
+    return build(tmp_path_factory.mktemp(request.param), architecture, tied=tied == "tied")
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return build(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True)
+
+
+@pytest.fixture(scope="session")
+def shared_executor(qwen3: Reference) -> Executor:
+    """One executor for many tests, because compiling is what takes long; each test makes adapters of its own."""
+    return qwen3.executor()
+
+
+def random_example(rng: np.random.Generator, length: int, targets: int = 1) -> Example:
+    return Example(
+        tokens_T=rng.integers(0, VOCAB, length).astype(np.int32),
+        targets_TK=rng.integers(0, VOCAB, (length, targets)).astype(np.int32),
+        weights_TK=rng.uniform(-1, 2, (length, targets)).astype(np.float32),
+        old_logprobs_TK=rng.uniform(-6, -2, (length, targets)).astype(np.float32),
+        advantages_TK=rng.normal(size=(length, targets)).astype(np.float32),
+        flat=targets == 1,
+    )
+
+
+@pytest.fixture(scope="session")
+def examples() -> Callable[..., tuple[Example, ...]]:
+    """examples(lengths, targets=1, seed=0): random data with all loss inputs."""
+
+    def make(lengths: Sequence[int], targets: int = 1, seed: int = 0) -> tuple[Example, ...]:
+        rng = np.random.default_rng(seed)
+        return tuple(random_example(rng, length, targets) for length in lengths)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def adapter() -> Callable[..., None]:
+    """adapter(executor, id, rank=4, seed=0, **parts): one whose B is random too, so that it changes the model."""
+
+    def make(executor: Executor, adapter_id: str, rank: int = 4, seed: int = 0, **parts: bool) -> None:
+        executor.execute(CreateAdapter(adapter_id, LoraSpec(rank, **parts), seed))
+        state = executor.execute(ExportAdapter(adapter_id, optimizer=False))
+        rng = np.random.default_rng(seed + 1)
+        weights = {
+            name: rng.normal(size=w.shape, scale=0.1).astype(np.float32) if "lora_B" in name else w
+            for name, w in sorted(state.weights.items())
+        }
+        executor.execute(ImportAdapter(adapter_id, type(state)(state.spec, 0, weights)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def gradients() -> Callable[[Executor, str], dict[str, np.ndarray]]:
+    """gradients(executor, id): those accumulated and not yet applied, by PEFT name."""
+
+    def read(executor: Executor, adapter_id: str) -> dict[str, np.ndarray]:
+        state = executor.execute(ExportAdapter(adapter_id, optimizer=True))
+        return {name.removesuffix(".grad"): a for name, a in state.moments.items() if name.endswith(".grad")}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def forward() -> Callable[..., Any]:
+    """forward(executor, id, examples, loss="cross_entropy", backward=False, **config)."""
+
+    def run(
+        executor: Executor,
+        adapter_id: str,
+        data: tuple[Example, ...],
+        loss: Any = "cross_entropy",
+        *,
+        backward: bool = False,
+        **config: float,
+    ) -> Any:
+        return executor.execute(Forward(adapter_id, data, loss, config, backward))
+
+    return run

@@ -1,0 +1,35 @@
+"""What XLA makes of decode: guards against copies that no result would show."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from backend.compute.lora import Lora
+from backend.compute.sampler.cache import cache_shape, empty_cache
+from backend.compute.sampler.decode import Rows, decode
+from backend.compute.sampler.sampling import greedy_choice
+
+
+def test_neither_the_cache_nor_the_unembedding_is_copied(qwen: Any) -> None:
+    slots, length, chunk = 4, 512, 8
+    rows = Rows(
+        tokens_S=np.zeros(slots, np.int32),
+        positions_S=np.zeros(slots, np.int32),
+        columns_S2=np.zeros((slots, 2), np.int32),
+        uniform_CS=np.zeros((chunk, slots), np.float32),
+        choice=greedy_choice(slots),
+    )
+    cache = empty_cache(qwen.cfg, qwen.mesh, slots, length, "float32")
+    base = Lora(layers={}, unembed=None)
+    lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, qwen.params, base, cache, rows, np.int32(chunk))
+    text = lowered.compile().as_text()
+    copied = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* copy\(", text)]
+    assert copied, "the pattern must find copies for this test to mean anything"
+    layer = cache_shape(qwen.cfg, slots, length)[1:]
+    embedding = qwen.params.embed_VD.shape
+    forbidden = {np.prod(cache_shape(qwen.cfg, slots, length)), np.prod(layer), np.prod(embedding)}
+    assert not [shape for shape in copied if np.prod(shape) in forbidden]
+    assert "sort(" not in text

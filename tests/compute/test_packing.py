@@ -1,0 +1,51 @@
+"""Packing places every token once, in few shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.commands import Example
+from backend.compute.packing import SHORTEST_ROW, bucket, pack
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
+
+
+def example(number: int, length: int, targets: int) -> Example:
+    tokens = np.arange(length, dtype=np.int32) + 1000 * number
+    return Example(tokens, np.repeat(tokens[:, None] + 1, targets, 1), np.ones((length, targets), np.float32))
+
+
+@given(lengths, st.integers(1, 3), st.sampled_from([64, 256, 1024]), st.sampled_from([1, 2, 4]))
+def test_every_token_is_placed_once(sizes, targets, budget, multiple):
+    data = [example(i, n, targets) for i, n in enumerate(sizes)]
+    batches = pack(data, microbatch_tokens=budget, row_multiple=multiple)
+    assert sorted(place.example for batch in batches for place in batch.places) == list(range(len(sizes)))
+    assert sum((batch.segments_BT > 0).sum() for batch in batches) == sum(sizes)
+    for batch in batches:
+        for place in batch.places:
+            here = (place.row, slice(place.start, place.start + place.length))
+            assert (batch.tokens_BT[here] == data[place.example].tokens_T).all()
+            assert (batch.positions_BT[here] == np.arange(place.length)).all()
+            assert len(set(batch.segments_BT[here])) == 1
+            assert (batch.targets_BTK[here][:, :targets] == data[place.example].targets_TK).all()
+        assert (batch.weights_BTK[batch.segments_BT == 0] == 0).all()
+
+
+@given(lengths, st.sampled_from([64, 256, 1024]), st.sampled_from([1, 2, 4]))
+def test_shapes_are_powers_of_two_within_the_budget(sizes, budget, multiple):
+    data = [example(i, n, 1) for i, n in enumerate(sizes)]
+    for batch in pack(data, microbatch_tokens=budget, row_multiple=multiple):
+        rows, width = batch.tokens_BT.shape
+        assert rows % multiple == 0
+        assert bucket(rows // multiple) == rows // multiple
+        assert bucket(width) == width >= SHORTEST_ROW
+        assert rows * width <= budget or rows == multiple
+
+
+@given(lengths)
+def test_packing_is_deterministic(sizes):
+    data = [example(i, n, 1) for i, n in enumerate(sizes)]
+    first, second = (pack(data, microbatch_tokens=256) for _ in range(2))
+    assert [b.places for b in first] == [b.places for b in second]

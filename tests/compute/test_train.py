@@ -1,0 +1,147 @@
+"""Training through the executor: sums, accumulation, packing, isolation, shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backend.commands import (
+    LOSSES,
+    AdamParams,
+    CreateAdapter,
+    DropAdapter,
+    ExportAdapter,
+    ImportAdapter,
+    LoraSpec,
+    OptimStep,
+)
+from backend.errors import NotFoundError, UserError
+
+LENGTHS = (3, 40, 17, 100, 5, 64, 31)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packed_examples_do_not_see_each_other(shared_executor, examples, adapter, forward, loss):
+    executor = shared_executor
+    adapter(executor, "pack")
+    data = examples(LENGTHS, targets=2)
+    together = forward(executor, "pack", data, loss)
+    alone = [forward(executor, "pack", (example,), loss) for example in data]
+    assert [a.shape for a in together.logprobs] == [(n, 2) for n in LENGTHS]
+    for a, b in zip(together.logprobs, alone, strict=True):
+        assert np.abs(a - b.logprobs[0]).max() < 1e-5
+    assert together.loss_sum == pytest.approx(sum(b.loss_sum for b in alone), rel=1e-4)
+
+
+def test_two_halves_make_the_whole(shared_executor, examples, adapter, forward, gradients):
+    executor = shared_executor
+    data = examples(LENGTHS)
+    adapter(executor, "whole")
+    adapter(executor, "halves")
+    whole = forward(executor, "whole", data, backward=True)
+    halves = [forward(executor, "halves", part, backward=True) for part in (data[:3], data[3:])]
+    assert sum(h.loss_sum for h in halves) == pytest.approx(whole.loss_sum, rel=1e-5)
+    first, second = gradients(executor, "whole"), gradients(executor, "halves")
+    assert max(np.abs(first[n] - second[n]).max() for n in first) < 1e-3 * max(np.abs(g).max() for g in first.values())
+
+
+def test_the_loss_is_a_sum(shared_executor, examples, adapter, forward):
+    adapter(shared_executor, "sum")
+    data = examples(LENGTHS)
+    once = forward(shared_executor, "sum", data)
+    assert once.loss_sum == pytest.approx(
+        -sum(float(lp @ e.weights_TK[:, 0]) for lp, e in zip(once.logprobs, data, strict=True)), rel=1e-4
+    )
+    assert forward(shared_executor, "sum", data + data).loss_sum == pytest.approx(2 * once.loss_sum, rel=1e-5)
+
+
+def test_a_neighbour_changes_no_bit(shared_executor, examples, forward):
+    executor = shared_executor
+
+    def run(name: str, between) -> list[bytes]:
+        executor.execute(CreateAdapter(name, LoraSpec(4), 11))
+        seen = []
+        for step in range(3):
+            result = forward(executor, name, examples((20, 30), seed=step), backward=True)
+            between(step)
+            seen += [a.tobytes() for a in result.logprobs]
+            executor.execute(OptimStep(name, AdamParams(learning_rate=1e-2)))
+            between(step)
+        state = executor.execute(ExportAdapter(name, True))
+        return seen + [a.tobytes() for _, a in sorted({**state.weights, **state.moments}.items())]
+
+    executor.execute(CreateAdapter("other", LoraSpec(8, train_mlp=False), 1))
+
+    def other(step: int) -> None:
+        forward(executor, "other", examples((50, 9), seed=step + 50), "ppo", backward=True)
+        executor.execute(OptimStep("other", AdamParams(learning_rate=1.0, weight_decay=0.5)))
+
+    assert run("alone", lambda step: None) == run("beside", other)
+
+
+def test_continuing_from_an_export_is_bitwise_the_same(shared_executor, examples, forward):
+    executor = shared_executor
+    executor.execute(CreateAdapter("first", LoraSpec(4), 2))
+    for step in range(2):
+        forward(executor, "first", examples((20,), seed=step), backward=True)
+        executor.execute(OptimStep("first", AdamParams(learning_rate=1e-2)))
+    forward(executor, "first", examples((20,), seed=9), backward=True)  # gradients that wait travel along
+    executor.execute(ImportAdapter("second", executor.execute(ExportAdapter("first", True))))
+    ends = []
+    for name in ("first", "second"):
+        executor.execute(OptimStep(name, AdamParams(learning_rate=1e-2)))
+        ends.append(executor.execute(ExportAdapter(name, True)))
+    assert ends[0].step == ends[1].step == 3
+    assert all((w == ends[1].weights[n]).all() for n, w in ends[0].weights.items())
+    assert all((m == ends[1].moments[n]).all() for n, m in ends[0].moments.items())
+
+
+def test_same_seed_same_adapter(shared_executor):
+    states = []
+    for name, seed in (("s1", 5), ("s2", 5), ("s3", 6)):
+        shared_executor.execute(CreateAdapter(name, LoraSpec(4), seed))
+        states.append(shared_executor.execute(ExportAdapter(name, False)).weights)
+    assert all((w == states[1][n]).all() for n, w in states[0].items())
+    assert any((w != states[2][n]).any() for n, w in states[0].items())
+    assert all((w == 0).all() for n, w in states[0].items() if "lora_B" in n)
+
+
+def test_parts_that_are_off_have_no_weights(shared_executor):
+    shared_executor.execute(CreateAdapter("attn", LoraSpec(3, train_mlp=False, train_unembed=False), 0))
+    names = shared_executor.execute(ExportAdapter("attn", False)).weights
+    assert names
+    assert all("self_attn" in name for name in names)
+
+
+def test_unknown_and_dropped_adapters_are_named(shared_executor, examples, forward):
+    shared_executor.execute(CreateAdapter("gone", LoraSpec(2), 0))
+    shared_executor.execute(DropAdapter("gone"))
+    shared_executor.execute(DropAdapter("never"))
+    for name in ("gone", "never"):
+        with pytest.raises(NotFoundError, match=name):
+            forward(shared_executor, name, examples((4,)))
+
+
+def test_impossible_specs_are_named(shared_executor):
+    with pytest.raises(UserError, match="rank"):
+        shared_executor.execute(CreateAdapter("bad", LoraSpec(0), 0))
+    with pytest.raises(UserError, match="train_"):
+        shared_executor.execute(CreateAdapter("bad", LoraSpec(2, False, False, False), 0))
+
+
+def test_nothing_recompiles_after_warm_up(shared_executor, examples, adapter, forward):
+    executor = shared_executor
+    adapter(executor, "warm", rank=6)
+
+    def traffic(seed: int) -> None:
+        for loss in LOSSES:
+            for lengths in ((5,), (30, 20), LENGTHS):
+                forward(executor, "warm", examples(lengths, seed=seed), loss, backward=True)
+                forward(executor, "warm", examples(lengths, seed=seed), loss)
+            executor.execute(OptimStep("warm", AdamParams(learning_rate=seed * 1e-3, grad_clip_norm=seed)))
+
+    traffic(1)
+    warm = executor.compiles
+    adapter(executor, "second", rank=6)
+    traffic(2)
+    assert executor.compiles == warm

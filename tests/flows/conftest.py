@@ -1,0 +1,219 @@
+"""A real journal and store, a unigram model in place of the worker group, and a client that writes wire bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from backend.clock import SystemClock
+from backend.commands import Command, GroupConfig, Reply
+from backend.ids import model_id, sampler_id
+from backend.journal import Journal, Kind, NewModel, NewRequest, NewSampler, NewSession, Result, Waiters, migrate
+from backend.model_card import ModelCard
+from backend.store import Store
+from backend.wire import tinker_pb2 as pb
+from flows.lane import Shared
+from flows.pacing import Pacing
+from flows.tracking import Tracking
+from tasks.answers import Answers
+from tasks.runtime import Runtime
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from numpy_executor import VOCAB, Unigram  # noqa: E402
+
+CONFIG = GroupConfig("none", "float32", 1, 1, 64, 64, 4, 4, "")
+CARD = ModelCard("folder/unigram", "/nowhere", "unigram", "Unigram", VOCAB, 64, (2,), VOCAB, tied=False)
+
+
+@dataclass
+class NumpyPool:
+    """Executes in order like a worker group; tests make it slow, or make it fail."""
+
+    executor: Unigram = field(default_factory=lambda: Unigram(CONFIG, print, 1, 0))
+    generation: int = 1
+    log: list[Command] = field(default_factory=list)
+    hold: asyncio.Event | None = None
+    failing: Exception | None = None
+    line: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def submit(self, command: Command, deadline: float | None = None) -> Reply:
+        self.log.append(command)
+        async with self.line:  # fair: first come, first served
+            if self.hold is not None:
+                await self.hold.wait()
+            if self.failing is not None:
+                raise self.failing
+            return self.executor.execute(command)
+
+    @property
+    def names(self) -> list[str]:
+        return [type(command).__name__ for command in self.log]
+
+
+@dataclass
+class Client:
+    """What the API would do for one session's client."""
+
+    journal: Journal
+    waiters: Waiters
+    session: str
+    base_model: str = CARD.name
+    seqs: dict[str, int] = field(default_factory=dict)
+
+    async def create(self, number: int = 0) -> str:
+        model, request = self.submit_create(number)
+        result = await self.result(request)
+        assert result.error is None, result.error
+        return model
+
+    def submit_create(self, number: int = 0) -> tuple[str, str]:
+        model = model_id(self.session, number)
+        new = NewModel(model, self.session, "local", self.base_model, rank=1, seed=7)
+        self.seqs[model] = 0
+        return model, self.journal.submit_new_model(new, self.request(Kind.CREATE_MODEL, {}, model=model))
+
+    def load_model(self, number: int, path: str, *, optimizer: bool) -> tuple[str, str]:
+        model = model_id(self.session, number)
+        new = NewModel(model, self.session, "local", self.base_model, rank=1, seed=7)
+        self.seqs[model] = 0
+        body = {"path": path, "optimizer": optimizer}
+        return model, self.journal.submit_new_model(new, self.request(Kind.LOAD_MODEL, body, model=model))
+
+    def submit(self, model: str, kind: Kind, body: dict[str, object] | bytes | None = None, *, skip: int = 0) -> str:
+        self.seqs[model] += skip
+        return self.journal.submit(self.request(kind, {} if body is None else body, model=model))
+
+    def forward_backward(self, model: str, *targets: Sequence[int], forward_only: bool = False) -> str:
+        kind = Kind.FORWARD if forward_only else Kind.FORWARD_BACKWARD
+        message = pb.ForwardBackwardRequest(
+            model_id=model, seq_id=self.seqs[model], loss_fn="cross_entropy", forward_only=forward_only
+        )
+        for some in targets:
+            datum = message.data.add()
+            datum.model_input.add().encoded_text.tokens = np.asarray(some, np.int32).tobytes()
+            tensor = datum.loss_fn_inputs["target_tokens"]
+            tensor.dense, tensor.dtype = np.asarray(some, np.int64).tobytes(), pb.DTYPE_INT64
+            tensor.shape.append(len(some))
+            weights = datum.loss_fn_inputs["weights"]
+            weights.dense, weights.dtype = np.ones(len(some), np.float32).tobytes(), pb.DTYPE_FLOAT32
+            weights.shape.append(len(some))
+        return self.submit(model, kind, message.SerializeToString())
+
+    def optim_step(self, model: str, learning_rate: float = 0.5) -> str:
+        return self.submit(model, Kind.OPTIM_STEP, {"adam_params": {"learning_rate": learning_rate}})
+
+    def sampler(self, number: int, path: str | None = None) -> str:
+        new = NewSampler(sampler_id(self.session, number), self.session, "local", self.base_model, model_path=path)
+        return self.journal.open_sampler(new)
+
+    def sample(self, sampler: str, **params: object) -> str:
+        body = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "sampling_params": {"seed": 1, "max_tokens": 6, **params},
+        }
+        seq = self.seqs.setdefault(sampler, 0)
+        self.seqs[sampler] += 1
+        new = NewRequest(Kind.SAMPLE, "local", orjson.dumps(body), "json", f"{sampler}{seq}", sampler_id=sampler, seq_id=seq)
+        return self.journal.submit(new)
+
+    def request(self, kind: Kind, body: dict[str, object] | bytes, *, model: str) -> NewRequest:
+        seq = self.seqs[model]
+        self.seqs[model] += 1
+        payload = body if isinstance(body, bytes) else orjson.dumps(body)
+        kind_of = "proto" if isinstance(body, bytes) else "json"
+        return NewRequest(kind, "local", payload, kind_of, f"{kind}{seq}", model_id=model, seq_id=seq)
+
+    async def result(self, request: str, seconds: float = 20.0) -> Result:
+        assert await self.waiters.wait(request, seconds), f"{request} was not answered in {seconds} s"
+        result = self.journal.result(request, "local")
+        assert result is not None
+        return result
+
+    async def results(self, *requests: str) -> list[Result]:
+        return [await self.result(request) for request in requests]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path / 'journal.db'}"
+    migrate(url)
+    return url
+
+
+@pytest.fixture
+async def journal(url: str) -> AsyncIterator[Journal]:
+    journal = Journal.open(url)
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def pool() -> NumpyPool:
+    return NumpyPool()
+
+
+@pytest.fixture
+async def runtime(journal: Journal, pool: NumpyPool, tmp_path: Path) -> AsyncIterator[Runtime]:
+    answers = Answers(journal.finish)
+    store = Store.open(f"file://{tmp_path / 'store'}")
+    runtime = Runtime(journal, pool, store, CARD, SystemClock(), answers)
+    yield runtime
+    await answers.close()
+    runtime.close()
+
+
+ConnectClient = Callable[[Journal], Awaitable[Client]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[ConnectClient]:
+    """Make clients, each with a session of its own."""
+    opened: list[Waiters] = []
+
+    async def connect(journal: Journal, base_model: str = CARD.name) -> Client:
+        waiters = Waiters(journal)
+        await waiters.__aenter__()
+        opened.append(waiters)
+        return Client(journal, waiters, journal.create_session(NewSession("local", "0.38.0")), base_model)
+
+    yield connect
+    for waiters in opened:
+        await waiters.__aexit__(None, None, None)
+
+
+@pytest.fixture
+async def client(connect: ConnectClient, journal: Journal) -> Client:
+    return await connect(journal)
+
+
+@pytest.fixture
+def untracked() -> Shared:
+    clock = SystemClock()
+    return Shared(Pacing(10.0, clock), Tracking(""))
+
+
+@pytest.fixture
+def running() -> Callable[[Awaitable[object]], object]:
+    """`async with running(coroutine) as task`: it runs meanwhile, and is cancelled at the end unless it has ended."""
+
+    @asynccontextmanager
+    async def running(work: Awaitable[object]) -> AsyncIterator[asyncio.Task[object]]:
+        task = asyncio.ensure_future(work)
+        try:
+            yield task
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    return running

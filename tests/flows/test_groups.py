@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.errors import UserError
+from backend.model_card import ModelCard
+from backend.settings import Settings
+from flows.groups import group_config
+
+CARD = ModelCard("m", "/models/m", "m", "Qwen3", 32, 128, (2,), 10, tied=False)
+
+
+@pytest.mark.parametrize(("processes", "tensor", "mesh"), [(1, 1, (1, 1)), (2, 1, (2, 1)), (2, 2, (1, 2)), (4, 2, (2, 2)), (1, 2, (1, 2))])
+def test_mesh(tmp_path: Path, processes: int, tensor: int, mesh: tuple[int, int]) -> None:
+    config = group_config(Settings(data_dir=tmp_path, processes=processes, tensor_parallel=tensor), CARD)
+    assert (config.fsdp, config.tensor) == mesh
+    assert (config.model_path, config.max_context) == ("/models/m", 128)
+
+
+@pytest.mark.parametrize(("processes", "tensor"), [(3, 2), (2, 3)])
+def test_a_mesh_that_cannot_be_is_refused_by_name(tmp_path: Path, processes: int, tensor: Any) -> None:
+    with pytest.raises(UserError, match=f"processes is {processes} and tensor_parallel is {tensor}"):
+        group_config(Settings(data_dir=tmp_path, processes=processes, tensor_parallel=tensor), CARD)

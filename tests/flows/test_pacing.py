@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.clock import ManualClock
+from flows.pacing import BURST_SECONDS, Pacing
+
+
+def test_a_burst_gets_single_runs_and_then_they_are_shared_until_half_full_again() -> None:
+    clock = ManualClock()
+    pacing = Pacing(10.0, clock)
+    for _ in range(19):
+        pacing.open()
+        assert not pacing.sharing
+    pacing.open()
+    assert pacing.sharing
+    clock.advance(0.9)
+    assert pacing.sharing and pacing.seconds == 0
+    clock.advance(0.2)
+    assert not pacing.sharing
+
+
+def test_seconds_tell_when_the_next_run_may_open() -> None:
+    clock = ManualClock()
+    pacing = Pacing(4.0, clock)
+    while pacing.seconds == 0:
+        pacing.open()
+    clock.advance(pacing.seconds)
+    assert pacing.seconds == 0
+
+
+@given(st.lists(st.floats(0.0, 3.0), max_size=60), st.floats(0.5, 50.0))
+def test_who_waits_as_told_stays_below_the_rate(pauses: list[float], rate: float) -> None:
+    clock = ManualClock()
+    pacing = Pacing(rate, clock)
+    opened = 0
+    for pause in pauses:
+        clock.advance(pause)
+        if pacing.seconds == 0:
+            pacing.open()
+            opened += 1
+    assert opened <= max(1.0, rate * BURST_SECONDS) + rate * clock.monotonic() + 1e-6
+
+
+def test_credit_ends() -> None:
+    clock = ManualClock()
+    pacing = Pacing(10.0, clock)
+    for _ in range(1000):
+        pacing.open()
+    assert pacing.seconds <= BURST_SECONDS + 0.2

@@ -1,0 +1,233 @@
+"""What people see: flow runs and task runs on a real Prefect server, and what happens without it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prefect.client.schemas.objects import State
+
+from backend.clock import SystemClock
+from backend.processes import free_port
+from backend.settings import Settings
+from flows.lane import Lane, Shared, Why
+from flows.pacing import Pacing
+from flows.prefect_server import PrefectServer, start_server
+from flows.sampling import SamplingLane
+from flows.tracking import Tracking, open_tracking
+from flows.training_run import serve_model, training_run
+
+pytestmark = [
+    pytest.mark.slow,
+    # Prefect's event worker keeps its connections to a server until they are collected (a few, and no more with time)
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <:pytest.PytestUnraisableExceptionWarning"),
+]
+
+BASE = "folder/unigram"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_prefect_s_connections() -> Iterator[None]:
+    """Here, and not in the next module's tests, for which an open socket is an error."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+    server = asyncio.run(start_server(tmp_path_factory.mktemp("prefect"), free_port()))
+    yield server
+    asyncio.run(server.stop())
+
+
+@pytest.fixture
+async def tracking(server: PrefectServer) -> AsyncIterator[Tracking]:
+    tracking = Tracking(server.url, "test")
+    with tracking.settings():
+        yield tracking
+        await tracking.close()
+
+
+async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict[str, Any]]:
+    """Flow or task runs, as soon as there are `wanted` and all have ended: the server writes them with some delay."""
+    found: list[dict[str, Any]] = []
+    async with httpx.AsyncClient() as http:
+        for _ in range(100):
+            answer = await http.post(f"{url}/{kind}/filter", json={**filters, "sort": "EXPECTED_START_TIME_ASC"} if kind == "task_runs" else filters)
+            found = answer.raise_for_status().json()
+            if len(found) >= wanted and all(run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for run in found):
+                break
+            await asyncio.sleep(0.2)
+    return found
+
+
+async def serve(tracking: Tracking, runtime: Any, client: Any, work: Any, rate: float = 1000.0) -> tuple[str, Lane]:
+    """Create a model, let `work(model)` submit requests, answer all, unload it; the model's id."""
+    model, created = client.submit_create()
+    lane = Lane(runtime, Shared(Pacing(rate, SystemClock()), tracking), model, 0)
+    serving = asyncio.create_task(serve_model(lane, tracking, BASE))
+    await client.results(created, *work(model))
+    client.journal.request_unload(model, "its session is over")
+    lane.wake()
+    assert (await asyncio.wait_for(serving, 20)).why is Why.DONE
+    return model, lane
+
+
+async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(tracking: Tracking, runtime: Any, client: Any) -> None:
+    def work(model: str) -> list[str]:
+        return [
+            client.forward_backward(model, [1]),
+            client.forward_backward(model, [2]),
+            client.optim_step(model),
+            client.forward_backward(model, [99]),
+            client.optim_step(model),
+        ]
+
+    model, _ = await serve(tracking, runtime, client, work)
+    (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    assert flow_run["state_type"] == "COMPLETED"
+    assert flow_run["state"]["message"] == "unloaded: its session is over"
+    assert {"tinkerflow", BASE} < set(flow_run["tags"])
+
+    found = await runs(tracking.api_url, "task_runs", 6, flow_runs={"id": {"any_": [flow_run["id"]]}})
+    short = f"model-{model.partition(':')[0][-4:]}-0"
+    by_name = {run["name"]: run for run in found}
+    assert set(by_name) == {
+        f"{short}/step-000001/create_model",
+        f"{short}/step-000001/forward_backward",
+        f"{short}/step-000001/optim_step",
+        f"{short}/step-000002/forward_backward",
+        f"{short}/step-000002/optim_step",
+        f"{short}/step-000003/unload",
+    }
+    assert by_name[f"{short}/step-000001/forward_backward"]["state"]["message"] == "forward_backward x2"
+    failed = by_name[f"{short}/step-000002/forward_backward"]["state"]
+    assert failed["type"] == "FAILED" and "data[0]" in failed["message"]
+    assert all(run["tags"] == [] for run in found)  # a tag costs a round trip to the server before every task run
+
+
+async def test_above_the_rate_task_runs_are_shared(tracking: Tracking, runtime: Any, client: Any) -> None:
+    steps = 60
+
+    def work(model: str) -> list[str]:
+        return [r for _ in range(steps) for r in (client.forward_backward(model, [1]), client.optim_step(model))]
+
+    model, _ = await serve(tracking, runtime, client, work, rate=2.0)
+    (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    found = await runs(tracking.api_url, "task_runs", 5, flow_runs={"id": {"any_": [flow_run["id"]]}})
+    assert len(found) < 40
+    (longest, *_) = sorted((run["name"] for run in found if "/steps-" in run["name"]), key=len, reverse=True)
+    assert longest.endswith(f"-{steps:06d}") or any(run["name"].endswith(f"-{steps:06d}") for run in found)
+    assert client.journal.model(model, None).step == steps
+
+
+async def test_samples_share_a_task_run(tracking: Tracking, runtime: Any, client: Any) -> None:
+    lane = SamplingLane(runtime, Shared(Pacing(1000.0, SystemClock()), tracking), most_waiting=8)
+    serving = asyncio.create_task(lane.serve_for_ever())
+    sampler = client.sampler(0)
+    requests = [client.sample(sampler) for _ in range(3)]
+    lane.wake()
+    await client.results(*requests)
+    lane.stop()
+    await asyncio.wait_for(serving, 20)
+    (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [f"sampling {BASE}"]}})
+    found = await runs(tracking.api_url, "task_runs", 1, flow_runs={"id": {"any_": [flow_run["id"]]}})
+    assert [(run["name"], run["state"]["message"]) for run in found] == [("unigram/sample-000001", "sample x3")]
+
+
+async def test_a_lane_rolls_over_to_another_flow_run(tracking: Tracking, runtime: Any, client: Any) -> None:
+    model, created = client.submit_create()
+    lane = Lane(runtime, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
+    served = tracking.run(training_run, lambda: lane.serve(1), (), model_id=model, base_model=BASE)
+    assert (await asyncio.wait_for(served, 20)).why is Why.ROLL_OVER
+    assert (await client.result(created)).error is None
+    rest = client.optim_step(model)
+    lane.stop()
+    assert (await lane.serve(1)).why is Why.STOPPED
+    assert client.journal.result(rest, "local") is None
+
+
+async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(server: PrefectServer) -> None:
+    tracking = Tracking(server.url, "another deployment")
+    forever = asyncio.Event()
+
+    async def body() -> None:
+        forever.set()
+        await asyncio.Event().wait()
+
+    with tracking.settings():
+        left = asyncio.create_task(tracking.run(training_run, body, (), model_id="left", base_model=BASE))
+        await asyncio.wait_for(forever.wait(), 20)
+        assert await Tracking(server.url, "a third one").reconcile() == 0
+        assert await Tracking(server.url, "another deployment").reconcile() == 1
+        (run,) = await runs(server.url, "flow_runs", 1, flow_runs={"name": {"any_": ["left"]}})
+        state = State.model_validate(run["state"])
+        assert state.is_crashed() and "ended without a word" in str(state.message)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        await tracking.close()
+
+
+async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
+    tmp_path: Path, runtime: Any, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(data_dir=tmp_path, prefect_port=free_port())
+    async with open_tracking(settings, print) as tracking:
+        watching = asyncio.create_task(tracking.watch())
+        model, created = client.submit_create()
+        lane = Lane(runtime, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
+        serving = asyncio.create_task(serve_model(lane, tracking, BASE))
+        await client.result(created)
+        assert tracking.tracked == 1
+
+        server = next(p for p in children(os.getpid()) if "prefect.server" in cmdline(p))
+        os.kill(server, signal.SIGKILL)
+        start = time.monotonic()
+        for _ in range(100):
+            request = client.optim_step(model)
+            lane.wake()
+            assert (await client.result(request, seconds=2.0)).error is None  # never waits for Prefect
+            await asyncio.sleep(0.05)
+            if tracking.untracked:
+                break
+        assert tracking.untracked and time.monotonic() - start < 20
+
+        while not tracking.reachable:  # the embedded server is started again
+            await asyncio.sleep(0.1)
+        before = tracking.tracked
+        await client.result(submit_and_wake(client, lane, model))
+        assert tracking.tracked > before
+        client.journal.request_unload(model, "over")
+        lane.wake()
+        assert (await asyncio.wait_for(serving, 20)).why is Why.DONE
+        watching.cancel()
+        found = await runs(tracking.api_url, "flow_runs", 2, flow_runs={"name": {"any_": [model]}})
+        assert len(found) == 2
+    assert any("is back" in record.message for record in caplog.records)
+
+
+def submit_and_wake(client: Any, lane: Lane, model: str) -> str:
+    request: str = client.optim_step(model)
+    lane.wake()
+    return request
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in listed for child in path.read_text().split()]
+
+
+def cmdline(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")

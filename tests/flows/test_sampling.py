@@ -1,0 +1,155 @@
+"""Samples of several samplers in one decode batch, over the (NumPy) pool, without Prefect."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from backend.errors import GroupFailedError
+from backend.journal import Kind
+from backend.wire import tinker_pb2 as pb
+from flows.lane import Lane, Shared, Why
+from flows.sampling import SamplingLane
+
+
+@pytest.fixture
+async def sampling(runtime: Any, untracked: Shared, journal: Any, running: Any) -> Any:
+    lane = SamplingLane(runtime, untracked, most_waiting=8)
+
+    async def ring() -> None:
+        async with journal.bell.listen("sample") as topics:
+            async for _ in topics:
+                lane.wake()
+
+    async with running(ring()), running(lane.serve(2000)) as task:
+        yield lane, task
+
+
+def tokens(result: Any) -> list[list[int]]:
+    assert result.error is None, result.error
+    response = pb.SampleResponse.FromString(result.result)
+    return [np.frombuffer(sequence.tokens, np.int32).tolist() for sequence in response.sequences]
+
+
+async def trained(runtime: Any, untracked: Shared, client: Any, number: int, token: int) -> tuple[str, str]:
+    """A model that has learnt to say `token`, and its sampler checkpoint."""
+    model, created = client.submit_create(number)
+    requests = [created, client.forward_backward(model, [token]), client.optim_step(model)]
+    requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": f"says-{token}"}))
+    requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 100 + number}))
+    lane = Lane(runtime, untracked, model, 0)
+    serving = asyncio.create_task(lane.serve(2000))
+    results = await client.results(*requests)
+    lane.stop()
+    await serving
+    return orjson.loads(results[-1].result)["sampling_session_id"], orjson.loads(results[-2].result)["path"]
+
+
+async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
+    sampling: Any, runtime: Any, untracked: Shared, client: Any, pool: Any
+) -> None:
+    first, path = await trained(runtime, untracked, client, 0, 5)
+    second, _ = await trained(runtime, untracked, client, 1, 9)
+    loaded, base = client.sampler(0, path), client.sampler(1)
+    results = await client.results(*(client.sample(one) for one in (first, second, loaded, base, loaded)))
+    assert [tokens(result)[0] for result in results] == [[5] * 6, [9] * 6, [5] * 6, [0] * 6, [5] * 6]
+    assert pool.names.count("LoadSnapshot") == 1
+    row = client.journal.sampler(loaded, "local")
+    assert row.snapshot_id in runtime.snapshots
+
+
+async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: Any) -> None:
+    sampler = client.sampler(0)
+    long = client.sample(sampler, max_tokens=60)
+    while pool.names.count("SampleStep") < 2:
+        await asyncio.sleep(0.001)
+    short = await client.result(client.sample(sampler, max_tokens=1))
+    assert len(tokens(short)[0]) == 1
+    assert len(tokens(await client.result(long))[0]) == 60
+
+
+async def test_more_than_may_wait_are_all_answered(sampling: Any, client: Any) -> None:
+    sampler = client.sampler(0)
+    results = await client.results(*(client.sample(sampler, max_tokens=3) for _ in range(40)))
+    assert all(len(tokens(result)[0]) == 3 for result in results)
+
+
+async def test_a_bad_request_fails_alone(sampling: Any, client: Any) -> None:
+    sampler = client.sampler(0)
+    bad, good = client.sample(sampler, max_tokens=1_000_000), client.sample(sampler)
+    failed, fine = await client.results(bad, good)
+    assert failed.category == "user" and "max_tokens" in failed.error
+    assert len(tokens(fine)[0]) == 6
+
+
+async def test_a_missing_checkpoint_fails_by_name_and_only_its_sampler(sampling: Any, client: Any) -> None:
+    lost, fine = client.sampler(0, "tinker://nobody/sampler_weights/none"), client.sampler(1)
+    first, second = await client.results(client.sample(lost), client.sample(fine))
+    assert first.category == "user" and "tinker://nobody/sampler_weights/none" in first.error
+    assert second.error is None
+
+
+async def test_group_failure_fails_those_in_the_batch_and_later_ones_work(sampling: Any, client: Any, pool: Any) -> None:
+    sampler = client.sampler(0)
+    pool.failing = GroupFailedError("rank 0 died")
+    failed = await client.result(client.sample(sampler))
+    assert (failed.category, failed.error) == ("server", "rank 0 died")
+    pool.failing = None
+    assert tokens(await client.result(client.sample(sampler)))
+
+
+async def test_what_a_restarted_group_forgot_is_failed_by_name(sampling: Any, client: Any, pool: Any) -> None:
+    sampler = client.sampler(0)
+    pool.hold = asyncio.Event()
+    request = client.sample(sampler, max_tokens=50)
+    while not pool.log:
+        await asyncio.sleep(0.01)
+    execute = pool.executor.execute
+    steps = 0
+
+    def forgetful(command: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            pool.executor.batch.clear()
+        return execute(command)
+
+    pool.executor.execute = forgetful
+    pool.hold.set()
+    failed = await client.result(request)
+    assert failed.category == "server" and "restarted" in failed.error
+
+
+async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any) -> None:
+    lane, _ = sampling
+    pool.hold = asyncio.Event()
+    request = client.sample(client.sampler(0), max_tokens=60)
+    while not pool.log:
+        await asyncio.sleep(0.01)
+    client.journal.finish_session(client.session, "local", None)
+    assert (await client.result(request)).category == "user"
+    await lane.cancel_ended()
+    pool.hold.set()
+    while not any(getattr(command, "cancel", None) == (request,) for command in pool.log):
+        await asyncio.sleep(0.01)
+    assert pool.executor.batch == {}
+
+
+async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: Any) -> None:
+    lane, task = sampling
+    sampler = client.sampler(0)
+    pool.hold = asyncio.Event()
+    taken = client.sample(sampler)
+    while not pool.log:
+        await asyncio.sleep(0.01)
+    lane.stop()
+    await asyncio.sleep(0.05)
+    waiting = client.sample(sampler)
+    pool.hold.set()
+    assert (await asyncio.wait_for(task, 5)).why is Why.STOPPED
+    assert tokens(await client.result(taken))
+    assert client.journal.result(waiting, "local") is None
