@@ -17,6 +17,8 @@ from prefect import Flow, get_client, tags
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State
 from prefect.context import TagsContext
+from prefect.events.clients import PrefectEventsClient
+from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_MAX_RETRIES,
@@ -78,7 +80,7 @@ class Tracking:
         updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
         if self.api_url:
             updates[PREFECT_API_URL] = self.api_url
-        with temporary_settings(updates):
+        with temporary_settings(updates), _impatient_events(self.api_url):
             yield
 
     async def watch(self) -> None:
@@ -145,12 +147,13 @@ class Tracking:
         return count
 
     async def close(self) -> None:
-        """Give flow runs that are ending END_SECONDS to say so to Prefect."""
+        """Give flow runs that are ending END_SECONDS to say so, and what was not sent yet END_SECONDS to be sent."""
         if self._ending:
             _, late = await asyncio.wait(self._ending, timeout=END_SECONDS)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        await EventsWorker.drain_all(timeout=END_SECONDS)
 
     def _flow_ended(self, running: asyncio.Task[object]) -> None:
         self._ending.discard(running)
@@ -163,6 +166,22 @@ class Tracking:
         if not self.reachable and reachable:
             log.warning("Prefect at %s is back; %d operations went untracked", self.api_url, self.untracked)
         self.reachable = reachable
+
+
+@contextmanager
+def _impatient_events(api_url: str) -> Iterator[None]:
+    """Let an event that cannot be sent fail at once; the client keeps it, and sends it when it is connected again.
+
+    By default Prefect tries for eight seconds for each, also when the process ends: two hundred events keep it for an hour.
+    """
+    if not api_url or emit_events_to_cloud():
+        yield
+        return
+    EventsWorker.set_client_override(PrefectEventsClient, api_url=api_url, reconnection_attempts=1)
+    try:
+        yield
+    finally:
+        EventsWorker.set_client_override(None)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The adapters of a worker group: weights, gradients and moments on the devices, by id; and their way to the host and back."""
+"""The adapters of a worker group: weights, gradients and moments on the devices, by id, and their way to the host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Adapter:
 
 
 class AdapterStore:
-    """Adapters by id, each shaped by its own rank and targets. Values are immutable; steps put new ones in their place."""
+    """Adapters by id, each shaped by its own rank and targets. Values are immutable: a step puts new ones in place."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh) -> None:
         """No adapters yet."""
@@ -80,16 +80,20 @@ class AdapterStore:
         return AdapterState(spec=adapter.spec, step=adapter.step, weights=to_peft(host[""]), moments=moments)
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
-        """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape."""
+        """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape.
+
+        Without moments the optimizer starts fresh, from step 0: `step` is always the number that AdamW corrects by.
+        """
         adapter = self._fresh(state.spec, state_lora(self._cfg, state))
         if state.moments:
             pending = any(name.endswith(".grad") for name in state.moments)
             ends = (".mu", ".nu", ".grad") if pending else (".mu", ".nu")
             mu, nu, *grads = (self._put(_read(self._cfg, state.spec, state.moments, end)) for end in ends)
             count = self._put(np.int32(state.step))
-            adapter = replace(adapter, moments=Moments(count=count, mu=mu, nu=nu), pending=pending)
+            moments = Moments(count=count, mu=mu, nu=nu)
+            adapter = replace(adapter, moments=moments, step=state.step, pending=pending)
             adapter = replace(adapter, grads=grads[0]) if pending else adapter
-        self.set(adapter_id, replace(adapter, step=state.step))
+        self.set(adapter_id, adapter)
 
     def _fresh(self, spec: LoraSpec, lora: Lora) -> Adapter:
         zeros = jax.tree.map(_zeros, lora)

@@ -9,11 +9,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from backend.compute.transformer import Attend
 
 _BLOCK = 256  # queries scored at once, so that scores stay in the caches
 _MOST_BLOCKS = 8
+_UNSEEN = np.finfo(np.float32).min
 
 
 def attend_segments(segments_BT: jax.Array) -> Attend:
@@ -40,7 +42,7 @@ def attend_masked(q_BTHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, mask_
     G = k_BSGd.shape[2]
     q_BTGrd = (q_BTHd * d**-0.5).reshape(B, T, G, H // G, d)
     scores = jnp.einsum("btgrd,bsgd->bgrts", q_BTGrd, k_BSGd, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(mask_BTS[:, None, None], scores, _UNSEEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSGd.dtype)
     return jnp.einsum("bgrts,bsgd->btgrd", weights, v_BSGd).reshape(B, T, H, d)
 

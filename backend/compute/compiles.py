@@ -15,6 +15,6 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def _heard(self, event: str, duration: float, **_: str | int) -> None:
+    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _EVENT:
             self.count += 1

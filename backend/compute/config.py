@@ -62,7 +62,7 @@ def parse_config(fields: Mapping[str, Any], *, name: str) -> ModelConfig:
     """A config from the fields of a Hugging Face `config.json`; errors call the model `name`."""
     kind = fields.get("model_type")
     if kind not in ARCHITECTURES:
-        raise UserError(f"base model {name!r}: model_type {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise UserError(f"base model {name!r}: model_type {kind!r}; supported: {', '.join(ARCHITECTURES)}")
     try:
         heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
         config = ModelConfig(
@@ -86,8 +86,8 @@ def parse_config(fields: Mapping[str, Any], *, name: str) -> ModelConfig:
     _refuse_what_we_do_not_compute(fields, name)
     if config.heads % config.kv_heads or config.head_dim % 2:
         raise UserError(
-            f"base model {name!r}: {config.heads} heads, {config.kv_heads} key-value heads, head_dim {config.head_dim}; "
-            "key-value heads must divide heads and head_dim must be even"
+            f"base model {name!r}: {config.heads} heads, {config.kv_heads} key-value heads, head_dim "
+            f"{config.head_dim}; key-value heads must divide heads and head_dim must be even"
         )
     return config
 

@@ -18,6 +18,7 @@ from backend.commands import (
     DropAdapter,
     DropSnapshot,
     ExportAdapter,
+    Float32,
     Forward,
     ForwardResult,
     GroupConfig,
@@ -45,7 +46,7 @@ from backend.errors import ServerError, UserError
 
 
 class Executor:
-    """One base model on the mesh. Errors of `backend.errors` leave everything as it was, unless their text says more."""
+    """One base model on the mesh. An error of `backend.errors` leaves all as it was, or its text says what not."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         """Load the model of `config`; `progress` is told what takes long: loading now, compiling later.
@@ -147,9 +148,8 @@ class Executor:
         hyper = hyper_vector(command.params)
         if not np.isfinite(hyper).all():
             raise UserError(f"optim_step: {command.params} holds a number that is not finite in float32")
-        stepped = self._steps.optimize(
-            adapter.lora, adapter.grads, adapter.moments, put(hyper, replicated(self._mesh))
-        )
+        on_devices = put(hyper, replicated(self._mesh))
+        stepped = self._steps.optimize(adapter.lora, adapter.grads, adapter.moments, on_devices)
         after = replace(adapter, lora=stepped.lora, grads=stepped.grads, moments=stepped.moments, pending=False)
         self._adapters.set(command.adapter_id, after)
         norm = float(to_host(stepped.norm))
@@ -170,7 +170,7 @@ class Executor:
 
 
 def _gather(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> ForwardResult:
-    logprobs: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = [np.empty(0, np.float32)] * len(command.examples)
+    logprobs: list[Float32] = [np.empty(0, np.float32)] * len(command.examples)
     for batch, scored in zip(batches, results, strict=True):
         for place in batch.places:
             example = command.examples[place.example]

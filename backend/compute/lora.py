@@ -14,7 +14,6 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 

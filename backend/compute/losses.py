@@ -1,12 +1,13 @@
 """The loss of each token from its logprob; every loss is a sum over tokens (and targets).
 
-They are branches of one executable, chosen by number, so that changing the loss compiles nothing. The formulas are those
-of the public Tinker documentation ("Loss Functions").
+They are branches of one executable, chosen by number, so that changing the loss compiles nothing. The formulas are
+those of the public Tinker documentation ("Loss Functions").
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import flax.struct
 import jax
@@ -23,19 +24,22 @@ _WIDTH = 2
 
 @flax.struct.dataclass
 class LossInputs:
-    """What a loss needs beside the logprobs, float32 and of their shape; weights are 0 where nothing is scored."""
+    """What a loss needs beside the logprobs, float32 and of their shape; weights are 0 where nothing is scored.
 
-    weights: jax.Array
-    old_logprobs: jax.Array
-    advantages: jax.Array
+    Its leaves are host arrays on the way in, and device arrays in a step.
+    """
+
+    weights: Any
+    old_logprobs: Any
+    advantages: Any
 
 
 @flax.struct.dataclass
 class LossChoice:
     """Which loss, and with which config: `number` int32 scalar, `config` float32 [2]."""
 
-    number: jax.Array
-    config: jax.Array
+    number: Any
+    config: Any
 
 
 def choose(loss: Loss, config: Mapping[str, float]) -> LossChoice:

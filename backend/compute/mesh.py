@@ -24,12 +24,12 @@ def make_mesh(fsdp: int, tensor: int) -> Mesh:
     """A mesh (fsdp, tensor) over all devices of the group; UserError unless fsdp * tensor is their number."""
     count = jax.device_count()
     if fsdp * tensor != count:
-        raise UserError(f"mesh fsdp {fsdp} x tensor {tensor}: the group has {count} devices; the product must equal them")
+        raise UserError(f"mesh fsdp {fsdp} x tensor {tensor}: the product must equal the group's {count} devices")
     return jax.make_mesh((fsdp, tensor), (FSDP, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
-    """Shard dimension i of an array of `shape` over `axes[i]`; a dimension that the axis does not divide stays whole."""
+    """Shard dimension i of `shape` over `axes[i]`; a dimension that the axis does not divide stays whole."""
     spec = [axis if axis and size % mesh.shape[axis] == 0 else None for size, axis in zip(shape, axes, strict=False)]
     return NamedSharding(mesh, PartitionSpec(*spec))
 
@@ -45,10 +45,10 @@ def put(tree: Tree, shardings: Any) -> Tree:
     The copies are the device's own: the caller may change its arrays afterwards, and jit may be given them to donate.
     """
     if jax.process_count() == 1:
-        return jax.device_put(tree, shardings, may_alias=False)  # type: ignore[no-any-return]
+        return jax.device_put(tree, shardings, may_alias=False)
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
-    return jax.tree.map(_put_shards, tree, shardings)  # type: ignore[no-any-return]
+    return jax.tree.map(_put_shards, tree, shardings)
 
 
 def from_callback(
@@ -60,7 +60,7 @@ def from_callback(
 
 def to_host(tree: Tree) -> Tree:
     """The same pytree as NumPy arrays, in one transfer. Every array must be replicated (or the process's own)."""
-    return jax.device_get(tree)  # type: ignore[no-any-return]
+    return jax.device_get(tree)
 
 
 def _put_shards(array: npt.NDArray[Any], where: NamedSharding) -> jax.Array:

@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Arrays of one training call. segments_BT is 0 where nothing is; weights are 0 there too, and for unused targets."""
+    """Arrays of one training call. segments_BT is 0 where nothing is; weights are 0 there, and for unused targets."""
 
     tokens_BT: Int32
     positions_BT: Int32
@@ -52,10 +52,10 @@ def bucket(size: int, least: int = 1) -> int:
 
 
 def pack(examples: Sequence[Example], *, microbatch_tokens: int, row_multiple: int = 1) -> list[MicroBatch]:
-    """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of `row_multiple` rows if those are longer.
+    """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
-    Deterministic. Every example is placed exactly once, in one piece. `row_multiple` is the size of the mesh axis that
-    rows are split over.
+    Deterministic. Every example is placed exactly once, in one piece. Rows are a multiple of `row_multiple`, the size
+    of the mesh axis that they are split over.
     """
     targets = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]

@@ -52,7 +52,7 @@ class Steps:
 
     forward: Callable[[Params, Lora, Batch], Scored]
     backward: Callable[[Params, Lora, Lora, Batch], tuple[Lora, Scored]]
-    optimize: Callable[[Lora, Lora, Moments, jax.Array], Stepped]
+    optimize: Callable[[Lora, Lora, Moments, Any], Stepped]
 
 
 def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
@@ -100,7 +100,7 @@ def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> Batch:
         positions_BT=batch.positions_BT,
         segments_BT=batch.segments_BT,
         targets_BTK=batch.targets_BTK,
-        inputs=LossInputs(batch.weights_BTK, batch.old_logprobs_BTK, batch.advantages_BTK),  # type: ignore[arg-type]
+        inputs=LossInputs(batch.weights_BTK, batch.old_logprobs_BTK, batch.advantages_BTK),
         choice=choice,
     )
     rows = sharding(mesh, batch.tokens_BT.shape, FSDP)

@@ -74,12 +74,14 @@ def test_the_page_of_the_run_shows_its_batches(server, trained, tmp_path):
         options.add_argument(flag)
     browser = webdriver.Chrome(options=options, service=Service(DRIVER))
     try:
-        browser.get(f"{server.prefect_url}/runs/flow-run/{flow_run(server, trained)['id']}?tab=TaskRuns")
+        browser.get(f"{server.prefect_url}/runs/flow-run/{flow_run(server, trained)['id']}")
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             text = browser.find_element(By.TAG_NAME, "body").text
             if "forward_backward" in text and "optim_step" in text:
                 break
+            for tab in browser.find_elements(By.ID, "task-runs"):
+                tab.click()
             time.sleep(0.5)
         else:
             pytest.fail(f"the page never showed the batches; it says:\n{text}")

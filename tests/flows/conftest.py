@@ -123,7 +123,9 @@ class Client:
         }
         seq = self.seqs.setdefault(sampler, 0)
         self.seqs[sampler] += 1
-        new = NewRequest(Kind.SAMPLE, "local", orjson.dumps(body), "json", f"{sampler}{seq}", sampler_id=sampler, seq_id=seq)
+        new = NewRequest(
+            Kind.SAMPLE, "local", orjson.dumps(body), "json", f"{sampler}{seq}", sampler_id=sampler, seq_id=seq
+        )
         return self.journal.submit(new)
 
     def request(self, kind: Kind, body: dict[str, object] | bytes, *, model: str) -> NewRequest:

@@ -127,11 +127,15 @@ class Unigram:
             self.batch[request_id] = (request, made)
             if made == request.max_tokens:
                 del self.batch[request_id]
-                finished.append(SampleResult(request_id, tuple(self.continuation(request) for _ in range(request.num_samples))))
+                finished.append(
+                    SampleResult(request_id, tuple(self.continuation(request) for _ in range(request.num_samples)))
+                )
         return SampleProgress(tuple(finished), active=len(self.batch), waiting=0)
 
     def continuation(self, request: SampleRequest) -> SampledSequence:
-        bias_V = np.zeros(VOCAB, np.float32) if request.snapshot_id is None else self.snapshots[request.snapshot_id][:, 0]
+        bias_V = (
+            np.zeros(VOCAB, np.float32) if request.snapshot_id is None else self.snapshots[request.snapshot_id][:, 0]
+        )
         token = int(np.argmax(bias_V))
         tokens_T = np.full(request.max_tokens, token, np.int32)
         return SampledSequence(tokens_T, np.full(request.max_tokens, log_softmax(bias_V)[token], np.float32), "length")

@@ -13,7 +13,9 @@ from flows.groups import group_config
 CARD = ModelCard("m", "/models/m", "m", "Qwen3", 32, 128, (2,), 10, tied=False)
 
 
-@pytest.mark.parametrize(("processes", "tensor", "mesh"), [(1, 1, (1, 1)), (2, 1, (2, 1)), (2, 2, (1, 2)), (4, 2, (2, 2)), (1, 2, (1, 2))])
+@pytest.mark.parametrize(
+    ("processes", "tensor", "mesh"), [(1, 1, (1, 1)), (2, 1, (2, 1)), (2, 2, (1, 2)), (4, 2, (2, 2)), (1, 2, (1, 2))]
+)
 def test_mesh(tmp_path: Path, processes: int, tensor: int, mesh: tuple[int, int]) -> None:
     config = group_config(Settings(data_dir=tmp_path, processes=processes, tensor_parallel=tensor), CARD)
     assert (config.fsdp, config.tensor) == mesh

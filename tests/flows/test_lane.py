@@ -70,7 +70,9 @@ async def test_many_operations_are_in_flight_and_stay_in_order(served: Any, clie
     assert all(result.error is None for result in await client.results(*requests))
 
 
-async def test_every_operation_is_executed_once_even_when_woken_all_the_time(served: Any, client: Any, pool: Any) -> None:
+async def test_every_operation_is_executed_once_even_when_woken_all_the_time(
+    served: Any, client: Any, pool: Any
+) -> None:
     model, lane, _ = served
 
     async def wake() -> None:
@@ -118,7 +120,9 @@ async def test_lost_state_ends_the_model_and_its_lane(served: Any, client: Any, 
     assert client.journal.model(model, None).state == ModelState.LOST
 
 
-async def test_save_load_and_create_from_it(served: Any, client: Any, runtime: Any, untracked: Shared, running: Any) -> None:
+async def test_save_load_and_create_from_it(
+    served: Any, client: Any, runtime: Any, untracked: Shared, running: Any
+) -> None:
     model, _, _ = served
     client.forward_backward(model, [5, 5])
     client.optim_step(model)
@@ -128,7 +132,12 @@ async def test_save_load_and_create_from_it(served: Any, client: Any, runtime: A
     path = orjson.loads(saved.result)["path"]
     assert path == f"tinker://{model}/weights/one"
     row = client.journal.checkpoint(path, "local")
-    assert (row.step, row.base_model, row.size_bytes > 0, row.expires_at is not None) == (1, "folder/unigram", True, True)
+    assert (row.step, row.base_model, row.size_bytes > 0, row.expires_at is not None) == (
+        1,
+        "folder/unigram",
+        True,
+        True,
+    )
 
     again = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one"}))
     assert again.category == "user" and "one" in again.error

@@ -65,9 +65,14 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
     found: list[dict[str, Any]] = []
     async with httpx.AsyncClient() as http:
         for _ in range(100):
-            answer = await http.post(f"{url}/{kind}/filter", json={**filters, "sort": "EXPECTED_START_TIME_ASC"} if kind == "task_runs" else filters)
+            answer = await http.post(
+                f"{url}/{kind}/filter",
+                json={**filters, "sort": "EXPECTED_START_TIME_ASC"} if kind == "task_runs" else filters,
+            )
             found = answer.raise_for_status().json()
-            if len(found) >= wanted and all(run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for run in found):
+            if len(found) >= wanted and all(
+                run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for run in found
+            ):
                 break
             await asyncio.sleep(0.2)
     return found
@@ -85,7 +90,9 @@ async def serve(tracking: Tracking, runtime: Any, client: Any, work: Any, rate: 
     return model, lane
 
 
-async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(tracking: Tracking, runtime: Any, client: Any) -> None:
+async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
+    tracking: Tracking, runtime: Any, client: Any
+) -> None:
     def work(model: str) -> list[str]:
         return [
             client.forward_backward(model, [1]),

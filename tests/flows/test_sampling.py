@@ -93,7 +93,9 @@ async def test_a_missing_checkpoint_fails_by_name_and_only_its_sampler(sampling:
     assert second.error is None
 
 
-async def test_group_failure_fails_those_in_the_batch_and_later_ones_work(sampling: Any, client: Any, pool: Any) -> None:
+async def test_group_failure_fails_those_in_the_batch_and_later_ones_work(
+    sampling: Any, client: Any, pool: Any
+) -> None:
     sampler = client.sampler(0)
     pool.failing = GroupFailedError("rank 0 died")
     failed = await client.result(client.sample(sampler))

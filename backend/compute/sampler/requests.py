@@ -1,6 +1,6 @@
 """What becomes of a sample request on the host: it is checked, split into sequences, and put together again.
 
-No JAX, and nothing that depends on time or rank: every process of a group does the same with it.
+No device arrays, and nothing that depends on time or rank: every process of a group does the same with it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""Adapters to the host and back; a state that is not this model's is refused by the name of its tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from backend.commands import AdamParams, CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
+from backend.compute.lora import from_peft, init_lora, to_peft
+from backend.errors import NotFoundError, UserError
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.fixture
+def state(shared_executor):
+    shared_executor.execute(CreateAdapter("source", LoraSpec(4), 3))
+    return shared_executor.execute(ExportAdapter("source", optimizer=True))
+
+
+def test_names_and_back(shared_executor, state):
+    assert state.weights[NAME].shape == (4, 32)
+    assert state.weights["base_model.model.lm_head.lora_B.weight"].shape == (96, 4)
+    assert all(array.flags.c_contiguous for array in (*state.weights.values(), *state.moments.values()))
+    cfg = shared_executor._cfg
+    again = to_peft(from_peft(cfg, state.spec, lambda name, shape: state.weights[name]))
+    assert all((array == state.weights[name]).all() for name, array in again.items())
+
+
+def test_a_part_is_the_same_whatever_else_is_adapted(shared_executor):
+    whole, part = (
+        to_peft(init_lora(shared_executor._cfg, LoraSpec(4, train_mlp=mlp), seed=9)) for mlp in (True, False)
+    )
+    assert len(part) < len(whole)
+    assert all((array == whole[name]).all() for name, array in part.items())
+    bound = 1 / np.sqrt(32)
+    assert 0.8 * bound < np.abs(whole[NAME]).max() <= bound
+
+
+def test_training_leaves_an_imported_state_alone(shared_executor, state, examples, forward):
+    before = {name: array.copy() for name, array in state.weights.items()}
+    shared_executor.execute(ImportAdapter("copy", state))
+    forward(shared_executor, "copy", examples((9,)), backward=True)
+    shared_executor.execute(OptimStep("copy", AdamParams(learning_rate=0.1)))
+    assert all((array == before[name]).all() for name, array in state.weights.items())
+
+
+def test_without_moments_the_optimizer_starts_fresh(shared_executor, state, examples, forward):
+    """And is exported as what it then is: the step is the number that AdamW corrects its moments by."""
+    ends = []
+    shared_executor.execute(ImportAdapter("late", replace(state, moments={}, step=100)))
+    for name in ("late", "later"):
+        forward(shared_executor, name if name == "late" else "later", examples((9,)), backward=True)
+        shared_executor.execute(OptimStep(name, AdamParams(learning_rate=0.1)))
+        after = shared_executor.execute(ExportAdapter(name, optimizer=True))
+        if name == "late":
+            assert after.step == 1
+            shared_executor.execute(ImportAdapter("later", after))
+            forward(shared_executor, "late", examples((9,)), backward=True)
+            shared_executor.execute(OptimStep("late", AdamParams(learning_rate=0.1)))
+            after = shared_executor.execute(ExportAdapter("late", optimizer=True))
+        ends.append(after)
+    assert ends[0].step == ends[1].step == 2
+    assert all((array == ends[1].weights[name]).all() for name, array in ends[0].weights.items())
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_tensor_that_does_not_fit_is_named(shared_executor, state, moments):
+    end = ".mu" if moments else ""
+    held = dict(state.moments if moments else state.weights)
+    without = {name: array for name, array in held.items() if name != NAME + end}
+    wrongs = {
+        "is missing": without,
+        r"has shape \(5, 32\); .* rank 4 need \(4, 32\)": held | {NAME + end: np.zeros((5, 32), np.float32)},
+        "is not part": held | {"other.lora_A.weight" + end: np.zeros((4, 32), np.float32)},
+    }
+    for message, tensors in wrongs.items():
+        bad = replace(state, **{"moments" if moments else "weights": tensors})
+        with pytest.raises(UserError, match=message):
+            shared_executor.execute(ImportAdapter("refused", bad))
+        with pytest.raises(NotFoundError):
+            shared_executor.execute(ExportAdapter("refused", optimizer=False))

@@ -1,0 +1,72 @@
+"""Configs of both transformers generations are read, and what we do not compute is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from backend.compute.config import Llama3Rope, load_config, parse_config
+from backend.errors import UserError
+
+FIELDS: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
+STRETCH = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_what_is_left_out_has_its_default():
+    config = parse_config(FIELDS, name="m")
+    assert (config.kv_heads, config.head_dim, config.rope_theta) == (4, 8, 10_000.0)
+    assert (config.rope_scaling, config.tied, config.qk_norm) == (None, False, False)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_theta": 5e5, "rope_scaling": STRETCH}, {"rope_parameters": {**STRETCH, "rope_theta": 5e5}}],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_rope_is_found_where_either_generation_keeps_it(rope):
+    config = parse_config(FIELDS | rope, name="m")
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "mamba"}, "'mamba'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "'factor'"),
+        ({"num_key_value_heads": 3}, "3 key-value heads"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(change, named):
+    with pytest.raises(UserError, match=named):
+        parse_config(FIELDS | change, name="m")
+
+
+def test_a_missing_field_and_a_broken_file_are_named(tmp_path):
+    with pytest.raises(UserError, match="'vocab_size'"):
+        parse_config({k: v for k, v in FIELDS.items() if k != "vocab_size"}, name="m")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(UserError, match="a list, not an object"):
+        load_config(tmp_path)

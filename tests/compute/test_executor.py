@@ -1,0 +1,80 @@
+"""What the executor promises beyond its parts: one copy to the host, failures that say what they cost, few imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.commands import AdamParams, CreateAdapter, Done, Forward, LoraSpec, OptimStep, Ping
+from backend.compute import executor as module
+from backend.compute import train
+from backend.errors import ServerError, UserError
+
+LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
+
+
+def test_results_are_copied_to_the_host_once(shared_executor, examples, adapter, forward, monkeypatch):
+    adapter(shared_executor, "once")
+    copied: list[Any] = []
+    monkeypatch.setattr(module, "to_host", lambda tree: copied.append(tree) or module.jax.device_get(tree))
+    result = forward(shared_executor, "once", examples(LENGTHS), backward=True)
+    assert len(copied) == 1
+    assert len(copied[0]) > 1
+    assert [len(logprobs) for logprobs in result.logprobs] == list(LENGTHS)
+
+
+def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, forward, gradients, monkeypatch):
+    executor = qwen3.executor()
+    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+    forward(executor, "a", examples((9,)), backward=True)
+    calls: list[int] = []
+
+    def no_room(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return train.to_devices(*args)
+
+    monkeypatch.setattr(module, "to_devices", no_room)
+    with pytest.raises(
+        ServerError, match="RESOURCE_EXHAUSTED.* gradients that adapter 'a' had accumulated are cleared"
+    ):
+        forward(executor, "a", examples(LENGTHS), backward=True)
+    monkeypatch.undo()
+    assert gradients(executor, "a") == {}
+    assert executor.execute(OptimStep("a", AdamParams())).grad_norm == 0.0
+    assert forward(executor, "a", examples((9,)), backward=True).loss_sum != 0.0
+
+
+def test_hyper_parameters_must_be_finite(shared_executor):
+    shared_executor.execute(CreateAdapter("hyper", LoraSpec(4), 0))
+    with pytest.raises(UserError, match=r"learning_rate=1e\+300.* not finite"):
+        shared_executor.execute(OptimStep("hyper", AdamParams(learning_rate=1e300)))
+
+
+def test_nothing_to_do_is_done(shared_executor):
+    shared_executor.execute(CreateAdapter("idle", LoraSpec(4), 0))
+    assert shared_executor.execute(Ping()) == Done()
+    assert shared_executor.execute(Forward("idle", (), "cross_entropy")).logprobs == ()
+
+
+def test_layers_computed_again_give_the_same_gradients(qwen3, examples, adapter, forward, gradients, monkeypatch):
+    found = []
+    for kept in (2**30, 0):
+        monkeypatch.setattr(train, "_KEPT_BYTES", kept)
+        executor = qwen3.executor()
+        adapter(executor, "a")
+        forward(executor, "a", examples((40, 9)), backward=True)
+        found.append(gradients(executor, "a"))
+    assert all(np.allclose(array, found[1][name], rtol=1e-4, atol=1e-4) for name, array in found[0].items())
+
+
+def test_a_worker_starts_without_the_heavy_packages():
+    code = "import backend.compute.executor, sys; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"transformers", "torch", "prefect", "gcsfs", "fastapi"} & set(ast.literal_eval(done.stdout))

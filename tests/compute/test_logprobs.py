@@ -1,0 +1,69 @@
+"""Logprobs and gradients by chunk: the same whatever the chunk, and never an array of [tokens, V]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from backend.compute import logprobs
+from backend.compute.lora import LoraPair
+from backend.compute.losses import LossInputs, choose
+
+B, T, D, K, V, R = 2, 32, 16, 3, 50, 4
+
+
+@pytest.fixture
+def data() -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    targets = rng.integers(0, V, (B, T, K)).astype(np.int32)
+    targets[..., 1] = targets[..., 0]  # a target named twice counts twice
+    inputs = LossInputs(draw(B, T, K), draw(B, T, K) - 4, draw(B, T, K))
+    return draw(B, T, D), draw(D, V), LoraPair(draw(R, D), draw(R, V)), targets, choose("ppo", {}), inputs
+
+
+def plain(hidden, unembed, pair, targets, choice, inputs):
+    """As one would write it without minding memory."""
+    logits = hidden @ unembed
+    if pair is not None:
+        logits += (hidden @ pair.A.T) @ pair.B * (32 / R)
+    scored = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1)
+    return jnp.sum(logprobs.token_losses(choice, scored, inputs)), scored
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("most", [1, B * V * 8, 2**24])
+def test_chunks_change_nothing(monkeypatch, data, most, adapted):
+    monkeypatch.setattr(logprobs, "_LOGITS", most)
+    hidden, unembed, pair, *rest = data
+    pair = pair if adapted else None
+    (loss, expected), slopes = jax.value_and_grad(plain, argnums=(0, 2), has_aux=True)(hidden, unembed, pair, *rest)
+    without = logprobs.score(hidden, unembed, pair, *rest)
+    with_grads, d_hidden, d_pair = logprobs.score_and_grads(hidden, unembed, pair, *rest)
+    for scored in (without, with_grads):
+        assert np.allclose(scored.loss, loss, rtol=1e-4)
+        assert np.abs(scored.logprobs_BTK - expected).max() < 2e-5
+    for found, slope in zip(jax.tree.leaves((d_hidden, d_pair)), jax.tree.leaves(slopes), strict=True):
+        assert np.abs(found - slope).max() < 1e-4 * max(1.0, np.abs(slope).max())
+
+
+def test_logits_never_exist_whole(monkeypatch, data):
+    monkeypatch.setattr(logprobs, "_LOGITS", B * V * 8)
+    for function in (logprobs.score, logprobs.score_and_grads):
+        sizes = [shape for shape in shapes(jax.make_jaxpr(function)(*data).jaxpr) if shape and shape[-1] == V]
+        assert (B, 8, V) in sizes
+        assert max(np.prod(shape) for shape in sizes) == B * 8 * V
+
+
+def shapes(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.shape for variable in equation.outvars)
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from shapes(inner)

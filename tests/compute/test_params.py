@@ -1,0 +1,53 @@
+"""Weights from one file, from several, and as bfloat16; a folder that lacks a tensor says which."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from backend.compute.config import load_config
+from backend.compute.mesh import make_mesh
+from backend.compute.params import count, load_params
+from backend.errors import UserError
+
+
+def load(folder, dtype="float32", **changes):
+    config = load_config(folder)
+    return load_params(config.__class__(**(vars(config) | changes)), folder, make_mesh(1, 1), dtype)
+
+
+def same(one, other) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def test_every_parameter_is_loaded_and_counted(reference):
+    params = load(reference.folder)
+    assert count(params) == sum(p.numel() for p in reference.model.parameters())
+    wanted = reference.model.model.layers[1].mlp.down_proj.weight.detach().numpy().T
+    assert np.array_equal(params.layers["down"][1], wanted)
+
+
+def test_several_files_are_one_model(qwen3, tmp_path):
+    qwen3.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert same(load(tmp_path), load(qwen3.folder))
+
+
+def test_bfloat16_files_and_weights(qwen3, tmp_path):
+    qwen3.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    qwen3.model.to(torch.float32)
+    assert same(load(tmp_path, "bfloat16"), load(qwen3.folder, "bfloat16"))
+    assert load(tmp_path, "bfloat16").embed_VD.dtype == "bfloat16"
+
+
+def test_a_tensor_that_does_not_fit_is_named(qwen3, tmp_path):
+    with pytest.raises(UserError, match=r"tensor 'lm_head\.weight' is missing"):
+        load(qwen3.folder, tied=False)
+    with pytest.raises(UserError, match=r"'model\.layers\.2\.self_attn\.q_proj\.weight' is missing"):
+        load(qwen3.folder, layers=3)
+    with pytest.raises(UserError, match=r"has shape \(64, 32\); config\.json asks for shape \(80, 32\)"):
+        load(qwen3.folder, mlp=80)
+    with pytest.raises(UserError, match="its safetensors cannot be read"):
+        load_params(load_config(qwen3.folder), tmp_path, make_mesh(1, 1), "float32")

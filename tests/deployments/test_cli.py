@@ -1,0 +1,89 @@
+"""The command line as a person uses it: what it prints and refuses, and that the README tells the truth about it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from backend.settings import Settings
+from deployments.cli import app
+from deployments.parts import with_base_models
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def tinkerflow(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deployments.cli", *words]
+    more = {"COLUMNS": "160", "HF_HUB_OFFLINE": "1"} | env
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ | more)
+
+
+def test_doctor_finds_a_fresh_machine_healthy(tmp_path):
+    done = tinkerflow("doctor", "--data-dir", str(tmp_path), TINKERFLOW_PORT="1", TINKERFLOW_PREFECT_PORT="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("cpu", "writeable", "0 training run(s)", "not running", "embedded tiny one"):
+        assert word in done.stdout.lower(), word
+
+
+def test_doctor_names_what_is_wrong(tmp_path):
+    done = tinkerflow("doctor", "--data-dir", str(tmp_path), TINKERFLOW_BASE_MODELS='["/no/such/folder"]')
+    assert done.returncode == 1
+    assert "/no/such/folder" in done.stdout
+
+
+def test_keys_are_shown_once(tmp_path):
+    runner, where = CliRunner(), ["--data-dir", str(tmp_path)]
+    made = runner.invoke(app, ["key", "create", "laptop", *where]).stdout
+    key_id, secret = made.strip().split(": ")
+    assert secret.startswith("tml-")
+    listed = runner.invoke(app, ["key", "list", *where]).stdout
+    assert "laptop" in listed
+    assert secret not in listed
+    assert runner.invoke(app, ["key", "revoke", key_id, *where]).stdout == "revoked laptop\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "text"),
+    [
+        (["up"], {"TINKERFLOW_POTR": "1"}, "unknown setting TINKERFLOW_POTR"),
+        (["up", "--processes", "0"], {}, "processes: Input should be greater than or equal to 1"),
+        (["up", "--database-url", "mysql://x"], {}, "must start with sqlite:/// or postgresql"),
+        (["key", "revoke", "key-nope"], {}, "key-nope"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, words, env, text):
+    done = tinkerflow(*words, "--data-dir", str(tmp_path), **env)
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_up_names_a_base_model_that_cannot_be(tmp_path):
+    done = tinkerflow("up", "--port", "0", "--data-dir", str(tmp_path), "--base-model", str(tmp_path / "nothing"))
+    assert done.returncode == 1
+    assert str(tmp_path / "nothing") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_embedded_model_is_made_once(tmp_path):
+    first = with_base_models(Settings(data_dir=tmp_path))
+    made = Path(first.base_models[0], "model.safetensors").stat().st_mtime_ns
+    assert with_base_models(Settings(data_dir=tmp_path)) == first
+    assert Path(first.base_models[0], "model.safetensors").stat().st_mtime_ns == made
+    assert with_base_models(Settings(data_dir=tmp_path, base_models=("a/b",))).base_models == ("a/b",)
+
+
+def test_readme_names_only_commands_and_settings_that_exist():
+    commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback} | {"key", "models"}
+    named = set(re.findall(r"^ {4}tinkerflow (\w+(?:\|\w+)*)", README, re.M))
+    assert {name for group in named for name in group.split("|")} <= commands
+    assert commands <= {name for group in named for name in group.split("|")}
+    settings = {"TINKERFLOW_" + name.upper() for name in Settings.model_fields}
+    assert set(re.findall(r"TINKERFLOW_[A-Z_]+[A-Z]", README)) <= settings
+    assert ".ci/test" in README
