@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 from prefect import Flow, get_client, tags
@@ -153,7 +153,7 @@ class Tracking:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await EventsWorker.drain_all(timeout=END_SECONDS)
+        await cast(Awaitable[object], EventsWorker.drain_all(timeout=END_SECONDS))
 
     def _flow_ended(self, running: asyncio.Task[object]) -> None:
         self._ending.discard(running)
@@ -172,7 +172,7 @@ class Tracking:
 def _impatient_events(api_url: str) -> Iterator[None]:
     """Let an event that cannot be sent fail at once; the client keeps it, and sends it when it is connected again.
 
-    By default Prefect tries for eight seconds for each, also when the process ends: two hundred events keep it for an hour.
+    By default Prefect tries for eight seconds for each, also when the process ends: 200 events keep it for half an hour.
     """
     if not api_url or emit_events_to_cloud():
         yield

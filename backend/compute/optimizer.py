@@ -12,6 +12,7 @@ import optax
 
 from backend.commands import AdamParams
 from backend.compute.lora import Lora
+from backend.errors import UserError
 
 
 @flax.struct.dataclass
@@ -34,10 +35,13 @@ class Stepped:
 
 
 def hyper_vector(params: AdamParams) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The parameters as `adamw_step` takes them, float32 [6]."""
+    """The parameters as `adamw_step` takes them, float32 [6]; UserError when one is not finite as such."""
     p = params
-    values = [p.learning_rate, p.beta1, p.beta2, p.eps, p.weight_decay, p.grad_clip_norm]
-    return np.array(values, np.float32)
+    with np.errstate(over="ignore"):
+        vector = np.array([p.learning_rate, p.beta1, p.beta2, p.eps, p.weight_decay, p.grad_clip_norm], np.float32)
+    if not np.isfinite(vector).all():
+        raise UserError(f"optim_step: {params} holds a number that is not finite in float32")
+    return vector
 
 
 def adamw_step(lora: Lora, grads: Lora, moments: Moments, hyper: jax.Array) -> Stepped:

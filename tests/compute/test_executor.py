@@ -42,7 +42,7 @@ def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, for
 
     monkeypatch.setattr(module, "to_devices", no_room)
     with pytest.raises(
-        ServerError, match="RESOURCE_EXHAUSTED.* gradients that adapter 'a' had accumulated are cleared"
+        ServerError, match=r"RESOURCE_EXHAUSTED.* gradients that adapter 'a' had accumulated are cleared"
     ):
         forward(executor, "a", examples(LENGTHS), backward=True)
     monkeypatch.undo()

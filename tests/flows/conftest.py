@@ -219,3 +219,15 @@ def running() -> Callable[[Awaitable[object]], object]:
                 await task
 
     return running
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """`await until(condition)`; fails when it does not hold within 30 s."""
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    return until

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def logprobs(result: Any) -> list[np.ndarray]:
     (record,) = output.loss_fn_outputs
     tensor = record.fields["logprobs"]
     offsets = np.frombuffer(tensor.offsets, np.int64)
-    return [np.frombuffer(tensor.data[a:b], np.float32) for a, b in zip(offsets, offsets[1:], strict=False)]
+    return [np.frombuffer(tensor.data[a:b], np.float32) for a, b in pairwise(offsets)]
 
 
 async def test_a_step_changes_the_logprobs_and_the_row(served: Any, client: Any) -> None:
@@ -57,14 +58,13 @@ async def test_a_step_changes_the_logprobs_and_the_row(served: Any, client: Any)
     assert client.journal.model(model, None).state == ModelState.LIVE
 
 
-async def test_many_operations_are_in_flight_and_stay_in_order(served: Any, client: Any, pool: Any) -> None:
+async def test_many_operations_are_in_flight_and_stay_in_order(served: Any, client: Any, pool: Any, until: Any) -> None:
     model, _, _ = served
     pool.hold = asyncio.Event()
     requests = []
     for _ in range(4):
         requests += [client.forward_backward(model, [1, 2]), client.optim_step(model)]
-    while len(pool.log) < 9:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(pool.log) == 9)
     assert pool.names == ["CreateAdapter", *["Forward", "OptimStep"] * 4]
     pool.hold.set()
     assert all(result.error is None for result in await client.results(*requests))
@@ -169,7 +169,7 @@ async def test_loading_what_does_not_exist_fails_the_creation(client: Any, runti
 
 
 async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
-    served: Any, client: Any, runtime: Any, pool: Any
+    served: Any, client: Any, runtime: Any, pool: Any, until: Any
 ) -> None:
     model, _, _ = served
     named = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": "s1"}))
@@ -183,8 +183,7 @@ async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
     assert opened == f"{client.session}:sample:4"
     snapshot = client.journal.sampler(opened, "local").snapshot_id
     assert snapshot in runtime.snapshots
-    while snapshot not in runtime.snapshots.droppable:  # noted just after the answer
-        await asyncio.sleep(0.01)
+    await until(lambda: snapshot in runtime.snapshots.droppable)  # noted just after the answer
 
 
 async def test_a_lane_ends_after_unload(served: Any, client: Any, pool: Any) -> None:
@@ -198,12 +197,13 @@ async def test_a_lane_ends_after_unload(served: Any, client: Any, pool: Any) -> 
     assert (await client.result(client.optim_step(model))).category == "user"
 
 
-async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(served: Any, client: Any, pool: Any) -> None:
+async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
+    served: Any, client: Any, pool: Any, until: Any
+) -> None:
     model, lane, task = served
     pool.hold = asyncio.Event()
     flying = client.optim_step(model)
-    while "OptimStep" not in pool.names:
-        await asyncio.sleep(0.01)
+    await until(lambda: "OptimStep" in pool.names)
     lane.stop()
     waiting = client.optim_step(model)
     pool.hold.set()

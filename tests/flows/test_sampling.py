@@ -62,11 +62,10 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
     assert row.snapshot_id in runtime.snapshots
 
 
-async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: Any) -> None:
+async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     sampler = client.sampler(0)
     long = client.sample(sampler, max_tokens=60)
-    while pool.names.count("SampleStep") < 2:
-        await asyncio.sleep(0.001)
+    await until(lambda: pool.names.count("SampleStep") >= 2)
     short = await client.result(client.sample(sampler, max_tokens=1))
     assert len(tokens(short)[0]) == 1
     assert len(tokens(await client.result(long))[0]) == 60
@@ -104,12 +103,13 @@ async def test_group_failure_fails_those_in_the_batch_and_later_ones_work(
     assert tokens(await client.result(client.sample(sampler)))
 
 
-async def test_what_a_restarted_group_forgot_is_failed_by_name(sampling: Any, client: Any, pool: Any) -> None:
+async def test_what_a_restarted_group_forgot_is_failed_by_name(
+    sampling: Any, client: Any, pool: Any, until: Any
+) -> None:
     sampler = client.sampler(0)
     pool.hold = asyncio.Event()
     request = client.sample(sampler, max_tokens=50)
-    while not pool.log:
-        await asyncio.sleep(0.01)
+    await until(lambda: pool.log)
     execute = pool.executor.execute
     steps = 0
 
@@ -126,28 +126,25 @@ async def test_what_a_restarted_group_forgot_is_failed_by_name(sampling: Any, cl
     assert failed.category == "server" and "restarted" in failed.error
 
 
-async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any) -> None:
+async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     lane, _ = sampling
     pool.hold = asyncio.Event()
     request = client.sample(client.sampler(0), max_tokens=60)
-    while not pool.log:
-        await asyncio.sleep(0.01)
+    await until(lambda: pool.log)
     client.journal.finish_session(client.session, "local", None)
     assert (await client.result(request)).category == "user"
     await lane.cancel_ended()
     pool.hold.set()
-    while not any(getattr(command, "cancel", None) == (request,) for command in pool.log):
-        await asyncio.sleep(0.01)
+    await until(lambda: any(getattr(command, "cancel", None) == (request,) for command in pool.log))
     assert pool.executor.batch == {}
 
 
-async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: Any) -> None:
+async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     lane, task = sampling
     sampler = client.sampler(0)
     pool.hold = asyncio.Event()
     taken = client.sample(sampler)
-    while not pool.log:
-        await asyncio.sleep(0.01)
+    await until(lambda: pool.log)
     lane.stop()
     await asyncio.sleep(0.05)
     waiting = client.sample(sampler)
