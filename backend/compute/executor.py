@@ -82,6 +82,15 @@ class Executor:
 
     def execute(self, command: Command) -> Reply:
         """Do what `command` says; NotFoundError names an adapter that is not here."""
+        before = self.compiles
+        try:
+            return self._execute(command)
+        finally:
+            if self.compiles > before:
+                made = self.compiles - before
+                self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
+
+    def _execute(self, command: Command) -> Reply:
         match command:
             case Forward():
                 return self._forward(command)

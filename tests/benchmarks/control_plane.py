@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,7 +149,9 @@ def main() -> None:
             assert server.stdout is not None
             ready = next(match for line in server.stdout if (match := re.match(r"ready: (\S+)", line)))
             print(f"cold start to ready: {time.perf_counter() - start:.1f} s")
-            run(ready[1], server.pid, args.repeat, lambda: compiled(Path(scratch)))
+            said: list[str] = []
+            threading.Thread(target=said.extend, args=(server.stdout,), daemon=True).start()
+            run(ready[1], server.pid, args.repeat, lambda: compiled(said))
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
@@ -156,9 +159,9 @@ def main() -> None:
     os._exit(0)  # the SDK's heartbeat threads would hold this process
 
 
-def compiled(data_dir: Path) -> int:
-    """Programs that the pool has compiled so far, as its log says."""
-    return sum(log.read_text().count("compiled ") for log in (data_dir / "logs").glob("worker-0.log"))
+def compiled(said: list[str]) -> int:
+    """Programs that the pool has compiled since it was ready, as the server says."""
+    return sum(int(match[1]) for line in tuple(said) if (match := re.search(r"compiled (\d+) program", line)))
 
 
 if __name__ == "__main__":

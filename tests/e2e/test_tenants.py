@@ -1,6 +1,7 @@
 """What hurt the tenants of others (FINDINGS.md section 4), each tried here through the SDK.
 
-The culprit gets a named error within two seconds, and a bystander's numbers stay bitwise what they are without it.
+The culprit gets a named error at once (PROMPTLY leaves room for a busy machine), and a bystander's numbers stay
+bitwise what they are without it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import tinker
 from tinker import types
 
+PROMPTLY = 5.0  # seconds
 TOKENS = [11, 22, 33, 44, 55, 66]
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1)
 
@@ -82,7 +84,7 @@ def test_bad_training_data_hurts_only_its_sender(server, service, make_datum, un
         start = time.monotonic()
         with pytest.raises(tinker.RequestFailedError, match=word) as failure:
             culprit.forward_backward([bad], "cross_entropy").result()
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < PROMPTLY
         assert failure.value.category == "user"
 
     assert bystander(server, service, make_datum, offend) == undisturbed
@@ -127,7 +129,7 @@ def test_one_bad_sample_does_not_fail_its_neighbours(server, service):
                 with pytest.raises(tinker.RequestFailedError) as failure:
                     offence.result()
                 assert failure.value.category == "user"
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < PROMPTLY
             sequence = future.result().sequences[0]
             answers.append(repr((sequence.tokens, sequence.logprobs)).encode())
         return answers
@@ -150,7 +152,7 @@ def test_unknown_base_model_is_named(service):
     start = time.monotonic()
     with pytest.raises(tinker.RequestFailedError, match="no/such-model"):
         service.create_lora_training_client(base_model="no/such-model", rank=4).result()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < PROMPTLY
 
 
 @pytest.mark.parametrize("loss", ["no_such_loss", "gspo"])
