@@ -78,7 +78,10 @@ def _datum(tokenizer: PreTrainedTokenizerBase, lesson: Lesson) -> tinker.Datum:
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[len(weights)]),
+            "weights": types.TensorData(data=weights, dtype="float32", shape=[len(weights)]),
+        },
     )
 
 

@@ -40,6 +40,8 @@ BEGIN_SECONDS = 10.0  # a flow run that has not begun by then goes on untracked
 HEALTH_SECONDS = 2.0
 END_SECONDS = 5.0
 RESTART_SECONDS = 2.0  # between the end of an embedded server and the start of the next
+# Prefect's loggers for what we log ourselves, once: failed operations, and a server that cannot be reached.
+_SAID_BY_US = ("prefect.flow_runs", "prefect.task_runs", "prefect.events.clients", "prefect._internal.concurrency")
 _UNFINISHED = ("PENDING", "RUNNING", "CANCELLING", "PAUSED")
 
 Body = Callable[[], Awaitable[object]]
@@ -74,8 +76,8 @@ class Tracking:
 
         Logs stay with us: sending them costs a request per task run. A request that fails is not repeated for minutes.
         """
-        for name in ("prefect.flow_runs", "prefect.task_runs"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # a failure is logged once, by us
+        for name in _SAID_BY_US:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         logging.getLogger("prefect").setLevel(logging.WARNING)
         updates: dict[Any, Any] = {PREFECT_LOGGING_TO_API_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 1}
         if self.api_url:
@@ -172,7 +174,7 @@ class Tracking:
 def _impatient_events(api_url: str) -> Iterator[None]:
     """Let an event that cannot be sent fail at once; the client keeps it, and sends it when it is connected again.
 
-    By default Prefect tries for eight seconds for each, also when the process ends: 200 events keep it for half an hour.
+    By default Prefect tries for eight seconds for each, also when the process ends: 200 events keep it half an hour.
     """
     if not api_url or emit_events_to_cloud():
         yield

@@ -18,6 +18,7 @@ from backend.commands import Command, GroupConfig, Reply
 from backend.ids import model_id, sampler_id
 from backend.journal import Journal, Kind, NewModel, NewRequest, NewSampler, NewSession, Result, Waiters, migrate
 from backend.model_card import ModelCard
+from backend.pool import GroupLost
 from backend.store import Store
 from backend.wire import tinker_pb2 as pb
 from flows.lane import Shared
@@ -45,6 +46,7 @@ class NumpyPool:
     hold: asyncio.Event | None = None
     failing: Exception | None = None
     line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lost: asyncio.Queue[GroupLost] = field(default_factory=asyncio.Queue)
 
     async def submit(self, command: Command, deadline: float | None = None) -> Reply:
         self.log.append(command)
@@ -54,6 +56,10 @@ class NumpyPool:
             if self.failing is not None:
                 raise self.failing
             return self.executor.execute(command)
+
+    async def losses(self) -> AsyncIterator[GroupLost]:
+        while True:
+            yield await self.lost.get()
 
     @property
     def names(self) -> list[str]:

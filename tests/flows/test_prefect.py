@@ -218,9 +218,27 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
         lane.wake()
         assert (await asyncio.wait_for(serving, 20)).why is Why.DONE
         watching.cancel()
-        found = await runs(tracking.api_url, "flow_runs", 2, flow_runs={"name": {"any_": [model]}})
-        assert len(found) == 2
+        (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+        assert flow_run["state_type"] == "COMPLETED"
     assert any("is back" in record.message for record in caplog.records)
+
+
+async def test_what_began_untracked_gets_a_flow_run_when_prefect_is_back(
+    tracking: Tracking, runtime: Any, client: Any
+) -> None:
+    tracking.reachable = False
+    model, created = client.submit_create()
+    lane = Lane(runtime, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
+    serving = asyncio.create_task(serve_model(lane, tracking, BASE))
+    assert (await client.result(created)).error is None
+    assert (tracking.tracked, tracking.untracked) == (0, 1)
+    tracking.reachable = True
+    assert (await client.result(submit_and_wake(client, lane, model))).error is None
+    lane.stop()
+    assert (await asyncio.wait_for(serving, 20)).why is Why.STOPPED
+    assert (tracking.tracked, tracking.untracked) == (1, 1)
+    (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    assert flow_run["state_type"] == "CANCELLED" and flow_run["state"]["message"] == "the engine was stopped"
 
 
 def submit_and_wake(client: Any, lane: Lane, model: str) -> str:

@@ -1,0 +1,109 @@
+"""Who is woken, what is lost and what is dropped, with the (NumPy) pool and without Prefect."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from backend.commands import DropSnapshot
+from backend.journal import Kind, ModelState, SamplerState
+from backend.pool import GroupLost
+from backend.settings import Settings
+from flows import dispatch
+from flows.dispatch import Dispatcher
+from flows.groups import ServedModel
+from flows.lane import Shared
+from flows.sampling import SamplingLane
+
+
+@pytest.fixture
+async def dispatcher(runtime: Any, untracked: Shared, journal: Any, pool: Any, tmp_path: Path, running: Any) -> Any:
+    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, untracked, most_waiting=8))
+    dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, untracked, [served])
+    ready = asyncio.Event()
+    async with running(dispatcher.serve(ready.set)) as task:
+        await ready.wait()
+        yield dispatcher, task
+
+
+async def test_models_and_samples_are_served_side_by_side(dispatcher: Any, client: Any) -> None:
+    models = await asyncio.gather(*(client.create(number) for number in range(5)))
+    requests = [client.optim_step(model) for model in models for _ in range(3)]
+    requests.append(client.sample(client.sampler(9)))
+    assert all(result.error is None for result in await client.results(*requests))
+
+
+async def test_a_lost_bell_costs_a_second_and_no_more(
+    dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await client.create()
+    monkeypatch.setattr(client.journal.bell, "ring", lambda *topics: None)
+    request, sample = client.optim_step(model), client.sample(client.sampler(1))
+    for one in (request, sample):
+        assert (await client.result(one, seconds=dispatch.LOOK_SECONDS + 3)).error is None
+
+
+async def test_a_lost_group_takes_its_models_and_snapshots_by_name(
+    dispatcher: Any, client: Any, pool: Any, runtime: Any, until: Any
+) -> None:
+    model = await client.create()
+    saved = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 1}))
+    sampler = orjson.loads(saved.result)["sampling_session_id"]
+    pool.hold = asyncio.Event()
+    waiting = client.optim_step(model)
+    pool.lost.put_nowait(GroupLost(1, "rank 0 died of signal 9"))
+    failed = await client.result(waiting)
+    assert failed.category == "server" and failed.error == "worker group 1 failed: rank 0 died of signal 9"
+    await until(lambda: client.journal.model(model, None).state == ModelState.LOST)
+    assert client.journal.sampler(sampler, None).state == SamplerState.LOST
+    pool.hold.set()
+    late = await client.result(client.sample(sampler))
+    assert "rank 0 died of signal 9" in late.error
+
+
+async def test_snapshots_that_nobody_uses_are_dropped(
+    dispatcher: Any, client: Any, pool: Any, connect: Any, until: Any
+) -> None:
+    other = await connect(client.journal)
+    kept = []
+    for one in (client, other):
+        model = await one.create()
+        saved = await one.result(one.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 1}))
+        kept.append(one.journal.sampler(orjson.loads(saved.result)["sampling_session_id"], None).snapshot_id)
+    client.journal.finish_session(client.session, "local", None)
+    await until(lambda: DropSnapshot(kept[0]) in pool.log)
+    assert DropSnapshot(kept[1]) not in pool.log
+    assert (await other.result(other.sample(f"{other.session}:sample:1"))).error is None
+
+
+async def test_trouble_with_one_model_ends_that_model_only(
+    dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = await client.create(0)
+    ready = client.journal.ready
+
+    def broken(model_id: str, limit: int = 64) -> Any:
+        if model_id.endswith(":1") and limit > 1:
+            raise RuntimeError("cannot be read")
+        return ready(model_id, limit)
+
+    monkeypatch.setattr(client.journal, "ready", broken)
+    bad, request = client.submit_create(1)
+    failed = await client.result(request)
+    assert failed.category == "server" and "the model cannot be served" in failed.error
+    assert client.journal.model(bad, None).state == ModelState.FAILED
+    assert (await client.result(client.optim_step(good))).error is None
+
+
+async def test_stop_answers_what_is_in_flight(dispatcher: Any, client: Any) -> None:
+    serving, task = dispatcher
+    model = await client.create()
+    request = client.optim_step(model)
+    await asyncio.sleep(0.05)
+    serving.stop()
+    await asyncio.wait_for(task, 5)
+    assert client.journal.result(request, "local") is not None

@@ -1,0 +1,173 @@
+"""The whole engine: a real journal, real worker processes (with the unigram model), real signals and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.errors import UserError
+from backend.journal import Journal, Kind, ModelState, SamplerState
+from backend.settings import Settings
+from backend.wire import tinker_pb2 as pb
+from deployments.tiny_model import make_tiny
+from flows.engine import RESTARTED, run_engine
+
+HERE = Path(__file__).parent
+Engine = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture
+def engine(tmp_path: Path, base_model: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """`async with engine(**settings) as journal`: an engine that is ready, and is cancelled at the end."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+    @asynccontextmanager
+    async def engine(**settings: Any) -> AsyncIterator[Journal]:
+        ready = asyncio.Event()
+        chosen = Settings(data_dir=tmp_path, base_models=(base_model,), prefect="off", **settings)
+        work = run_engine(chosen, on_ready=ready.set, on_progress=print, executor="numpy_executor:Unigram")
+        running = asyncio.create_task(work)
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if running.done():
+            running.result()
+        journal = Journal.open(chosen.journal_url)
+        try:
+            yield journal
+        finally:
+            journal.close()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+    return engine
+
+
+def workers() -> list[int]:
+    """Pids of the worker processes below this one."""
+    pids = [int(p) for path in Path("/proc/self/task").glob("*/children") for p in path.read_text().split()]
+    return [pid for pid in pids if b"backend.pool.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+async def test_training_and_sampling_through_worker_processes(engine: Engine, connect: Any, base_model: str) -> None:
+    async with engine() as journal:
+        assert [view.name for view in journal.base_models()] == [base_model]
+        client = await connect(journal, base_model)
+        first, second = await asyncio.gather(client.create(0), client.create(1))
+        for model, token in ((first, 5), (second, 9)):
+            requests = [client.forward_backward(model, [token]), client.optim_step(model)]
+            requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": token}))
+            assert [result.error for result in await client.results(*requests)] == [None] * 3
+        samples = await client.results(*(client.sample(f"{client.session}:sample:{token}") for token in (5, 9)))
+        said = [pb.SampleResponse.FromString(result.result).sequences[0].tokens for result in samples]
+        assert [set(np.frombuffer(tokens, np.int32)) for tokens in said] == [{5}, {9}]
+    assert workers() == []
+
+
+async def test_a_dead_worker_fails_what_waited_and_the_next_model_works(
+    engine: Engine, connect: Any, base_model: str, until: Any
+) -> None:
+    async with engine() as journal:
+        client = await connect(journal, base_model)
+        model = await client.create(0)
+        (worker,) = workers()
+        os.kill(worker, signal.SIGSTOP)
+        requests = [client.optim_step(model) for _ in range(3)]
+        os.kill(worker, signal.SIGKILL)
+        for result in await client.results(*requests):
+            assert (result.category == "server" and "worker group 1" in result.error) or "rank 0" in result.error
+        await until(lambda: journal.model(model, None).state == ModelState.LOST)
+        assert "worker group 1 failed" in str(journal.model(model, None).detail)
+        late = await client.result(client.optim_step(model))
+        assert late.error is not None and "worker group 1 failed" in late.error
+        again = await client.create(1)
+        assert (await client.result(client.optim_step(again))).error is None
+
+
+async def test_a_restart_answers_what_an_earlier_life_left(
+    engine: Engine, connect: Any, base_model: str, tmp_path: Path
+) -> None:
+    async with engine() as journal:
+        client = await connect(journal, base_model)
+        model = await client.create(0)
+        named = client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": "kept"})
+        unnamed = client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 3})
+        assert [result.error for result in await client.results(named, unnamed)] == [None, None]
+        in_memory, in_store = f"{client.session}:sample:3", client.sampler(4, f"tinker://{model}/sampler_weights/kept")
+        assert (await client.result(client.sample(in_store))).error is None
+
+    away = Journal.open(f"sqlite:///{tmp_path / 'journal.db'}")
+    client.journal = away
+    waiting = [client.optim_step(model), client.sample(in_memory)]  # accepted while the engine is away
+    assert [away.result(request, "local") for request in waiting] == [None, None]
+    away.close()
+
+    async with engine() as journal:
+        for request in waiting:
+            result = journal.result(request, "local")
+            assert result is not None and result.error == RESTARTED and result.category == "server"
+        assert journal.model(model, None).state == ModelState.LOST
+        assert journal.model(model, None).detail == RESTARTED
+        assert journal.sampler(in_memory, None).state == SamplerState.LOST
+        again = await connect(journal, base_model)
+        again.seqs[in_store] = client.seqs[in_store]
+        assert (await again.result(again.sample(in_store))).error is None  # its checkpoint is loaded again
+
+
+async def test_models_of_ended_sessions_are_unloaded(engine: Engine, connect: Any, base_model: str, until: Any) -> None:
+    async with engine(session_timeout=0.5) as journal:
+        finished, silent = await connect(journal, base_model), await connect(journal, base_model)
+        first, second = await finished.create(0), await silent.create(0)
+        journal.finish_session(finished.session, "local", "done")
+        await until(lambda: journal.model(first, None).state == ModelState.UNLOADED)
+        await until(lambda: journal.model(second, None).state == ModelState.UNLOADED)
+        assert journal.session(silent.session, None).state == "expired"
+
+
+async def test_a_gap_is_given_up(engine: Engine, connect: Any, base_model: str) -> None:
+    async with engine(gap_timeout=0.2) as journal:
+        client = await connect(journal, base_model)
+        model = await client.create(0)
+        after = client.submit(model, Kind.OPTIM_STEP, {"adam_params": {"learning_rate": 0.1}}, skip=1)
+        assert (await client.result(after)).error is None
+
+
+async def test_a_base_model_that_is_not_served_fails_by_name(engine: Engine, connect: Any) -> None:
+    async with engine() as journal:
+        client = await connect(journal, "another/model")
+        model, request = client.submit_create()
+        result = await client.result(request)
+        assert result.category == "user" and "another/model" in result.error
+        assert journal.model(model, None).state == ModelState.FAILED
+
+
+async def test_expired_checkpoints_are_deleted(engine: Engine, connect: Any, base_model: str, until: Any) -> None:
+    async with engine() as journal:
+        client = await connect(journal, base_model)
+        model = await client.create(0)
+        body = {"path": "short", "ttl_seconds": 1}
+        assert (await client.result(client.submit(model, Kind.SAVE_WEIGHTS, body))).error is None
+        assert journal.checkpoints("local").total == 1
+        await until(lambda: journal.checkpoints("local", run_id=model).total == 0 and not journal.expired_checkpoints())
+
+
+async def test_what_cannot_be_served_is_refused_at_the_start(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="one must be a multiple of the other"):
+        async with engine(processes=3, tensor_parallel=2):
+            pass
+    with pytest.raises(UserError, match="base_models is empty"):
+        await run_engine(Settings(data_dir=tmp_path, prefect="off"), on_ready=print, on_progress=print)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tasks.snapshots import Snapshots
+
+
+async def test_those_who_load_at_the_same_time_share_one_load() -> None:
+    snapshots, loads = Snapshots(), 0
+
+    async def load() -> None:
+        nonlocal loads
+        loads += 1
+        await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(5)))
+    await snapshots.load_once("a", load)
+    assert loads == 1 and "a" in snapshots
+
+
+async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
+    snapshots = Snapshots()
+    failing = True
+
+    async def load() -> None:
+        await asyncio.sleep(0)
+        if failing:
+            raise ValueError("no")
+
+    found = await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in found] == [ValueError] * 3
+    failing = False
+    await snapshots.load_once("a", load)
+    assert "a" in snapshots
+
+
+async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
+    snapshots, go = Snapshots(), asyncio.Event()
+
+    async def load() -> None:
+        await go.wait()
+
+    first, second = (asyncio.create_task(snapshots.load_once("a", load)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    go.set()
+    await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+def test_only_what_the_journal_knows_can_be_dropped() -> None:
+    snapshots = Snapshots()
+    snapshots.published("a")
+    snapshots.recorded("gone")
+    assert snapshots.droppable == frozenset()
+    snapshots.recorded("a")
+    assert snapshots.droppable == {"a"}
+    snapshots.lost()
+    assert snapshots.droppable == frozenset() and "a" not in snapshots
