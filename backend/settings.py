@@ -46,7 +46,7 @@ class Settings(BaseSettings):
         default="embedded", description="start a Prefect server, use the one at PREFECT_API_URL, or track nothing"
     )
     prefect_port: int = Field(default=4200, ge=0, le=65535, description="of the embedded server, 0 = a free one")
-    tracked_runs_per_second: float = Field(default=10.0, gt=0, description="above it, batches share one")
+    tracked_runs_per_second: float = Field(default=3.0, gt=0, description="above it, batches share one")
 
     @field_validator("data_dir")
     @classmethod

@@ -57,6 +57,11 @@ class Dispatcher:
                 for task in watches:
                     task.cancel()
 
+    @property
+    def models(self) -> frozenset[str]:
+        """Ids of the models that are being served: each has a lane."""
+        return frozenset(self._lanes)
+
     def stop(self) -> None:
         """Take nothing more from the journal."""
         self._stopping.set()

@@ -65,6 +65,8 @@ class Lane:
         self._room = asyncio.Semaphore(IN_FLIGHT)
         self._turn: Turn | None = None
         self._woken = asyncio.Event()
+        self._woken.set()
+        self._look_again = False  # something changed while operations were in flight
         self._stopping = False
         self._at_step_end = False
         self._window: Window | None = None
@@ -99,18 +101,23 @@ class Lane:
 
     async def _next(self, tracked: bool) -> list[Batch] | End:
         while True:
+            await self._woken.wait()
             if self._stopping:
                 return _STOPPED
             self._woken.clear()
             rows = await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
             fresh = [row for row in rows if self._is_fresh(row)]
+            if len(rows) == _LOOK:
+                self._woken.set()  # there may be more
+            if fresh and not tracked and self._shared.tracking.reachable:
+                self._woken.set()
+                return _ROLL_OVER  # Prefect is back
             if fresh:
-                if not tracked and self._shared.tracking.reachable:
-                    return _ROLL_OVER  # Prefect is back
                 return batches(fresh, self._steps_made)
-            if not self._flying and (end := await self._ended()) is not None:
+            if self._flying:
+                self._look_again = True
+            elif (end := await self._ended()) is not None:
                 return end
-            await self._woken.wait()
 
     def _is_fresh(self, row: Pending) -> bool:
         # Not by the ids in flight: one of them may have been answered since the rows were read.
@@ -147,7 +154,6 @@ class Lane:
         operation = begin(self._runtime, request, self._turn, group)
         if request.kind == Kind.OPTIM_STEP:
             self._steps_made += 1
-
         operation.answered.add_done_callback(self._landed)
         return operation
 
@@ -157,8 +163,9 @@ class Lane:
         if answered.cancelled() or answered.exception() is not None:
             return
         outcome = answered.result()
-        if outcome.seq_id is None or outcome.error is not None:
-            self._woken.set()  # the model may have ended with it
+        if outcome.seq_id is None or outcome.error is not None or (self._look_again and not self._flying):
+            self._look_again = False
+            self._woken.set()  # the model may have ended
 
     def _follow(self, batch: Batch, operations: list[Operation], group: asyncio.TaskGroup) -> int:
         pacing, window = self._shared.pacing, self._window

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from backend.clock import Clock
 
-BURST_SECONDS = 2.0  # this many seconds' worth of task runs may come at once
+BURST = 20.0  # task runs that may be opened at once after a calm
+CREDIT_SECONDS = 2.0  # a flood of openings is forgotten after this long
 
 
 class Pacing:
@@ -18,8 +19,7 @@ class Pacing:
         """`rate`: task runs per second that the Prefect server should see at most, on average."""
         self._rate = rate
         self._clock = clock
-        self._capacity = max(1.0, rate * BURST_SECONDS)
-        self._tokens = self._capacity
+        self._tokens = BURST
         self._filled_at = clock.monotonic()
         self._sharing = False
 
@@ -36,15 +36,15 @@ class Pacing:
         return self._sharing
 
     def open(self) -> None:
-        """A task run is opened. Credit ends at one bucket, so that a flood is forgotten within BURST_SECONDS."""
+        """A task run is opened, on credit when there are no tokens."""
         self._refill()
-        self._tokens = max(-self._capacity, self._tokens - 1.0)
+        self._tokens = max(-self._rate * CREDIT_SECONDS, self._tokens - 1.0)
         if self._tokens < 1.0:
             self._sharing = True
 
     def _refill(self) -> None:
         now = self._clock.monotonic()
-        self._tokens = min(self._capacity, self._tokens + (now - self._filled_at) * self._rate)
+        self._tokens = min(BURST, self._tokens + (now - self._filled_at) * self._rate)
         self._filled_at = now
-        if self._tokens >= self._capacity / 2:
+        if self._tokens >= BURST / 2:
             self._sharing = False

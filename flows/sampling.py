@@ -48,6 +48,7 @@ class SamplingLane:
         self._woken = asyncio.Event()
         self._woken.set()
         self._stopping = False
+        self._full = False  # more may wait in the journal than was taken
         self._batch: Batch | None = None
         self._window: Window | None = None
         self._windows = 0
@@ -100,17 +101,23 @@ class SamplingLane:
 
     async def _take(self, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> None:
         room = self._most - len(batch.requests)
-        if room <= 0:
+        self._full = room <= 0
+        if self._full:
             return  # an answer wakes us
         rows = await self._runtime.read(
             self._runtime.journal.pending_samples, room, base_model=self._runtime.card.name, exclude=batch.requests
         )
+        self._full = len(rows) == room
         for row in rows:
             self._follow(row, batch, group, tracked)
 
+    def _has_room(self, _: object) -> None:
+        if self._full:
+            self._woken.set()
+
     def _follow(self, row: Pending, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> None:
         answered = batch.take(row)
-        answered.add_done_callback(lambda _: self._woken.set())  # there is room again
+        answered.add_done_callback(self._has_room)
         tracking, pacing = self._shared.tracking, self._shared.pacing
         if not tracked or not tracking.reachable:
             tracking.untracked += 1

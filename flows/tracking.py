@@ -19,6 +19,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import TagsContext
 from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
+from prefect.exceptions import PrefectSignal
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_MAX_RETRIES,
@@ -129,7 +130,7 @@ class Tracking:
         """Await a task run; its failure is Prefect's, and changes nothing."""
         try:
             await tracked
-        except Exception as error:  # noqa: BLE001  whatever Prefect raises, the operation went its own way
+        except (Exception, PrefectSignal) as error:  # noqa: BLE001  whatever Prefect raises, the operation goes its way
             self._found(False, f"{type(error).__name__}: {error}")
 
     async def reconcile(self) -> int:
@@ -140,10 +141,11 @@ class Tracking:
         count = 0
         try:
             async with get_client() as client:
-                for run in await client.read_flow_runs(flow_run_filter=left):
-                    state: State[None] = Crashed(message="the engine that ran this ended without a word")
-                    await client.set_flow_run_state(run.id, state, force=True)
-                    count += 1
+                while runs := await client.read_flow_runs(flow_run_filter=left):  # a page of them
+                    for run in runs:
+                        state: State[None] = Crashed(message="the engine that ran this ended without a word")
+                        await client.set_flow_run_state(run.id, state, force=True)
+                    count += len(runs)
         except Exception as error:  # noqa: BLE001  the picture may be wrong, the work goes on
             self._found(False, f"{type(error).__name__}: {error}")
         return count

@@ -116,12 +116,15 @@ def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> No
     def sample() -> None:
         sampler.sample(prompt, 1, one).result()
 
-    for warm in (step, pipelined, sample):
+    def forward() -> None:
+        client.forward([datum], "cross_entropy").result()
+
+    for warm in (step, pipelined, forward, sample):
         warm()
     warm_compiles = compiles()
     print(f"load {os.getloadavg()[0]:.2f}, programs compiled in the warm-up: {warm_compiles}")
     measure("optim_step", optim, repeat, pid)
-    measure("forward 1x8", lambda: client.forward([datum], "cross_entropy").result(), repeat, pid)
+    measure("forward 1x8", forward, repeat, pid)
     measure("step 1x8", step, repeat, pid)
     measure("step 1x8, 20 pipelined", pipelined, max(3, repeat // 10), pid, per_call=20)
     measure("sample 1 token", sample, repeat, pid)

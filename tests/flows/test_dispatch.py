@@ -60,7 +60,11 @@ async def test_a_lost_group_takes_its_models_and_snapshots_by_name(
     assert failed.category == "server" and failed.error == "worker group 1 failed: rank 0 died of signal 9"
     await until(lambda: client.journal.model(model, None).state == ModelState.LOST)
     assert client.journal.sampler(sampler, None).state == SamplerState.LOST
-    pool.hold.set()
+    serving, _ = dispatcher
+    assert serving.models == {model}
+    pool.hold.set()  # the old group's reply comes late, and changes nothing
+    await until(lambda: not serving.models)
+    assert client.journal.model(model, None).step == 0
     late = await client.result(client.sample(sampler))
     assert "rank 0 died of signal 9" in late.error
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.clock import ManualClock
-from flows.pacing import BURST_SECONDS, Pacing
+from flows.pacing import BURST, CREDIT_SECONDS, Pacing
 
 
 def test_a_burst_gets_single_runs_and_then_they_are_shared_until_half_full_again() -> None:
@@ -40,7 +40,7 @@ def test_who_waits_as_told_stays_below_the_rate(pauses: list[float], rate: float
         if pacing.seconds == 0:
             pacing.open()
             opened += 1
-    assert opened <= max(1.0, rate * BURST_SECONDS) + rate * clock.monotonic() + 1e-6
+    assert opened <= BURST + rate * clock.monotonic() + 1e-6
 
 
 def test_credit_ends() -> None:
@@ -48,4 +48,4 @@ def test_credit_ends() -> None:
     pacing = Pacing(10.0, clock)
     for _ in range(1000):
         pacing.open()
-    assert pacing.seconds <= BURST_SECONDS + 0.2
+    assert pacing.seconds <= CREDIT_SECONDS + 0.2
