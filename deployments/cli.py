@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -100,8 +101,10 @@ def quickstart(
     from deployments.quickstart import STEPS
     from deployments.quickstart import quickstart as run
 
-    if not run(Console(), data_dir=data_dir, steps=steps or STEPS):
-        raise typer.Exit(1)
+    learnt = run(Console(), data_dir=data_dir, steps=steps or STEPS)
+    sys.stdout.flush()
+    # The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0); all is done and closed here.
+    os._exit(0 if learnt else 1)
 
 
 @app.command()

@@ -46,9 +46,13 @@ asyncio.run(train.main(config))
 """
 
 
+# Seen once with SDK 0.38.0: training complete, then its daemon threads abort the interpreter while it shuts down.
+LEAVE = "import os; sys.stdout.flush(); os._exit(0)"
+
+
 def run(program: str, server, log: Path) -> list[dict]:
     done = subprocess.run(
-        [sys.executable, "-c", program, server.api_url, server.base_model, str(log), str(EXAMPLES)],
+        [sys.executable, "-c", program + LEAVE, server.api_url, server.base_model, str(log), str(EXAMPLES)],
         capture_output=True,
         text=True,
         timeout=400,
