@@ -19,7 +19,7 @@ def test_logprobs_of_the_base_model(reference, examples, forward):
     executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
     data = examples(LENGTHS)
     for example, found in zip(data, forward(executor, "fresh", data).logprobs, strict=True):
-        assert np.abs(found - reference.logprobs(example)[:, 0]).max() < 2e-4
+        assert np.abs(found - reference.logprobs(example)[:, 0]).max() < 1e-3
 
 
 @pytest.mark.parametrize("parts", [{}, {"train_unembed": False}, {"train_attn": False, "train_unembed": False}])
@@ -39,7 +39,7 @@ def test_adapter_and_its_gradients_as_peft_has_them(qwen3, tmp_path, examples, a
         for example, found in zip(data, result.logprobs, strict=True):
             logits = model(torch.tensor(example.tokens_T[None].astype(np.int64))).logits[0]
             scored = torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
-            assert np.abs(found - scored.detach().numpy()).max() < 2e-4
+            assert np.abs(found - scored.detach().numpy()).max() < 1e-3
             loss = loss - (scored * torch.tensor(example.weights_TK)).sum()
         assert result.loss_sum == pytest.approx(float(loss.detach()), rel=1e-4)
         loss.backward()
@@ -49,7 +49,7 @@ def test_adapter_and_its_gradients_as_peft_has_them(qwen3, tmp_path, examples, a
         found = gradients(executor, "a")
         assert sorted(found) == sorted(expected)
         for name, gradient in expected.items():
-            assert np.abs(found[name] - gradient).max() < 2e-3 * max(1.0, np.abs(gradient).max()), name
+            assert np.abs(found[name] - gradient).max() < 5e-3 * max(1.0, np.abs(gradient).max()), name
     finally:
         model.unload()
 
