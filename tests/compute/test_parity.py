@@ -19,7 +19,7 @@ def test_logprobs_of_the_base_model(reference, examples, forward):
     executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
     data = examples(LENGTHS)
     for example, found in zip(data, forward(executor, "fresh", data).logprobs, strict=True):
-        assert np.abs(found - reference.logprobs(example)[:, 0]).max() < 1e-3
+        assert np.abs(found - reference.logprobs(example)[:, 0]).max() < 2e-4
 
 
 @pytest.mark.parametrize("parts", [{}, {"train_unembed": False}, {"train_attn": False, "train_unembed": False}])
@@ -49,7 +49,7 @@ def test_adapter_and_its_gradients_as_peft_has_them(qwen3, tmp_path, examples, a
         found = gradients(executor, "a")
         assert sorted(found) == sorted(expected)
         for name, gradient in expected.items():
-            assert np.abs(found[name] - gradient).max() < 5e-3 * max(1.0, np.abs(gradient).max()), name
+            assert np.abs(found[name] - gradient).max() < 2e-3 * max(1.0, np.abs(gradient).max()), name
     finally:
         model.unload()
 
