@@ -7,14 +7,10 @@ import asyncio
 import zstandard
 from fastapi import Request
 
-from backend.errors import UserError
+from backend.errors import BodyTooLargeError, UserError
 
 _DRAINED = 4  # times the limit: so much of a body that is too large is still read, so that its sender hears why
 _MAX_WINDOW = 2**27  # bytes of history a zstd frame may ask for
-
-
-class BodyTooLargeError(UserError):
-    """The body, as sent or decompressed, is over the limit."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -11,8 +11,7 @@ import logging
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from api.body import BodyTooLargeError
-from backend.errors import ConflictError, NotFoundError, TinkerflowError, UserError
+from backend.errors import BodyTooLargeError, ConflictError, NotFoundError, TinkerflowError, UserError
 
 log = logging.getLogger(__name__)
 

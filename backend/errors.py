@@ -3,7 +3,8 @@
 TinkerflowError            category
 ├── UserError              user     the request asked for something that cannot be
 │   ├── NotFoundError               the object does not exist, or is not yours
-│   └── ConflictError               the same id was used before for other content
+│   ├── ConflictError               the same id was used before for other content
+│   └── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
 └── ServerError            server   the service failed; the request was right
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     ├── DeadlineError               a command did not answer in its time
@@ -41,6 +42,10 @@ class NotFoundError(UserError):
 
 class ConflictError(UserError):
     """An id was used again for different content."""
+
+
+class BodyTooLargeError(UserError):
+    """The request body, as sent or decompressed, is over the limit."""
 
 
 class ServerError(TinkerflowError):
