@@ -4,6 +4,7 @@
 `Waiters` waits for answers. Rows stay inside: what goes in is in records.py, what comes out in views.py.
 """
 
+from backend.journal.audit import Event
 from backend.journal.bell import Bell
 from backend.journal.journal import Journal
 from backend.journal.kinds import (
@@ -32,6 +33,7 @@ from backend.journal.records import (
     StepMade,
 )
 from backend.journal.views import (
+    AuditView,
     BaseModelView,
     CheckpointView,
     Gap,
@@ -47,12 +49,14 @@ from backend.journal.views import (
 from backend.journal.waiters import Waiters
 
 __all__ = [
+    "AuditView",
     "BaseModelView",
     "Bell",
     "CheckpointKind",
     "CheckpointSaved",
     "CheckpointView",
     "Effect",
+    "Event",
     "Gap",
     "Journal",
     "KeyView",

@@ -10,6 +10,7 @@ from typing import assert_never
 import sqlalchemy as sa
 from sqlmodel import col
 
+from backend.journal import audit
 from backend.journal.kinds import TAKES_WORK, ModelState, SamplerState
 from backend.journal.records import (
     CheckpointSaved,
@@ -119,3 +120,13 @@ def _checkpoint_saved(connection: sa.Connection, effect: CheckpointSaved, now: d
     }
     if not insert_if_absent(connection, Checkpoint, values):
         connection.execute(sa.update(Checkpoint).where(col(Checkpoint.path) == effect.path).values(**values))
+    details = {"kind": effect.kind, "step": effect.step, "size_bytes": effect.size_bytes}
+    audit.note(
+        connection,
+        now,
+        owner=effect.owner,
+        event=audit.Event.CHECKPOINT_SAVED,
+        model_id=effect.run_id,
+        tinker_path=effect.path,
+        details=details,
+    )

@@ -8,14 +8,14 @@ and thread-safe; asynchronous callers use asyncio.to_thread. `owner` filters row
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import Self
 
 from backend.clock import Clock, SystemClock
 from backend.errors import Category
+from backend.journal import audit, finishing, queue, results, samplers, sessions, submitting
 from backend.journal import base_models as base_model_rows
 from backend.journal import checkpoints as checkpoint_rows
-from backend.journal import finishing, queue, results, samplers, sessions, submitting
 from backend.journal import keys as key_rows
 from backend.journal.bell import Bell
 from backend.journal.database import Database
@@ -25,6 +25,7 @@ from backend.journal.records import NewModel, NewRequest, NewSampler, NewSession
 from backend.journal.statements import get_owned
 from backend.journal.tables import Model, Sampler, Session
 from backend.journal.views import (
+    AuditView,
     BaseModelView,
     CheckpointView,
     Gap,
@@ -329,6 +330,12 @@ class Journal:
         """The base models that are served, by name."""
         with self._database.read() as connection:
             return base_model_rows.base_models(connection)
+
+    # -------------------------------------------------------------- what was done: audit.py
+    def audit_log(self, owner: str | None, *, resource: str | None = None, day: date | None = None) -> list[AuditView]:
+        """What was done on a UTC day (default: today), oldest first; `resource`: the first word of the events."""
+        with self._database.read() as connection:
+            return audit.entries(connection, owner, resource, day or self._clock.now().date())
 
     def _ago(self, seconds: float) -> datetime:
         return self._clock.now() - timedelta(seconds=seconds)

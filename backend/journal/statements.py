@@ -17,7 +17,7 @@ from sqlmodel import col
 
 from backend.errors import Category, NotFoundError, StateLostError, UserError
 from backend.journal.kinds import ModelState, RequestState, SamplerState
-from backend.journal.tables import Checkpoint, Model, Request, Sampler, Session, Table
+from backend.journal.tables import AuditEvent, Checkpoint, Model, Request, Sampler, Session, Table
 
 # A literal, not a parameter: only so does SQLite see that the partial indexes apply.
 IS_PENDING = col(Request.state) == sa.literal_column(f"'{RequestState.PENDING}'")
@@ -42,7 +42,9 @@ def is_owned(table: Owned) -> sa.ColumnElement[bool]:
     return sa.and_(col(table.id) == sa.bindparam("row_id"), sa.or_(owner.is_(None), col(table.owner) == owner))
 
 
-def owned_by(table: Owned | type[Checkpoint], owner: str | None) -> tuple[sa.ColumnElement[bool], ...]:
+def owned_by(
+    table: Owned | type[Checkpoint] | type[AuditEvent], owner: str | None
+) -> tuple[sa.ColumnElement[bool], ...]:
     """The same for lists: the rows of one owner, or all."""
     return () if owner is None else (col(table.owner) == owner,)
 

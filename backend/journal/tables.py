@@ -59,6 +59,22 @@ class ApiKey(Table, table=True):
     revoked_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
 
 
+class AuditEvent(Table, table=True):
+    """What was done to a key, a session or a checkpoint of a project. Rows are only ever added."""
+
+    __tablename__ = "audit_event"
+    __table_args__ = (sa.Index("ix_audit_event_owner_at", "owner", "at"),)
+
+    id: int | None = Field(default=None, primary_key=True)
+    owner: str
+    at: datetime = Field(sa_type=UtcDateTime, index=True)
+    event: str
+    model_id: str | None = None
+    tinker_path: str | None = None
+    purpose: str | None = None
+    details: dict[str, object] = Field(sa_type=sa.JSON)
+
+
 class BaseModelRow(Table, table=True):
     """A base model that the engine serves. generation counts the engine's registrations."""
 

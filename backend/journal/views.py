@@ -122,6 +122,19 @@ class KeyView:
 
 
 @dataclass(frozen=True)
+class AuditView:
+    """An entry of the audit log. event: `{resource}_{action}`; details hold what else is known, and repeat the ids."""
+
+    at: datetime
+    owner: str
+    event: str
+    model_id: str | None
+    tinker_path: str | None
+    purpose: str | None
+    details: Mapping[str, object]
+
+
+@dataclass(frozen=True)
 class BaseModelView:
     """A base model that the engine serves; card is the JSON text of its ModelCard."""
 
@@ -220,6 +233,11 @@ def checkpoint_view(row: Row[Any]) -> CheckpointView:
 def key_view(row: Row[Any]) -> KeyView:
     """A row of `api_key`."""
     return KeyView(**_same(KeyView, row))
+
+
+def audit_view(row: Row[Any]) -> AuditView:
+    """A row of `audit_event`."""
+    return AuditView(**_same(AuditView, row))
 
 
 def pending_view(row: Row[Any], sampler: SamplerView | None = None) -> Pending:

@@ -28,6 +28,20 @@ def upgrade() -> None:
         sa.UniqueConstraint("key_hash", name="uq_api_key_key_hash"),
     )
     op.create_table(
+        "audit_event",
+        sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("owner", sa.String(), nullable=False),
+        sa.Column("at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("event", sa.String(), nullable=False),
+        sa.Column("model_id", sa.String(), nullable=True),
+        sa.Column("tinker_path", sa.String(), nullable=True),
+        sa.Column("purpose", sa.String(), nullable=True),
+        sa.Column("details", sa.JSON(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_audit_event"),
+    )
+    op.create_index("ix_audit_event_at", "audit_event", ["at"], unique=False)
+    op.create_index("ix_audit_event_owner_at", "audit_event", ["owner", "at"], unique=False)
+    op.create_table(
         "base_model",
         sa.Column("name", sa.String(), nullable=False),
         sa.Column("card", sa.String(), nullable=False),

@@ -1,0 +1,65 @@
+"""Who did what to a project's keys, sessions and checkpoints: written in the transaction that does it, read by day."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, date, datetime, time, timedelta
+from enum import StrEnum
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from backend.journal.statements import owned_by
+from backend.journal.tables import AuditEvent
+from backend.journal.views import AuditView, audit_view
+
+MOST = 10_000  # entries of one answer
+
+
+class Event(StrEnum):
+    """`{resource}_{action}`; the resource is what `GET audit?event_type=` chooses by. A key is one of its project's."""
+
+    PROJECT_KEY_CREATED = "project_key_created"
+    PROJECT_KEY_REVOKED = "project_key_revoked"
+    PROJECT_SESSION_ASSIGNED = "project_session_assigned"
+    CHECKPOINT_SAVED = "checkpoint_saved"
+    CHECKPOINT_DELETED = "checkpoint_deleted"
+    CHECKPOINT_EXPIRED = "checkpoint_expired"
+    CHECKPOINT_PUBLISHED = "checkpoint_published"
+    CHECKPOINT_UNPUBLISHED = "checkpoint_unpublished"
+    CHECKPOINT_TTL_SET = "checkpoint_ttl_set"
+    CHECKPOINT_COPIED = "checkpoint_copied"
+    CHECKPOINT_READ = "checkpoint_read"
+
+
+def note(
+    connection: sa.Connection,
+    now: datetime,
+    *,
+    owner: str,
+    event: Event,
+    model_id: str | None = None,
+    tinker_path: str | None = None,
+    purpose: str | None = None,
+    details: Mapping[str, object] | None = None,
+) -> None:
+    """Write an event into the caller's transaction: it is kept exactly when what it tells of happened.
+
+    owner: the project whose log it is in. model_id, tinker_path and purpose are repeated in the details, which is
+    where clients are told to read them. details: JSON values.
+    """
+    named = {"model_id": model_id, "tinker_path": tinker_path, "purpose": purpose}
+    known = {name: value for name, value in named.items() if value is not None}
+    values = {"owner": owner, "at": now, "event": event, "details": {**known, **(details or {})}, **named}
+    connection.execute(sa.insert(AuditEvent).values(values))
+
+
+def entries(connection: sa.Connection, owner: str | None, resource: str | None, day: date) -> list[AuditView]:
+    """The events of one UTC day, oldest first; of one owner or all, on one resource or all. The latest MOST at most."""
+    start = datetime.combine(day, time(), UTC)
+    where = [col(AuditEvent.at) >= start, col(AuditEvent.at) < start + timedelta(days=1), *owned_by(AuditEvent, owner)]
+    if resource is not None:
+        where.append(col(AuditEvent.event).startswith(f"{resource}_", autoescape=True))
+    latest = (col(AuditEvent.at).desc(), col(AuditEvent.id).desc())
+    rows = connection.execute(sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST)).all()
+    return [audit_view(row) for row in reversed(rows)]
