@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import Depends, FastAPI
 
-from api import errors
+from api import errors, links
 from api.auth import Authenticator
 from api.deps import authorised
 from api.holds import Holds
@@ -24,13 +24,16 @@ def create_app(
 ) -> FastAPI:
     """The app that speaks the tinker protocol. `waiters` must be running. Only healthz answers without a key."""
     app = FastAPI(title="tinkerflow", openapi_url=None)
+    clock = clock or SystemClock()
     app.state.services = Services(
         settings=settings,
         journal=journal,
         waiters=waiters,
         store=store,
-        auth=Authenticator(settings, journal, clock or SystemClock()),
+        auth=Authenticator(settings, journal, clock),
         holds=Holds(),
+        clock=clock,
+        link_secret=journal.service_secret(links.SECRET),
     )
     errors.install(app)
     app.add_api_route(f"{_PREFIX}/healthz", _healthz, methods=["GET"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from api.auth import Authenticator
 from api.holds import Holds
+from backend.clock import Clock
 from backend.journal import Journal, Waiters
 from backend.settings import Settings
 from backend.store import Store
@@ -21,3 +22,5 @@ class Services:
     store: Store
     auth: Authenticator
     holds: Holds
+    clock: Clock
+    link_secret: bytes

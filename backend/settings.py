@@ -20,6 +20,7 @@ class Settings(BaseSettings):
     data_dir: Path = Field(default=Path("~/.tinkerflow"), description="database, models, caches and logs")
     host: str = Field(default="127.0.0.1", description="address the API binds")
     port: int = Field(default=8000, ge=0, le=65535, description="port the API binds, 0 = a free one")
+    public_url: str = Field(default="", description="where clients reach the API, for links; empty = as they asked")
     base_models: tuple[str, ...] = Field(default=(), description="hub ids or folders; none = the embedded tiny one")
     store: str = Field(default="", description="fsspec URL of checkpoints; empty = <data_dir>/store")
     database_url: str = Field(default="", description="the journal's URL; empty = SQLite in data_dir")

@@ -13,7 +13,7 @@ from typing import Self
 
 from backend.clock import Clock, SystemClock
 from backend.errors import Category
-from backend.journal import audit, finishing, queue, results, samplers, sessions, submitting
+from backend.journal import audit, finishing, queue, results, samplers, secrets, sessions, submitting
 from backend.journal import base_models as base_model_rows
 from backend.journal import checkpoints as checkpoint_rows
 from backend.journal import keys as key_rows
@@ -320,6 +320,11 @@ class Journal:
         """Whether a key was ever made, revoked ones included."""
         with self._database.read() as connection:
             return key_rows.has_keys(connection)
+
+    def service_secret(self, name: str) -> bytes:
+        """32 random bytes under `name`, the same for all processes: made on first use (secrets.py)."""
+        with self._database.write() as connection:
+            return secrets.service_secret(connection, name, self._clock.now())
 
     def register_base_models(self, models: Sequence[tuple[str, str]]) -> None:
         """Replace the list of base models by `models`: (name, card as JSON text) pairs."""

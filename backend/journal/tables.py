@@ -86,6 +86,16 @@ class BaseModelRow(Table, table=True):
     generation: int
 
 
+class ServiceSecret(Table, table=True):
+    """Random bytes that all processes of the service share; see secrets.py."""
+
+    __tablename__ = "service_secret"
+
+    name: str = Field(primary_key=True)
+    value: bytes
+    created_at: datetime = Field(sa_type=UtcDateTime)
+
+
 class Session(Table, table=True):
     """A client's session: it owns models and samplers, and they end with it."""
 

@@ -75,6 +75,13 @@ def upgrade() -> None:
         "ix_checkpoint_run_id_kind_created_at", "checkpoint", ["run_id", "kind", "created_at"], unique=False
     )
     op.create_table(
+        "service_secret",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("value", sa.LargeBinary(), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_service_secret"),
+    )
+    op.create_table(
         "session",
         sa.Column("id", sa.String(), nullable=False),
         sa.Column("owner", sa.String(), nullable=False),
