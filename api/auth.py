@@ -1,9 +1,10 @@
-"""Who is asking: the owner behind an X-API-Key header."""
+"""Who is asking: the identity behind an X-API-Key header."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+from dataclasses import dataclass
 
 from fastapi import HTTPException
 
@@ -17,8 +18,24 @@ REMEMBERED_SECONDS = 5.0  # so long a key is not looked up again, and so long a 
 _NO_KEYS_SECONDS = 1.0
 
 
+@dataclass(frozen=True)
+class Identity:
+    """Who calls: whose rows they read and write, with which key, and whether they may look at other projects' books.
+
+    key_id is "" on a server that is open because it is bound to loopback and no key was ever made.
+    """
+
+    owner: str
+    key_id: str
+    admin: bool
+
+
+# Whoever can reach a server that only this machine reaches is the one who runs it.
+LOCAL = Identity(LOCAL_OWNER, key_id="", admin=True)
+
+
 class Authenticator:
-    """Keys to owners.
+    """Keys to identities.
 
     Bound to loopback with no keys made, any `tml-` key is the owner `local`; anywhere else a key must verify.
     """
@@ -29,24 +46,25 @@ class Authenticator:
         self._clock = clock
         self._open = is_loopback(settings.host)
         self._no_keys_until = 0.0
-        self._owners: dict[str, tuple[str, float]] = {}
+        self._known: dict[str, tuple[Identity, float]] = {}
 
-    async def owner(self, secret: str | None) -> str:
-        """The owner whose rows this key reads and writes; HTTPException 401 when it opens nothing."""
+    async def identity(self, secret: str | None) -> Identity:
+        """Who this key belongs to; HTTPException 401 when it opens nothing."""
         if not secret or not secret.startswith(PREFIX):
             raise _refused(f"the X-API-Key header must hold a key that starts with {PREFIX}")
         if self._open and await self._no_keys():
-            return LOCAL_OWNER
+            return LOCAL
         now = self._clock.monotonic()
-        owner, until = self._owners.get(secret, ("", 0.0))
-        if now < until:
-            return owner
+        known = self._known.get(secret)
+        if known is not None and now < known[1]:
+            return known[0]
         key = await asyncio.to_thread(self._journal.verify_key, secret)
         if key is None:
-            self._owners.pop(secret, None)
+            self._known.pop(secret, None)
             raise _refused("the API key is unknown or revoked; `tinkerflow key create` makes one")
-        self._owners[secret] = (key.owner, now + REMEMBERED_SECONDS)
-        return key.owner
+        identity = Identity(key.owner, key.id, key.admin)
+        self._known[secret] = (identity, now + REMEMBERED_SECONDS)
+        return identity
 
     async def _no_keys(self) -> bool:
         """Whether no key was ever made; asked once a second, and never again once there is one."""

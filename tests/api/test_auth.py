@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from api.auth import REMEMBERED_SECONDS, is_loopback
+from api.auth import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity, is_loopback
+from backend.clock import ManualClock
 
 
 def test_on_loopback_any_tml_key_works_until_one_is_made(server: Any, journal: Any) -> None:
@@ -34,6 +35,18 @@ def test_a_revoked_key_stops_working(server: Any, journal: Any) -> None:
     journal.revoke_key(key.id)
     server.clock.advance(REMEMBERED_SECONDS)
     assert server.get("training_runs", key=secret).status_code == 401
+
+
+async def test_an_identity_says_whose_key_it_is_and_what_it_may(journal: Any, settings_for: Any) -> None:
+    clock = ManualClock()
+    auth = Authenticator(settings_for(), journal, clock)
+    assert await auth.identity("tml-anything") == LOCAL
+    assert (LOCAL.key_id, LOCAL.admin) == ("", True)
+    plain, secret = journal.create_key("a", "team")
+    boss, boss_secret = journal.create_key("b", "ops", admin=True)
+    clock.advance(1.0)
+    assert await auth.identity(secret) == Identity("team", plain.id, admin=False)
+    assert await auth.identity(boss_secret) == Identity("ops", boss.id, admin=True)
 
 
 def test_what_is_anothers_does_not_exist(server: Any, engine: Any, journal: Any) -> None:
