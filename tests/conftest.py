@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-USES_THE_SDK = ("api", "e2e")
+ROOM = Path(__file__).parent
+USES_THE_SDK = {"api", "compat", "e2e"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The SDK closes some connections only when they are collected, which may be in the middle of a test."""
-    for item in items:
-        if _uses_the_sdk(item.path):
-            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
-            item.add_marker(
-                pytest.mark.filterwarnings("ignore:Exception ignored in. <:pytest.PytestUnraisableExceptionWarning")
-            )
+    """Rooms that use the SDK come last, and an open socket is no error there.
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _sdk_leaves_sockets_open(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So have them collected before the tests of other rooms, for which an open socket is an error."""
-    yield
-    if _uses_the_sdk(request.path):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
+    The SDK leaves daemon threads running, and closes some connections only when they are collected, which may be in the
+    middle of any later test.
+    """
+    items.sort(key=_uses_the_sdk)
+    for item in filter(_uses_the_sdk, items):
+        item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+        item.add_marker(
+            pytest.mark.filterwarnings("ignore:Exception ignored in. <:pytest.PytestUnraisableExceptionWarning")
+        )
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +31,5 @@ def compiled_programs(pytestconfig: pytest.Config) -> Path:
     return pytestconfig.cache.mkdir("jax")
 
 
-def _uses_the_sdk(path: Path) -> bool:
-    return path.parent.name in USES_THE_SDK
+def _uses_the_sdk(item: pytest.Item) -> bool:
+    return not USES_THE_SDK.isdisjoint(item.path.relative_to(ROOM).parts)

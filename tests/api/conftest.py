@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -246,15 +244,6 @@ def card_json() -> str:
     ).to_json()
 
 
-@pytest.fixture(autouse=True, scope="package")
-def _sdk_leaves_sockets_open() -> Iterator[None]:
-    """The SDK closes some connections only when they are collected: have that happen here."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
-
-
 @pytest.fixture
 def settings_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
     """Makes settings with their data in a fresh folder."""
@@ -351,10 +340,3 @@ def client(server: Running, engine: Engine) -> Iterator[tinker.ServiceClient]:
     service = tinker.ServiceClient(base_url=server.url)
     yield service
     service.close("success").result()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """See _sdk_leaves_sockets_open: the collector may also run in the middle of a test."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))

@@ -39,7 +39,7 @@ def test_adapter_and_its_gradients_as_peft_has_them(qwen3, tmp_path, examples, a
         for example, found in zip(data, result.logprobs, strict=True):
             logits = model(torch.tensor(example.tokens_T[None].astype(np.int64))).logits[0]
             scored = torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
-            assert np.abs(found - scored.detach().numpy()).max() < 1e-3
+            assert np.abs(found - scored.detach().numpy()).max() < 2e-4
             loss = loss - (scored * torch.tensor(example.weights_TK)).sum()
         assert result.loss_sum == pytest.approx(float(loss.detach()), rel=1e-4)
         loss.backward()
