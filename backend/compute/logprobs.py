@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from backend.compute.lora import LoraPair, apply_one
 from backend.compute.losses import LossChoice, LossInputs, token_losses
+from backend.compute.transformer import Params, unembed, unembed_pullback
 
 _LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
 
@@ -29,30 +30,33 @@ class Scored:
 
 
 def score(
-    hidden_BTD: jax.Array,
-    unembed_DV: jax.Array,
+    params: Params,
     pair: LoraPair | None,
+    hidden_BTD: jax.Array,
     targets_BTK: jax.Array,
     choice: LossChoice,
     inputs: LossInputs,
 ) -> Scored:
-    """Logprobs of the targets and the loss, without gradients. T must be a power of two, as `packing` makes it."""
+    """Logprobs of the targets and the loss, without gradients; `pair` adapts the unembedding.
+
+    T must be a power of two, as `packing` makes it.
+    """
 
     def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, LossInputs]) -> tuple[jax.Array, jax.Array]:
         x_BcD, targets_BcK, here = part
-        logits_BcV = _logits(x_BcD, unembed_DV, _update(x_BcD, pair))
+        logits_BcV = _logits(params, x_BcD, _update(x_BcD, pair))
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - _log_total(logits_BcV)
         return loss + jnp.sum(token_losses(choice, logprobs_BcK, here)), logprobs_BcK
 
-    parts = _split((hidden_BTD, targets_BTK, inputs), _chunk_size(hidden_BTD, unembed_DV))
+    parts = _split((hidden_BTD, targets_BTK, inputs), _chunk_size(hidden_BTD, params.embed_VD.shape[0]))
     loss, logprobs = jax.lax.scan(chunk, jnp.float32(0), parts)
     return Scored(loss=loss, logprobs_BTK=_join(logprobs))
 
 
 def score_and_grads(
-    hidden_BTD: jax.Array,
-    unembed_DV: jax.Array,
+    params: Params,
     pair: LoraPair | None,
+    hidden_BTD: jax.Array,
     targets_BTK: jax.Array,
     choice: LossChoice,
     inputs: LossInputs,
@@ -63,7 +67,7 @@ def score_and_grads(
         loss, d_pair = carry
         x_BcD, targets_BcK, here = part
         update, pull = jax.vjp(_update, x_BcD, pair)
-        logits_BcV = _logits(x_BcD, unembed_DV, update)
+        logits_BcV = _logits(params, x_BcD, update)
         log_total = _log_total(logits_BcV)
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - log_total
         value, slope_BcK = jax.value_and_grad(lambda lp: jnp.sum(token_losses(choice, lp, here)))(logprobs_BcK)
@@ -71,10 +75,10 @@ def score_and_grads(
         d_logits = jnp.exp(logits_BcV - log_total) * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
         d_logits = _add_at(d_logits, targets_BcK, slope_BcK).astype(x_BcD.dtype)
         d_x, more = pull(None if update is None else d_logits)
-        d_x += jnp.einsum("bcv,dv->bcd", d_logits, unembed_DV)
+        d_x += unembed_pullback(params, d_logits)
         return (loss + value, jax.tree.map(jnp.add, d_pair, more)), (logprobs_BcK, d_x)
 
-    parts = _split((hidden_BTD, targets_BTK, inputs), _chunk_size(hidden_BTD, unembed_DV))
+    parts = _split((hidden_BTD, targets_BTK, inputs), _chunk_size(hidden_BTD, params.embed_VD.shape[0]))
     zeros = jax.tree.map(jnp.zeros_like, pair)
     (loss, d_pair), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), zeros), parts)
     return Scored(loss=loss, logprobs_BTK=_join(logprobs)), _join(d_hidden), d_pair
@@ -84,13 +88,15 @@ def _update(x: jax.Array, pair: LoraPair | None) -> jax.Array | None:
     return None if pair is None else apply_one(x, (pair,))[0]
 
 
-def _logits(x: jax.Array, unembed_DV: jax.Array, update: jax.Array | None) -> jax.Array:
-    logits = jnp.einsum("bcd,dv->bcv", x, unembed_DV, preferred_element_type=jnp.float32)
-    return logits if update is None else logits + update.astype(jnp.float32)
+def _logits(params: Params, x: jax.Array, update: jax.Array | None) -> jax.Array:
+    logits = unembed(params, x)
+    logits = logits if update is None else logits + update.astype(jnp.float32)
+    # Least the largest: a logprob near 0 would otherwise have the rounding error of logits that may be near 100.
+    return logits - jnp.max(logits, axis=-1, keepdims=True)
 
 
 def _log_total(logits_BcV: jax.Array) -> jax.Array:
-    return jax.nn.logsumexp(logits_BcV, axis=-1, keepdims=True)
+    return jnp.log(jnp.sum(jnp.exp(logits_BcV), axis=-1, keepdims=True))
 
 
 def _pick(logits_BcV: jax.Array, targets_BcK: jax.Array) -> jax.Array:
@@ -104,10 +110,10 @@ def _add_at(d_logits_BcV: jax.Array, targets_BcK: jax.Array, slope_BcK: jax.Arra
     return d_logits_BcV.at[rows, columns, targets_BcK].add(slope_BcK)
 
 
-def _chunk_size(hidden_BTD: jax.Array, unembed_DV: jax.Array) -> int:
+def _chunk_size(hidden_BTD: jax.Array, vocab: int) -> int:
     B, T, _ = hidden_BTD.shape
     size = T
-    while size > 1 and size * B * unembed_DV.shape[1] > _LOGITS:
+    while size > 1 and size * B * vocab > _LOGITS:
         size //= 2
     return size
 

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from backend.commands import LOSS_CONFIG, LOSSES, Loss
 from backend.errors import UserError
 
-# A loss's config vector holds its values in the order of LOSS_CONFIG, zeros behind.
-_WIDTH = 2
+_MOST_VALUES = 2  # in a loss's config; they are in the order of LOSS_CONFIG, zeros behind
 
 
 @flax.struct.dataclass
@@ -36,10 +35,9 @@ class LossInputs:
 
 @flax.struct.dataclass
 class LossChoice:
-    """Which loss, and with which config: `number` int32 scalar, `config` float32 [2]."""
+    """Which loss, and with which config: float32 [3], its number in LOSSES and then its config values."""
 
-    number: Any
-    config: Any
+    vector: Any
 
 
 def choose(loss: Loss, config: Mapping[str, float]) -> LossChoice:
@@ -51,16 +49,18 @@ def choose(loss: Loss, config: Mapping[str, float]) -> LossChoice:
         if key not in defaults:
             takes = ", ".join(defaults) or "nothing"
             raise UserError(f"loss_fn_config[{key!r}]: {loss} does not take it; it takes: {takes}")
-    vector: npt.NDArray[np.float32] = np.zeros(_WIDTH, np.float32)
-    for place, (key, default) in enumerate(defaults.items()):
+    vector: npt.NDArray[np.float32] = np.zeros(1 + _MOST_VALUES, np.float32)
+    vector[0] = LOSSES.index(loss)
+    for place, (key, default) in enumerate(defaults.items(), 1):
         vector[place] = config.get(key, default)
-    return LossChoice(number=np.int32(LOSSES.index(loss)), config=vector)
+    return LossChoice(vector)
 
 
 def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
     """The loss of every token, of the shape of `logprobs`, weights applied."""
     branches = [_BRANCHES[name] for name in LOSSES]
-    return jax.lax.switch(choice.number, branches, choice.config, logprobs, inputs) * inputs.weights
+    vector = jnp.asarray(choice.vector)
+    return jax.lax.switch(vector[0].astype(jnp.int32), branches, vector[1:], logprobs, inputs) * inputs.weights
 
 
 def _cross_entropy(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:

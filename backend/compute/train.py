@@ -14,6 +14,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from backend.compute.attention import attend_segments
@@ -24,21 +25,47 @@ from backend.compute.losses import LossChoice, LossInputs
 from backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
 from backend.compute.optimizer import Moments, Stepped, adamw_step
 from backend.compute.packing import MicroBatch
-from backend.compute.transformer import Params, forward, unembed_matrix
+from backend.compute.transformer import Params, forward
 
-_KEPT_BYTES = 2**30  # activations that a device may keep for a backward pass; above, layers are computed again
+_KEPT_BYTES = 2**30  # activations that a device may keep for a backward pass; above, whole layers are computed again
 
 
 @flax.struct.dataclass
 class Batch:
-    """A micro-batch on the devices, rows split over fsdp, and the loss to compute of it."""
+    """A micro-batch on the devices, rows split over fsdp, and the loss to compute of it.
 
-    tokens_BT: Any
-    positions_BT: Any
-    segments_BT: Any
-    targets_BTK: Any
-    inputs: LossInputs
-    choice: LossChoice
+    As few arrays as its dtypes allow, because each costs a copy to the devices: ints_BTI int32 is tokens, positions,
+    segments and then the K targets; floats_BTJK float32 is weights, old logprobs and advantages; `choice` float32.
+    """
+
+    ints_BTI: Any
+    floats_BTJK: Any
+    choice: Any
+
+    @property
+    def tokens(self) -> Any:
+        """The tokens, [B, T]."""
+        return self.ints_BTI[..., 0]
+
+    @property
+    def positions(self) -> Any:
+        """Their positions [B, T], from 0 in each segment."""
+        return self.ints_BTI[..., 1]
+
+    @property
+    def segments(self) -> Any:
+        """The example in the row that each belongs to [B, T], from 1; 0 = none."""
+        return self.ints_BTI[..., 2]
+
+    @property
+    def targets(self) -> Any:
+        """What is scored at each, [B, T, K]."""
+        return self.ints_BTI[..., 3:]
+
+    @property
+    def inputs(self) -> LossInputs:
+        """What the loss needs beside logprobs."""
+        return LossInputs(*(self.floats_BTJK[:, :, place] for place in range(3)))
 
 
 @dataclass(frozen=True)
@@ -62,24 +89,28 @@ def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))
 
     def hidden(params: Params, lora: Lora, batch: Batch, *, remat: bool) -> jax.Array:
-        attend = attend_segments(batch.segments_BT)
-        tokens, positions = batch.tokens_BT, batch.positions_BT
+        attend = attend_segments(batch.segments)
+        tokens, positions = batch.tokens, batch.positions
         return forward(cfg, params, lora, tokens, positions, attend, apply_one, constrain=constrain, remat=remat)
 
-    def unembed(params: Params) -> jax.Array:
-        # Gathered over fsdp once, not again for every chunk of logits.
-        matrix_DV = unembed_matrix(params)
-        return jax.lax.with_sharding_constraint(matrix_DV, sharding(mesh, matrix_DV.shape, None, TENSOR))
+    def gathered(params: Params) -> Params:
+        # The unembedding gathered over fsdp once, not again for every chunk of logits.
+        embed, matrix = params.embed_VD, params.unembed_DV
+        if matrix is None:
+            embed = jax.lax.with_sharding_constraint(embed, sharding(mesh, embed.shape, TENSOR))
+        else:
+            matrix = jax.lax.with_sharding_constraint(matrix, sharding(mesh, matrix.shape, None, TENSOR))
+        return Params(embed, params.layers, params.final_norm_D, matrix)
 
     def forward_step(params: Params, lora: Lora, batch: Batch) -> Scored:
         hidden_BTD = hidden(params, lora, batch, remat=False)
-        return score(hidden_BTD, unembed(params), lora.unembed, batch.targets_BTK, batch.choice, batch.inputs)
+        return score(gathered(params), lora.unembed, hidden_BTD, batch.targets, LossChoice(batch.choice), batch.inputs)
 
     def backward_step(params: Params, lora: Lora, grads: Lora, batch: Batch) -> tuple[Lora, Scored]:
-        remat = _kept_bytes(cfg, batch.tokens_BT.size // mesh.shape[FSDP], params.embed_VD.dtype) > _KEPT_BYTES
+        remat = _kept_bytes(cfg, batch.tokens.size // mesh.shape[FSDP], params.embed_VD.dtype) > _KEPT_BYTES
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
         scored, d_hidden_BTD, d_unembed = score_and_grads(
-            hidden_BTD, unembed(params), lora.unembed, batch.targets_BTK, batch.choice, batch.inputs
+            gathered(params), lora.unembed, hidden_BTD, batch.targets, LossChoice(batch.choice), batch.inputs
         )
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
@@ -95,21 +126,18 @@ def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
 
 def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> Batch:
     """Copy a micro-batch to the devices, each its rows."""
+    single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     host = Batch(
-        tokens_BT=batch.tokens_BT,
-        positions_BT=batch.positions_BT,
-        segments_BT=batch.segments_BT,
-        targets_BTK=batch.targets_BTK,
-        inputs=LossInputs(batch.weights_BTK, batch.old_logprobs_BTK, batch.advantages_BTK),
-        choice=choice,
+        ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
+        floats_BTJK=np.stack([batch.weights_BTK, batch.old_logprobs_BTK, batch.advantages_BTK], axis=2),
+        choice=choice.vector,
     )
     rows = sharding(mesh, batch.tokens_BT.shape, FSDP)
-    where = jax.tree.map(lambda _: rows, host)
-    return put(host, where.replace(choice=jax.tree.map(lambda _: replicated(mesh), choice)))
+    return put(host, Batch(ints_BTI=rows, floats_BTJK=rows, choice=replicated(mesh)))
 
 
 def _kept_bytes(cfg: ModelConfig, tokens: int, dtype: Any) -> int:
-    """About what a backward pass without recomputation keeps for `tokens` tokens (attention scores are never kept)."""
+    """What the layers keep of `tokens` tokens for a backward pass: their inputs and `transformer.KEPT`."""
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    width = 6 * cfg.hidden + 4 * (queries + keys) + 5 * cfg.mlp
+    width = cfg.hidden + 2 * (queries + keys) + 2 * cfg.mlp
     return int(cfg.layers * tokens * width * jnp.dtype(dtype).itemsize)

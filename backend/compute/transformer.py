@@ -15,6 +15,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from backend.compute.config import ModelConfig
 from backend.compute.lora import Lora, LoraApply, LoraPair
@@ -22,6 +23,10 @@ from backend.compute.lora import Lora, LoraApply, LoraPair
 # attend(q_BTHd, k_BTGd, v_BTGd) -> o_BTHd; keys and queries are rotated already, and scores are still to be scaled.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 LayerParams = Mapping[str, jax.Array]
+
+# What a layer keeps for its backward pass: what is dear to compute. Keeping everything took twice the memory, and on
+# CPU more time too, for writing it out.
+KEPT = ("q", "k", "v", "attended", "gate", "up")
 
 
 @flax.struct.dataclass
@@ -43,9 +48,19 @@ def embed(params: Params, tokens_BT: jax.Array) -> jax.Array:
     return params.embed_VD[tokens_BT]
 
 
-def unembed_matrix(params: Params) -> jax.Array:
-    """The matrix [D, V] that turns final hidden states into logits."""
-    return params.embed_VD.T if params.unembed_DV is None else params.unembed_DV
+def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V] in float32, without the update of an adapter."""
+    if params.unembed_DV is None:
+        # A tied embedding is multiplied as it lies: in a loop, XLA would write its transpose out.
+        return jnp.einsum("btd,vd->btv", hidden_BTD, params.embed_VD, preferred_element_type=jnp.float32)
+    return jnp.einsum("btd,dv->btv", hidden_BTD, params.unembed_DV, preferred_element_type=jnp.float32)
+
+
+def unembed_pullback(params: Params, d_logits_BTV: jax.Array) -> jax.Array:
+    """The gradient by hidden_BTD of what `unembed` gives."""
+    if params.unembed_DV is None:
+        return jnp.einsum("btv,vd->btd", d_logits_BTV, params.embed_VD)
+    return jnp.einsum("btv,dv->btd", d_logits_BTV, params.unembed_DV)
 
 
 def final_hidden(cfg: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
@@ -100,7 +115,8 @@ def block(
         adapted = tuple(name for name in names if name in layer_lora)
         deltas = dict(zip(adapted, lora_apply(x, tuple(layer_lora[name] for name in adapted)), strict=True))
         plain = {name: x @ layer_params[name] for name in names}
-        return tuple(plain[name] + deltas[name] if name in deltas else plain[name] for name in names)
+        sums = {name: plain[name] + deltas[name] if name in deltas else plain[name] for name in names}
+        return tuple(checkpoint_name(sums[name], name) for name in names)
 
     y_BTD = rms_norm(x_BTD, layer_params["attn_norm"], cfg.norm_eps)
     q, k, v = project(y_BTD, "q", "k", "v")
@@ -110,7 +126,7 @@ def block(
     if cfg.qk_norm:
         q_BTHd = rms_norm(q_BTHd, layer_params["q_norm"], cfg.norm_eps)
         k_BTGd = rms_norm(k_BTGd, layer_params["k_norm"], cfg.norm_eps)
-    o_BTHd = attend(rotate(q_BTHd, rope), rotate(k_BTGd, rope), v_BTGd)
+    o_BTHd = checkpoint_name(attend(rotate(q_BTHd, rope), rotate(k_BTGd, rope), v_BTGd), "attended")
     (o_BTD,) = project(o_BTHd.reshape(B, T, cfg.heads * cfg.head_dim), "o")
     x_BTD = x_BTD + o_BTD
 
@@ -134,8 +150,8 @@ def forward(
 ) -> jax.Array:
     """Final hidden states [B, T, D] for training: a scan over the layers, all with the same `attend`.
 
-    `constrain` pins the sharding of activations between layers. `remat` keeps only each layer's input for the
-    backward pass and computes the layer again there.
+    `constrain` pins the sharding of activations between layers. For a backward pass each layer keeps its input and
+    `KEPT`, and computes the rest again; with `remat` it keeps its input only.
     """
     rope = rope_tables(cfg, positions_BT)
 
@@ -143,7 +159,8 @@ def forward(
         layer_params, layer_lora = stacked
         return constrain(block(cfg, layer_params, layer_lora, x_BTD, rope, attend, lora_apply)), None
 
-    body: Any = jax.checkpoint(layer) if remat else layer
+    kept = () if remat else KEPT
+    body: Any = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
     x_BTD, _ = jax.lax.scan(body, constrain(embed(params, tokens_BT)), (params.layers, lora.layers))
     return final_hidden(cfg, params, x_BTD)
 

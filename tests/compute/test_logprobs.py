@@ -13,23 +13,25 @@ import pytest
 from backend.compute import logprobs
 from backend.compute.lora import LoraPair
 from backend.compute.losses import LossInputs, choose
+from backend.compute.transformer import Params
 
 B, T, D, K, V, R = 2, 32, 16, 3, 50, 4
 
 
-@pytest.fixture
-def data() -> tuple[Any, ...]:
+@pytest.fixture(params=["tied", "untied"])
+def data(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     targets = rng.integers(0, V, (B, T, K)).astype(np.int32)
     targets[..., 1] = targets[..., 0]  # a target named twice counts twice
     inputs = LossInputs(draw(B, T, K), draw(B, T, K) - 4, draw(B, T, K))
-    return draw(B, T, D), draw(D, V), LoraPair(draw(R, D), draw(R, V)), targets, choose("ppo", {}), inputs
+    params = Params(draw(V, D), {}, draw(D), draw(D, V) if request.param == "untied" else None)
+    return params, LoraPair(draw(R, D), draw(R, V)), draw(B, T, D), targets, choose("ppo", {}), inputs
 
 
-def plain(hidden, unembed, pair, targets, choice, inputs):
+def plain(params, pair, hidden, targets, choice, inputs):
     """As one would write it without minding memory."""
-    logits = hidden @ unembed
+    logits = hidden @ (params.embed_VD.T if params.unembed_DV is None else params.unembed_DV)
     if pair is not None:
         logits += (hidden @ pair.A.T) @ pair.B * (32 / R)
     scored = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1)
@@ -40,11 +42,11 @@ def plain(hidden, unembed, pair, targets, choice, inputs):
 @pytest.mark.parametrize("most", [1, B * V * 8, 2**24])
 def test_chunks_change_nothing(monkeypatch, data, most, adapted):
     monkeypatch.setattr(logprobs, "_LOGITS", most)
-    hidden, unembed, pair, *rest = data
+    params, pair, *rest = data
     pair = pair if adapted else None
-    (loss, expected), slopes = jax.value_and_grad(plain, argnums=(0, 2), has_aux=True)(hidden, unembed, pair, *rest)
-    without = logprobs.score(hidden, unembed, pair, *rest)
-    with_grads, d_hidden, d_pair = logprobs.score_and_grads(hidden, unembed, pair, *rest)
+    (loss, expected), slopes = jax.value_and_grad(plain, argnums=(2, 1), has_aux=True)(params, pair, *rest)
+    without = logprobs.score(params, pair, *rest)
+    with_grads, d_hidden, d_pair = logprobs.score_and_grads(params, pair, *rest)
     for scored in (without, with_grads):
         assert np.allclose(scored.loss, loss, rtol=1e-4)
         assert np.abs(scored.logprobs_BTK - expected).max() < 2e-5

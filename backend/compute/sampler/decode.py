@@ -19,7 +19,7 @@ from backend.compute.mesh import FSDP, replicated, sharding
 from backend.compute.sampler.bank import stack_apply
 from backend.compute.sampler.cache import Cache, attend_cached, cache_sharding
 from backend.compute.sampler.sampling import Choice, sample
-from backend.compute.transformer import Params, block, embed, final_hidden, rope_tables
+from backend.compute.transformer import Params, block, embed, final_hidden, rope_tables, unembed
 
 
 @flax.struct.dataclass
@@ -104,11 +104,7 @@ def layers(
 
 def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: jax.Array) -> jax.Array:
     """Logits float32 [S, Q, V] of final hidden states, each row with its own adapter of the stack."""
-    if params.unembed_DV is None:
-        # Not embed.T: inside a loop XLA would write the transposed matrix out at every step.
-        logits = jnp.einsum("sqd,vd->sqv", x_SQD, params.embed_VD, preferred_element_type=jnp.float32)
-    else:
-        logits = jnp.einsum("sqd,dv->sqv", x_SQD, params.unembed_DV, preferred_element_type=jnp.float32)
+    logits = unembed(params, x_SQD)
     if pair is None:
         return logits
     (update,) = stack_apply(columns_S2)(x_SQD, (pair,))
