@@ -9,7 +9,7 @@ from api.auth import Authenticator
 from api.deps import authorised
 from api.holds import Holds
 from api.models import Health
-from api.routes import futures, runs, sampling, service, sessions, training, weights
+from api.routes import futures, lookup, runs, sampling, service, sessions, training, weights
 from api.services import Services
 from backend.clock import Clock, SystemClock
 from backend.journal import Journal, Waiters
@@ -37,7 +37,7 @@ def create_app(
     )
     errors.install(app)
     app.add_api_route(f"{_PREFIX}/healthz", _healthz, methods=["GET"])
-    for subject in (futures, training, sampling, service, sessions, weights, runs):  # the busiest first
+    for subject in (futures, training, sampling, service, sessions, weights, runs, lookup):  # the busiest first
         app.include_router(subject.router, prefix=_PREFIX, dependencies=[Depends(authorised)])
     return app
 

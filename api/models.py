@@ -39,7 +39,7 @@ class Heartbeat(Wire):
 class FinishReason(Wire):
     """Why a session ends."""
 
-    type: str
+    type: Literal["success", "errored", "interrupted"]
 
 
 class Finish(Wire):

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 from api.deps import Authorised
 from api.models import Cursor, TrainingRun, TrainingRuns
 from api.routes.weights import checkpoint
+from api.scope import AccessScope, visible
 from backend.journal import ModelState, RunView
 
 router = APIRouter()
@@ -20,9 +21,12 @@ async def training_runs(
     call: Authorised,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     offset: Annotated[int, Query(ge=0)] = 0,
+    access_scope: AccessScope = "owned",
+    project_id: str | None = None,
 ) -> TrainingRuns:
-    """The owner's training runs, newest first."""
-    page = await asyncio.to_thread(call.journal.training_runs, call.owner, limit=limit, offset=offset)
+    """Training runs, newest first; with project_id those of sessions in that project."""
+    owner = visible(call, access_scope)
+    page = await asyncio.to_thread(call.journal.training_runs, owner, limit=limit, offset=offset, project_id=project_id)
     return TrainingRuns(
         training_runs=[_training_run(row) for row in page.rows],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
@@ -30,9 +34,9 @@ async def training_runs(
 
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
-async def training_run(run_id: str, call: Authorised) -> TrainingRun:
+async def training_run(run_id: str, call: Authorised, access_scope: AccessScope = "owned") -> TrainingRun:
     """One training run with its newest checkpoints."""
-    return _training_run(await asyncio.to_thread(call.journal.training_run, run_id, call.owner))
+    return _training_run(await asyncio.to_thread(call.journal.training_run, run_id, visible(call, access_scope)))
 
 
 def _training_run(run: RunView) -> TrainingRun:

@@ -24,6 +24,7 @@ async def create_session(call: Authorised) -> SessionCreated:
         user_metadata=body.user_metadata or {},
         project_id=body.project_id,
         display_name=body.display_name,
+        key_id=call.key_id,
     )
     return SessionCreated(session_id=await asyncio.to_thread(call.journal.create_session, session))
 
@@ -42,6 +43,6 @@ async def heartbeat(call: Authorised) -> HeartbeatHeard:
 async def finish(session_id: str, call: Authorised) -> dict[str, object]:
     """End a session; ending it again changes nothing."""
     body = await call.parsed(Finish)
-    detail = f"{body.reason.type}: {body.detail}" if body.detail else body.reason.type
-    await asyncio.to_thread(call.journal.finish_session, session_id, call.owner, detail)
+    reason = body.reason.type
+    await asyncio.to_thread(call.journal.finish_session, session_id, call.owner, body.detail, reason=reason)
     return {}

@@ -32,6 +32,7 @@ from backend.journal.records import (
     SamplerOpened,
     StepMade,
 )
+from backend.journal.search import SessionQuery, SessionStatus, plain_metadata
 from backend.journal.views import (
     AuditView,
     BaseModelView,
@@ -44,6 +45,8 @@ from backend.journal.views import (
     Result,
     RunView,
     SamplerView,
+    SessionFailure,
+    SessionSummary,
     SessionView,
 )
 from backend.journal.waiters import Waiters
@@ -81,9 +84,14 @@ __all__ = [
     "SamplerOpened",
     "SamplerState",
     "SamplerView",
+    "SessionFailure",
+    "SessionQuery",
     "SessionState",
+    "SessionStatus",
+    "SessionSummary",
     "SessionView",
     "StepMade",
     "Waiters",
     "migrate",
+    "plain_metadata",
 ]

@@ -11,8 +11,9 @@ from sqlmodel import col
 
 from backend.errors import NotFoundError
 from backend.journal.kinds import CheckpointKind
+from backend.journal.search import PROJECT
 from backend.journal.statements import get_owned, owned_by
-from backend.journal.tables import Checkpoint, Model
+from backend.journal.tables import Checkpoint, Model, Session
 from backend.journal.views import CheckpointView, Page, RunView, checkpoint_view, model_view
 
 _EXISTS = col(Checkpoint.deleted_at).is_(None)
@@ -68,10 +69,13 @@ def training_run(connection: sa.Connection, run_id: str, owner: str | None, now:
 
 
 def training_runs(
-    connection: sa.Connection, owner: str | None, limit: int, offset: int, now: datetime
+    connection: sa.Connection, owner: str | None, project_id: str | None, limit: int, offset: int, now: datetime
 ) -> Page[RunView]:
-    """An owner's runs, newest first. Three statements."""
+    """An owner's runs, newest first; with project_id those of sessions in that project. Three statements."""
     mine = owned_by(Model, owner)
+    if project_id is not None:
+        in_project = sa.select(col(Session.id)).where(PROJECT.in_([project_id]), *owned_by(Session, owner))
+        mine = (*mine, col(Model.session_id).in_(in_project))
     total = connection.execute(sa.select(sa.func.count()).select_from(Model).where(*mine)).scalar_one()
     newest = (col(Model.created_at).desc(), col(Model.id))
     rows = connection.execute(sa.select(Model).where(*mine).order_by(*newest).limit(limit).offset(offset)).all()

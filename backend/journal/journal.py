@@ -13,7 +13,7 @@ from typing import Self
 
 from backend.clock import Clock, SystemClock
 from backend.errors import Category
-from backend.journal import audit, finishing, queue, results, samplers, secrets, sessions, submitting
+from backend.journal import audit, finishing, queue, results, samplers, search, secrets, sessions, submitting
 from backend.journal import base_models as base_model_rows
 from backend.journal import checkpoints as checkpoint_rows
 from backend.journal import keys as key_rows
@@ -22,6 +22,7 @@ from backend.journal.database import Database
 from backend.journal.kinds import SessionState
 from backend.journal.migrate import check_revision
 from backend.journal.records import NewModel, NewRequest, NewSampler, NewSession, Outcome
+from backend.journal.search import SessionQuery
 from backend.journal.statements import get_owned
 from backend.journal.tables import Model, Sampler, Session
 from backend.journal.views import (
@@ -36,6 +37,7 @@ from backend.journal.views import (
     Result,
     RunView,
     SamplerView,
+    SessionSummary,
     SessionView,
     model_view,
     sampler_view,
@@ -208,11 +210,28 @@ class Journal:
         with self._database.write() as connection:
             return sessions.heartbeat(connection, session_id, owner, self._clock.now())
 
-    def finish_session(self, session_id: str, owner: str | None, detail: str | None = None) -> None:
+    def finish_session(
+        self, session_id: str, owner: str | None, detail: str | None = None, *, reason: str = "success"
+    ) -> None:
         """End a session for its client: samplers close, models wait for request_unload. Repeating changes nothing."""
         with self._database.write() as connection:
-            topics = sessions.finish_session(connection, session_id, owner, detail, self._clock.now())
+            topics = sessions.finish_session(connection, session_id, owner, reason, detail, self._clock.now())
         self._bell.ring(*topics)
+
+    def assign_project(self, session_id: str, owner: str | None, project_id: str, *, key_id: str = "") -> None:
+        """Put a session under another label inside its owner's project; key_id: who asks, for the audit log."""
+        with self._database.write() as connection:
+            sessions.assign_project(connection, session_id, owner, project_id, key_id, self._clock.now())
+
+    def session_ids(self, owner: str | None, *, limit: int, offset: int) -> list[str]:
+        """Ids of sessions, newest first (search.py)."""
+        with self._database.read() as connection:
+            return search.session_ids(connection, owner, limit, offset)
+
+    def search_sessions(self, query: SessionQuery, owner: str | None) -> tuple[list[SessionSummary], bool]:
+        """Sessions that match, newest first, and whether there are more; NotFoundError for an unknown project."""
+        with self._database.read() as connection:
+            return search.search_sessions(connection, query, owner, self._clock.now())
 
     def expire_sessions(self, timeout: float) -> list[str]:
         """End sessions that sent neither heartbeat nor training request for `timeout` seconds; their ids."""
@@ -220,6 +239,11 @@ class Journal:
             expired, topics = sessions.expire_sessions(connection, self._ago(timeout), self._clock.now())
         self._bell.ring(*topics)
         return expired
+
+    def models_of(self, session_id: str) -> list[str]:
+        """Ids of the session's models, in any state."""
+        with self._database.read() as connection:
+            return sessions.models_of(connection, session_id)
 
     def live_models(self, session_id: str) -> list[str]:
         """Ids of the session's models that are being created or live."""
@@ -263,10 +287,12 @@ class Journal:
         with self._database.read() as connection:
             return checkpoint_rows.training_run(connection, run_id, owner, self._clock.now())
 
-    def training_runs(self, owner: str | None, *, limit: int, offset: int) -> Page[RunView]:
-        """Training runs, newest first."""
+    def training_runs(
+        self, owner: str | None, *, limit: int, offset: int, project_id: str | None = None
+    ) -> Page[RunView]:
+        """Training runs, newest first; of one project's sessions when project_id is given."""
         with self._database.read() as connection:
-            return checkpoint_rows.training_runs(connection, owner, limit, offset, self._clock.now())
+            return checkpoint_rows.training_runs(connection, owner, project_id, limit, offset, self._clock.now())
 
     def checkpoint(self, path: str, owner: str | None) -> CheckpointView:
         """The checkpoint at `path`, one's own or a public one; deleted and expired ones do not exist."""

@@ -13,7 +13,10 @@ from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType,
 
 @dataclass(frozen=True)
 class NewSession:
-    """A client's session, as create_session describes it."""
+    """A client's session, as create_session describes it. key_id: the key that made it, "" without keys.
+
+    owner is the tenant boundary; project_id is a label of the client's inside it.
+    """
 
     owner: str
     sdk_version: str
@@ -21,6 +24,7 @@ class NewSession:
     user_metadata: Mapping[str, object] = field(default_factory=dict)
     project_id: str | None = None
     display_name: str | None = None
+    key_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from backend.ids import new_id
+from backend.journal import audit
+from backend.journal.blame import what_failed
 from backend.journal.effects import end_samplers
 from backend.journal.kinds import TAKES_WORK, Kind, SamplerState, SessionState
 from backend.journal.records import NewSession
 from backend.journal.statements import IS_PENDING, get_owned, is_owned, locked_ids, missing
 from backend.journal.submitting import session_over
 from backend.journal.tables import Model, Request, Sampler, Session
-from backend.journal.views import SamplerView, sampler_view
+from backend.journal.views import SamplerView, SessionFailure, sampler_view
 
 _IS_ACTIVE = col(Session.state) == SessionState.ACTIVE
 _HEARTBEAT = (
@@ -51,13 +53,21 @@ def heartbeat(connection: sa.Connection, session_id: str, owner: str | None, now
 
 
 def end_session(
-    connection: sa.Connection, session_id: str, state: SessionState, detail: str | None, now: datetime
+    connection: sa.Connection,
+    session_id: str,
+    state: SessionState,
+    detail: str | None,
+    now: datetime,
+    *,
+    finish_reason: str | None = None,
+    failure: SessionFailure | None = None,
 ) -> list[str]:
     """End an active session and close its samplers; the bell's topics, none when it was over already."""
+    said = {"detail": detail, "finish_reason": finish_reason, "failure": None if failure is None else asdict(failure)}
     ended = connection.execute(
         sa.update(Session)
         .where(col(Session.id) == session_id, _IS_ACTIVE)
-        .values(state=state, detail=detail, ended_at=now)
+        .values(state=state, ended_at=now, **said)
         .returning(col(Session.id))
     ).first()
     if ended is None:
@@ -69,11 +79,26 @@ def end_session(
 
 
 def finish_session(
-    connection: sa.Connection, session_id: str, owner: str | None, detail: str | None, now: datetime
+    connection: sa.Connection, session_id: str, owner: str | None, reason: str, detail: str | None, now: datetime
 ) -> list[str]:
     """The client says that it is done; the bell's topics."""
     get_owned(connection, Session, session_id, owner)
-    return end_session(connection, session_id, SessionState.FINISHED, detail, now)
+    return end_session(connection, session_id, SessionState.FINISHED, detail, now, finish_reason=reason)
+
+
+def assign_project(
+    connection: sa.Connection, session_id: str, owner: str | None, project_id: str, key_id: str, now: datetime
+) -> None:
+    """Put a session under another label; what it used and stores counts there from now on. key_id: who asks."""
+    before = get_owned(connection, Session, session_id, owner)
+    connection.execute(sa.update(Session).where(col(Session.id) == session_id).values(project_id=project_id))
+    details = {
+        "session_id": session_id,
+        "project_id": project_id,
+        "previous_project_id": before.project_id,
+        "key_id": key_id,
+    }
+    audit.note(connection, now, owner=before.owner, event=audit.Event.PROJECT_SESSION_ASSIGNED, details=details)
 
 
 def expire_sessions(connection: sa.Connection, before: datetime, now: datetime) -> tuple[list[str], list[str]]:
@@ -84,8 +109,16 @@ def expire_sessions(connection: sa.Connection, before: datetime, now: datetime) 
     topics: list[str] = []
     for session_id in expired:
         why = f"no heartbeat since {before.isoformat(timespec='seconds')}"
-        topics += end_session(connection, session_id, SessionState.EXPIRED, why, now)
+        failure = what_failed(connection, session_id)
+        topics += end_session(connection, session_id, SessionState.EXPIRED, why, now, failure=failure)
     return expired, topics
+
+
+def models_of(connection: sa.Connection, session_id: str) -> list[str]:
+    """Ids of the session's models, in any state, oldest first."""
+    oldest = (col(Model.created_at), col(Model.id))
+    statement = sa.select(col(Model.id)).where(col(Model.session_id) == session_id).order_by(*oldest)
+    return list(connection.execute(statement).scalars())
 
 
 def live_models(connection: sa.Connection, session_id: str) -> list[str]:

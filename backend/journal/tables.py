@@ -100,10 +100,14 @@ class Session(Table, table=True):
     """A client's session: it owns models and samplers, and they end with it."""
 
     __tablename__ = "session"
-    __table_args__ = (sa.Index("ix_session_state_last_seen_at", "state", "last_seen_at"),)
+    __table_args__ = (
+        sa.Index("ix_session_state_last_seen_at", "state", "last_seen_at"),
+        sa.Index("ix_session_owner_created_at", "owner", "created_at"),
+    )
 
     id: str = Field(primary_key=True)
-    owner: str = Field(index=True)
+    owner: str
+    key_id: str
     tags: list[str] = Field(sa_type=sa.JSON)
     user_metadata: dict[str, object] = Field(sa_type=sa.JSON)
     sdk_version: str
@@ -111,6 +115,8 @@ class Session(Table, table=True):
     display_name: str | None = None
     state: str
     detail: str | None = None
+    finish_reason: str | None = None
+    failure: dict[str, str | None] | None = Field(default=None, sa_type=sa.JSON(none_as_null=True))
     created_at: datetime = Field(sa_type=UtcDateTime)
     last_seen_at: datetime = Field(sa_type=UtcDateTime)
     ended_at: datetime | None = Field(default=None, sa_type=UtcDateTime)

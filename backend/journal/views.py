@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import Row
 
@@ -17,11 +17,29 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class SessionFailure:
+    """What an expired session had failed at: a `training_run`, `sampling_session` or `request` with this id.
+
+    request_kind: the Kind of the request, None for the others. message: its error, or why it was lost.
+    """
+
+    category: Category
+    what: Literal["training_run", "sampling_session", "request"]
+    id: str
+    request_kind: str | None
+    message: str
+
+
+@dataclass(frozen=True)
 class SessionView:
-    """A session. detail: what the client said when it finished, or why it expired."""
+    """A session. finish_reason, detail: what the client said when it finished; or detail: why it expired.
+
+    failure: of expired sessions, None when nothing had failed. key_id: the key that made it, "" without keys.
+    """
 
     id: str
     owner: str
+    key_id: str
     tags: tuple[str, ...]
     user_metadata: Mapping[str, object]
     sdk_version: str
@@ -29,9 +47,25 @@ class SessionView:
     display_name: str | None
     state: SessionState
     detail: str | None
+    finish_reason: str | None
+    failure: SessionFailure | None
     created_at: datetime
     last_seen_at: datetime
     ended_at: datetime | None
+
+    @property
+    def project(self) -> str:
+        """The project it is in: its label, or its owner when it has none."""
+        return self.project_id or self.owner
+
+
+@dataclass(frozen=True)
+class SessionSummary:
+    """A session with how many checkpoints its runs have now, and their bytes."""
+
+    session: SessionView
+    checkpoints: int
+    stored_bytes: int
 
 
 @dataclass(frozen=True)
@@ -211,7 +245,9 @@ class Page(Generic[T]):
 # ------------------------------------------------------------------ rows to views
 def session_view(row: Row[Any]) -> SessionView:
     """A row of `session`."""
-    return SessionView(**{**_same(SessionView, row), "tags": tuple(row.tags), "state": SessionState(row.state)})
+    failure = None if row.failure is None else SessionFailure(**row.failure)
+    changed = {"tags": tuple(row.tags), "state": SessionState(row.state), "failure": failure}
+    return SessionView(**{**_same(SessionView, row), **changed})
 
 
 def model_view(row: Row[Any]) -> ModelView:

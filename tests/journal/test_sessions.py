@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from backend.errors import NotFoundError
-from backend.journal import ModelEnded, ModelState, NewSession, SamplerState, SessionState
+from backend.journal import (
+    ModelEnded,
+    ModelState,
+    NewSession,
+    SamplerState,
+    SessionFailure,
+    SessionQuery,
+    SessionState,
+)
 
 
 def test_a_session_keeps_what_its_client_said(scene, clock):
@@ -85,3 +93,76 @@ def test_a_heartbeat_is_one_statement(scene, statements):
     with statements() as made:
         scene.journal.heartbeat(session, "local")
     assert len(made) == 1
+
+
+def expired(scene, clock, session):
+    clock.advance(301)
+    assert scene.journal.expire_sessions(300) == [session]
+    return scene.journal.session(session, "local").failure
+
+
+def test_an_expired_session_failed_when_its_last_request_did(scene, clock):
+    session = scene.session()
+    model = scene.model(session)
+    scene.submit(model, 1, error="wrong")
+    scene.submit(model, 2)
+    sample = scene.sample(scene.sampler(session), 0)
+    clock.advance(1)
+    scene.execute(model)
+    (pending,) = scene.journal.pending_samples(1)
+    scene.journal.finish([pending.failed("no such token", "user")])
+    assert expired(scene, clock, session) == SessionFailure("user", "request", sample, "sample", "no such token")
+
+
+def test_what_failed_before_the_last_request_is_no_reason(scene, clock):
+    session = scene.session()
+    model = scene.model(session)
+    scene.submit(model, 1, error="wrong")
+    scene.submit(model, 2)
+    scene.execute(model)
+    assert expired(scene, clock, session) is None
+
+
+def test_a_lost_model_is_why_its_session_failed(scene, clock):
+    session = scene.session()
+    model = scene.model(session)
+    scene.submit(model, 1)
+    scene.journal.lose_models("the group died")
+    assert expired(scene, clock, session) == SessionFailure("server", "training_run", model, None, "the group died")
+
+
+def test_a_lost_sampler_is_why_its_session_failed(scene, clock):
+    session = scene.session()
+    sampler = scene.sampler(session, snapshot_id="s")
+    scene.journal.lose_models("the group died")
+    assert expired(scene, clock, session) == SessionFailure(
+        "server", "sampling_session", sampler, None, "the group died"
+    )
+
+
+def test_failed_and_cancelled_sessions_are_told_apart(scene, clock):
+    failed, silent = scene.session(), scene.session()
+    scene.submit(scene.model(failed), 1, error="wrong")
+    clock.advance(301)
+    scene.journal.expire_sessions(300)
+
+    def found(status):
+        sessions, more = scene.journal.search_sessions(SessionQuery(statuses=((status, None),)), "local")
+        assert not more
+        return [one.session.id for one in sessions]
+
+    assert (found("failed"), found("cancelled"), found("active")) == ([failed], [silent], [])
+
+
+def test_pages_of_sessions_made_at_once_do_not_overlap(scene):
+    made = {scene.session() for _ in range(5)}
+    pages = [scene.journal.session_ids("local", limit=2, offset=offset) for offset in (0, 2, 4)]
+    assert [len(page) for page in pages] == [2, 2, 1]
+    assert {one for page in pages for one in page} == made
+    found, after = [], None
+    for _ in range(3):
+        page, more = scene.journal.search_sessions(SessionQuery(limit=2, after=after), "local")
+        found += [one.session.id for one in page]
+        after = (page[-1].session.created_at, page[-1].session.id)
+    assert not more
+    assert found == [one for page in pages for one in page]

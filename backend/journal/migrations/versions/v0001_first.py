@@ -85,6 +85,7 @@ def upgrade() -> None:
         "session",
         sa.Column("id", sa.String(), nullable=False),
         sa.Column("owner", sa.String(), nullable=False),
+        sa.Column("key_id", sa.String(), nullable=False),
         sa.Column("tags", sa.JSON(), nullable=False),
         sa.Column("user_metadata", sa.JSON(), nullable=False),
         sa.Column("sdk_version", sa.String(), nullable=False),
@@ -92,12 +93,14 @@ def upgrade() -> None:
         sa.Column("display_name", sa.String(), nullable=True),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("detail", sa.String(), nullable=True),
+        sa.Column("finish_reason", sa.String(), nullable=True),
+        sa.Column("failure", sa.JSON(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("last_seen_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
         sa.PrimaryKeyConstraint("id", name="pk_session"),
     )
-    op.create_index("ix_session_owner", "session", ["owner"], unique=False)
+    op.create_index("ix_session_owner_created_at", "session", ["owner", "created_at"], unique=False)
     op.create_index("ix_session_state_last_seen_at", "session", ["state", "last_seen_at"], unique=False)
     op.create_table(
         "model",
