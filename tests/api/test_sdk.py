@@ -332,7 +332,7 @@ def test_close_ends_the_session(server: Any, engine: Any) -> None:
         model_id = service.create_lora_training_client(BASE, rank=8).result().get_info().model_id
     session = server.journal.session(model_id.split(":")[0], None)
     assert session.state == "finished"
-    assert session.detail == "success"
+    assert (session.finish_reason, session.detail) == ("success", None)
 
 
 def test_telemetry_is_accepted_and_a_fatal_error_is_not_delayed(
