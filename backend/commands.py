@@ -17,6 +17,7 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 LORA_ALPHA = 32.0
+Optimizer = Literal["adamw", "dimuon"]
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 # The config keys of each loss with their defaults: the public Tinker documentation's ("Loss Functions"). It gives none
 # for dro's beta; 0.05 is its example.
@@ -55,6 +56,17 @@ class Example:
     old_logprobs_TK: Float32 | None = None
     advantages_TK: Float32 | None = None
     flat: bool = True
+
+
+@dataclass(frozen=True)
+class StabilityInfo:
+    """What sampling records of a sequence for stable_reinforce: its tokens_T int32, and the logprobs_T float32 that
+    the sampling policy gave them. sequence_id is `<request_id>-<i>`.
+    """
+
+    sequence_id: str
+    tokens_T: Int32
+    logprobs_T: Float32
 
 
 @dataclass(frozen=True)

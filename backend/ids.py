@@ -26,6 +26,11 @@ def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
+def custom_loss_id(session_id: str, custom_loss_seq_id: int) -> str:
+    """`{session}:loss:{n}`."""
+    return f"{session_id}:loss:{custom_loss_seq_id}"
+
+
 def is_name(text: str) -> bool:
     """Whether `text` may name a checkpoint: see NAME_RULE (one path segment, no traversal)."""
     return _NAME.fullmatch(text) is not None

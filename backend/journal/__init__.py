@@ -22,6 +22,7 @@ from backend.journal.records import (
     Effect,
     ModelEnded,
     ModelLive,
+    NewCustomLoss,
     NewModel,
     NewRequest,
     NewSampler,
@@ -30,6 +31,7 @@ from backend.journal.records import (
     SamplerEnded,
     SamplerLoaded,
     SamplerOpened,
+    SequencesRecorded,
     StepMade,
 )
 from backend.journal.search import SessionQuery, SessionStatus, plain_metadata
@@ -68,6 +70,7 @@ __all__ = [
     "ModelLive",
     "ModelState",
     "ModelView",
+    "NewCustomLoss",
     "NewModel",
     "NewRequest",
     "NewSampler",
@@ -84,6 +87,7 @@ __all__ = [
     "SamplerOpened",
     "SamplerState",
     "SamplerView",
+    "SequencesRecorded",
     "SessionFailure",
     "SessionQuery",
     "SessionState",

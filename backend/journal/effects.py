@@ -10,7 +10,7 @@ from typing import assert_never
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal import audit
+from backend.journal import audit, stability
 from backend.journal.kinds import TAKES_WORK, ModelState, SamplerState
 from backend.journal.records import (
     CheckpointSaved,
@@ -21,6 +21,7 @@ from backend.journal.records import (
     SamplerEnded,
     SamplerLoaded,
     SamplerOpened,
+    SequencesRecorded,
     StepMade,
 )
 from backend.journal.statements import done, fail_pending, insert_if_absent, model_ended, sampler_ended
@@ -48,6 +49,8 @@ def apply(connection: sa.Connection, effect: Effect, now: datetime) -> list[str]
             return end_samplers(connection, [effect.sampler_id], effect.state, effect.detail, now)
         case CheckpointSaved():
             _checkpoint_saved(connection, effect, now)
+        case SequencesRecorded():
+            stability.record(connection, effect, now)
         case _:
             assert_never(effect)
     return []

@@ -12,8 +12,21 @@ from datetime import date, datetime, timedelta
 from typing import Self
 
 from backend.clock import Clock, SystemClock
+from backend.commands import StabilityInfo
 from backend.errors import Category
-from backend.journal import audit, finishing, queue, results, samplers, search, secrets, sessions, submitting
+from backend.journal import (
+    audit,
+    custom_losses,
+    finishing,
+    queue,
+    results,
+    samplers,
+    search,
+    secrets,
+    sessions,
+    stability,
+    submitting,
+)
 from backend.journal import base_models as base_model_rows
 from backend.journal import checkpoints as checkpoint_rows
 from backend.journal import keys as key_rows
@@ -21,7 +34,7 @@ from backend.journal.bell import Bell
 from backend.journal.database import Database
 from backend.journal.kinds import SessionState
 from backend.journal.migrate import check_revision
-from backend.journal.records import NewModel, NewRequest, NewSampler, NewSession, Outcome
+from backend.journal.records import NewCustomLoss, NewModel, NewRequest, NewSampler, NewSession, Outcome
 from backend.journal.search import SessionQuery
 from backend.journal.statements import get_owned
 from backend.journal.tables import Model, Sampler, Session
@@ -280,6 +293,25 @@ class Journal:
         """Those of the snapshots that no live sampler uses: they can be dropped."""
         with self._database.read() as connection:
             return samplers.unused_snapshots(connection, snapshot_ids)
+
+    # -------------------------------------------------------------- losses: custom_losses.py, stability.py
+    def submit_custom_loss(self, loss: NewCustomLoss) -> str:
+        """Store a traced loss and the request that it answers at once; the request's id, of a replay the first one's.
+
+        NotFoundError: unknown or foreign session. ConflictError: its number holds other content.
+        """
+        with self._database.write() as connection:
+            return custom_losses.submit(connection, loss, self._clock.now())
+
+    def custom_loss(self, loss_id: str, session_id: str) -> str:
+        """The definition (JSON) of a session's loss; NotFoundError also for those of other sessions."""
+        with self._database.read() as connection:
+            return custom_losses.definition(connection, loss_id, session_id)
+
+    def stability(self, session_id: str, sequence_ids: Collection[str]) -> dict[str, StabilityInfo]:
+        """What was recorded of a session's sampled sequences; NotFoundError names one of which nothing is."""
+        with self._database.write() as connection:
+            return stability.find(connection, session_id, sequence_ids, self._clock.now())
 
     # -------------------------------------------------------------- runs and checkpoints: checkpoints.py
     def training_run(self, run_id: str, owner: str | None) -> RunView:

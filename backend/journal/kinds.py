@@ -20,6 +20,7 @@ class Kind(StrEnum):
     LOAD_WEIGHTS = "load_weights"
     SAVE_FOR_SAMPLER = "save_for_sampler"
     SAMPLE = "sample"
+    CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered as it is stored: nothing executes it
     UNLOAD = "unload"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
+from backend.commands import Optimizer, StabilityInfo
 from backend.errors import Category
 from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState
 
@@ -39,6 +40,7 @@ class NewModel:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    optimizer: Optimizer = "adamw"
     seed: int | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,6 +80,23 @@ class NewRequest:
     seq_id: int | None = None
     error: str | None = None
     category: Category = "user"
+
+
+@dataclass(frozen=True)
+class NewCustomLoss:
+    """A loss that a client traced; its id is `{session_id}:loss:{n}` (backend.ids.custom_loss_id).
+
+    definition: its inputs and graph as JSON text, checked already; error: what was wrong with it, as in NewRequest.
+    """
+
+    session_id: str
+    owner: str
+    seq_id: int
+    name: str
+    definition: str
+    payload: bytes
+    content_hash: str
+    error: str | None = None
 
 
 # ------------------------------------------------------------------ effects: row changes made with an outcome
@@ -155,9 +174,27 @@ class CheckpointSaved:
     size_bytes: int
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     expires_at: datetime | None = None
+    optimizer: Optimizer = "adamw"
 
 
-Effect = ModelLive | ModelEnded | StepMade | SamplerOpened | SamplerLoaded | SamplerEnded | CheckpointSaved
+@dataclass(frozen=True)
+class SequencesRecorded:
+    """Sampled sequences of a session that stable_reinforce may be trained on (record_stability_info)."""
+
+    session_id: str
+    sequences: tuple[StabilityInfo, ...]
+
+
+Effect = (
+    ModelLive
+    | ModelEnded
+    | StepMade
+    | SamplerOpened
+    | SamplerLoaded
+    | SamplerEnded
+    | CheckpointSaved
+    | SequencesRecorded
+)
 
 
 @dataclass(frozen=True)

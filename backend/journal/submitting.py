@@ -68,6 +68,7 @@ def submit_new_model(connection: sa.Connection, model: NewModel, request: NewReq
             "train_attn": model.train_attn,
             "train_mlp": model.train_mlp,
             "train_unembed": model.train_unembed,
+            "optimizer": model.optimizer,
             "seed": model.seed,
             "user_metadata": dict(model.user_metadata),
             "state": ModelState.CREATING if failure is None else ModelState.FAILED,

@@ -136,6 +136,7 @@ class Model(Table, table=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    optimizer: str
     seed: int | None = Field(default=None, sa_type=sa.BigInteger)
     user_metadata: dict[str, str] = Field(sa_type=sa.JSON)
     state: str
@@ -238,6 +239,7 @@ class Checkpoint(Table, table=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    optimizer: str
     step: int
     size_bytes: int = Field(sa_type=sa.BigInteger)
     user_metadata: dict[str, str] = Field(sa_type=sa.JSON)
@@ -245,3 +247,31 @@ class Checkpoint(Table, table=True):
     expires_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     public: bool
     deleted_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+
+
+class CustomLoss(Table, table=True):
+    """A loss that a client traced and sent; `definition`: its inputs and graph as JSON, None if they were refused."""
+
+    __tablename__ = "custom_loss"
+    __table_args__ = (sa.UniqueConstraint("session_id", "seq_id"),)
+
+    id: str = Field(primary_key=True)
+    session_id: str = Field(foreign_key="session.id")
+    owner: str
+    seq_id: int
+    request_id: str
+    name: str
+    definition: str | None = None
+    created_at: datetime = Field(sa_type=UtcDateTime)
+
+
+class StabilityRow(Table, table=True):
+    """What was recorded of a sampled sequence for stable_reinforce: int32 tokens, float32 logprobs."""
+
+    __tablename__ = "stability_info"
+
+    sequence_id: str = Field(primary_key=True)
+    session_id: str = Field(foreign_key="session.id", index=True)
+    used_at: datetime = Field(sa_type=UtcDateTime, index=True)
+    tokens: bytes
+    logprobs: bytes

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import Row
 
+from backend.commands import Optimizer
 from backend.errors import Category, TinkerflowError
 from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, SessionState
 from backend.journal.records import Effect, Outcome
@@ -80,6 +81,7 @@ class ModelView:
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    optimizer: Optimizer
     seed: int | None
     user_metadata: Mapping[str, str]
     state: ModelState
@@ -119,6 +121,7 @@ class CheckpointView:
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    optimizer: Optimizer
     step: int
     size_bytes: int
     user_metadata: Mapping[str, str]

@@ -61,6 +61,7 @@ def upgrade() -> None:
         sa.Column("train_attn", sa.Boolean(), nullable=False),
         sa.Column("train_mlp", sa.Boolean(), nullable=False),
         sa.Column("train_unembed", sa.Boolean(), nullable=False),
+        sa.Column("optimizer", sa.String(), nullable=False),
         sa.Column("step", sa.Integer(), nullable=False),
         sa.Column("size_bytes", sa.BigInteger(), nullable=False),
         sa.Column("user_metadata", sa.JSON(), nullable=False),
@@ -112,6 +113,7 @@ def upgrade() -> None:
         sa.Column("train_attn", sa.Boolean(), nullable=False),
         sa.Column("train_mlp", sa.Boolean(), nullable=False),
         sa.Column("train_unembed", sa.Boolean(), nullable=False),
+        sa.Column("optimizer", sa.String(), nullable=False),
         sa.Column("seed", sa.BigInteger(), nullable=True),
         sa.Column("user_metadata", sa.JSON(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
@@ -195,3 +197,29 @@ def upgrade() -> None:
         sqlite_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
         postgresql_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
     )
+    op.create_table(
+        "custom_loss",
+        sa.Column("id", sa.String(), nullable=False),
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("owner", sa.String(), nullable=False),
+        sa.Column("seq_id", sa.Integer(), nullable=False),
+        sa.Column("request_id", sa.String(), nullable=False),
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("definition", sa.String(), nullable=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_custom_loss_session_id"),
+        sa.PrimaryKeyConstraint("id", name="pk_custom_loss"),
+        sa.UniqueConstraint("session_id", "seq_id", name="uq_custom_loss_session_id_seq_id"),
+    )
+    op.create_table(
+        "stability_info",
+        sa.Column("sequence_id", sa.String(), nullable=False),
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("used_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("tokens", sa.LargeBinary(), nullable=False),
+        sa.Column("logprobs", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_stability_info_session_id"),
+        sa.PrimaryKeyConstraint("sequence_id", name="pk_stability_info"),
+    )
+    op.create_index("ix_stability_info_session_id", "stability_info", ["session_id"], unique=False)
+    op.create_index("ix_stability_info_used_at", "stability_info", ["used_at"], unique=False)
