@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-CheckpointType = Literal["training", "sampler"]
+CheckpointType = Literal["training", "sampler", "external"]
 
 
 class Wire(BaseModel):

@@ -12,6 +12,7 @@ from backend.commands import Done, DropSnapshot
 from backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
 from backend.journal import Journal, ModelEnded, ModelState
 from backend.settings import Settings
+from flows.expiry import delete_checkpoints
 from flows.groups import ServedModel
 from flows.lane import Lane, Shared
 from flows.training_run import serve_model
@@ -157,7 +158,8 @@ class Dispatcher:
                 for model in self._served.values():
                     await model.sampling.cancel_ended()
                     await self._drop_snapshots(model)
-                await self._delete_expired()
+                store = next(iter(self._served.values())).runtime.store  # all of them have the same one
+                await asyncio.to_thread(delete_checkpoints, self._journal, store)
             except (TinkerflowError, OperationalError):
                 log.warning("a sweep failed; the next one is in %.0f s", SWEEP_SECONDS, exc_info=True)
             try:
@@ -187,10 +189,3 @@ class Dispatcher:
                 await model.runtime.send(DropSnapshot(snapshot_id), Done)
             except GroupFailedError:
                 return  # all of them went with the group
-
-    async def _delete_expired(self) -> None:
-        for checkpoint in await asyncio.to_thread(self._journal.expired_checkpoints):
-            store = next(iter(self._served.values())).runtime.store
-            await asyncio.to_thread(store.delete, checkpoint.path)
-            await asyncio.to_thread(self._journal.delete_checkpoint, checkpoint.path, None)
-            log.info("checkpoint %s expired and was deleted", checkpoint.path)

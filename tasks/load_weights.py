@@ -21,7 +21,7 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
     async with turn:
         model, state = await asyncio.gather(
             runtime.read(runtime.journal.model, model_id, None),
-            load(runtime, request.owner, wanted.path, optimizer=wanted.optimizer),
+            load(runtime, request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access),
         )
         if state.spec != spec_of(model):
             raise UserError(f"path {wanted.path!r}: it holds {state.spec}, but model {model_id} has {spec_of(model)}")
@@ -35,7 +35,7 @@ async def execute_create(runtime: Runtime, request: Pending, turn: Turn) -> Outc
     wanted = decode_load_model(request.payload)
     model_id = str(request.model_id)
     async with turn:
-        state = await load(runtime, request.owner, wanted.path, optimizer=wanted.optimizer)
+        state = await load(runtime, request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)
         reply = runtime.send(ImportAdapter(model_id, state), Done)
     await reply
     spec = state.spec
@@ -43,12 +43,12 @@ async def execute_create(runtime: Runtime, request: Pending, turn: Turn) -> Outc
     return request.done(encode_loaded(model_id, wanted.path), "json", live)
 
 
-async def load(runtime: Runtime, owner: str, path: str, *, optimizer: bool) -> AdapterState:
-    """A checkpoint's state, if `owner` may read it and it fits the base model.
+async def load(runtime: Runtime, owner: str, path: str, *, optimizer: bool, access: str | None = None) -> AdapterState:
+    """A checkpoint's state, if `owner` may read it (or has a token for it, whose hash is `access`) and it fits.
 
     Without `optimizer` its moments are left out and its step is 0: the optimizer starts fresh.
     """
-    row = await runtime.read(runtime.journal.checkpoint, path, owner)
+    row = await runtime.read(runtime.journal.checkpoint, path, owner, access=access)
     if row.base_model != runtime.card.name:
         raise UserError(f"path {path!r}: it belongs to base model {row.base_model!r}, not {runtime.card.name!r}")
     try:

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from backend.errors import StateLostError, TinkerflowError
 from backend.journal import Effect, Kind, ModelEnded, ModelState, Outcome, Pending, SamplerLoaded, SamplerOpened
-from tasks import create_model, forward, load_weights, optim_step, save_weights, save_weights_for_sampler, unload
+from tasks import (
+    create_model,
+    forward,
+    load_weights,
+    optim_step,
+    save_weights,
+    save_weights_external,
+    save_weights_for_sampler,
+    unload,
+)
 from tasks.runtime import Runtime
 from tasks.turns import Turn
 
@@ -26,6 +35,7 @@ EXECUTE: dict[Kind, Execute] = {
     Kind.SAVE_WEIGHTS: save_weights.execute,
     Kind.LOAD_WEIGHTS: load_weights.execute,
     Kind.SAVE_FOR_SAMPLER: save_weights_for_sampler.execute,
+    Kind.SAVE_EXTERNAL: save_weights_external.execute,
     Kind.UNLOAD: unload.execute,
 }
 

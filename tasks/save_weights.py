@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 
 from backend.commands import AdapterState, ExportAdapter
 from backend.journal import CheckpointKind, CheckpointSaved, Outcome, Pending
-from backend.store import CheckpointMeta, Saved
+from backend.store import CheckpointMeta, CheckpointPath, Saved
 from backend.wire import decode_save_weights, encode_saved
 from tasks.runtime import Runtime
 from tasks.turns import Turn
@@ -42,23 +43,32 @@ async def save(
     state: AdapterState,
     *,
     ttl_seconds: int | None,
-    user_metadata: Mapping[str, str],
+    user_metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
+    recipients: Sequence[str] = (),
 ) -> CheckpointSaved:
-    """Commit `state` to the store under the request's model; the row that goes with it."""
+    """Commit `state` to the store under the request's model; the row that goes with it.
+
+    A name whose checkpoint was deleted or expired is free, whether or not its files are gone by now. recipients: who
+    can read an export.
+    """
+    run_id = str(request.model_id)
     expires = None if ttl_seconds is None else runtime.clock.now() + timedelta(seconds=ttl_seconds)
     meta = CheckpointMeta(
         base_model=runtime.card.name,
         owner=request.owner,
-        user_metadata=user_metadata,
+        user_metadata=user_metadata or {},
         expires_at=expires,
         request_id=request.id,
         generation=runtime.pool.generation,
     )
-    saved = await asyncio.to_thread(
-        runtime.store.save, str(request.model_id), kind, name, state, meta, overwrite=overwrite
-    )
-    return _row(saved)
+    path = str(CheckpointPath(run_id, kind, name))
+    over = overwrite or await runtime.read(runtime.journal.checkpoint_is_gone, path)
+    if kind is CheckpointKind.EXTERNAL_WEIGHTS:
+        write = partial(runtime.store.export, run_id, name, state, meta, recipients=recipients, overwrite=over)
+    else:
+        write = partial(runtime.store.save, run_id, kind, name, state, meta, overwrite=over)
+    return _row(await asyncio.to_thread(write))
 
 
 def _row(saved: Saved) -> CheckpointSaved:
@@ -77,4 +87,5 @@ def _row(saved: Saved) -> CheckpointSaved:
         size_bytes=saved.size_bytes,
         user_metadata=saved.meta.user_metadata,
         expires_at=saved.meta.expires_at,
+        attempt=saved.attempt,
     )

@@ -12,7 +12,7 @@ from api.models import CreateSamplingSession, Sampler, SamplingSessionCreated
 from api.submit import accepted, content_hash
 from backend.errors import NotFoundError, UserError
 from backend.ids import sampler_id
-from backend.journal import Journal, Kind, NewRequest, NewSampler
+from backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
 from backend.wire import Fields, num_samples, with_seed
 
 router = APIRouter()
@@ -58,6 +58,8 @@ def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
     base_model = body.base_model
     if body.model_path is not None:
         saved = journal.checkpoint(body.model_path, owner)
+        if saved.kind is CheckpointKind.EXTERNAL_WEIGHTS:
+            raise UserError(f"model_path is {body.model_path!r}: external weights are for downloads, not for sampling")
         base_model = base_model or saved.base_model
         if base_model != saved.base_model:
             raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")

@@ -17,7 +17,7 @@ from api.submit import accepted, content_hash, submit_for_model
 from backend.commands import LoraSpec
 from backend.errors import NotFoundError, UserError
 from backend.ids import model_id
-from backend.journal import Journal, Kind, NewModel, NewRequest
+from backend.journal import Journal, Kind, NewModel, NewRequest, access_hash
 from backend.model_card import ModelCard
 from backend.wire import (
     Fields,
@@ -26,6 +26,7 @@ from backend.wire import (
     decode_load_weights,
     decode_optim_step,
     forward_backward_header,
+    hash_token,
 )
 from backend.wire.operations import MAX_SEQ
 
@@ -75,7 +76,7 @@ async def create_model(call: Authorised) -> Response:
 @router.post("/load_weights")
 async def load_weights(call: Authorised) -> Response:
     """With session_id, make a model from a checkpoint (the client works out its id); with model_id, load into that."""
-    body = await call.body()
+    body = hash_token(await call.body(), access_hash)
     if Fields.parse(body).has("session_id"):
         return await asyncio.to_thread(_create, call, body, Kind.LOAD_MODEL)
     return await asyncio.to_thread(submit_for_model, call, Kind.LOAD_WEIGHTS, body, decode_load_weights)
@@ -139,7 +140,7 @@ def _fresh(journal: Journal, owner: str, body: bytes) -> _Wanted:
 
 def _from_checkpoint(journal: Journal, owner: str, body: bytes) -> _Wanted:
     asked = decode_load_model(body)
-    saved = journal.checkpoint(asked.path, owner)
+    saved = journal.checkpoint(asked.path, owner, access=asked.access)
     spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed)
     return _Wanted(asked.base_model or saved.base_model, spec, asked.user_metadata)
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from api.deps import Authorised
-from api.models import Checkpoint, Checkpoints, Cursor, WeightsInfo, WeightsPath
+from api.models import Checkpoint, Checkpoints, CheckpointType, Cursor, WeightsInfo, WeightsPath
 from api.submit import submit_for_model
-from backend.errors import StoreError
+from backend.errors import UserError
 from backend.journal import CheckpointKind, CheckpointView, Kind
 from backend.store import CheckpointPath
-from backend.wire import decode_save_for_sampler, decode_save_weights
+from backend.wire import Fields, decode_save_external, decode_save_for_sampler, decode_save_weights, ttl_seconds
 
-log = logging.getLogger(__name__)
 router = APIRouter()
 
 # A retried unnamed save comes with a new number, and is the same save all the same (PROTOCOL.md 3.2).
 _RENUMBERED = ("sampling_session_seq_id",)
+_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_TYPES: dict[CheckpointKind, CheckpointType] = {
+    CheckpointKind.WEIGHTS: "training",
+    CheckpointKind.SAMPLER_WEIGHTS: "sampler",
+    CheckpointKind.EXTERNAL_WEIGHTS: "external",
+}
 
 
 @router.post("/save_weights")
@@ -37,6 +41,12 @@ async def save_weights_for_sampler(call: Authorised) -> Response:
     return await asyncio.to_thread(
         submit_for_model, call, Kind.SAVE_FOR_SAMPLER, body, decode_save_for_sampler, not_content=_RENUMBERED
     )
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(call: Authorised) -> Response:
+    """Store an export of the weights, to be downloaded."""
+    return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_EXTERNAL, await call.body(), decode_save_external)
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)
@@ -60,16 +70,31 @@ async def run_checkpoints(run_id: str, call: Authorised) -> Checkpoints:
     return Checkpoints(checkpoints=[checkpoint(row) for row in page.rows])
 
 
-@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
+@router.delete(f"{_ONE}", status_code=204)
 async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Delete a checkpoint: its row first, so that nobody loads what is half gone, then its files."""
-    path = str(CheckpointPath(run_id, kind, name))
-    await asyncio.to_thread(call.journal.delete_checkpoint, path, call.owner)
-    try:
-        await asyncio.to_thread(call.services.store.delete, path)
-    except StoreError:
-        # For every client it is gone; only its files still take room.
-        log.exception("checkpoint %s is deleted, but its files stay", path)
+    """Delete a checkpoint: from now on nobody can read it. The engine removes its files within seconds."""
+    await asyncio.to_thread(call.journal.delete_checkpoint, _path(run_id, kind, name), call.owner)
+
+
+@router.post(f"{_ONE}/publish", status_code=204)
+async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
+    """Let all keys read a checkpoint. Repeating is fine: the SDK would retry a 409 for minutes."""
+    await asyncio.to_thread(call.journal.publish, _path(run_id, kind, name), call.owner)
+
+
+@router.delete(f"{_ONE}/publish", status_code=204)
+async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
+    """Let a checkpoint's own project alone read it again. Repeating is fine."""
+    await asyncio.to_thread(call.journal.publish, _path(run_id, kind, name), call.owner, False)
+
+
+@router.put(f"{_ONE}/ttl", status_code=204)
+async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
+    """Let a checkpoint expire `ttl_seconds` from now; null: never."""
+    body = Fields.parse(await call.body())
+    if not body.present("ttl_seconds"):
+        raise UserError("ttl_seconds is absent: must be a number of seconds, or null for never")
+    await asyncio.to_thread(call.journal.set_ttl, _path(run_id, kind, name), call.owner, ttl_seconds(body))
 
 
 @router.post("/weights_info")
@@ -90,7 +115,7 @@ def checkpoint(row: CheckpointView) -> Checkpoint:
     """A checkpoint as clients see it."""
     return Checkpoint(
         checkpoint_id=f"{row.kind}/{row.name}",
-        checkpoint_type="training" if row.kind is CheckpointKind.WEIGHTS else "sampler",
+        checkpoint_type=_TYPES[row.kind],
         time=row.created_at,
         tinker_path=row.path,
         size_bytes=row.size_bytes,
@@ -98,3 +123,7 @@ def checkpoint(row: CheckpointView) -> Checkpoint:
         user_metadata=dict(row.user_metadata),
         expires_at=row.expires_at,
     )
+
+
+def _path(run_id: str, kind: CheckpointKind, name: str) -> str:
+    return str(CheckpointPath(run_id, kind, name))

@@ -19,6 +19,7 @@ from backend.journal.kinds import (
 from backend.journal.migrate import migrate
 from backend.journal.records import (
     CheckpointSaved,
+    CopyMade,
     Effect,
     ModelEnded,
     ModelLive,
@@ -35,6 +36,7 @@ from backend.journal.records import (
     StepMade,
 )
 from backend.journal.search import SessionQuery, SessionStatus, plain_metadata
+from backend.journal.shares import access_hash
 from backend.journal.views import (
     AuditView,
     BaseModelView,
@@ -50,6 +52,7 @@ from backend.journal.views import (
     SessionFailure,
     SessionSummary,
     SessionView,
+    ShareView,
 )
 from backend.journal.waiters import Waiters
 
@@ -60,6 +63,7 @@ __all__ = [
     "CheckpointKind",
     "CheckpointSaved",
     "CheckpointView",
+    "CopyMade",
     "Effect",
     "Event",
     "Gap",
@@ -94,8 +98,10 @@ __all__ = [
     "SessionStatus",
     "SessionSummary",
     "SessionView",
+    "ShareView",
     "StepMade",
     "Waiters",
+    "access_hash",
     "migrate",
     "plain_metadata",
 ]

@@ -1,4 +1,4 @@
-"""Checkpoints and the training runs they come from, as their owners see them."""
+"""Checkpoints and the training runs they come from, as their readers see them; `keeping` changes them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,33 @@ from sqlmodel import col
 from backend.errors import NotFoundError
 from backend.journal.kinds import CheckpointKind
 from backend.journal.search import PROJECT
+from backend.journal.shares import opens
 from backend.journal.statements import get_owned, owned_by
 from backend.journal.tables import Checkpoint, Model, Session
 from backend.journal.views import CheckpointView, Page, RunView, checkpoint_view, model_view
 
-_EXISTS = col(Checkpoint.deleted_at).is_(None)
+
+def exists(now: datetime) -> sa.ColumnElement[bool]:
+    """The filter for checkpoints that are neither deleted nor past their time: for clients there are no others."""
+    due = col(Checkpoint.expires_at)
+    return sa.and_(col(Checkpoint.deleted_at).is_(None), sa.or_(due.is_(None), due > now))
 
 
-def checkpoint(connection: sa.Connection, path: str, owner: str | None, now: datetime) -> CheckpointView:
-    """The checkpoint at `path`: one's own, or a public one. Deleted and expired ones do not exist."""
+def missing(path: str) -> NotFoundError:
+    """The one error for checkpoints that do not exist, expired ones, and those of others."""
+    return NotFoundError(f"checkpoint {path!r} does not exist")
+
+
+def checkpoint(
+    connection: sa.Connection, path: str, owner: str | None, access: str | None, now: datetime
+) -> CheckpointView:
+    """The checkpoint at `path`: one's own, a public one, or one that the token behind the hash `access` opens."""
     mine = sa.and_(sa.true(), *owned_by(Checkpoint, owner))
-    visible = (_EXISTS, _unexpired(now), sa.or_(mine, col(Checkpoint.public).is_(True)))
-    row = connection.execute(sa.select(Checkpoint).where(col(Checkpoint.path) == path, *visible)).one_or_none()
+    readable = [mine, col(Checkpoint.public).is_(True)] + ([] if access is None else [opens(access, now)])
+    where = (col(Checkpoint.path) == path, exists(now), sa.or_(*readable))
+    row = connection.execute(sa.select(Checkpoint).where(*where)).one_or_none()
     if row is None:
-        raise NotFoundError(f"checkpoint {path!r} does not exist")
+        raise missing(path)
     return checkpoint_view(row)
 
 
@@ -33,7 +46,7 @@ def checkpoints(
     connection: sa.Connection, owner: str | None, run_id: str | None, *, limit: int, offset: int, now: datetime
 ) -> Page[CheckpointView]:
     """An owner's checkpoints, newest first; with run_id those of one run. Three statements at most."""
-    where = [_EXISTS, _unexpired(now), *owned_by(Checkpoint, owner)]
+    where = [exists(now), *owned_by(Checkpoint, owner)]
     if run_id is not None:
         get_owned(connection, Model, run_id, owner)
         where.append(col(Checkpoint.run_id) == run_id)
@@ -41,26 +54,6 @@ def checkpoints(
     newest = (col(Checkpoint.created_at).desc(), col(Checkpoint.path))
     rows = connection.execute(sa.select(Checkpoint).where(*where).order_by(*newest).limit(limit).offset(offset))
     return Page(tuple(checkpoint_view(row) for row in rows), total)
-
-
-def delete_checkpoint(connection: sa.Connection, path: str, owner: str | None, now: datetime) -> CheckpointView:
-    """Mark an owner's checkpoint as deleted, and return what it was."""
-    row = connection.execute(
-        sa.update(Checkpoint)
-        .where(col(Checkpoint.path) == path, _EXISTS, *owned_by(Checkpoint, owner))
-        .values(deleted_at=now)
-        .returning(*sa.inspect(Checkpoint).local_table.columns)
-    ).one_or_none()
-    if row is None:
-        raise NotFoundError(f"checkpoint {path!r} does not exist")
-    return checkpoint_view(row)
-
-
-def expired_checkpoints(connection: sa.Connection, now: datetime, limit: int) -> list[CheckpointView]:
-    """Checkpoints past their time that nobody deleted yet, the longest expired first."""
-    due = col(Checkpoint.expires_at)
-    statement = sa.select(Checkpoint).where(_EXISTS, due <= now).order_by(due, col(Checkpoint.path)).limit(limit)
-    return [checkpoint_view(row) for row in connection.execute(statement)]
 
 
 def training_run(connection: sa.Connection, run_id: str, owner: str | None, now: datetime) -> RunView:
@@ -94,7 +87,7 @@ def _with_checkpoints(connection: sa.Connection, models: Sequence[sa.Row[Any]], 
             )
             .label("age"),
         )
-        .where(col(Checkpoint.run_id).in_(ids), _EXISTS, _unexpired(now))
+        .where(col(Checkpoint.run_id).in_(ids), exists(now))
         .subquery()
     )
     newest = sa.select(Checkpoint).join(ranked, ranked.c.path == col(Checkpoint.path)).where(ranked.c.age == 1)
@@ -107,8 +100,3 @@ def _with_checkpoints(connection: sa.Connection, models: Sequence[sa.Row[Any]], 
         )
         for row in models
     ]
-
-
-def _unexpired(now: datetime) -> sa.ColumnElement[bool]:
-    due = col(Checkpoint.expires_at)
-    return sa.or_(due.is_(None), due > now)

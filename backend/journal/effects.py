@@ -48,7 +48,8 @@ def apply(connection: sa.Connection, effect: Effect, now: datetime) -> list[str]
         case SamplerEnded():
             return end_samplers(connection, [effect.sampler_id], effect.state, effect.detail, now)
         case CheckpointSaved():
-            _checkpoint_saved(connection, effect, now)
+            checkpoint_row(connection, effect, now)
+            _note_saved(connection, effect, now)
         case SequencesRecorded():
             stability.record(connection, effect, now)
         case _:
@@ -113,16 +114,21 @@ def _model_live(connection: sa.Connection, effect: ModelLive) -> None:
     )
 
 
-def _checkpoint_saved(connection: sa.Connection, effect: CheckpointSaved, now: datetime) -> None:
+def checkpoint_row(connection: sa.Connection, saved: CheckpointSaved, now: datetime) -> None:
+    """Write the row of a committed checkpoint, over that of an earlier one of its path: what that had set is gone."""
     values = {
-        **asdict(effect),
-        "user_metadata": dict(effect.user_metadata),
+        **asdict(saved),
+        "user_metadata": dict(saved.user_metadata),
         "created_at": now,
         "public": False,
         "deleted_at": None,
+        "purged_at": None,
     }
     if not insert_if_absent(connection, Checkpoint, values):
-        connection.execute(sa.update(Checkpoint).where(col(Checkpoint.path) == effect.path).values(**values))
+        connection.execute(sa.update(Checkpoint).where(col(Checkpoint.path) == saved.path).values(**values))
+
+
+def _note_saved(connection: sa.Connection, effect: CheckpointSaved, now: datetime) -> None:
     details = {"kind": effect.kind, "step": effect.step, "size_bytes": effect.size_bytes}
     audit.note(
         connection,

@@ -18,12 +18,14 @@ from backend.journal import (
     audit,
     custom_losses,
     finishing,
+    keeping,
     queue,
     results,
     samplers,
     search,
     secrets,
     sessions,
+    shares,
     stability,
     submitting,
 )
@@ -34,7 +36,7 @@ from backend.journal.bell import Bell
 from backend.journal.database import Database
 from backend.journal.kinds import SessionState
 from backend.journal.migrate import check_revision
-from backend.journal.records import NewCustomLoss, NewModel, NewRequest, NewSampler, NewSession, Outcome
+from backend.journal.records import CopyMade, NewCustomLoss, NewModel, NewRequest, NewSampler, NewSession, Outcome
 from backend.journal.search import SessionQuery
 from backend.journal.statements import get_owned
 from backend.journal.tables import Model, Sampler, Session
@@ -52,6 +54,7 @@ from backend.journal.views import (
     SamplerView,
     SessionSummary,
     SessionView,
+    ShareView,
     model_view,
     sampler_view,
     session_view,
@@ -326,10 +329,13 @@ class Journal:
         with self._database.read() as connection:
             return checkpoint_rows.training_runs(connection, owner, project_id, limit, offset, self._clock.now())
 
-    def checkpoint(self, path: str, owner: str | None) -> CheckpointView:
-        """The checkpoint at `path`, one's own or a public one; deleted and expired ones do not exist."""
+    def checkpoint(self, path: str, owner: str | None, *, access: str | None = None) -> CheckpointView:
+        """The checkpoint at `path`: one's own, a public one, or one that the token with the hash `access` opens.
+
+        Deleted and expired ones do not exist.
+        """
         with self._database.read() as connection:
-            return checkpoint_rows.checkpoint(connection, path, owner, self._clock.now())
+            return checkpoint_rows.checkpoint(connection, path, owner, access, self._clock.now())
 
     def checkpoints(
         self, owner: str | None, *, run_id: str | None = None, limit: int = 100, offset: int = 0
@@ -339,15 +345,66 @@ class Journal:
         with self._database.read() as connection:
             return checkpoint_rows.checkpoints(connection, owner, run_id, limit=limit, offset=offset, now=now)
 
+    # -------------------------------------------------------------- what becomes of them: keeping.py, shares.py
     def delete_checkpoint(self, path: str, owner: str | None) -> CheckpointView:
-        """Mark a checkpoint as deleted; what it was. The files are the caller's to delete."""
+        """Mark a checkpoint as deleted; what it was. Its files are for whoever asks for the `unpurged`."""
         with self._database.write() as connection:
-            return checkpoint_rows.delete_checkpoint(connection, path, owner, self._clock.now())
+            return keeping.delete_checkpoint(connection, path, owner, self._clock.now())
 
-    def expired_checkpoints(self, limit: int = 100) -> list[CheckpointView]:
-        """Checkpoints past their time that are not deleted yet."""
+    def publish(self, path: str, owner: str | None, public: bool = True) -> CheckpointView:
+        """Let all keys read a checkpoint, or (public false) its owner's alone again. Repeating changes nothing."""
+        with self._database.write() as connection:
+            return keeping.publish(connection, path, owner, public, self._clock.now())
+
+    def set_ttl(self, path: str, owner: str | None, seconds: float | None) -> CheckpointView:
+        """Let a checkpoint expire so many seconds from now, None: never."""
+        now = self._clock.now()
+        expires_at = None if seconds is None else now + timedelta(seconds=seconds)
+        with self._database.write() as connection:
+            return keeping.set_expiry(connection, path, owner, expires_at, now)
+
+    def delete_expired_checkpoints(self, limit: int = 100) -> list[str]:
+        """Mark at most `limit` checkpoints past their time as deleted; their paths."""
+        with self._database.write() as connection:
+            return keeping.delete_expired(connection, self._clock.now(), limit)
+
+    def unpurged_checkpoints(self, limit: int = 100) -> list[tuple[str, str]]:
+        """(path, attempt) of deleted checkpoints whose files may still be in the store."""
         with self._database.read() as connection:
-            return checkpoint_rows.expired_checkpoints(connection, self._clock.now(), limit)
+            return keeping.unpurged(connection, limit)
+
+    def checkpoint_purged(self, path: str, attempt: str) -> None:
+        """Note that the files of a deleted checkpoint are gone."""
+        with self._database.write() as connection:
+            keeping.purged(connection, path, attempt, self._clock.now())
+
+    def checkpoint_is_gone(self, path: str) -> bool:
+        """Whether there was a checkpoint at `path` which was deleted or expired: its name may be used again."""
+        with self._database.read() as connection:
+            return keeping.is_free(connection, path, self._clock.now())
+
+    def record_copy(self, copy: CopyMade) -> str:
+        """Make the rows of a copied checkpoint, in a run and session made for it; its path. Repeating is fine."""
+        with self._database.write() as connection:
+            return keeping.record_copy(connection, copy, self._clock.now())
+
+    def share_checkpoint(self, path: str, owner: str | None, seconds: float | None = None) -> tuple[ShareView, str]:
+        """Make a token that opens a checkpoint for so many seconds, None: until revoked; it is never shown again."""
+        now = self._clock.now()
+        expires_at = None if seconds is None else now + timedelta(seconds=seconds)
+        with self._database.write() as connection:
+            found = checkpoint_rows.checkpoint(connection, path, owner, None, now)
+            return shares.share(connection, found, expires_at, now)
+
+    def shares(self, path: str | None = None) -> list[ShareView]:
+        """The tokens of a checkpoint, or all; useless ones too, oldest first."""
+        with self._database.read() as connection:
+            return shares.shares(connection, path)
+
+    def unshare(self, share_id: str) -> ShareView:
+        """Make a token useless from now on."""
+        with self._database.write() as connection:
+            return shares.unshare(connection, share_id, self._clock.now())
 
     # -------------------------------------------------------------- keys: keys.py; base models: base_models.py
     def create_key(self, name: str, project: str, *, admin: bool = False) -> tuple[KeyView, str]:

@@ -19,6 +19,7 @@ class Kind(StrEnum):
     SAVE_WEIGHTS = "save_weights"
     LOAD_WEIGHTS = "load_weights"
     SAVE_FOR_SAMPLER = "save_for_sampler"
+    SAVE_EXTERNAL = "save_weights_external"
     SAMPLE = "sample"
     CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered as it is stored: nothing executes it
     UNLOAD = "unload"
@@ -62,7 +63,8 @@ class SamplerState(StrEnum):
 
 
 class CheckpointKind(StrEnum):
-    """The path segment of a checkpoint: training state, or weights for sampling."""
+    """The path segment of a checkpoint: training state, weights for sampling, or weights exported for downloads."""
 
     WEIGHTS = "weights"
     SAMPLER_WEIGHTS = "sampler_weights"
+    EXTERNAL_WEIGHTS = "external_weights"

@@ -157,7 +157,7 @@ class SamplerEnded:
 class CheckpointSaved:
     """A checkpoint was committed to the store under `path` (tinker://...). Saving a path again replaces its row.
 
-    size_bytes: all its files together. expires_at: aware, or None for never.
+    size_bytes: all its files together. expires_at: aware, or None for never. attempt: the store's, "" when unknown.
     """
 
     path: str
@@ -175,6 +175,7 @@ class CheckpointSaved:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     expires_at: datetime | None = None
     optimizer: Optimizer = "adamw"
+    attempt: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,20 @@ Effect = (
     | CheckpointSaved
     | SequencesRecorded
 )
+
+
+@dataclass(frozen=True)
+class CopyMade:
+    """`checkpoint`, committed to the store, is a copy of `source_path`, in a run of its own of the session named.
+
+    key_id and project_id: as in NewSession.
+    """
+
+    session_id: str
+    checkpoint: CheckpointSaved
+    source_path: str
+    key_id: str = ""
+    project_id: str | None = None
 
 
 @dataclass(frozen=True)

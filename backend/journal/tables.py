@@ -221,12 +221,28 @@ class Request(Table, table=True):
 
 
 class Checkpoint(Table, table=True):
-    """A committed checkpoint. The store's commit object is the truth; this row follows it and can be rebuilt."""
+    """A committed checkpoint. The store's commit object is the truth; this row follows it and can be rebuilt.
+
+    attempt: the store's, so that deleting files late never meets those of a later save under the same path. purged_at:
+    when the files of a deleted checkpoint were gone from the store.
+    """
 
     __tablename__ = "checkpoint"
     __table_args__ = (
         sa.Index("ix_checkpoint_run_id_kind_created_at", "run_id", "kind", "created_at"),
         sa.Index("ix_checkpoint_owner_created_at", "owner", "created_at"),
+        sa.Index(
+            "ix_checkpoint_to_expire",
+            "expires_at",
+            sqlite_where=sa.text("deleted_at IS NULL AND expires_at IS NOT NULL"),
+            postgresql_where=sa.text("deleted_at IS NULL AND expires_at IS NOT NULL"),
+        ),
+        sa.Index(
+            "ix_checkpoint_to_purge",
+            "deleted_at",
+            sqlite_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
+            postgresql_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
+        ),
     )
 
     path: str = Field(primary_key=True)
@@ -247,6 +263,8 @@ class Checkpoint(Table, table=True):
     expires_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     public: bool
     deleted_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    attempt: str
+    purged_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
 
 
 class CustomLoss(Table, table=True):
@@ -275,3 +293,20 @@ class StabilityRow(Table, table=True):
     used_at: datetime = Field(sa_type=UtcDateTime, index=True)
     tokens: bytes
     logprobs: bytes
+
+
+class WeightsShare(Table, table=True):
+    """A token that opens one checkpoint to whoever has it: only the SHA-256 of its 256 random bits is kept.
+
+    It is good for the bytes it was made for: a checkpoint saved again under the path has another attempt.
+    """
+
+    __tablename__ = "weights_share"
+
+    id: str = Field(primary_key=True)
+    token_hash: str = Field(unique=True)
+    path: str = Field(index=True)
+    attempt: str
+    created_at: datetime = Field(sa_type=UtcDateTime)
+    expires_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    revoked_at: datetime | None = Field(default=None, sa_type=UtcDateTime)

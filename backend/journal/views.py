@@ -109,7 +109,10 @@ class SamplerView:
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """A saved checkpoint that was not deleted; run_id is the id of the model it was saved from."""
+    """A saved checkpoint that was not deleted; run_id is the id of the model it was saved from.
+
+    attempt: the store's name for these bytes, "" when unknown; the path saved anew has another.
+    """
 
     path: str
     run_id: str
@@ -128,6 +131,18 @@ class CheckpointView:
     created_at: datetime
     expires_at: datetime | None
     public: bool
+    attempt: str
+
+
+@dataclass(frozen=True)
+class ShareView:
+    """A token for one checkpoint, without the token; good until it expires, is revoked, or the path is saved anew."""
+
+    id: str
+    path: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
 
 
 @dataclass(frozen=True)
@@ -267,6 +282,11 @@ def sampler_view(row: Row[Any], prefix: str = "") -> SamplerView:
 def checkpoint_view(row: Row[Any]) -> CheckpointView:
     """A row of `checkpoint`."""
     return CheckpointView(**{**_same(CheckpointView, row), "kind": CheckpointKind(row.kind)})
+
+
+def share_view(row: Row[Any]) -> ShareView:
+    """A row of `weights_share`."""
+    return ShareView(**_same(ShareView, row))
 
 
 def key_view(row: Row[Any]) -> KeyView:

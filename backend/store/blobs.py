@@ -27,6 +27,14 @@ class Blobs(Protocol):
         """An object's bytes; FileNotFoundError when there is none."""
         ...
 
+    def part(self, key: str, start: int, length: int) -> bytes:
+        """At most `length` bytes of an object from `start` on; FileNotFoundError when there is none."""
+        ...
+
+    def signed_url(self, key: str, seconds: int) -> str | None:
+        """A URL by which anybody can read the object for so long, or None where there are no such URLs."""
+        ...
+
     def size(self, key: str) -> int:
         """An object's size in bytes; FileNotFoundError when there is none."""
         ...

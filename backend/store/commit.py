@@ -14,7 +14,8 @@ from typing import Any
 from backend.commands import LoraSpec
 from backend.errors import StoreError
 from backend.ids import is_name
-from backend.store.paths import CheckpointPath
+from backend.store.encryption import SUFFIX
+from backend.store.paths import EXTERNAL_WEIGHTS, CheckpointPath
 from backend.store.peft import ADAPTER, ADAPTER_CONFIG
 
 FORMAT = "tinkerflow-checkpoint-1"
@@ -121,11 +122,18 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"checkpoint {path}: commit.json is damaged ({type(error).__name__}: {error})") from error
     # The commit names the files that are read, so its names are checked like a stranger's.
-    if not is_name(saved.attempt) or not {ADAPTER, ADAPTER_CONFIG} <= set(saved.files) <= set(FILES):
+    if not is_name(saved.attempt) or not _are_files_of(saved.kind, set(saved.files)):
         raise StoreError(
             f"checkpoint {path}: commit.json names attempt {saved.attempt!r} and files {sorted(saved.files)}"
         )
     return saved
+
+
+def _are_files_of(kind: str, names: set[str]) -> bool:
+    plain = {ADAPTER, ADAPTER_CONFIG}
+    if kind == EXTERNAL_WEIGHTS:
+        return names in (plain, {name + SUFFIX for name in plain})
+    return plain <= names <= set(FILES)
 
 
 @cache

@@ -11,7 +11,8 @@ from backend.ids import NAME_RULE, is_name
 
 WEIGHTS = "weights"
 SAMPLER_WEIGHTS = "sampler_weights"
-KINDS = (WEIGHTS, SAMPLER_WEIGHTS)
+EXTERNAL_WEIGHTS = "external_weights"
+KINDS = (WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS)
 RUNS = "runs"
 RUN_RULE = "1 to 200 letters, digits, '.', '_', ':' or '-', not starting with '.' or ':'"
 # Run ids hold ':' (`sess-1:train:0`). POSIX file names and object keys may too, so the layout is the same everywhere.

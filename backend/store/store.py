@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
 from typing import Self
 
 from backend.clock import Clock, SystemClock
-from backend.commands import AdapterState
-from backend.errors import ConflictError, NotFoundError, StoreError
+from backend.commands import AdapterState, LoraSpec
+from backend.errors import ConflictError, NotFoundError, StoreError, UserError
 from backend.ids import is_name, new_id
 from backend.store import commit, tensors
 from backend.store.blobs import Blobs, open_blobs
 from backend.store.commit import OPTIMIZER, CheckpointMeta, Digest, Saved
-from backend.store.paths import KINDS, RUNS, CheckpointPath, check_run_id, is_run_id
+from backend.store.encryption import encrypt
+from backend.store.paths import (
+    EXTERNAL_WEIGHTS,
+    KINDS,
+    RUNS,
+    SAMPLER_WEIGHTS,
+    WEIGHTS,
+    CheckpointPath,
+    check_run_id,
+    is_run_id,
+)
 from backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 
 _log = logging.getLogger(__name__)
@@ -31,6 +44,7 @@ class Store:
         self.url = url
         self._blobs = blobs
         self._clock = clock
+        self._replacing = threading.Lock()  # else a deletion could remove the commit that just replaced its own
 
     @classmethod
     def open(cls, url: str, *, clock: Clock | None = None) -> Self:
@@ -46,19 +60,68 @@ class Store:
         what that request saved. UserError for a name that may not be; StoreError when the store fails.
         """
         path = CheckpointPath(run_id, str(kind), name)
+        if path.kind == EXTERNAL_WEIGHTS:
+            raise UserError(f"checkpoint kind {kind!r}: must be one of {WEIGHTS}, {SAMPLER_WEIGHTS}")
+        return self._save(path, state.spec, state.step, meta, lambda: _files(state, meta), overwrite)
+
+    def export(
+        self,
+        run_id: str,
+        name: str,
+        state: AdapterState,
+        meta: CheckpointMeta,
+        *,
+        recipients: Sequence[str] = (),
+        overwrite: bool = False,
+    ) -> Saved:
+        """Save the weights of `state` as `tinker://run_id/external_weights/name`, to be downloaded and used elsewhere.
+
+        A PEFT folder; with age `recipients` each of its files is encrypted to them, and its name ends with `.age`.
+        Names, repetition and errors as in `save`.
+        """
+        path = CheckpointPath(run_id, EXTERNAL_WEIGHTS, name)
+        plain = replace(state, moments={})
+
+        def files() -> dict[str, bytes]:
+            made = _files(plain, meta)
+            return encrypt(made, recipients) if recipients else made
+
+        return self._save(path, state.spec, state.step, meta, files, overwrite)
+
+    def copy(self, source: str, run_id: str, *, owner: str, expires_at: datetime | None, request_id: str) -> Saved:
+        """Copy all files of a checkpoint to one of the same kind and name in `run_id`, which belongs to `owner`.
+
+        Every file is checked on the way. Errors as in `load`; names and repetition as in `save`.
+        """
+        where = CheckpointPath.parse(source)
+        with self._failures(f"copy {where}"):
+            saved, files = self._files_of(where, lambda file: True)
+        meta = replace(saved.meta, owner=owner, expires_at=expires_at, request_id=request_id)
+        path = CheckpointPath(run_id, where.kind, where.name)
+        return self._save(path, saved.spec, saved.step, meta, lambda: files, overwrite=False)
+
+    def _save(
+        self,
+        path: CheckpointPath,
+        spec: LoraSpec,
+        step: int,
+        meta: CheckpointMeta,
+        make_files: Callable[[], dict[str, bytes]],
+        overwrite: bool,
+    ) -> Saved:
         with self._failures(f"save {path}"):
             before = self._commit(path)
             if before is not None and (_same_request(before, meta) or not overwrite):
                 return _same_or_conflict(before, meta)
-            files = _files(state, meta)
+            files = make_files()
             saved = Saved(
                 path=str(path),
                 run_id=path.run_id,
                 kind=path.kind,
                 name=path.name,
                 attempt=new_id("attempt"),
-                spec=state.spec,
-                step=state.step,
+                spec=spec,
+                step=step,
                 created_at=self._clock.now(),
                 meta=meta,
                 files={file: Digest.of(data) for file, data in files.items()},
@@ -76,18 +139,10 @@ class Store:
         NotFoundError when there is none; UserError for a malformed path; StoreError names the file that is damaged.
         """
         where = CheckpointPath.parse(path)
+        if where.kind == EXTERNAL_WEIGHTS:
+            raise UserError(f"checkpoint {where}: external weights are for downloads; load what save_state saved")
         with self._failures(f"load {where}"):
-            saved = self._found(where)
-            while True:
-                try:
-                    wanted = [file for file in saved.files if optimizer or file != OPTIMIZER]
-                    files = {file: self._read(where, saved, file) for file in wanted}
-                    break
-                except FileNotFoundError as error:
-                    # An overwrite or a deletion may have passed between the commit and its files: then look again.
-                    before, saved = saved, self._found(where)
-                    if saved.attempt == before.attempt:
-                        raise StoreError(f"checkpoint {where}: a file of attempt {saved.attempt} is missing") from error
+            saved, files = self._files_of(where, lambda file: optimizer or file != OPTIMIZER)
             try:
                 weights = tensors.decode(files[ADAPTER])
                 moments = tensors.decode(files[OPTIMIZER]) if OPTIMIZER in files else {}
@@ -105,15 +160,44 @@ class Store:
         """Whether something is saved under `path`."""
         return self.find(path) is not None
 
-    def delete(self, path: str) -> bool:
-        """Remove a checkpoint, the commit first; whether there was one."""
+    def part(self, path: str, attempt: str, file: str, start: int, length: int) -> bytes:
+        """At most `length` bytes from `start` on of a file that the commit of `path` names; not verified.
+
+        NotFoundError when the checkpoint was deleted or saved anew meanwhile.
+        """
         where = CheckpointPath.parse(path)
-        with self._failures(f"delete {where}"):
-            saved = self._commit(where)
-            if saved is None or not self._blobs.remove(where.commit):
-                return False
-            self._tidy(where.attempt(saved.attempt))
-            return True
+        with self._failures(f"read {file} of {where}"):
+            try:
+                return self._blobs.part(f"{where.attempt(attempt)}/{file}", start, length)
+            except FileNotFoundError as error:
+                raise NotFoundError(f"checkpoint {where}: {file} of attempt {attempt} is there no longer") from error
+
+    def signed_url(self, path: str, attempt: str, file: str, seconds: int) -> str | None:
+        """A URL of the file system's own by which anybody can read the file for so long; None where it has none."""
+        where = CheckpointPath.parse(path)
+        with self._failures(f"sign {file} of {where}"):
+            return self._blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
+
+    def delete(self, path: str, attempt: str = "") -> bool:
+        """Remove a checkpoint, the commit first; whether there was one.
+
+        With `attempt` only if it is that one, and not saved anew under its path. Repeated after a crash it finishes
+        the work; a commit that is damaged goes with its files.
+        """
+        where = CheckpointPath.parse(path)
+        with self._failures(f"delete {where}"), self._replacing:
+            try:
+                saved = self._commit(where)
+            except StoreError as error:
+                _log.warning("deleted although it cannot be read: %s", error)
+                ours = True
+            else:
+                ours = saved is not None and attempt in ("", saved.attempt)
+                attempt = attempt or (saved.attempt if saved is not None else "")
+            found = ours and self._blobs.remove(where.commit)
+            if attempt:
+                self._blobs.remove_folder(where.attempt(attempt))
+            return found
 
     def checkpoints(self, run_id: str | None = None) -> list[Saved]:
         """All checkpoints of a run, or of all runs, oldest first; read from the commits.
@@ -147,7 +231,8 @@ class Store:
 
     def _publish(self, path: CheckpointPath, saved: Saved, before: Saved | None, *, overwrite: bool) -> Saved:
         if overwrite:
-            self._blobs.replace(path.commit, commit.to_json(saved))
+            with self._replacing:
+                self._blobs.replace(path.commit, commit.to_json(saved))
             if before is not None:
                 self._tidy(path.attempt(before.attempt))
             return saved
@@ -181,6 +266,17 @@ class Store:
             return commit.from_json(self._blobs.read(path.commit), path)
         except FileNotFoundError:
             return None
+
+    def _files_of(self, path: CheckpointPath, wanted: Callable[[str], bool]) -> tuple[Saved, dict[str, bytes]]:
+        saved = self._found(path)
+        while True:
+            try:
+                return saved, {file: self._read(path, saved, file) for file in saved.files if wanted(file)}
+            except FileNotFoundError as error:
+                # An overwrite or a deletion may have passed between the commit and its files: then look again.
+                before, saved = saved, self._found(path)
+                if saved.attempt == before.attempt:
+                    raise StoreError(f"checkpoint {path}: a file of attempt {saved.attempt} is missing") from error
 
     def _found(self, path: CheckpointPath) -> Saved:
         saved = self._commit(path)

@@ -21,14 +21,18 @@ from backend.wire.operations import (
     CreateModel,
     LoadModel,
     LoadWeights,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     decode_create_model,
     decode_load_model,
     decode_load_weights,
     decode_optim_step,
+    decode_save_external,
     decode_save_for_sampler,
     decode_save_weights,
+    hash_token,
+    ttl_seconds,
 )
 from backend.wire.sample import decode_sample, num_samples, with_seed
 
@@ -38,6 +42,7 @@ __all__ = [
     "ForwardHeader",
     "LoadModel",
     "LoadWeights",
+    "SaveExternal",
     "SaveForSampler",
     "SaveWeights",
     "decode_create_model",
@@ -46,6 +51,7 @@ __all__ = [
     "decode_load_weights",
     "decode_optim_step",
     "decode_sample",
+    "decode_save_external",
     "decode_save_for_sampler",
     "decode_save_weights",
     "encode_forward",
@@ -57,6 +63,8 @@ __all__ = [
     "encode_sampler_opened",
     "encode_saved",
     "forward_backward_header",
+    "hash_token",
     "num_samples",
+    "ttl_seconds",
     "with_seed",
 ]

@@ -69,9 +69,9 @@ def encode_loaded(model_id: str, path: str) -> bytes:
     return encode_json({"type": "load_weights", "model_id": model_id, "path": path})
 
 
-def encode_saved(path: str, *, kind: str = "save_weights") -> bytes:
-    """The answer to save_weights, and (kind `save_weights_for_sampler`) to a named save for the sampler."""
-    return encode_json({"type": kind, "path": path})
+def encode_saved(path: str, *, kind: str = "save_weights", size_bytes: int | None = None) -> bytes:
+    """The answer to save_weights, and by `kind` to a named save_weights_for_sampler and to save_weights_external."""
+    return encode_json({"type": kind, "path": path, "size_bytes": size_bytes})
 
 
 def encode_sampler_opened(sampling_session_id: str) -> bytes:

@@ -87,6 +87,15 @@ class Fields:
             raise broken(self.named(name), value, "a string without NUL characters")
         return value
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings without NUL characters; () when absent."""
+        values = self._values.get(name)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or not all(isinstance(v, str) and "\0" not in v for v in values):
+            raise broken(self.named(name), values, "a list of strings without NUL characters")
+        return tuple(values)
+
     def whole(self, name: str, low: int, high: int) -> int:
         """A required whole number, low <= n <= high."""
         value = self.optional_whole(name, low, high)

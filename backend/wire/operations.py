@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import orjson
 
 from backend.commands import AdamParams, LoraSpec
 from backend.errors import UserError
 from backend.ids import NAME_RULE, is_name
 from backend.store import CheckpointPath
+from backend.store.encryption import check_recipients
 from backend.wire.fields import Fields, broken, shown
 
 MAX_RANK = 1024
-MAX_TTL = 10 * 365 * 24 * 3600  # seconds
+MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
 MAX_SEQ = 2**31 - 1  # of a model or of a session's models and samplers: int32 on the wire
+_ACCESS = "weights_access_hash"  # only ours: see hash_token
 DEFAULT_RANK = 32  # the SDK's own default
 
 
@@ -28,20 +33,25 @@ class CreateModel:
 
 @dataclass(frozen=True)
 class LoadModel:
-    """load_weights that makes a model (create-via-load); base_model None = the checkpoint's own."""
+    """load_weights that makes a model (create-via-load); base_model None = the checkpoint's own.
+
+    access: the hash of the token that opens the checkpoint, if one came.
+    """
 
     path: str
     optimizer: bool
+    access: str | None
     base_model: str | None
     user_metadata: dict[str, str]
 
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """load_weights into a model that exists."""
+    """load_weights into a model that exists. access: the hash of the token that opens the checkpoint, if one came."""
 
     path: str
     optimizer: bool
+    access: str | None
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,15 @@ class SaveForSampler:
     sampling_session_seq_id: int | None
     ttl_seconds: int | None
     user_metadata: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SaveExternal:
+    """save_weights_external; recipients: of age encryption, none = plain files."""
+
+    name: str
+    ttl_seconds: int | None
+    recipients: tuple[str, ...]
 
 
 def decode_create_model(payload: bytes) -> CreateModel:
@@ -87,10 +106,11 @@ def decode_load_model(payload: bytes) -> LoadModel:
     """A load_weights body with session_id; UserError names the field, its value and the rule."""
     body = Fields.parse(payload)
     _only_adamw(body)
-    path, optimizer = _source(body)
+    path, optimizer, access = _source(body)
     return LoadModel(
         path=path,
         optimizer=optimizer,
+        access=access,
         base_model=body.optional_text("base_model"),
         user_metadata=body.metadata("user_metadata"),
     )
@@ -105,7 +125,7 @@ def decode_load_weights(payload: bytes) -> LoadWeights:
 def decode_save_weights(payload: bytes) -> SaveWeights:
     """A save_weights body; UserError names the field, its value and the rule."""
     body = Fields.parse(payload)
-    return SaveWeights(_name(body), _ttl(body), body.flag("overwrite", False), body.metadata("user_metadata"))
+    return SaveWeights(_name(body), ttl_seconds(body), body.flag("overwrite", False), body.metadata("user_metadata"))
 
 
 def decode_save_for_sampler(payload: bytes) -> SaveForSampler:
@@ -123,9 +143,38 @@ def decode_save_for_sampler(payload: bytes) -> SaveForSampler:
     return SaveForSampler(
         name=_name(body) if named else None,
         sampling_session_seq_id=body.whole("sampling_session_seq_id", 0, MAX_SEQ) if numbered else None,
-        ttl_seconds=_ttl(body),
+        ttl_seconds=ttl_seconds(body),
         user_metadata=body.metadata("user_metadata"),
     )
+
+
+def decode_save_external(payload: bytes) -> SaveExternal:
+    """A save_weights_external body; UserError names the field, its value and the rule."""
+    body = Fields.parse(payload)
+    recipients = body.texts("age_encryption_recipients")
+    check_recipients(recipients, "age_encryption_recipients")
+    return SaveExternal(_name(body), ttl_seconds(body), recipients)
+
+
+def ttl_seconds(body: Fields) -> int | None:
+    """How long a checkpoint is kept, None = for ever; UserError names the value and the rule."""
+    return body.optional_whole("ttl_seconds", MIN_TTL, MAX_TTL)
+
+
+def hash_token(payload: bytes, access_hash: Callable[[str], str]) -> bytes:
+    """A load_weights body with the hash of its token in the token's place, for whoever keeps the body.
+
+    A token that is not a string stays, for the decoders to refuse.
+    """
+    body = Fields.parse(payload)
+    if not (body.present("weights_access_token") or body.present(_ACCESS)):
+        return payload
+    values = orjson.loads(payload)
+    values.pop(_ACCESS, None)
+    if isinstance(token := values.get("weights_access_token"), str):
+        del values["weights_access_token"]
+        values |= {_ACCESS: access_hash(token)} if token else {}
+    return orjson.dumps(values)
 
 
 def decode_optim_step(payload: bytes) -> AdamParams:
@@ -155,11 +204,15 @@ def decode_optim_step(payload: bytes) -> AdamParams:
     )
 
 
-def _source(body: Fields) -> tuple[str, bool]:
+def _source(body: Fields) -> tuple[str, bool, str | None]:
     path, optimizer = CheckpointPath.parse(body.text("path")), body.flag("optimizer", False)
+    if path.kind == "external_weights":
+        raise broken("path", str(path), "of kind weights or sampler_weights: external weights are for downloads")
     if optimizer and path.kind != "weights":
         raise broken("optimizer", True, f"false, {path.kind} hold no optimizer state")
-    return str(path), optimizer
+    if body.has("weights_access_token"):
+        raise broken("weights_access_token", body.get("weights_access_token"), "a string")
+    return str(path), optimizer, body.optional_text(_ACCESS)
 
 
 def _only_adamw(body: Fields) -> None:
@@ -175,7 +228,3 @@ def _name(body: Fields) -> str:
     if not is_name(name):
         raise broken("path", name, NAME_RULE)
     return name
-
-
-def _ttl(body: Fields) -> int | None:
-    return body.optional_whole("ttl_seconds", 1, MAX_TTL)

@@ -155,14 +155,20 @@ async def test_a_base_model_that_is_not_served_fails_by_name(engine: Engine, con
         assert journal.model(model, None).state == ModelState.FAILED
 
 
-async def test_expired_checkpoints_are_deleted(engine: Engine, connect: Any, base_model: str, until: Any) -> None:
+async def test_expired_checkpoints_are_deleted(
+    engine: Engine, connect: Any, base_model: str, until: Any, tmp_path: Path
+) -> None:
     async with engine() as journal:
         client = await connect(journal, base_model)
         model = await client.create(0)
-        body = {"path": "short", "ttl_seconds": 1}
-        assert (await client.result(client.submit(model, Kind.SAVE_WEIGHTS, body))).error is None
-        assert journal.checkpoints("local").total == 1
-        await until(lambda: journal.checkpoints("local", run_id=model).total == 0 and not journal.expired_checkpoints())
+        assert (await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "short"}))).error is None
+        (saved,) = journal.checkpoints("local", run_id=model).rows
+        folder = tmp_path / "store" / "runs" / model / "weights" / "short"
+        assert (folder / saved.attempt).is_dir()
+        journal.set_ttl(saved.path, "local", 0.01)
+        await until(lambda: not folder.exists() or not list(folder.iterdir()))
+        await until(lambda: journal.unpurged_checkpoints() == [] and journal.delete_expired_checkpoints() == [])
+        assert journal.checkpoints("local").total == 0
 
 
 async def test_what_cannot_be_served_is_refused_at_the_start(engine: Engine, tmp_path: Path) -> None:

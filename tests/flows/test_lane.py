@@ -127,7 +127,7 @@ async def test_save_load_and_create_from_it(
     client.forward_backward(model, [5, 5])
     client.optim_step(model)
     pending_grad = client.forward_backward(model, [7])
-    saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one", "ttl_seconds": 60}))
+    saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one", "ttl_seconds": 3600}))
     await client.result(pending_grad)
     path = orjson.loads(saved.result)["path"]
     assert path == f"tinker://{model}/weights/one"

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import psycopg
@@ -17,6 +18,8 @@ from backend.clock import ManualClock
 from backend.ids import model_id, sampler_id
 from backend.journal import (
     Bell,
+    CheckpointKind,
+    CheckpointSaved,
     Journal,
     Kind,
     ModelLive,
@@ -172,6 +175,47 @@ class Scene:
 @pytest.fixture
 def scene(journal: Journal) -> Scene:
     return Scene(journal)
+
+
+@pytest.fixture
+def save(scene: Scene, clock: ManualClock) -> Callable[..., str]:
+    """save(model, name, kind, ttl): saves a checkpoint through a request; its path. Its attempt is {name}-{number}."""
+    seqs: dict[str, int] = {}
+
+    def saving(model: str, name: str, kind: CheckpointKind = CheckpointKind.WEIGHTS, ttl: float | None = None) -> str:
+        seqs[model] = seqs.get(model, 0) + 1
+        scene.submit(model, seqs[model])
+        (pending,) = scene.journal.ready(model)
+        path = f"tinker://{model}/{kind}/{name}"
+        expires = None if ttl is None else clock.now() + timedelta(seconds=ttl)
+        scene.journal.finish(
+            [
+                pending.done(
+                    b"{}",
+                    "json",
+                    CheckpointSaved(
+                        path,
+                        model,
+                        kind,
+                        name,
+                        "local",
+                        "tiny",
+                        8,
+                        True,
+                        True,
+                        True,
+                        1,
+                        100,
+                        expires_at=expires,
+                        attempt=f"{name}-{seqs[model]}",
+                    ),
+                )
+            ]
+        )
+        clock.advance(1)
+        return path
+
+    return saving
 
 
 @pytest.fixture

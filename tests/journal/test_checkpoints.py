@@ -2,40 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 
 from backend.errors import NotFoundError
-from backend.journal import CheckpointKind, CheckpointSaved
-
-
-@pytest.fixture
-def save(scene, clock):
-    """Saves a checkpoint of a model through a request, and returns its path."""
-    seqs: dict[str, int] = {}
-
-    def saving(model: str, name: str, kind: CheckpointKind = CheckpointKind.WEIGHTS, ttl: float | None = None) -> str:
-        seqs[model] = seqs.get(model, 0) + 1
-        scene.submit(model, seqs[model])
-        (pending,) = scene.journal.ready(model)
-        path = f"tinker://{model}/{kind}/{name}"
-        expires = None if ttl is None else clock.now() + timedelta(seconds=ttl)
-        scene.journal.finish(
-            [
-                pending.done(
-                    b"{}",
-                    "json",
-                    CheckpointSaved(
-                        path, model, kind, name, "local", "tiny", 8, True, True, True, 1, 100, expires_at=expires
-                    ),
-                )
-            ]
-        )
-        clock.advance(1)
-        return path
-
-    return saving
+from backend.journal import CheckpointKind
 
 
 def test_lists_are_newest_first_in_pages_and_per_run(scene, save):
@@ -61,19 +31,6 @@ def test_deleting_is_soft_final_and_for_owners(scene, save):
         with pytest.raises(NotFoundError, match="does not exist"):
             again(path, "local")
     assert scene.journal.checkpoints("local").total == 0
-
-
-def test_expired_ones_are_gone_and_listed_for_deletion(scene, save, clock):
-    model = scene.model()
-    short, long = save(model, "short", ttl=10), save(model, "long", ttl=1000)
-    assert scene.journal.checkpoint(short, "local").path == short
-    clock.advance(10)
-    with pytest.raises(NotFoundError):
-        scene.journal.checkpoint(short, "local")
-    assert [view.path for view in scene.journal.expired_checkpoints()] == [short]
-    assert [view.path for view in scene.journal.checkpoints("local").rows] == [long]
-    scene.journal.delete_checkpoint(short, None)
-    assert scene.journal.expired_checkpoints() == []
 
 
 def test_a_run_knows_its_newest_checkpoint_of_each_kind(scene, save):

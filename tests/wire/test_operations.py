@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pyrage
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,14 +20,17 @@ from backend.wire import (
     CreateModel,
     LoadModel,
     LoadWeights,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     decode_create_model,
     decode_load_model,
     decode_load_weights,
     decode_optim_step,
+    decode_save_external,
     decode_save_for_sampler,
     decode_save_weights,
+    hash_token,
 )
 
 PATH = "tinker://sess-1:train:0/weights/a"
@@ -67,13 +71,30 @@ def test_create_model() -> None:
 
 
 def test_loads_and_saves() -> None:
-    assert decode_load_model(of(path=PATH, optimizer=True)) == LoadModel(PATH, True, None, {})
-    assert decode_load_weights(of(path=PATH, optimizer=False)) == LoadWeights(PATH, False)
+    assert decode_load_model(of(path=PATH, optimizer=True)) == LoadModel(PATH, True, None, None, {})
+    assert decode_load_weights(of(path=PATH, optimizer=False)) == LoadWeights(PATH, False, None)
     saved = decode_save_weights(of(path="a.b-1", ttl_seconds=3600, overwrite=True, user_metadata={"k": "v"}))
     assert saved == SaveWeights("a.b-1", 3600, True, {"k": "v"})
     assert decode_save_weights(of(path="a", ttl_seconds=None)) == SaveWeights("a", None, False, {})
     assert decode_save_for_sampler(of(path="a", kind="snapshot")) == SaveForSampler("a", None, None, {})
     assert decode_save_for_sampler(of(sampling_session_seq_id=0, kind="inflight")) == SaveForSampler(None, 0, None, {})
+
+
+def test_exports() -> None:
+    recipient = str(pyrage.x25519.Identity.generate().to_public())
+    body = of(path="a", ttl_seconds=3600, age_encryption_recipients=[recipient])
+    assert decode_save_external(body) == SaveExternal("a", 3600, (recipient,))
+    assert decode_save_external(of(path="a")) == SaveExternal("a", None, ())
+
+
+def test_tokens_are_kept_as_hashes_that_no_client_can_send() -> None:
+    plain = of(path=PATH, optimizer=True)
+    assert hash_token(plain, str.upper) == plain
+    with_token = hash_token(of(path=PATH, weights_access_token="tfw-secret"), str.upper)
+    assert b"tfw-secret" not in with_token
+    assert decode_load_weights(with_token).access == decode_load_model(with_token).access == "TFW-SECRET"
+    assert decode_load_weights(hash_token(of(path=PATH, weights_access_hash="TFW"), str.upper)).access is None
+    assert decode_load_weights(hash_token(of(path=PATH, weights_access_token=""), str.upper)).access is None
 
 
 Wrong = tuple[Callable[[bytes], object], bytes, str]
@@ -110,7 +131,23 @@ WRONG: list[Wrong] = [
     (decode_load_weights, of(path="tinker://a/weights/b/c"), "must be tinker://"),
     (decode_load_weights, of(path=PATH, optimizer=1), "optimizer is 1: must be true or false"),
     (decode_save_weights, of(path="../a"), "path is '../a': must be 1 to 128 letters"),
-    (decode_save_weights, of(path="a", ttl_seconds=0), "ttl_seconds is 0: must be a whole number from 1"),
+    (
+        decode_save_weights,
+        of(path="a", ttl_seconds=3599),
+        "ttl_seconds is 3599: must be a whole number from 3600 to 315360000",
+    ),
+    (decode_save_external, of(path="a", age_encryption_recipients="age1"), "must be a list of strings"),
+    (
+        decode_save_external,
+        of(path="a", age_encryption_recipients=["x"]),
+        "age_encryption_recipients[0] is 'x'",
+    ),
+    (decode_load_model, of(path="tinker://a/external_weights/b"), "external weights are for downloads"),
+    (
+        decode_load_weights,
+        hash_token(of(path=PATH, weights_access_token=3), str.upper),
+        "weights_access_token is 3",
+    ),
     (decode_save_for_sampler, of(), "are both absent: exactly one must be given"),
     (decode_save_for_sampler, of(path="a", sampling_session_seq_id=1), "are both given"),
     (decode_save_for_sampler, of(path="a", kind="live"), "kind is 'live': must be 'snapshot' or 'inflight'"),

@@ -12,6 +12,7 @@ def test_the_public_names() -> None:
         "ForwardHeader",
         "LoadModel",
         "LoadWeights",
+        "SaveExternal",
         "SaveForSampler",
         "SaveWeights",
         "decode_create_model",
@@ -20,6 +21,7 @@ def test_the_public_names() -> None:
         "decode_load_weights",
         "decode_optim_step",
         "decode_sample",
+        "decode_save_external",
         "decode_save_for_sampler",
         "decode_save_weights",
         "encode_forward",
@@ -31,7 +33,9 @@ def test_the_public_names() -> None:
         "encode_sampler_opened",
         "encode_saved",
         "forward_backward_header",
+        "hash_token",
         "num_samples",
+        "ttl_seconds",
         "with_seed",
     }
     assert all(hasattr(backend.wire, name) for name in backend.wire.__all__)

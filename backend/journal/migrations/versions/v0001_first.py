@@ -69,8 +69,39 @@ def upgrade() -> None:
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("public", sa.Boolean(), nullable=False),
         sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("attempt", sa.String(), nullable=False),
+        sa.Column("purged_at", sa.DateTime(timezone=True), nullable=True),
         sa.PrimaryKeyConstraint("path", name="pk_checkpoint"),
     )
+    op.create_index(
+        "ix_checkpoint_to_expire",
+        "checkpoint",
+        ["expires_at"],
+        unique=False,
+        sqlite_where=sa.text("deleted_at IS NULL AND expires_at IS NOT NULL"),
+        postgresql_where=sa.text("deleted_at IS NULL AND expires_at IS NOT NULL"),
+    )
+    op.create_index(
+        "ix_checkpoint_to_purge",
+        "checkpoint",
+        ["deleted_at"],
+        unique=False,
+        sqlite_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
+        postgresql_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
+    )
+    op.create_table(
+        "weights_share",
+        sa.Column("id", sa.String(), nullable=False),
+        sa.Column("token_hash", sa.String(), nullable=False),
+        sa.Column("path", sa.String(), nullable=False),
+        sa.Column("attempt", sa.String(), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("expires_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("revoked_at", sa.DateTime(timezone=True), nullable=True),
+        sa.PrimaryKeyConstraint("id", name="pk_weights_share"),
+        sa.UniqueConstraint("token_hash", name="uq_weights_share_token_hash"),
+    )
+    op.create_index("ix_weights_share_path", "weights_share", ["path"], unique=False)
     op.create_index("ix_checkpoint_owner_created_at", "checkpoint", ["owner", "created_at"], unique=False)
     op.create_index(
         "ix_checkpoint_run_id_kind_created_at", "checkpoint", ["run_id", "kind", "created_at"], unique=False

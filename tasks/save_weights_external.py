@@ -1,0 +1,30 @@
+"""save_weights_external: the adapter as a PEFT folder to be downloaded, encrypted when recipients are named."""
+
+from __future__ import annotations
+
+from backend.commands import AdapterState, ExportAdapter
+from backend.journal import CheckpointKind, Outcome, Pending
+from backend.wire import decode_save_external, encode_saved
+from tasks.runtime import Runtime
+from tasks.save_weights import save
+from tasks.turns import Turn
+
+
+async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
+    """Copy the weights at this point of the line, then write them; training goes on meanwhile."""
+    wanted = decode_save_external(request.payload)
+    async with turn:
+        reply = runtime.send(ExportAdapter(str(request.model_id), optimizer=False), AdapterState)
+    state = await reply
+    await turn.to_answer()
+    effect = await save(
+        runtime,
+        request,
+        CheckpointKind.EXTERNAL_WEIGHTS,
+        wanted.name,
+        state,
+        ttl_seconds=wanted.ttl_seconds,
+        recipients=wanted.recipients,
+    )
+    result = encode_saved(effect.path, kind="save_weights_external", size_bytes=effect.size_bytes)
+    return request.done(result, "json", effect)

@@ -1,0 +1,130 @@
+"""Exports, names used again, tokens, and the sweep that deletes: with real tasks, journal and store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import orjson
+import pyrage
+import pytest
+from safetensors.numpy import load as load_safetensors
+
+from backend.errors import StoreError
+from backend.journal import Kind, access_hash
+from backend.wire import hash_token
+from flows.expiry import delete_checkpoints
+from flows.lane import Lane, Shared
+
+
+@pytest.fixture
+async def model(runtime: Any, untracked: Shared, client: Any, running: Any) -> AsyncIterator[str]:
+    """A model that is served, after one step."""
+    name, request = client.submit_create()
+    lane = Lane(runtime, untracked, name, 0)
+    async with running(lane.serve(2000)), running(wake(client.journal, lane)):
+        assert (await client.result(request)).error is None
+        await client.results(client.forward_backward(name, [5, 5]), client.optim_step(name))
+        yield name
+
+
+async def wake(journal: Any, lane: Lane) -> None:
+    async with journal.bell.listen("model:") as topics:
+        async for _ in topics:
+            lane.wake()
+
+
+async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any, runtime: Any) -> None:
+    result = await client.result(client.submit(model, Kind.SAVE_EXTERNAL, {"path": "out", "ttl_seconds": 3600}))
+    answer = orjson.loads(result.result)
+    row = client.journal.checkpoint(answer["path"], "local")
+    assert answer == {
+        "type": "save_weights_external",
+        "path": f"tinker://{model}/external_weights/out",
+        "size_bytes": row.size_bytes,
+    }
+    assert (row.kind, row.step, row.expires_at is not None) == ("external_weights", 1, True)
+    data = runtime.store.part(row.path, row.attempt, "adapter_model.safetensors", 0, 10**6)
+    weights = runtime.pool.executor.adapters[model].weights
+    assert {name: array.tobytes() for name, array in load_safetensors(data).items()} == {
+        name: array.tobytes() for name, array in weights.items()
+    }
+
+    for kind, body in ((Kind.LOAD_WEIGHTS, {"path": row.path}), (Kind.SAVE_EXTERNAL, {"path": "out"})):
+        failed = await client.result(client.submit(model, kind, body))
+        assert failed.category == "user" and "out" in failed.error
+
+
+async def test_an_encrypted_export_needs_its_identity(model: str, client: Any, runtime: Any) -> None:
+    identity = pyrage.x25519.Identity.generate()
+    body = {"path": "secret", "age_encryption_recipients": [str(identity.to_public())]}
+    result = await client.result(client.submit(model, Kind.SAVE_EXTERNAL, body))
+    row = client.journal.checkpoint(orjson.loads(result.result)["path"], "local")
+    sealed = runtime.store.part(row.path, row.attempt, "adapter_config.json.age", 0, 10**6)
+    assert orjson.loads(pyrage.decrypt(sealed, [identity]))["base_model_name_or_path"] == runtime.card.name
+
+
+async def test_the_name_of_a_deleted_checkpoint_is_free_before_its_files_are_gone(
+    model: str, client: Any, runtime: Any
+) -> None:
+    async def save() -> Any:
+        return await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
+
+    path = orjson.loads((await save()).result)["path"]
+    assert "exists already" in (await save()).error
+    client.journal.delete_checkpoint(path, "local")
+    assert (await save()).error is None
+    delete_checkpoints(client.journal, runtime.store)
+    assert runtime.store.find(path).attempt == client.journal.checkpoint(path, "local").attempt
+    client.journal.set_ttl(path, "local", 0)
+    assert (await save()).error is None  # an expired one is as good as deleted
+    assert client.journal.checkpoint(path, "local").expires_at is None
+
+
+async def test_files_that_cannot_be_deleted_are_tried_again_and_hold_up_nobody(
+    model: str, client: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = []
+    for name in ("a", "b"):
+        saved = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": name}))
+        paths.append(orjson.loads(saved.result)["path"])
+        client.journal.delete_checkpoint(paths[-1], "local")
+    delete, store = runtime.store.delete, runtime.store
+
+    def failing(path: str, attempt: str) -> bool:
+        if path == paths[0]:
+            raise StoreError("the disk is on fire")
+        return bool(delete(path, attempt))
+
+    monkeypatch.setattr(store, "delete", failing)
+    delete_checkpoints(client.journal, store)
+    assert [path for path, _ in client.journal.unpurged_checkpoints()] == [paths[0]]
+    monkeypatch.undo()
+    delete_checkpoints(client.journal, store)
+    assert client.journal.unpurged_checkpoints() == []
+    assert store.checkpoints() == []
+
+
+async def test_a_token_lets_a_stranger_load(
+    model: str, client: Any, connect: Any, runtime: Any, untracked: Shared, running: Any
+) -> None:
+    saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
+    path = orjson.loads(saved.result)["path"]
+    _, token = client.journal.share_checkpoint(path, "local")
+    body = orjson.dumps({"path": path, "optimizer": False, "weights_access_token": token})
+    kept = hash_token(body, access_hash)
+    assert token.encode() not in kept
+    state = await _load_as(kept, "stranger", runtime)
+    np.testing.assert_array_equal(*(next(iter(s.weights.values())) for s in (state, runtime.store.load(path)[0])))
+    for refused in (orjson.dumps({"path": path}), hash_token(body.replace(b"tfw-", b"tfw-x"), access_hash)):
+        with pytest.raises(Exception, match="does not exist"):
+            await _load_as(refused, "stranger", runtime)
+
+
+async def _load_as(payload: bytes, owner: str, runtime: Any) -> Any:
+    from backend.wire import decode_load_weights
+    from tasks.load_weights import load
+
+    wanted = decode_load_weights(payload)
+    return await load(runtime, owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)
