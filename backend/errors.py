@@ -7,7 +7,9 @@ TinkerflowError            category
 │   └── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
 └── ServerError            server   the service failed; the request was right
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
-    ├── DeadlineError               a command did not answer in its time
+    │   ├── DeadlineError           a command did not answer in its time
+    │   └── SuspectError            the group ended while it executed this very command
+    ├── FencedError                 another engine has taken over: this one may change nothing any more
     ├── StateLostError              the adapter or snapshot went with a worker group
     └── StoreError                  reading or writing the checkpoint store failed
 """
@@ -58,6 +60,14 @@ class GroupFailedError(ServerError):
 
 class DeadlineError(GroupFailedError):
     """A command did not answer before its deadline."""
+
+
+class SuspectError(GroupFailedError):
+    """A group ended while it executed this very command, by whatever cause."""
+
+
+class FencedError(ServerError):
+    """Another engine works on the journal; this one may change nothing any more."""
 
 
 class StateLostError(ServerError):

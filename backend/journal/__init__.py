@@ -33,14 +33,17 @@ from backend.journal.records import (
     SamplerLoaded,
     SamplerOpened,
     SequencesRecorded,
+    SnapshotTaken,
     StepMade,
 )
+from backend.journal.recovery import Recovery
 from backend.journal.search import SessionQuery, SessionStatus, plain_metadata
 from backend.journal.shares import access_hash
 from backend.journal.views import (
     AuditView,
     BaseModelView,
     CheckpointView,
+    Executed,
     Gap,
     KeyView,
     ModelView,
@@ -53,6 +56,7 @@ from backend.journal.views import (
     SessionSummary,
     SessionView,
     ShareView,
+    SnapshotView,
 )
 from backend.journal.waiters import Waiters
 
@@ -66,6 +70,7 @@ __all__ = [
     "CopyMade",
     "Effect",
     "Event",
+    "Executed",
     "Gap",
     "Journal",
     "KeyView",
@@ -83,6 +88,7 @@ __all__ = [
     "Page",
     "PayloadType",
     "Pending",
+    "Recovery",
     "RequestState",
     "Result",
     "RunView",
@@ -99,6 +105,8 @@ __all__ = [
     "SessionSummary",
     "SessionView",
     "ShareView",
+    "SnapshotTaken",
+    "SnapshotView",
     "StepMade",
     "Waiters",
     "access_hash",

@@ -10,7 +10,7 @@ from typing import assert_never
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal import audit, stability
+from backend.journal import audit, history, stability
 from backend.journal.kinds import TAKES_WORK, ModelState, SamplerState
 from backend.journal.records import (
     CheckpointSaved,
@@ -22,6 +22,7 @@ from backend.journal.records import (
     SamplerLoaded,
     SamplerOpened,
     SequencesRecorded,
+    SnapshotTaken,
     StepMade,
 )
 from backend.journal.statements import done, fail_pending, insert_if_absent, model_ended, sampler_ended
@@ -47,6 +48,8 @@ def apply(connection: sa.Connection, effect: Effect, now: datetime) -> list[str]
             )
         case SamplerEnded():
             return end_samplers(connection, [effect.sampler_id], effect.state, effect.detail, now)
+        case SnapshotTaken():
+            history.snapshot_taken(connection, effect, now)
         case CheckpointSaved():
             checkpoint_row(connection, effect, now)
             _note_saved(connection, effect, now)
@@ -72,6 +75,7 @@ def end_models(
         if ended is not None:
             text, category = model_ended(model_id, state, detail)
             failed = fail_pending(connection, now, text, category, col(Request.model_id) == model_id)
+            history.forget(connection, model_id)
             topics += [*done(failed), f"model:{model_id}"]
     return topics
 

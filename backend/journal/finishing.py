@@ -28,8 +28,10 @@ _ANSWER = (
         error=sa.bindparam("to_error"),
         category=sa.bindparam("to_category"),
         finished_at=sa.bindparam("now"),
+        replays=sa.bindparam("to_replays"),
     )
 )
+_REPLAYS = sa.update(Request).where(col(Request.id).in_(sa.bindparam("ids", expanding=True))).values(replays=True)
 _PASSED = sa.bindparam("passed_seq", type_=sa.BigInteger)
 _ADVANCE = (
     sa.update(Model)
@@ -50,6 +52,9 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
     _advance(connection, outcomes)
     waiting = set(connection.execute(_LOCK_WAITING, {"ids": list(first)}).scalars())
     winners = [outcome for request_id, outcome in reversed(first.items()) if request_id in waiting]
+    beaten = [outcome.request_id for outcome in first.values() if outcome.replays and outcome.request_id not in waiting]
+    if beaten:
+        connection.execute(_REPLAYS, {"ids": beaten})
     if not winners:
         return [], []
     connection.execute(
@@ -62,6 +67,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
                 "to_result_type": outcome.result_type,
                 "to_error": outcome.error,
                 "to_category": outcome.category,
+                "to_replays": outcome.replays,
                 "now": now,
             }
             for outcome in winners

@@ -35,8 +35,10 @@ from backend.journal import keys as key_rows
 from backend.journal.bell import Bell
 from backend.journal.database import Database
 from backend.journal.kinds import SessionState
+from backend.journal.leases import check
 from backend.journal.migrate import check_revision
 from backend.journal.records import CopyMade, NewCustomLoss, NewModel, NewRequest, NewSampler, NewSession, Outcome
+from backend.journal.recovery import Recovery
 from backend.journal.search import SessionQuery
 from backend.journal.statements import get_owned
 from backend.journal.tables import Model, Sampler, Session
@@ -70,6 +72,7 @@ class Journal:
         self._clock = clock
         self._bell = bell
         self._owns_bell = owns_bell
+        self.recovery = Recovery(database, clock)
 
     @classmethod
     def open(cls, url: str, *, clock: Clock | None = None, bell: Bell | None = None) -> Self:
@@ -160,9 +163,12 @@ class Journal:
     def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
         """Answer requests with all their effects in one transaction; the ids that this call answered.
 
-        The first answer of a request wins: a later one changes nothing, and none of its effects happen.
+        The first answer of a request wins: a later one changes nothing, and none of its effects happen. FencedError
+        from an engine whose lease another one has taken, and then nothing happens at all.
         """
         with self._database.write() as connection:
+            if self.recovery.epoch is not None:
+                check(connection, self.recovery.epoch)
             answered, topics = finishing.finish(connection, outcomes, self._clock.now())
         self._bell.ring(*topics)
         return answered
@@ -250,7 +256,13 @@ class Journal:
             return search.search_sessions(connection, query, owner, self._clock.now())
 
     def expire_sessions(self, timeout: float) -> list[str]:
-        """End sessions that sent neither heartbeat nor training request for `timeout` seconds; their ids."""
+        """End sessions that sent neither heartbeat nor training request for `timeout` seconds; their ids.
+
+        None while clients could not reach the API for all of that time: then nobody could have sent anything.
+        """
+        since = self.recovery.answering_since()
+        if since is not None and since > self._ago(timeout):
+            return []
         with self._database.write() as connection:
             expired, topics = sessions.expire_sessions(connection, self._ago(timeout), self._clock.now())
         self._bell.ring(*topics)

@@ -186,6 +186,21 @@ class SequencesRecorded:
     sequences: tuple[StabilityInfo, ...]
 
 
+@dataclass(frozen=True)
+class SnapshotTaken:
+    """A recovery snapshot was committed to the store under `path`: the model as its requests up to seq_id made it.
+
+    snapshot_id: it holds only the weights that this sampling snapshot of the model was published with.
+    """
+
+    path: str
+    model_id: str
+    seq_id: int
+    step: int
+    size_bytes: int
+    snapshot_id: str | None = None
+
+
 Effect = (
     ModelLive
     | ModelEnded
@@ -195,6 +210,7 @@ Effect = (
     | SamplerEnded
     | CheckpointSaved
     | SequencesRecorded
+    | SnapshotTaken
 )
 
 
@@ -218,6 +234,8 @@ class Outcome:
 
     model_id and seq_id are the request's own; they move the model's next_seq past it. effects happen in the same
     transaction, and only if this is the request's first answer. A failed creation (seq_id 0) ends its model by itself.
+    replays: it changed the model, so it is executed again when the model must be made again. That counts even when
+    somebody else answered the request first.
     """
 
     request_id: str
@@ -228,6 +246,7 @@ class Outcome:
     model_id: str | None = None
     seq_id: int | None = None
     effects: tuple[Effect, ...] = ()
+    replays: bool = False
 
     def __post_init__(self) -> None:
         """Refuse an outcome that is neither a result nor an error, or both."""

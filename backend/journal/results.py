@@ -61,7 +61,7 @@ def expire_results(connection: sa.Connection, before: datetime, now: datetime, l
         .where(col(Request.id).in_(old))
         .values(
             dropped_at=now,
-            payload=b"",
+            payload=sa.case((col(Request.replays), col(Request.payload)), else_=b""),
             result=None,
             state=RequestState.FAILED,
             error=sa.case((col(Request.state) == RequestState.DONE, text), else_=col(Request.error)),

@@ -175,6 +175,7 @@ def _store(connection: sa.Connection, request: NewRequest, session_id: str, fail
             "category": category,
             "created_at": now,
             "finished_at": None if failure is None else now,
+            "replays": False,
         },
     )
     return request_id if inserted else _replayed(connection, request)

@@ -84,6 +84,7 @@ class BaseModelRow(Table, table=True):
     card: str
     registered_at: datetime = Field(sa_type=UtcDateTime)
     generation: int
+    progress: str | None = None
 
 
 class ServiceSecret(Table, table=True):
@@ -123,7 +124,10 @@ class Session(Table, table=True):
 
 
 class Model(Table, table=True):
-    """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock."""
+    """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock.
+
+    progress: what its requests wait for while it is being restored.
+    """
 
     __tablename__ = "model"
     __table_args__ = (sa.Index("ix_model_state_base_model", "state", "base_model"),)
@@ -141,6 +145,7 @@ class Model(Table, table=True):
     user_metadata: dict[str, str] = Field(sa_type=sa.JSON)
     state: str
     detail: str | None = None
+    progress: str | None = None
     next_seq: int = Field(sa_type=sa.BigInteger)
     step: int
     created_at: datetime = Field(sa_type=UtcDateTime)
@@ -168,7 +173,8 @@ class Request(Table, table=True):
     """One operation: payload in, answer out. The two unique constraints judge concurrent replays.
 
     An unload has no seq_id (it comes from the service, not from the client's counter), and NULLs are distinct.
-    The partial indexes hold only what waits, or still has bytes to drop: they stay small while the table grows.
+    The partial indexes hold only what waits, still has bytes to drop, or may be replayed: they stay small while the
+    table grows. replays: it changed the model since its last snapshot; its payload stays until a later snapshot.
     """
 
     __tablename__ = "request"
@@ -196,6 +202,13 @@ class Request(Table, table=True):
             sqlite_where=sa.text("dropped_at IS NULL AND finished_at IS NOT NULL"),
             postgresql_where=sa.text("dropped_at IS NULL AND finished_at IS NOT NULL"),
         ),
+        sa.Index(
+            "ix_request_replays",
+            "model_id",
+            "seq_id",
+            sqlite_where=sa.text("replays = 1"),
+            postgresql_where=sa.text("replays"),
+        ),
     )
 
     id: str = Field(primary_key=True)
@@ -215,6 +228,7 @@ class Request(Table, table=True):
     finished_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     read_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     dropped_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    replays: bool = False
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
     result: bytes | None = None

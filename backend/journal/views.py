@@ -230,6 +230,27 @@ class Pending:
 
 
 @dataclass(frozen=True)
+class Executed:
+    """A request to replay. succeeded: how it ended the first time, None when that is not known any more."""
+
+    request: Pending
+    succeeded: bool | None
+
+
+@dataclass(frozen=True)
+class SnapshotView:
+    """A committed recovery snapshot; see SnapshotTaken."""
+
+    path: str
+    model_id: str
+    seq_id: int
+    snapshot_id: str | None
+    step: int
+    size_bytes: int
+    created_at: datetime
+
+
+@dataclass(frozen=True)
 class Result:
     """A request's answer: `result` bytes of `result_type` when done, else `error` and `category`."""
 
@@ -287,6 +308,11 @@ def checkpoint_view(row: Row[Any]) -> CheckpointView:
 def share_view(row: Row[Any]) -> ShareView:
     """A row of `weights_share`."""
     return ShareView(**_same(ShareView, row))
+
+
+def snapshot_view(row: Row[Any]) -> SnapshotView:
+    """A row of `recovery_snapshot`."""
+    return SnapshotView(**_same(SnapshotView, row))
 
 
 def key_view(row: Row[Any]) -> KeyView:

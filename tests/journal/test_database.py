@@ -79,7 +79,8 @@ def test_readers_do_not_wait_for_a_writer(scene, url):
 def test_an_exception_rolls_back(url):
     opened = Database(url)
     with pytest.raises(RuntimeError), opened.write() as connection:
-        connection.execute(sa.text("INSERT INTO base_model VALUES ('x', '{}', '2026-01-01 00:00:00', 1)"))
+        values = "(name, card, registered_at, generation) VALUES ('x', '{}', '2026-01-01 00:00:00', 1)"
+        connection.execute(sa.text(f"INSERT INTO base_model {values}"))
         raise RuntimeError
     with opened.read() as connection:
         assert connection.execute(sa.text("SELECT count(*) FROM base_model")).scalar() == 0

@@ -47,4 +47,9 @@ def test_indexes_are_the_same_as_the_models(empty_url):
         found = {index["name"]: index for index in sa.inspect(connection).get_indexes("request")}
     engine.dispose()
     partial = {name for name, index in found.items() if any(k.endswith("_where") for k in index["dialect_options"])}
-    assert partial == {"ix_request_pending_of_model", "ix_request_pending_samples", "ix_request_finished_with_bytes"}
+    assert partial == {
+        "ix_request_pending_of_model",
+        "ix_request_pending_samples",
+        "ix_request_finished_with_bytes",
+        "ix_request_replays",
+    }

@@ -47,6 +47,7 @@ def upgrade() -> None:
         sa.Column("card", sa.String(), nullable=False),
         sa.Column("registered_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("generation", sa.Integer(), nullable=False),
+        sa.Column("progress", sa.String(), nullable=True),
         sa.PrimaryKeyConstraint("name", name="pk_base_model"),
     )
     op.create_table(
@@ -149,6 +150,7 @@ def upgrade() -> None:
         sa.Column("user_metadata", sa.JSON(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("detail", sa.String(), nullable=True),
+        sa.Column("progress", sa.String(), nullable=True),
         sa.Column("next_seq", sa.BigInteger(), nullable=False),
         sa.Column("step", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
@@ -195,6 +197,7 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("read_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("dropped_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("replays", sa.Boolean(), nullable=False),
         sa.Column("payload", sa.LargeBinary(), nullable=False),
         sa.Column("result", sa.LargeBinary(), nullable=True),
         sa.ForeignKeyConstraint(["model_id"], ["model.id"], name="fk_request_model_id"),
@@ -254,3 +257,42 @@ def upgrade() -> None:
     )
     op.create_index("ix_stability_info_session_id", "stability_info", ["session_id"], unique=False)
     op.create_index("ix_stability_info_used_at", "stability_info", ["used_at"], unique=False)
+    op.create_index(
+        "ix_request_replays",
+        "request",
+        ["model_id", "seq_id"],
+        unique=False,
+        sqlite_where=sa.text("replays = 1"),
+        postgresql_where=sa.text("replays"),
+    )
+    op.create_table(
+        "recovery_snapshot",
+        sa.Column("path", sa.String(), nullable=False),
+        sa.Column("model_id", sa.String(), nullable=False),
+        sa.Column("seq_id", sa.BigInteger(), nullable=False),
+        sa.Column("snapshot_id", sa.String(), nullable=True),
+        sa.Column("step", sa.Integer(), nullable=False),
+        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.ForeignKeyConstraint(["model_id"], ["model.id"], name="fk_recovery_snapshot_model_id"),
+        sa.PrimaryKeyConstraint("path", name="pk_recovery_snapshot"),
+        sa.UniqueConstraint("snapshot_id", name="uq_recovery_snapshot_snapshot_id"),
+    )
+    op.create_index("ix_recovery_snapshot_model_id_seq_id", "recovery_snapshot", ["model_id", "seq_id"], unique=False)
+    op.create_table(
+        "suspect",
+        sa.Column("request_id", sa.String(), nullable=False),
+        sa.Column("deaths", sa.Integer(), nullable=False),
+        sa.Column("crashes", sa.Integer(), nullable=False),
+        sa.ForeignKeyConstraint(["request_id"], ["request.id"], name="fk_suspect_request_id"),
+        sa.PrimaryKeyConstraint("request_id", name="pk_suspect"),
+    )
+    op.create_table(
+        "process",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("holder", sa.String(), nullable=False),
+        sa.Column("epoch", sa.Integer(), nullable=False),
+        sa.Column("began_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("beat_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_process"),
+    )

@@ -1,0 +1,158 @@
+"""What a model is made of: its last recovery snapshot, and the executed requests since, which are replayed in order.
+
+The order of seq_id is the order of execution, and no two requests ever share a command of the pool: so the rows are
+the whole record of how a model came to be, and nothing more is written before a command is sent. A request that was
+sent and not answered is still pending; it is executed again, because what it did ended with its worker group.
+
+Payloads stay exactly as long as a replay may need them: `replays` is set with the answer of a request that changed its
+model, and taken back when a snapshot that holds it is committed, or when the model ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from backend.journal.kinds import TAKES_WORK, RequestState, SamplerState
+from backend.journal.records import SnapshotTaken
+from backend.journal.recovery_tables import RecoverySnapshot, Suspect
+from backend.journal.statements import insert_if_absent
+from backend.journal.tables import BaseModelRow, Model, Request, Sampler
+from backend.journal.views import Executed, SnapshotView, pending_view, snapshot_view
+
+KEPT = 2  # snapshots of a model: the newest one restores it, the one before stays until the next
+
+_IS_MODEL = col(RecoverySnapshot.snapshot_id).is_(None)
+_LET_GO = {
+    "replays": False,
+    "payload": sa.case((col(Request.dropped_at).is_not(None), b""), else_=col(Request.payload)),
+}
+
+
+def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
+    """Record a committed snapshot, and let go of what it makes superfluous; False when it must not be used.
+
+    That is when a request that is in it is not answered yet (it would be executed twice), or when the model has ended.
+    """
+    model = connection.execute(
+        sa.select(col(Model.next_seq), col(Model.state)).where(col(Model.id) == taken.model_id).with_for_update()
+    ).one()
+    if model.state not in TAKES_WORK or (taken.snapshot_id is None and model.next_seq <= taken.seq_id):
+        return False
+    if not insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now}):
+        return False
+    if taken.snapshot_id is None:
+        of_model = (col(Request.model_id) == taken.model_id, col(Request.seq_id) <= taken.seq_id)
+        connection.execute(sa.update(Request).where(*of_model, col(Request.replays)).values(**_LET_GO))
+    return True
+
+
+def forget(connection: sa.Connection, model_id: str) -> None:
+    """The model has ended: nothing of it is replayed any more."""
+    connection.execute(
+        sa.update(Request).where(col(Request.model_id) == model_id, col(Request.replays)).values(**_LET_GO)
+    )
+
+
+def snapshots(connection: sa.Connection, model_id: str | None) -> list[SnapshotView]:
+    """Snapshots of one model or of all, newest first."""
+    where = [_IS_MODEL] if model_id is None else [_IS_MODEL, col(RecoverySnapshot.model_id) == model_id]
+    newest = (col(RecoverySnapshot.model_id), col(RecoverySnapshot.seq_id).desc())
+    rows = connection.execute(sa.select(RecoverySnapshot).where(*where).order_by(*newest))
+    return [snapshot_view(row) for row in rows]
+
+
+def sampler_snapshot(connection: sa.Connection, snapshot_id: str) -> SnapshotView | None:
+    """What the store holds of one sampling snapshot, None when its model must be restored to have it again."""
+    of_sampler = sa.select(RecoverySnapshot).where(col(RecoverySnapshot.snapshot_id) == snapshot_id)
+    row = connection.execute(of_sampler).one_or_none()
+    return None if row is None else snapshot_view(row)
+
+
+def model_of_snapshot(connection: sa.Connection, snapshot_id: str) -> str | None:
+    """The model that a sampling snapshot was published from (its id is the request's that published it)."""
+    found: str | None = connection.execute(
+        sa.select(col(Request.model_id)).where(col(Request.id) == snapshot_id)
+    ).scalar()
+    return found
+
+
+def executed(connection: sa.Connection, model_id: str, after: int, limit: int) -> list[Executed]:
+    """Requests to replay with a seq_id above `after`, in order, at most `limit`."""
+    of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays))
+    rows = connection.execute(sa.select(Request).where(*of_model).order_by(col(Request.seq_id)).limit(limit))
+    return [Executed(pending_view(row), None if row.dropped_at else row.state == RequestState.DONE) for row in rows]
+
+
+def count_executed(connection: sa.Connection, model_id: str, after: int) -> int:
+    """How many there are."""
+    of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays))
+    return connection.execute(sa.select(sa.func.count()).select_from(Request).where(*of_model)).scalar_one()
+
+
+def superfluous(connection: sa.Connection, limit: int) -> list[str]:
+    """Paths of snapshots that nothing needs: all but the newest KEPT of a model, those of models that ended, and those
+    of sampling snapshots that no live sampler uses.
+    """
+    age = sa.func.row_number().over(
+        partition_by=(col(RecoverySnapshot.model_id), _IS_MODEL), order_by=col(RecoverySnapshot.seq_id).desc()
+    )
+    ranked = sa.select(RecoverySnapshot, age.label("age")).subquery()
+    live_model = sa.exists().where(col(Model.id) == ranked.c.model_id, col(Model.state).in_(TAKES_WORK))
+    used = sa.exists().where(col(Sampler.snapshot_id) == ranked.c.snapshot_id, col(Sampler.state) == SamplerState.LIVE)
+    of_model = ranked.c.snapshot_id.is_(None)
+    needless = sa.or_(
+        sa.and_(of_model, sa.or_(ranked.c.age > KEPT, sa.not_(live_model))), sa.and_(sa.not_(of_model), sa.not_(used))
+    )
+    return list(connection.execute(sa.select(ranked.c.path).where(needless).limit(limit)).scalars())
+
+
+def forget_snapshot(connection: sa.Connection, path: str) -> None:
+    """The store does not hold it any more."""
+    connection.execute(sa.delete(RecoverySnapshot).where(col(RecoverySnapshot.path) == path))
+
+
+# ------------------------------------------------------------------ what people and clients are told
+def note_progress(connection: sa.Connection, model_id: str, text: str | None) -> None:
+    """What the model's requests wait for; None: they do not."""
+    connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(progress=text))
+
+
+def note_group(connection: sa.Connection, base_model: str, text: str | None) -> None:
+    """What all requests for a base model wait for; None: they do not."""
+    connection.execute(sa.update(BaseModelRow).where(col(BaseModelRow.name) == base_model).values(progress=text))
+
+
+def waits_for(connection: sa.Connection, request_id: str) -> str | None:
+    """Why a pending request is not executed at present, when that has a reason. One statement."""
+    base = sa.func.coalesce(col(Model.base_model), col(Sampler.base_model))
+    row = connection.execute(
+        sa.select(sa.func.coalesce(col(Model.progress), col(BaseModelRow.progress)))
+        .select_from(Request)
+        .outerjoin(Model, col(Model.id) == col(Request.model_id))
+        .outerjoin(Sampler, col(Sampler.id) == col(Request.sampler_id))
+        .outerjoin(BaseModelRow, col(BaseModelRow.name) == base)
+        .where(col(Request.id) == request_id)
+    )
+    found: str | None = row.scalar()
+    return found
+
+
+# ------------------------------------------------------------------ who was there when a group ended
+def suspect(connection: sa.Connection, request_ids: Sequence[str], crashed: bool) -> dict[str, tuple[int, int]]:
+    """Note that a group ended while it executed these; of each: how many did so, and how many of those crashed."""
+    found: dict[str, tuple[int, int]] = {}
+    for request_id in request_ids:
+        insert_if_absent(connection, Suspect, {"request_id": request_id, "deaths": 0, "crashes": 0})
+        row = connection.execute(
+            sa.update(Suspect)
+            .where(col(Suspect.request_id) == request_id)
+            .values(deaths=Suspect.deaths + 1, crashes=Suspect.crashes + int(crashed))
+            .returning(col(Suspect.deaths), col(Suspect.crashes))
+        ).one()
+        found[request_id] = (row.deaths, row.crashes)
+    return found

@@ -1,0 +1,107 @@
+"""What is replayed, which payloads stay for it, and which snapshots go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.journal import Kind, ModelEnded, ModelState, NewRequest, SnapshotTaken
+
+
+def executed(scene, model, *seqs):
+    """Submit and answer operations that change the model."""
+    for seq in seqs:
+        scene.submit(model, seq)
+    scene.journal.finish([replace(one.done(b"r", "proto"), replays=True) for one in scene.journal.ready(model)])
+
+
+def replayed(scene, model, after=0):
+    return [one.request.seq_id for one in scene.journal.recovery.executed(model, after, 100)]
+
+
+def taken(model, seq, **more):
+    return SnapshotTaken(f"tinker://{model}/recovery/{seq}{more.get('snapshot_id', '')}", model, seq, 1, 10, **more)
+
+
+def test_a_snapshot_takes_the_place_of_the_requests_before_it(scene):
+    model, journal = scene.model(), scene.journal.recovery
+    executed(scene, model, 1, 2, 3)
+    assert replayed(scene, model) == [1, 2, 3]
+    assert journal.snapshot_taken(taken(model, 2))
+    assert replayed(scene, model) == [3]
+    assert journal.count_executed(model, 2) == 1
+    assert [view.seq_id for view in journal.snapshots(model)] == [2]
+    assert not journal.snapshot_taken(taken(model, 4)), "request 4 is not answered: it would be executed twice"
+
+
+def test_payloads_stay_as_long_as_a_replay_needs_them(scene, clock):
+    model, journal = scene.model(), scene.journal
+    executed(scene, model, 1, 2)
+    clock.advance(200)
+    assert journal.expire_results(100) == 3
+    kept = journal.recovery.executed(model, 0, 10)
+    assert [one.request.payload for one in kept] == [b"payload 1", b"payload 2"]
+    assert [one.succeeded for one in kept] == [None, None]
+    assert journal.recovery.snapshot_taken(taken(model, 1))
+    with journal._database.read() as connection:
+        payloads = dict(connection.exec_driver_sql("SELECT seq_id, payload FROM request WHERE seq_id > 0").all())
+    assert {seq: bytes(payload) for seq, payload in payloads.items()} == {1: b"", 2: b"payload 2"}
+
+
+def test_what_somebody_else_answered_first_is_replayed_all_the_same(scene):
+    model = scene.model()
+    scene.submit(model, 1)
+    (pending,) = scene.journal.ready(model)
+    scene.journal.finish([pending.failed("cancelled", "user")])
+    assert replayed(scene, model) == []
+    assert scene.journal.finish([replace(pending.done(b"late", "json"), replays=True)]) == []
+    assert replayed(scene, model) == [1]
+
+
+def test_a_model_that_ended_needs_nothing(scene):
+    model = scene.model()
+    executed(scene, model, 1, 2)
+    scene.journal.recovery.snapshot_taken(taken(model, 1))
+    unload = scene.journal.request_unload(model, "over")
+    (pending,) = scene.journal.ready(model)
+    assert pending.id == unload
+    scene.journal.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "over"))])
+    assert replayed(scene, model) == []
+    assert scene.journal.recovery.superfluous() == [taken(model, 1).path]
+    scene.journal.recovery.forget_snapshot(taken(model, 1).path)
+    assert scene.journal.recovery.superfluous() == []
+
+
+def test_the_last_two_snapshots_of_a_model_stay_and_those_of_used_samplers(scene):
+    session = scene.session()
+    model, journal = scene.model(session), scene.journal.recovery
+    executed(scene, model, 1, 2, 3)
+    scene.sampler(session, 1, snapshot_id="used")
+    for seq in (1, 2, 3):
+        journal.snapshot_taken(taken(model, seq))
+    journal.snapshot_taken(taken(model, 2, snapshot_id="used"))
+    journal.snapshot_taken(taken(model, 2, snapshot_id="unused"))
+    assert sorted(journal.superfluous()) == [taken(model, 1).path, taken(model, 2, snapshot_id="unused").path]
+    found = journal.sampler_snapshot("used")
+    assert found is not None and found.model_id == model
+    assert journal.sampler_snapshot("other") is None
+
+
+def test_clients_are_told_what_they_wait_for(scene):
+    scene.journal.register_base_models([("tiny", "{}")])
+    session = scene.session()
+    model = scene.model(session)
+    request = scene.submit(model, 1)
+    sampler = scene.sampler(session, 1)
+    content = NewRequest(Kind.SAMPLE, "local", b"{}", "json", "s", sampler_id=sampler, seq_id=0)
+    sample, journal = scene.journal.submit(content), scene.journal.recovery
+    assert journal.waits_for(request) is None
+    journal.note_group("tiny", "the worker group is starting")
+    assert journal.waits_for(request) == journal.waits_for(sample) == "the worker group is starting"
+    journal.note_progress(model, "restoring")
+    assert journal.waits_for(request) == "restoring"
+
+
+def test_suspects_are_counted(scene):
+    request = scene.submit(scene.model(), 1)
+    assert scene.journal.recovery.suspect([request], crashed=False) == {request: (1, 0)}
+    assert scene.journal.recovery.suspect([request], crashed=True) == {request: (2, 1)}
