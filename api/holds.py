@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-
-from backend.journal import Waiters
+from collections.abc import Coroutine
 
 
 class Holds:
@@ -15,15 +14,16 @@ class Holds:
         self._held: set[asyncio.Timeout] = set()
         self._released = False
 
-    async def wait(self, waiters: Waiters, request_id: str, seconds: float) -> bool:
-        """Whether the request was answered within `seconds`, or before `release`."""
+    async def hold(self, wait: Coroutine[object, object, bool]) -> bool:
+        """What `wait` says; False when `release` comes first."""
         if self._released:
+            wait.close()
             return False
         hold = asyncio.timeout(None)
         try:
             async with hold:
                 self._held.add(hold)
-                return await waiters.wait(request_id, seconds)
+                return await wait
         except TimeoutError:
             return False
         finally:

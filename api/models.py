@@ -87,9 +87,38 @@ class WeightsPath(Wire):
 
 
 class RetrieveFuture(Wire):
-    """retrieve_future; allow_metadata_only is not read: we always send the whole result."""
+    """retrieve_future; allow_metadata_only: of a large result only its size is wanted first."""
 
     request_id: str
+    allow_metadata_only: bool = False
+
+
+class SamplingTarget(Wire):
+    """Whose answers retrieve_futures is about: one copy of a sampling client."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0, lt=9_000_000_000)
+
+
+class RetrieveFutures(Wire):
+    """retrieve_futures. timeout: seconds to wait when there is nothing; retrieved_request_ids: results downloaded."""
+
+    target: SamplingTarget
+    prev_cursor: int = Field(default=0, ge=0, lt=2**63)
+    timeout: float | None = Field(default=None, ge=0)
+    retrieved_request_ids: tuple[str, ...] = Field(default=(), max_length=100_000)
+
+
+class CancelFuture(Wire):
+    """cancel_future."""
+
+    request_id: str
+
+
+class JoinSamplingSession(Wire):
+    """join_sampling_session."""
+
+    sampling_session_id: str
 
 
 # ------------------------------------------------------------------ answers
@@ -138,6 +167,13 @@ class SamplingSessionCreated(Wire):
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
     sampling_session_id: str
+
+
+class SamplingSessionJoined(Wire):
+    """join_sampling_session."""
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
 
 
 class Sampler(Wire):

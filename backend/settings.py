@@ -41,6 +41,9 @@ class Settings(BaseSettings):
     )
     result_ttl: float = Field(default=3600.0, gt=0, description="seconds a result stays re-readable")
     poll_hold: float = Field(default=25.0, gt=0, le=40, description="seconds retrieve_future is held open")
+    metadata_only_over: int = Field(
+        default=2**20, ge=0, description="bytes of a result above which clients are told its size first"
+    )
     max_body_bytes: int = Field(default=256 * 2**20, ge=2**16, description="largest body, after decompression")
 
     prefect: Literal["embedded", "external", "off"] = Field(

@@ -39,7 +39,8 @@ class Dispatcher:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until `stop`; returns when what was in flight is answered. `on_ready` is called when it begins."""
-        async with self._journal.bell.listen("model:", "sample", "session:") as topics, asyncio.TaskGroup() as around:
+        heard = self._journal.bell.listen("model:", "sample", "session:", "cancel:")
+        async with heard as topics, asyncio.TaskGroup() as around:
             watches = [
                 around.create_task(self._sweep_often(), name="sweeps"),
                 around.create_task(self._shared.tracking.watch(), name="prefect health"),
@@ -80,6 +81,9 @@ class Dispatcher:
             kind, _, name = topic.partition(":")
             if kind == "model":
                 self._wake(name, lanes)
+            elif kind == "cancel":
+                for model in self._served.values():
+                    model.sampling.cancel(name)
             elif kind == "sample":
                 for model in self._served.values():
                     model.sampling.wake()

@@ -92,8 +92,13 @@ class SamplingLane:
                 await batch.drain()
                 decoding.cancel()
 
+    def cancel(self, request_id: str) -> None:
+        """The request was cancelled: its place in the decode batch is free after the chunk that runs now."""
+        if self._batch is not None:
+            self._batch.cancel(request_id)
+
     async def cancel_ended(self) -> None:
-        """Stop decoding for requests that somebody else has answered (their session ended)."""
+        """Stop decoding for requests that somebody else has answered (their session ended, or a bell was lost)."""
         if self._batch is None or not (taken := self._batch.requests):
             return
         for request_id in await self._runtime.read(self._runtime.journal.finished, taken):

@@ -27,6 +27,7 @@ class Batch:
         self._admit: list[SampleRequest] = []
         self._cancel: list[str] = []
         self._decoding: set[str] = set()
+        self._stopped: set[str] = set()
         self._performing: set[asyncio.Task[Outcome]] = set()
         self._some = asyncio.Event()
 
@@ -60,11 +61,22 @@ class Batch:
         return task
 
     def cancel(self, request_id: str) -> None:
-        """The request was answered by somebody else (its session ended): stop decoding it."""
-        if request_id in self._answers:
+        """The request was answered by somebody else (cancelled, or its session ended): the next step frees its place.
+
+        What was not taken here, or has ended, is passed over.
+        """
+        if request_id not in self._requests:
+            return
+        self._stopped.add(request_id)
+        answered = self._answers.get(request_id)
+        if answered is None or answered.done():
+            return  # it did not join yet, and will not; or it is leaving
+        joining = [one for one in self._admit if one.request_id != request_id]
+        if len(joining) == len(self._admit):
             self._cancel.append(request_id)
-            self._end(self._requests[request_id].failed("sampling was stopped: the sampler's session is over", "user"))
-            self._some.set()
+        self._admit = joining
+        self._end(_stopped(self._requests[request_id]))
+        self._some.set()
 
     async def step(self) -> None:
         """One chunk for everybody. When the group fails, all that were taken fail with it."""
@@ -99,6 +111,7 @@ class Batch:
         finally:
             self._answers.pop(request.id, None)
             self._requests.pop(request.id, None)
+            self._stopped.discard(request.id)
 
     async def _decode(self, request: Pending) -> Outcome:
         card = self._runtime.card
@@ -116,6 +129,8 @@ class Batch:
                 eos=card.eos_token_ids,
             ),
         )
+        if request.id in self._stopped:
+            return _with(_stopped(request), loaded)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = ended
         self._admit.append(wanted)
@@ -147,6 +162,11 @@ async def _snapshot(runtime: Runtime, sampler: SamplerView) -> tuple[str | None,
 
     await runtime.snapshots.load_once(name, bring)
     return name, SamplerLoaded(sampler.id, name) if sampler.snapshot_id != name else None
+
+
+def _stopped(request: Pending) -> Outcome:
+    """What nobody reads: the request was answered before."""
+    return request.failed("sampling was stopped: the request was answered already", "user")
 
 
 def _outcome(request: Pending, result: SampleResult) -> Outcome:

@@ -1,17 +1,18 @@
-"""retrieve_future: the result of an operation, long-polled."""
+"""Results of operations: long polls for one, or for all of a sampling session, and giving a sample up."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import orjson
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Authorised
-from api.models import RetrieveFuture
+from api.deps import Authorised, Call
+from api.models import CancelFuture, RetrieveFuture, RetrieveFutures
 from api.refusals import reason_of
-from backend.journal import Result
+from backend.journal import Completions, Result
 
 router = APIRouter()
 
@@ -21,17 +22,79 @@ async def retrieve_future(call: Authorised) -> Response:
     """The answer; while there is none the poll is held, because the SDK asks again without any pause.
 
     Not yet: `try_again`. Failed: `error` and `category`. Done: protobuf for forward, forward_backward and sample, JSON
-    for the rest. An answer can be read again: downloads get cut, and polls of one id overlap.
+    for the rest. An answer can be read again: downloads get cut, and polls of one id overlap. Of a result that has more
+    than the setting `metadata_only_over`, a poll that allows it is told the size alone (`complete_metadata`); the SDK
+    makes room for that many bytes, and asks again without allowing it.
     """
     body, services = await call.parsed(RetrieveFuture), call.services
     refused = reason_of(body.request_id)
     if refused is not None:
         return _failed(refused, "user")
-    result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner)
+    at_most = services.settings.metadata_only_over if body.allow_metadata_only else None
+    result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner, at_most=at_most)
     hold = services.settings.poll_hold
-    if result is None and await services.holds.wait(services.waiters, body.request_id, hold):
-        result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner)
+    if result is None and await services.holds.hold(services.waiters.wait(body.request_id, hold)):
+        result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner, at_most=at_most)
     return _answer(body.request_id, result)
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(call: Authorised) -> Response:
+    """Which requests of one copy of a sampling client were answered since its cursor; held while there are none.
+
+    Results that the client says it has downloaded are dropped: it is their only reader (see completions.acknowledge).
+    """
+    body = await call.parsed(RetrieveFutures)
+    target, owner = body.target, call.owner
+    if body.retrieved_request_ids:
+        await asyncio.to_thread(
+            call.journal.acknowledge,
+            target.sampling_session_id,
+            owner,
+            body.retrieved_request_ids,
+            clone=target.cloned_sampler_id,
+        )
+    found = await _completions(call, body)
+    rows = [
+        {"state": "finished", "request_id": row.request_id, "response_payload_uncompressed_size": row.size}
+        if row.done
+        else {"state": "failed", "request_id": row.request_id}
+        for row in found.rows
+    ]
+    return _json({"completions": rows, "cursor": found.cursor})
+
+
+async def _completions(call: Call, body: RetrieveFutures) -> Completions:
+    services, target = call.services, body.target
+    hold = services.settings.poll_hold
+    loop = asyncio.get_running_loop()
+    until = loop.time() + (hold if body.timeout is None else min(body.timeout, hold))
+    with services.waiters.watch(target.sampling_session_id, target.cloned_sampler_id) as watch:
+        after = body.prev_cursor
+        while True:
+            found = await asyncio.to_thread(
+                services.journal.completions,
+                target.sampling_session_id,
+                call.owner,
+                clone=target.cloned_sampler_id,
+                after=after,
+            )
+            watch.seen = after = found.cursor
+            left = until - loop.time()
+            if found.rows or left <= 0 or not await services.holds.hold(watch.wait(left)):
+                return found
+
+
+@router.post("/cancel_future")
+async def cancel_future(call: Authorised) -> dict[str, object]:
+    """Give up a sample: it fails as `cancelled by the client`, and its place in the decode batch is free soon after.
+
+    What was answered stays as it is. Training requests cannot be given up once they are accepted (400).
+    """
+    body = await call.parsed(CancelFuture)
+    if reason_of(body.request_id) is None:
+        await asyncio.to_thread(call.journal.cancel, body.request_id, call.owner)
+    return {}
 
 
 def _answer(request_id: str, result: Result | None) -> Response:
@@ -39,6 +102,8 @@ def _answer(request_id: str, result: Result | None) -> Response:
         return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"})
     if result.error is not None:
         return _failed(result.error, result.category or "unknown")
+    if result.result is None:
+        return _json({"status": "complete_metadata", "response_payload_size": result.size, "request_id": request_id})
     media = "application/x-protobuf" if result.result_type == "proto" else "application/json"
     return Response(result.result, media_type=media)
 
@@ -47,5 +112,5 @@ def _failed(error: str, category: str) -> Response:
     return _json({"error": error, "category": category})
 
 
-def _json(values: dict[str, str]) -> Response:
+def _json(values: dict[str, Any]) -> Response:
     return Response(orjson.dumps(values), media_type="application/json")

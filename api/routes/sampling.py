@@ -8,7 +8,13 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from api.deps import Authorised
-from api.models import CreateSamplingSession, Sampler, SamplingSessionCreated
+from api.models import (
+    CreateSamplingSession,
+    JoinSamplingSession,
+    Sampler,
+    SamplingSessionCreated,
+    SamplingSessionJoined,
+)
 from api.submit import accepted, content_hash
 from backend.errors import NotFoundError, UserError
 from backend.ids import sampler_id
@@ -68,6 +74,14 @@ def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
         raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
     new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
     return journal.open_sampler(NewSampler(new_id, body.session_id, owner, base_model, body.model_path))
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(call: Authorised) -> SamplingSessionJoined:
+    """Give a copy of a sampling client its own block of sequence ids."""
+    body = await call.parsed(JoinSamplingSession)
+    clone = await asyncio.to_thread(call.journal.join_sampler, body.sampling_session_id, call.owner)
+    return SamplingSessionJoined(client_counter=clone)
 
 
 @router.get("/samplers/{wanted}", response_model_exclude_none=True)

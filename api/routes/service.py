@@ -19,10 +19,18 @@ _SECRET = re.compile(r"tml-[\w.~+/=-]+|eyJ[\w.~+/=-]+")
 
 
 @router.post("/client/config")
-@router.post("/client/dynamic_config")
 async def client_config() -> dict[str, object]:
-    """No flags: each flag the SDK knows promises an endpoint or an encoding, and its defaults are what we have."""
-    return {}
+    """Each flag promises an endpoint or an encoding. What is not named has the SDK's default (PROTOCOL.md 2.2)."""
+    return {
+        "sample_use_retrieve_futures": True,
+        "sample_join_sampling_session": True,
+    }
+
+
+@router.post("/client/dynamic_config")
+async def client_dynamic_config() -> dict[str, object]:
+    """The same for flags that clients ask for again every few minutes (PROTOCOL.md 2.3)."""
+    return {"sample_cancel_enabled": True}
 
 
 @router.post("/telemetry")

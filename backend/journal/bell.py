@@ -1,6 +1,7 @@
 """The bell: whoever waits is woken by a notification, in this process or another one, instead of asking the database.
 
-Topics are short texts: `model:<id>` (work came for it, or it ended), `sample`, `done:<request_id>`, `session:<id>`.
+Topics are short texts: `model:<id>` (work came for it, or it ended), `sample`, `done:<request_id>`, `session:<id>`,
+`answered:<clone>:<sampler_id>` (one of its requests was answered), `cancel:<request_id>` (stop sampling it).
 A bell may be lost (a full buffer, a broken connection): a listener also looks for itself once a second.
 """
 

@@ -10,7 +10,7 @@ from typing import assert_never
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal import audit, history, stability
+from backend.journal import audit, completions, history, stability
 from backend.journal.kinds import TAKES_WORK, ModelState, SamplerState
 from backend.journal.records import (
     CheckpointSaved,
@@ -25,7 +25,14 @@ from backend.journal.records import (
     SnapshotTaken,
     StepMade,
 )
-from backend.journal.statements import done, fail_pending, insert_if_absent, model_ended, sampler_ended
+from backend.journal.statements import (
+    answered,
+    done,
+    fail_pending,
+    insert_if_absent,
+    model_ended,
+    sampler_ended,
+)
 from backend.journal.tables import Checkpoint, Model, Request, Sampler
 
 _STEP_MADE = sa.update(Model).where(col(Model.id) == sa.bindparam("of_model")).values(step=sa.bindparam("to_step"))
@@ -89,19 +96,19 @@ def end_samplers(
         ended = connection.execute(
             sa.update(Sampler)
             .where(col(Sampler.id) == sampler_id, col(Sampler.state) == SamplerState.LIVE)
-            .values(state=state, detail=detail)
+            .values(state=state, detail=detail, **completions.NEXT)
             .returning(col(Sampler.id))
         ).first()
         if ended is not None:
             text, category = sampler_ended(sampler_id, state, detail)
             failed = fail_pending(connection, now, text, category, col(Request.sampler_id) == sampler_id)
-            topics += done(failed)
+            topics += [*done(failed), answered(sampler_id)]
     return [*topics, "sample"] if topics else topics
 
 
 def open_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime) -> bool:
     """Make the sampler's row unless its id exists; whether it was made."""
-    values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now}
+    values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now, "last_completion": 0, "clones": 0}
     return insert_if_absent(connection, Sampler, values)
 
 

@@ -12,10 +12,11 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from backend.errors import Category
+from backend.journal import completions
 from backend.journal.effects import apply, end_models, end_samplers
 from backend.journal.kinds import ModelState, RequestState, SamplerState
 from backend.journal.records import Outcome
-from backend.journal.statements import IS_PENDING, done, fail_pending, locked_ids
+from backend.journal.statements import COMPLETION, IS_PENDING, answered, done, fail_pending, locked_ids
 from backend.journal.tables import Model, Request, Sampler
 
 _ANSWER = (
@@ -29,6 +30,7 @@ _ANSWER = (
         category=sa.bindparam("to_category"),
         finished_at=sa.bindparam("now"),
         replays=sa.bindparam("to_replays"),
+        completion=COMPLETION,
     )
 )
 _REPLAYS = sa.update(Request).where(col(Request.id).in_(sa.bindparam("ids", expanding=True))).values(replays=True)
@@ -39,7 +41,7 @@ _ADVANCE = (
     .values(next_seq=sa.case((col(Model.next_seq) < _PASSED, _PASSED), else_=col(Model.next_seq)))
 )
 _LOCK_WAITING = (
-    sa.select(col(Request.id))
+    sa.select(col(Request.id), col(Request.sampler_id))
     .where(col(Request.id).in_(sa.bindparam("ids", expanding=True)), IS_PENDING)
     .order_by(col(Request.id))
     .with_for_update()
@@ -47,14 +49,24 @@ _LOCK_WAITING = (
 
 
 def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime) -> tuple[list[str], list[str]]:
-    """Answer requests; (ids answered by this call, the bell's topics). Three statements, and those of the effects."""
+    """Answer requests; (ids answered by this call, the bell's topics).
+
+    Three statements, one more for each sampler, and those of the effects.
+    """
     first = {outcome.request_id: outcome for outcome in reversed(outcomes)}
     _advance(connection, outcomes)
-    waiting = set(connection.execute(_LOCK_WAITING, {"ids": list(first)}).scalars())
+    completions.take_numbers(connection, (one.sampler_id for one in outcomes if one.sampler_id is not None))
+    waiting = {row.id: row.sampler_id for row in connection.execute(_LOCK_WAITING, {"ids": list(first)})}
     winners = [outcome for request_id, outcome in reversed(first.items()) if request_id in waiting]
     beaten = [outcome.request_id for outcome in first.values() if outcome.replays and outcome.request_id not in waiting]
     if beaten:
         connection.execute(_REPLAYS, {"ids": beaten})
+    for outcome in winners:
+        if outcome.sampler_id != waiting[outcome.request_id]:
+            # It would get a number that clients have passed already, and they would never hear of it.
+            raise ValueError(
+                f"outcome of {outcome.request_id}: sampler_id is {outcome.sampler_id!r}: not the request's"
+            )
     if not winners:
         return [], []
     connection.execute(
@@ -73,14 +85,15 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
             for outcome in winners
         ],
     )
-    answered = [outcome.request_id for outcome in winners]
-    topics = done(answered)
+    ids = [outcome.request_id for outcome in winners]
+    topics = done(ids)
+    topics += {answered(one.sampler_id, one.seq_id): None for one in winners if one.sampler_id is not None}
     for outcome in winners:
         for effect in outcome.effects:
             topics += apply(connection, effect, now)
         if outcome.error is not None and outcome.model_id is not None and outcome.seq_id == 0:
             topics += end_models(connection, [outcome.model_id], ModelState.FAILED, outcome.error, now)
-    return answered, topics
+    return ids, topics
 
 
 def fail_all_pending(
@@ -94,8 +107,15 @@ def fail_all_pending(
         models = sa.select(col(Model.id)).where(*of_model)
         samplers = sa.select(col(Sampler.id)).where(*of_sampler)
         where = [sa.or_(col(Request.model_id).in_(models), col(Request.sampler_id).in_(samplers))]
-    failed = fail_pending(connection, now, reason, category, *where)
-    return failed, done(failed) + end_models(connection, creating, ModelState.FAILED, reason, now)
+    of_samplers = (IS_PENDING, col(Request.sampler_id).is_not(None), *where)
+    waiting = connection.execute(sa.select(col(Request.sampler_id)).where(*of_samplers).distinct()).scalars()
+    sampling = [str(sampler_id) for sampler_id in waiting]
+    completions.take_numbers(connection, sampling)
+    # What another sampler was asked for since that statement is not among them: it has no number.
+    numbered = sa.or_(col(Request.sampler_id).is_(None), col(Request.sampler_id).in_(sampling))
+    failed = fail_pending(connection, now, reason, category, numbered, *where)
+    topics = done(failed) + [answered(sampler_id) for sampler_id in sampling]
+    return failed, topics + end_models(connection, creating, ModelState.FAILED, reason, now)
 
 
 def lose_models(

@@ -16,6 +16,8 @@ from backend.commands import StabilityInfo
 from backend.errors import Category
 from backend.journal import (
     audit,
+    cancelling,
+    completions,
     custom_losses,
     finishing,
     keeping,
@@ -46,6 +48,7 @@ from backend.journal.views import (
     AuditView,
     BaseModelView,
     CheckpointView,
+    Completions,
     Gap,
     KeyView,
     ModelView,
@@ -107,8 +110,8 @@ class Journal:
         session that is over is no error here: the request is stored already failed, and says why.
         """
         with self._database.write() as connection:
-            request_id = submitting.submit(connection, request, self._clock.now())
-        self._bell.ring("sample" if request.model_id is None else f"model:{request.model_id}")
+            request_id, topics = submitting.submit(connection, request, self._clock.now())
+        self._bell.ring(*topics)
         return request_id
 
     def submit_new_model(self, model: NewModel, request: NewRequest) -> str:
@@ -193,10 +196,13 @@ class Journal:
         self._bell.ring(*topics)
         return lost
 
-    def result(self, request_id: str, owner: str | None) -> Result | None:
-        """The answer, None while it is pending. Re-readable until it expires; the first reading is noted."""
+    def result(self, request_id: str, owner: str | None, *, at_most: int | None = None) -> Result | None:
+        """The answer, None while it is pending. Re-readable until it expires; the first reading is noted.
+
+        Of a result of more than `at_most` bytes only the size is told, and that is no reading.
+        """
         with self._database.read() as connection:
-            found, first = results.read_result(connection, request_id, owner)
+            found, first = results.read_result(connection, request_id, owner, at_most)
         if first:
             with self._database.write() as connection:
                 results.mark_read(connection, request_id, self._clock.now())
@@ -215,6 +221,38 @@ class Journal:
         now = self._clock.now()
         with self._database.write() as connection:
             return results.expire_results(connection, self._ago(ttl), now, limit)
+
+    def cancel(self, request_id: str, owner: str | None) -> bool:
+        """Answer a sample that waits with a failure, and have it leave the decode batch; whether it still waited.
+
+        UserError for any other kind: what trains is executed in order, and later requests count on it.
+        """
+        with self._database.write() as connection:
+            topics = cancelling.cancel(connection, request_id, owner, self._clock.now())
+        self._bell.ring(*topics)
+        return bool(topics)
+
+    # -------------------------------------------------------------- answers by sampler: completions.py
+    def completions(self, sampler_id: str, owner: str | None, *, clone: int, after: int) -> Completions:
+        """What was answered of one clone's requests after the cursor `after`, oldest first, and the next cursor."""
+        with self._database.read() as connection:
+            return completions.completions(connection, sampler_id, owner, clone, after)
+
+    def acknowledge(self, sampler_id: str, owner: str | None, request_ids: Collection[str], *, clone: int) -> int:
+        """Drop the bytes of results that were read and that their client says it has; how many."""
+        now = self._clock.now()
+        with self._database.write() as connection:
+            return completions.acknowledge(connection, sampler_id, owner, clone, request_ids, now)
+
+    def last_completions(self, sampler_ids: Collection[str]) -> dict[str, int]:
+        """The number of each sampler's last answer, in one query: what a cursor is compared with."""
+        with self._database.read() as connection:
+            return completions.last_numbers(connection, sampler_ids)
+
+    def join_sampler(self, sampler_id: str, owner: str | None) -> int:
+        """A number from 1 for a copy of the sampler's client; no two copies ever get the same."""
+        with self._database.write() as connection:
+            return completions.join(connection, sampler_id, owner)
 
     # -------------------------------------------------------------- sessions: sessions.py
     def create_session(self, session: NewSession) -> str:

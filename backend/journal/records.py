@@ -232,7 +232,8 @@ class CopyMade:
 class Outcome:
     """The answer to one request: result bytes, or an error with its category. Pending.done / Pending.failed make them.
 
-    model_id and seq_id are the request's own; they move the model's next_seq past it. effects happen in the same
+    model_id, sampler_id and seq_id are the request's own: they move the model's next_seq past it, or have the sampler
+    number it (completions.py). effects happen in the same
     transaction, and only if this is the request's first answer. A failed creation (seq_id 0) ends its model by itself.
     replays: it changed the model, so it is executed again when the model must be made again. That counts even when
     somebody else answered the request first.
@@ -244,6 +245,7 @@ class Outcome:
     error: str | None = None
     category: Category | None = None
     model_id: str | None = None
+    sampler_id: str | None = None
     seq_id: int | None = None
     effects: tuple[Effect, ...] = ()
     replays: bool = False

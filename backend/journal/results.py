@@ -9,10 +9,24 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from backend.journal.kinds import RequestState
-from backend.journal.statements import IS_PENDING, get_owned
+from backend.journal.statements import IS_PENDING, is_owned, missing
 from backend.journal.tables import Request
 from backend.journal.views import Result, result_view
 
+# Without the payload: answers are read thousands of times a second, and a payload can have megabytes.
+_SIZE = sa.func.length(col(Request.result))
+_MOST = sa.bindparam("at_most", type_=sa.BigInteger)
+_READ = sa.select(
+    col(Request.id),
+    col(Request.kind),
+    col(Request.state),
+    col(Request.result_type),
+    col(Request.error),
+    col(Request.category),
+    col(Request.read_at),
+    _SIZE.label("size"),
+    sa.case((sa.or_(_MOST.is_(None), _SIZE <= _MOST), col(Request.result))).label("result"),
+).where(is_owned(Request))
 _MARK_READ = (
     sa.update(Request)
     .where(col(Request.id) == sa.bindparam("request_id"), col(Request.read_at).is_(None))
@@ -24,12 +38,21 @@ _FINISHED = sa.select(col(Request.id)).where(
 _IDS_PER_QUERY = 10_000  # SQLite takes 32,766 parameters
 
 
-def read_result(connection: sa.Connection, request_id: str, owner: str | None) -> tuple[Result | None, bool]:
-    """The answer (None: not yet), and whether it is read for the first time. One statement."""
-    row = get_owned(connection, Request, request_id, owner)
+def read_result(
+    connection: sa.Connection, request_id: str, owner: str | None, at_most: int | None
+) -> tuple[Result | None, bool]:
+    """The answer (None: not yet), and whether it is read for the first time. One statement.
+
+    A result of more than `at_most` bytes is left where it is, and not read: only its size is told.
+    """
+    parameters = {"row_id": request_id, "as_owner": owner, "at_most": at_most}
+    row = connection.execute(_READ, parameters).one_or_none()
+    if row is None:
+        raise missing(Request, request_id)
     if row.state == RequestState.PENDING:
         return None, False
-    return result_view(row), row.read_at is None
+    told_only = row.size is not None and row.result is None
+    return result_view(row), row.read_at is None and not told_only
 
 
 def mark_read(connection: sa.Connection, request_id: str, now: datetime) -> None:

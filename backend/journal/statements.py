@@ -22,6 +22,10 @@ from backend.journal.tables import AuditEvent, Checkpoint, Model, Request, Sampl
 # A literal, not a parameter: only so does SQLite see that the partial indexes apply.
 IS_PENDING = col(Request.state) == sa.literal_column(f"'{RequestState.PENDING}'")
 
+# The number of the transaction that we are in (completions.py); NULL for training requests.
+COMPLETION = sa.select(col(Sampler.last_completion)).where(col(Sampler.id) == col(Request.sampler_id)).scalar_subquery()
+CLONE_BLOCK = 1_000_000_000  # a clone's sequence ids are its number times this, and up (PROTOCOL.md 3.1)
+
 Owned = type[Session] | type[Model] | type[Sampler] | type[Request]
 
 
@@ -87,12 +91,15 @@ def locked_ids(connection: sa.Connection, table: Owned, *where: sa.ColumnElement
 def fail_pending(
     connection: sa.Connection, now: datetime, error: str, category: Category, *where: sa.ColumnElement[bool]
 ) -> list[str]:
-    """Fail every request that waits and is `where`; their ids. One statement, which locks them in order of id."""
+    """Fail every request that waits and is `where`; their ids. One statement, which locks them in order of id.
+
+    The caller has taken the next number of every sampler whose requests may be among them (completions.py).
+    """
     waiting = sa.select(col(Request.id)).where(IS_PENDING, *where).order_by(col(Request.id)).with_for_update()
     statement = (
         sa.update(Request)
         .where(col(Request.id).in_(waiting))
-        .values(state=RequestState.FAILED, error=error, category=category, finished_at=now)
+        .values(state=RequestState.FAILED, error=error, category=category, finished_at=now, completion=COMPLETION)
         .returning(col(Request.id))
     )
     return list(connection.execute(statement).scalars())
@@ -118,3 +125,8 @@ def sampler_ended(sampler_id: str, state: SamplerState, detail: str | None) -> t
 def done(request_ids: Sequence[str]) -> list[str]:
     """The bell's topics for requests that were answered."""
     return [f"done:{request_id}" for request_id in request_ids]
+
+
+def answered(sampler_id: str, seq_id: int | None = None) -> str:
+    """The bell's topic for answers of a sampler: `answered:<clone>:<sampler>`, for all its clones without seq_id."""
+    return f"answered:{'' if seq_id is None else seq_id // CLONE_BLOCK}:{sampler_id}"

@@ -15,10 +15,12 @@ from sqlmodel import col
 
 from backend.errors import Category, ConflictError, UserError
 from backend.ids import new_id
+from backend.journal import completions
 from backend.journal.kinds import TAKES_WORK, Kind, ModelState, RequestState, SamplerState, SessionState
 from backend.journal.records import NewModel, NewRequest
 from backend.journal.statements import (
     IS_PENDING,
+    answered,
     insert_if_absent,
     is_owned,
     missing,
@@ -31,17 +33,20 @@ from backend.journal.tables import Model, Request, Sampler, Session
 Failure = tuple[str, Category] | None
 
 
-def submit(connection: sa.Connection, request: NewRequest, now: datetime) -> str:
-    """Store one request; its id, or that of the equal request stored before it.
+def submit(connection: sa.Connection, request: NewRequest, now: datetime) -> tuple[str, list[str]]:
+    """Store one request; its id, or that of the equal request stored before it, and the bell's topics.
 
     Raises NotFoundError for an unknown or foreign model or sampler, ConflictError when the seq_id holds other content.
     """
     _check_address(request)
     if request.model_id is not None:
         session_id, failure = _touch_model(connection, request.model_id, request, now)
-    else:
-        session_id, failure = _look_at_sampler(connection, str(request.sampler_id), request)
-    return _store(connection, request, session_id, failure, now)
+        return _store(connection, request, session_id, failure, now), [f"model:{request.model_id}"]
+    sampler_id = str(request.sampler_id)
+    session_id, failure = _look_at_sampler(connection, sampler_id, request)
+    number = None if failure is None else completions.take_number(connection, sampler_id)
+    request_id = _store(connection, request, session_id, failure, now, number)
+    return request_id, ["sample"] if failure is None else [answered(sampler_id, request.seq_id)]
 
 
 def submit_new_model(connection: sa.Connection, model: NewModel, request: NewRequest, now: datetime) -> str:
@@ -121,8 +126,9 @@ _TOUCH_MODEL = (
         _of_session(col(Session.detail)).label("session_detail"),
     )
 )
-# FOR SHARE: the sampler's row stays as it is until we commit.
-_LOOK_AT_SAMPLER = sa.select(Sampler).where(is_owned(Sampler)).with_for_update(read=True)
+# The sampler's row stays as it is until we commit. Not FOR SHARE: a request that fails at once takes a number, and two
+# that hold the row together would each wait for the other.
+_LOOK_AT_SAMPLER = sa.select(Sampler).where(is_owned(Sampler)).with_for_update(key_share=True)
 
 
 def _touch_model(connection: sa.Connection, model_id: str, request: NewRequest, now: datetime) -> tuple[str, Failure]:
@@ -152,7 +158,14 @@ def _look_at_sampler(connection: sa.Connection, sampler_id: str, request: NewReq
     return found.session_id, (request.error, request.category) if request.error is not None else None
 
 
-def _store(connection: sa.Connection, request: NewRequest, session_id: str, failure: Failure, now: datetime) -> str:
+def _store(
+    connection: sa.Connection,
+    request: NewRequest,
+    session_id: str,
+    failure: Failure,
+    now: datetime,
+    completion: int | None = None,
+) -> str:
     request_id = new_id("req")
     error, category = failure or (None, None)
     inserted = insert_if_absent(
@@ -176,6 +189,7 @@ def _store(connection: sa.Connection, request: NewRequest, session_id: str, fail
             "created_at": now,
             "finished_at": None if failure is None else now,
             "replays": False,
+            "completion": completion,
         },
     )
     return request_id if inserted else _replayed(connection, request)

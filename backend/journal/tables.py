@@ -153,7 +153,11 @@ class Model(Table, table=True):
 
 
 class Sampler(Table, table=True):
-    """A sampling session of a snapshot, of a checkpoint, or of the base model."""
+    """A sampling session of a snapshot, of a checkpoint, or of the base model.
+
+    last_completion: the number of the last transaction that answered its requests (completions.py); clones: how many
+    copies of its client have joined.
+    """
 
     __tablename__ = "sampler"
     __table_args__ = (sa.Index("ix_sampler_state_base_model", "state", "base_model"),)
@@ -167,6 +171,8 @@ class Sampler(Table, table=True):
     state: str
     detail: str | None = None
     created_at: datetime = Field(sa_type=UtcDateTime)
+    last_completion: int = Field(sa_type=sa.BigInteger)
+    clones: int
 
 
 class Request(Table, table=True):
@@ -195,6 +201,14 @@ class Request(Table, table=True):
             "sampler_id",
             sqlite_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
             postgresql_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
+        ),
+        sa.Index(
+            "ix_request_completions",
+            "sampler_id",
+            "completion",
+            "seq_id",
+            sqlite_where=sa.text("completion IS NOT NULL"),
+            postgresql_where=sa.text("completion IS NOT NULL"),
         ),
         sa.Index(
             "ix_request_finished_with_bytes",
@@ -229,6 +243,7 @@ class Request(Table, table=True):
     read_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     dropped_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     replays: bool = False
+    completion: int | None = Field(default=None, sa_type=sa.BigInteger)
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
     result: bytes | None = None

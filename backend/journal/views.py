@@ -213,7 +213,13 @@ class Pending:
     def done(self, result: bytes, result_type: PayloadType, *effects: Effect) -> Outcome:
         """The outcome that answers this request with `result`."""
         return Outcome(
-            self.id, result=result, result_type=result_type, model_id=self.model_id, seq_id=self.seq_id, effects=effects
+            self.id,
+            result=result,
+            result_type=result_type,
+            model_id=self.model_id,
+            sampler_id=self.sampler_id,
+            seq_id=self.seq_id,
+            effects=effects,
         )
 
     def failed(self, error: TinkerflowError | str, category: Category | None = None, *effects: Effect) -> Outcome:
@@ -224,6 +230,7 @@ class Pending:
             error=text,
             category=category or own,
             model_id=self.model_id,
+            sampler_id=self.sampler_id,
             seq_id=self.seq_id,
             effects=effects,
         )
@@ -252,7 +259,10 @@ class SnapshotView:
 
 @dataclass(frozen=True)
 class Result:
-    """A request's answer: `result` bytes of `result_type` when done, else `error` and `category`."""
+    """A request's answer: `result` bytes of `result_type` when done, else `error` and `category`.
+
+    size: of the result in bytes. Results over the size that the reader allowed have a size and no bytes.
+    """
 
     request_id: str
     kind: Kind
@@ -260,6 +270,24 @@ class Result:
     result_type: PayloadType
     error: str | None
     category: Category | None
+    size: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answered request of a sampler; size: of its result in bytes, 0 when it failed or was dropped."""
+
+    request_id: str
+    done: bool
+    size: int
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What was answered after one cursor, oldest first, and the next cursor."""
+
+    rows: tuple[Completion, ...]
+    cursor: int
 
 
 @dataclass(frozen=True)
@@ -344,7 +372,7 @@ def pending_view(row: Row[Any], sampler: SamplerView | None = None) -> Pending:
 
 def result_view(row: Row[Any]) -> Result:
     """A row of `request` that is answered."""
-    return Result(row.id, Kind(row.kind), row.result, row.result_type, row.error, row.category)
+    return Result(row.id, Kind(row.kind), row.result, row.result_type, row.error, row.category, row.size or 0)
 
 
 def _same(view: type[Any], row: Row[Any], prefix: str = "") -> dict[str, Any]:

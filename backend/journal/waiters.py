@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Protocol, Self
 
 import sqlalchemy as sa
 
-from backend.journal.bell import Bell
+from backend.journal.arrivals import Arrivals, Numbers, Watch
 
 log = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 1.0
 
 
-class Answers(Protocol):
-    """What Waiters needs of the journal."""
-
-    @property
-    def bell(self) -> Bell:
-        """The bell that rings `done:<request_id>`."""
-        ...
+class Answers(Numbers, Protocol):
+    """What Waiters needs of the journal. Its bell also rings `done:<request_id>`."""
 
     def finished(self, request_ids: Collection[str]) -> set[str]:
         """Which of these requests are answered, in one query."""
@@ -42,9 +37,11 @@ class Waiters:
         self._news = asyncio.Event()
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
+        self._arrivals = Arrivals(journal)
 
     async def __aenter__(self) -> Self:
         """Start listening."""
+        await self._stack.enter_async_context(self._arrivals)
         topics = await self._stack.enter_async_context(self._journal.bell.listen("done:"))
         self._tasks = [asyncio.create_task(self._listen(topics)), asyncio.create_task(self._check())]
         return self
@@ -75,6 +72,10 @@ class Waiters:
             if not self._users[request_id]:
                 del self._users[request_id], self._waiting[request_id]
                 self._unchecked.discard(request_id)
+
+    def watch(self, sampler_id: str, clone: int) -> AbstractContextManager[Watch]:
+        """Inside, what wakes for every answer to one clone's requests of a sampler (arrivals.py)."""
+        return self._arrivals.watch(sampler_id, clone)
 
     async def _listen(self, topics: AsyncIterator[str]) -> None:
         async for topic in topics:

@@ -37,6 +37,25 @@ async def test_models_and_samples_are_served_side_by_side(dispatcher: Any, clien
     assert all(result.error is None for result in await client.results(*requests))
 
 
+async def test_a_cancelled_sample_makes_room_at_once(
+    dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_sweep(_: Any) -> None:
+        """The bell must do it."""
+
+    monkeypatch.setattr(SamplingLane, "cancel_ended", no_sweep)
+    pool.hold = asyncio.Event()
+    request = client.sample(client.sampler(9), max_tokens=60)
+    await until(lambda: pool.log)
+    client.journal.cancel(request, "local")
+    assert (await client.result(request)).error == "cancelled by the client"
+    (served,) = dispatcher[0]._served.values()
+    await until(lambda: served.sampling._batch._cancel)
+    pool.hold.set()
+    await until(lambda: any(getattr(command, "cancel", None) == (request,) for command in pool.log))
+    assert pool.executor.batch == {}
+
+
 async def test_a_lost_bell_costs_a_second_and_no_more(
     dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,33 @@ async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, clien
     assert pool.executor.batch == {}
 
 
+async def test_a_cancelled_request_leaves_with_the_next_chunk(
+    sampling: Any, client: Any, pool: Any, until: Any
+) -> None:
+    lane, _ = sampling
+    pool.hold = asyncio.Event()
+    sampler = client.sampler(0)
+    request = client.sample(sampler, max_tokens=60)
+    await until(lambda: pool.log)
+    joining = client.sample(sampler, max_tokens=60)
+    await until(lambda: joining in lane._batch._answers)
+    for one in (request, joining):
+        client.journal.cancel(one, "local")
+        lane.cancel(one)
+        lane.cancel(one)
+    chunks = len(pool.log)
+    pool.hold.set()
+    await until(lambda: len(pool.log) > chunks)
+    first, second = pool.log[chunks - 1], pool.log[chunks]
+    assert [one.request_id for one in first.admit] == [request]
+    # the one is told to leave in the very next chunk, the other never joins
+    assert (second.cancel, second.admit) == ((request,), ())
+    assert pool.executor.batch == {}
+    failed = await client.result(request)
+    assert (failed.error, failed.category) == ("cancelled by the client", "user")
+    assert len(tokens(await client.result(client.sample(sampler)))[0]) == 6
+
+
 async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     lane, task = sampling
     sampler = client.sampler(0)

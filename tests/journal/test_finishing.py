@@ -255,4 +255,4 @@ def test_finish_is_three_statements_and_its_effects(scene, statements):
     assert len(made) == 4
     with statements() as made:
         scene.journal.finish([pending.done(b"", "proto") for pending in scene.journal.pending_samples(30)])
-    assert len(made) == 3  # the reading, and two to finish
+    assert len(made) == 4  # the reading, the sampler's number, and two to finish

@@ -172,6 +172,8 @@ def upgrade() -> None:
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("detail", sa.String(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("last_completion", sa.BigInteger(), nullable=False),
+        sa.Column("clones", sa.Integer(), nullable=False),
         sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_sampler_session_id"),
         sa.PrimaryKeyConstraint("id", name="pk_sampler"),
     )
@@ -198,6 +200,7 @@ def upgrade() -> None:
         sa.Column("read_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("dropped_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("replays", sa.Boolean(), nullable=False),
+        sa.Column("completion", sa.BigInteger(), nullable=True),
         sa.Column("payload", sa.LargeBinary(), nullable=False),
         sa.Column("result", sa.LargeBinary(), nullable=True),
         sa.ForeignKeyConstraint(["model_id"], ["model.id"], name="fk_request_model_id"),
@@ -206,6 +209,14 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_request"),
         sa.UniqueConstraint("model_id", "seq_id", name="uq_request_model_id_seq_id"),
         sa.UniqueConstraint("sampler_id", "seq_id", name="uq_request_sampler_id_seq_id"),
+    )
+    op.create_index(
+        "ix_request_completions",
+        "request",
+        ["sampler_id", "completion", "seq_id"],
+        unique=False,
+        sqlite_where=sa.text("completion IS NOT NULL"),
+        postgresql_where=sa.text("completion IS NOT NULL"),
     )
     op.create_index(
         "ix_request_finished_with_bytes",
