@@ -9,7 +9,7 @@ from api.auth import Authenticator
 from api.deps import authorised
 from api.holds import Holds
 from api.models import Health
-from api.routes import futures, lookup, runs, sampling, service, sessions, training, weights
+from api.routes import copies, downloads, futures, lookup, runs, sampling, service, sessions, training, weights
 from api.services import Services
 from backend.clock import Clock, SystemClock
 from backend.journal import Journal, Waiters
@@ -22,7 +22,10 @@ _PREFIX = "/api/v1"
 def create_app(
     settings: Settings, journal: Journal, waiters: Waiters, store: Store, *, clock: Clock | None = None
 ) -> FastAPI:
-    """The app that speaks the tinker protocol. `waiters` must be running. Only healthz answers without a key."""
+    """The app that speaks the tinker protocol. `waiters` must be running.
+
+    Only healthz answers without a key, and what a signed link leads to.
+    """
     app = FastAPI(title="tinkerflow", openapi_url=None)
     clock = clock or SystemClock()
     app.state.services = Services(
@@ -37,8 +40,10 @@ def create_app(
     )
     errors.install(app)
     app.add_api_route(f"{_PREFIX}/healthz", _healthz, methods=["GET"])
-    for subject in (futures, training, sampling, service, sessions, weights, runs, lookup):  # the busiest first
+    busiest_first = (futures, training, sampling, service, sessions, weights, runs, lookup, copies, downloads)
+    for subject in busiest_first:
         app.include_router(subject.router, prefix=_PREFIX, dependencies=[Depends(authorised)])
+    app.include_router(downloads.link_router, prefix=_PREFIX)
     return app
 
 

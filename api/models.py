@@ -262,3 +262,16 @@ class WeightsInfo(Wire):
     train_unembed: bool
     train_mlp: bool
     train_attn: bool
+
+
+class WeightsCopied(Wire):
+    """copy_weights."""
+
+    tinker_path: str
+
+
+class ExternalWeightsUrls(Wire):
+    """external_weights_urls: by relative path, where each file can be read until `expires`."""
+
+    urls: dict[str, str]
+    expires: datetime

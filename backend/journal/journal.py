@@ -387,6 +387,23 @@ class Journal:
         with self._database.read() as connection:
             return checkpoint_rows.checkpoint(connection, path, owner, access, self._clock.now())
 
+    def checkpoint_read(self, path: str, owner: str | None, purpose: str) -> CheckpointView:
+        """As `checkpoint`, and the reading goes into the audit log of the checkpoint's owner."""
+        now = self._clock.now()
+        with self._database.write() as connection:
+            found = checkpoint_rows.checkpoint(connection, path, owner, None, now)
+            event = audit.Event.CHECKPOINT_READ
+            audit.note(
+                connection,
+                now,
+                owner=found.owner,
+                event=event,
+                model_id=found.run_id,
+                tinker_path=path,
+                purpose=purpose,
+            )
+            return found
+
     def checkpoints(
         self, owner: str | None, *, run_id: str | None = None, limit: int = 100, offset: int = 0
     ) -> Page[CheckpointView]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import uvicorn
 from api.app import create_app
 from api.serve import Server
 from backend.clock import ManualClock
-from backend.commands import ForwardResult, OptimResult, SampledSequence, SampleResult
-from backend.errors import ConflictError, NotFoundError, TinkerflowError
+from backend.commands import AdapterState, ForwardResult, LoraSpec, OptimResult, SampledSequence, SampleResult
+from backend.errors import NotFoundError, TinkerflowError
 from backend.ids import sampler_id
 from backend.journal import (
     CheckpointKind,
@@ -41,12 +42,13 @@ from backend.journal import (
 )
 from backend.model_card import ModelCard
 from backend.settings import Settings
-from backend.store import CheckpointPath, Store
+from backend.store import CheckpointMeta, CheckpointPath, Store
 from backend.wire import (
     decode_forward,
     decode_load_model,
     decode_optim_step,
     decode_sample,
+    decode_save_external,
     decode_save_for_sampler,
     decode_save_weights,
     encode_forward,
@@ -61,6 +63,7 @@ from backend.wire import (
 VOCAB, CONTEXT, EOS = 16, 64, 1
 BASE = "tiny/bigram"
 KEY = "tml-test"
+LORA = "base_model.model.lm_head.lora_A.weight"
 
 
 # ------------------------------------------------------------------ the engine
@@ -73,6 +76,7 @@ class Engine:
     """Answers the journal's requests, in order. A model is a table of logits [V, V]; its gradient is exact."""
 
     journal: Journal
+    store: Store
     tables: dict[str, Any] = field(default_factory=dict)  # models, and by path or sampler id: what was saved
     grads: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
@@ -103,6 +107,10 @@ class Engine:
         except TinkerflowError as e:
             return request.failed(e)
 
+    def _table(self, name: str) -> Any:
+        found = self.tables.get(name)  # what others put into the store is there only
+        return self.store.load(name)[0].weights[LORA].astype(np.float64) if found is None else found
+
     def _create_model(self, request: Pending) -> Outcome:
         model = str(request.model_id)
         self.tables[model], self.grads[model], self.steps[model] = np.zeros((VOCAB, VOCAB)), 0.0, 0
@@ -110,7 +118,8 @@ class Engine:
 
     def _load_model(self, request: Pending) -> Outcome:
         asked, model = decode_load_model(request.payload), str(request.model_id)
-        self.tables[model], self.grads[model], self.steps[model] = self.tables[asked.path].copy(), 0.0, 0
+        self.journal.checkpoint(asked.path, request.owner, access=asked.access)
+        self.tables[model], self.grads[model], self.steps[model] = self._table(asked.path).copy(), 0.0, 0
         return request.done(encode_loaded(model, asked.path), "json", ModelLive(model))
 
     def _forward_backward(self, request: Pending) -> Outcome:
@@ -139,27 +148,41 @@ class Engine:
         step = self.steps[model]
         return request.done(encode_optim_step(OptimResult(norm, step)), "json", StepMade(model, step))
 
-    def _saved(self, request: Pending, kind: CheckpointKind, name: str, metadata: dict[str, str]) -> CheckpointSaved:
-        path = str(CheckpointPath(str(request.model_id), kind, name))
-        if path in self.tables:
-            raise ConflictError(f"{path} exists: a saved name never changes, unless overwrite is given")
-        self.tables[path] = self.tables[str(request.model_id)].copy()
+    def _saved(self, request: Pending, kind: CheckpointKind, asked: Any) -> CheckpointSaved:
         run = str(request.model_id)
+        state = AdapterState(LoraSpec(8), self.steps[run], {LORA: self.tables[run].astype(np.float32)})
+        path = str(CheckpointPath(run, kind, asked.name))
+        ttl = asked.ttl_seconds
+        expires_at = None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl)
+        metadata = getattr(asked, "user_metadata", {})
+        meta = CheckpointMeta(BASE, request.owner, metadata, expires_at, request.id)
+        over = getattr(asked, "overwrite", False) or self.journal.checkpoint_is_gone(path)
+        if kind is CheckpointKind.EXTERNAL_WEIGHTS:
+            saved = self.store.export(run, asked.name, state, meta, recipients=asked.recipients, overwrite=over)
+        else:
+            saved = self.store.save(run, kind, asked.name, state, meta, overwrite=over)
+        self.tables[path] = self.tables[run].copy()
         flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
         return CheckpointSaved(
-            path=path, run_id=run, kind=kind, name=name, owner=request.owner, base_model=BASE, rank=8, **flags,
-            step=self.steps[run], size_bytes=self.tables[path].nbytes, user_metadata=metadata,
+            path=path, run_id=run, kind=kind, name=asked.name, owner=request.owner, base_model=BASE, rank=8, **flags,
+            step=self.steps[run], size_bytes=saved.size_bytes, user_metadata=metadata, expires_at=expires_at,
+            attempt=saved.attempt,
         )  # fmt: skip
+
+    def _save_weights_external(self, request: Pending) -> Outcome:
+        saved = self._saved(request, CheckpointKind.EXTERNAL_WEIGHTS, decode_save_external(request.payload))
+        answer = encode_saved(saved.path, kind="save_weights_external", size_bytes=saved.size_bytes)
+        return request.done(answer, "json", saved)
 
     def _save_weights(self, request: Pending) -> Outcome:
         asked = decode_save_weights(request.payload)
-        saved = self._saved(request, CheckpointKind.WEIGHTS, asked.name, asked.user_metadata)
+        saved = self._saved(request, CheckpointKind.WEIGHTS, asked)
         return request.done(encode_saved(saved.path), "json", saved)
 
     def _save_for_sampler(self, request: Pending) -> Outcome:
         asked = decode_save_for_sampler(request.payload)
         if asked.name is not None:
-            saved = self._saved(request, CheckpointKind.SAMPLER_WEIGHTS, asked.name, asked.user_metadata)
+            saved = self._saved(request, CheckpointKind.SAMPLER_WEIGHTS, asked)
             return request.done(encode_saved(saved.path, kind="save_weights_for_sampler"), "json", saved)
         new_id = sampler_id(request.session_id, int(asked.sampling_session_seq_id or 0))
         self.tables[new_id] = self.tables[str(request.model_id)].copy()
@@ -169,7 +192,7 @@ class Engine:
     def _sample(self, request: Pending) -> Outcome:
         assert request.sampler is not None
         source = request.sampler.snapshot_id or request.sampler.model_path
-        table = log_softmax(self.tables[source] if source else np.zeros((VOCAB, VOCAB)))
+        table = log_softmax(self._table(source) if source else np.zeros((VOCAB, VOCAB)))
         asked = decode_sample(
             request.payload, request_id=request.id, snapshot_id=source, vocab_size=VOCAB, max_context=CONTEXT, eos=[EOS]
         )
@@ -324,9 +347,9 @@ def server(start: Callable[..., Running]) -> Running:
 
 
 @pytest.fixture
-def engine(journal: Journal) -> Iterator[Engine]:
+def engine(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[Engine]:
     """The engine, at work."""
-    engine = Engine(journal)
+    engine = Engine(journal, Store.open(settings_for().store_url))
     thread = threading.Thread(target=engine.run)
     thread.start()
     yield engine

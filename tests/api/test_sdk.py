@@ -291,7 +291,7 @@ def test_named_saves_resuming_and_looking_at_them(
 def test_a_name_that_exists_is_refused_at_once(model: tinker.TrainingClient) -> None:
     model.save_state("ck").result()
     start = time.monotonic()
-    with pytest.raises(tinker.RequestFailedError, match="a saved name never changes"):
+    with pytest.raises(tinker.RequestFailedError, match="exists already"):
         model.save_state("ck").result()
     with pytest.raises(tinker.RequestFailedError, match=r"path is '\.\./ck': must be 1 to 128 letters"):
         model.save_state("../ck").result()

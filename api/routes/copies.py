@@ -1,0 +1,105 @@
+"""Copying a checkpoint into another project, or another part of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+from fastapi import APIRouter
+
+from api.deps import Authorised, Call
+from api.models import WeightsCopied
+from backend.errors import NotFoundError
+from backend.ids import model_id
+from backend.journal import CheckpointSaved, CopyMade, access_hash
+from backend.store import CheckpointPath
+from backend.wire import Fields, ttl_seconds
+
+router = APIRouter()
+
+_TOKEN = "x-tinker-weights-access-token"
+_KEY = "x-idempotency-key"
+
+
+@router.post("/copy_weights")
+async def copy_weights(call: Authorised) -> WeightsCopied:
+    """Copy a checkpoint of one's own, a public one, or one that a weights access token opens; the copy's path.
+
+    The copy is in a run made for it, which takes no work. All attempts under one X-Idempotency-Key make one copy.
+    """
+    body = Fields.parse(await call.body())
+    wanted = _Wanted(
+        source=str(CheckpointPath.parse(body.text("source_path"))),
+        project_id=body.optional_text("destination_project_id"),
+        ttl_seconds=ttl_seconds(body),
+        token=call.request.headers.get(_TOKEN) or body.optional_text("weights_access_token"),
+    )
+    return WeightsCopied(tinker_path=await asyncio.to_thread(_copy, call, wanted))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    source: str
+    project_id: str | None
+    ttl_seconds: int | None
+    token: str | None
+
+
+def _copy(call: Call, wanted: _Wanted) -> str:
+    owner, label = _destination(call, wanted.project_id)
+    session_id = _session_id(call, wanted)
+    source_path = CheckpointPath.parse(wanted.source)
+    path = str(CheckpointPath(model_id(session_id, 0), source_path.kind, source_path.name))
+    if _exists(call, path, owner):
+        return path
+    access = None if wanted.token is None else access_hash(wanted.token)
+    source = call.journal.checkpoint(wanted.source, call.owner, access=access)
+    ttl, now = wanted.ttl_seconds, call.services.clock.now()
+    expires_at = None if ttl is None else now + timedelta(seconds=ttl)
+    saved = call.services.store.copy(
+        source.path, model_id(session_id, 0), owner=owner, expires_at=expires_at, request_id=session_id
+    )
+    same = {field.name: getattr(source, field.name) for field in fields(CheckpointSaved)}
+    row = CheckpointSaved(
+        **same
+        | {
+            "path": saved.path,
+            "run_id": saved.run_id,
+            "owner": owner,
+            "size_bytes": saved.size_bytes,
+            "expires_at": saved.meta.expires_at,
+            "attempt": saved.attempt,
+        }
+    )
+    return call.journal.record_copy(CopyMade(session_id, row, source.path, key_id=call.key_id, project_id=label))
+
+
+def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
+    """Whose the copy is, and its label there.
+
+    A key writes into its own project only, where any other id is a label, as sessions have them; an admin's key also
+    into each project that keys were made for.
+    """
+    if project_id is None or project_id == call.owner:
+        return call.owner, None
+    if call.admin and project_id in {made.project for made in call.journal.keys()}:  # noqa: SIM118
+        return project_id, None
+    return call.owner, project_id
+
+
+def _session_id(call: Call, wanted: _Wanted) -> str:
+    """The same for all attempts at one copy, and no other."""
+    key = call.request.headers.get(_KEY) or secrets.token_hex(16)
+    of = "\n".join((call.owner, key, wanted.source, str(wanted.project_id), str(wanted.ttl_seconds)))
+    return f"copy-{hashlib.sha256(of.encode()).hexdigest()[:24]}"
+
+
+def _exists(call: Call, path: str, owner: str) -> bool:
+    try:
+        call.journal.checkpoint(path, owner)
+    except NotFoundError:
+        return False
+    return True

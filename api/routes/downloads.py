@@ -1,0 +1,110 @@
+"""Reading the files of a checkpoint: links for whoever may read it, and what the links lead to."""
+
+from __future__ import annotations
+
+import asyncio
+from email.utils import format_datetime
+from functools import partial
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from api.bytes import Segment, send
+from api.deps import Authorised, Call
+from api.links import LIFETIME, Linked, link
+from api.models import ExternalWeightsUrls
+from api.services import Services
+from api.tar import archive
+from backend.errors import NotFoundError, UserError
+from backend.journal import CheckpointKind
+from backend.store import CheckpointPath, Saved, Store
+from backend.store.commit import OPTIMIZER
+
+router = APIRouter()
+link_router = APIRouter()  # opened by a link's signature instead of a key
+
+_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_FILE, _ARCHIVE = "checkpoint_files", "checkpoint_archives"
+_COMPLETE = "checkpoint_complete"  # SDK 0.25's push-hf takes an archive without it for a part of one
+
+
+@router.get(f"{_ONE}/external_weights_urls")
+async def external_weights_urls(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> ExternalWeightsUrls:
+    """A URL for each file of exported weights, one's own or public ones, and when the URLs expire."""
+    path = CheckpointPath(run_id, kind, name)
+    if kind is not CheckpointKind.EXTERNAL_WEIGHTS:
+        raise UserError(f"checkpoint {path}: only external_weights have URLs; save_weights_external makes them")
+    return await asyncio.to_thread(_urls, call, path)
+
+
+def _urls(call: Call, path: CheckpointPath) -> ExternalWeightsUrls:
+    saved = _readable(call, path, "external_weights_urls")
+    urls, expires = {}, call.services.clock.now() + LIFETIME
+    for file in saved.files:
+        url = call.services.store.signed_url(saved.path, saved.attempt, file, int(LIFETIME.total_seconds()))
+        if url is None:
+            url, expires = link(call, f"{_FILE}/{_inside(path, saved)}/{file}")
+        urls[file] = url
+    return ExternalWeightsUrls(urls=urls, expires=expires)
+
+
+@router.get(f"{_ONE}/archive")
+async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> Response:
+    """A redirect to a tar of the checkpoint's PEFT files; SDKs before external weights ask for it."""
+    path = CheckpointPath(run_id, kind, name)
+    saved = await asyncio.to_thread(_readable, call, path, "archive")
+    url, expires = link(call, f"{_ARCHIVE}/{_inside(path, saved)}")
+    return Response(status_code=302, headers={"location": url, "expires": format_datetime(expires, usegmt=True)})
+
+
+@link_router.api_route(f"/{_FILE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}/{{file}}", methods=["GET", "HEAD"])
+async def read_file(
+    run_id: str, kind: CheckpointKind, name: str, attempt: str, file: str, services: Linked, request: Request
+) -> Response:
+    """One file, whole or in part."""
+    saved = await asyncio.to_thread(_linked_to, services, CheckpointPath(run_id, kind, name), attempt)
+    if file not in saved.files:
+        raise NotFoundError(f"checkpoint {saved.path} has no file {file!r}")
+    headers = {"content-disposition": f'attachment; filename="{file}"'}
+    return send(request, [_segment(services.store, saved, file)], headers, saved.files[file].sha256)
+
+
+@link_router.api_route(f"/{_ARCHIVE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}", methods=["GET", "HEAD"])
+async def read_archive(
+    run_id: str, kind: CheckpointKind, name: str, attempt: str, services: Linked, request: Request
+) -> Response:
+    """The adapter's files as a tar, without the optimizer's."""
+    saved = await asyncio.to_thread(_linked_to, services, CheckpointPath(run_id, kind, name), attempt)
+    files = [(file, _segment(services.store, saved, file)) for file in saved.files if file != OPTIMIZER]
+    headers = {"content-disposition": f'attachment; filename="{name}.tar"', "content-type": "application/x-tar"}
+    return send(request, archive([*files, (_COMPLETE, Segment.of(b""))], saved.created_at), headers, saved.attempt)
+
+
+def _readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
+    """The commit of a checkpoint that the caller may read; the reading is noted in the audit log."""
+    call.journal.checkpoint_read(str(path), call.owner, purpose)
+    return _committed(call.services.store, path)
+
+
+def _linked_to(services: Services, path: CheckpointPath, attempt: str) -> Saved:
+    """The commit that a link was made for, while it is neither deleted, nor expired, nor saved anew."""
+    services.journal.checkpoint(str(path), None)
+    saved = _committed(services.store, path)
+    if saved.attempt != attempt:
+        raise NotFoundError(f"checkpoint {path} was saved anew; ask for a new link")
+    return saved
+
+
+def _committed(store: Store, path: CheckpointPath) -> Saved:
+    saved = store.find(str(path))
+    if saved is None:
+        raise NotFoundError(f"checkpoint {path}: the store has it no longer")
+    return saved
+
+
+def _inside(path: CheckpointPath, saved: Saved) -> str:
+    return f"{path.run_id}/{path.kind}/{path.name}/{saved.attempt}"
+
+
+def _segment(store: Store, saved: Saved, file: str) -> Segment:
+    return Segment(saved.files[file].size, partial(store.part, saved.path, saved.attempt, file))

@@ -1,0 +1,322 @@
+"""Checkpoints after their save, through the SDK: published, copied, exported, downloaded, kept for a time."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+import pyrage
+import pytest
+import tinker
+from safetensors.numpy import load as load_safetensors
+from tinker import types
+
+BASE = "tiny/bigram"
+CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+
+
+class Person:
+    """A key, and the SDK with it."""
+
+    def __init__(self, server: Any, secret: str) -> None:
+        self.server, self.secret = server, secret
+        self.rest = tinker.RestClient(base_url=server.url, api_key=secret)
+        self.service = tinker.ServiceClient(base_url=server.url, api_key=secret)
+
+    def train(self) -> tinker.TrainingClient:
+        model = self.service.create_lora_training_client(BASE, rank=8).result()
+        targets = {"target_tokens": [4, 5, 6], "weights": [1.0] * 3}
+        datum = types.Datum(model_input=types.ModelInput.from_ints([3, 4, 5]), loss_fn_inputs=targets)
+        model.forward_backward([datum], "cross_entropy").result()
+        model.optim_step(types.AdamParams(learning_rate=1.0)).result()
+        return model
+
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        headers = {"X-API-Key": self.secret, **more.pop("headers", {})}
+        url = f"{self.server.url}/api/v1/{path}"
+        return self.server.http.request(method, url, headers=headers, follow_redirects=False, **more)
+
+    def one(self, path: str) -> str:
+        run, kind, name = path.removeprefix("tinker://").split("/")
+        return f"training_runs/{run}/checkpoints/{kind}/{name}"
+
+
+@pytest.fixture
+def people(server: Any, engine: Any, journal: Any) -> Iterator[Callable[[str], Person]]:
+    """Keys by name: `ann` and `bob` have a project each, `root` is the admin of a third."""
+    projects = {"ann": "team-a", "bob": "team-b", "root": "team-c"}
+    secrets = {name: journal.create_key(name, team, admin=name == "root")[1] for name, team in projects.items()}
+    server.clock.advance(1.0)  # the app looks again whether there are keys
+    made: list[Person] = []
+
+    def person(name: str) -> Person:
+        made.append(Person(server, secrets[name]))
+        return made[-1]
+
+    yield person
+    for one in made:
+        one.service.close("success").result()
+
+
+def logprobs(sampler: tinker.SamplingClient) -> list[float | None]:
+    return list(sampler.compute_logprobs(types.ModelInput.from_ints([3, 4, 5, 6])).result())
+
+
+def events(server: Any, owner: str) -> list[str]:
+    return [entry.event for entry in server.journal.audit_log(owner, resource="checkpoint")]
+
+
+def test_published_checkpoints_are_for_everybody_to_read_and_for_their_owner_to_change(people: Any) -> None:
+    ann, bob = people("ann"), people("bob")
+    model = ann.train()
+    path = model.save_state("ck").result().path
+    for_sampling = model.save_weights_for_sampler("s").result().path
+    for hidden in (path, for_sampling):
+        with pytest.raises(tinker.NotFoundError):
+            bob.rest.get_weights_info_by_tinker_path(hidden).result()
+        for _ in range(2):  # repeating is fine, and quick
+            ann.rest.publish_checkpoint_from_tinker_path(hidden).result()
+    assert [c.public for c in ann.rest.list_user_checkpoints().result().checkpoints] == [True, True]
+    info = bob.rest.get_weights_info_by_tinker_path(path).result()
+    assert (info.base_model, info.lora_rank, info.is_lora) == (BASE, 8, True)
+    mine = logprobs(ann.service.create_sampling_client(model_path=for_sampling).result())
+    assert logprobs(bob.service.create_sampling_client(model_path=for_sampling).result()) == mine
+    resumed = bob.service.create_training_client_from_state(path).result()
+    assert resumed.save_state("mine").result().path != path
+    assert {c.tinker_path for c in bob.rest.list_user_checkpoints().result().checkpoints}.isdisjoint({path})
+    for _ in range(2):
+        ann.rest.unpublish_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.RequestFailedError, match="does not exist"):
+        bob.service.create_training_client_from_state(path).result()
+    log = events(ann.server, "team-a")
+    assert log.count("checkpoint_published") == 4 and log.count("checkpoint_unpublished") == 2
+
+
+def test_no_route_tells_a_stranger_more_than_that_nothing_is_there(people: Any) -> None:
+    ann, bob = people("ann"), people("bob")
+    model = ann.train()
+    export = model.save_weights_external("x").result().path
+    path = model.save_state("ck").result().path
+    for where in (path, export, path + "-none"):
+        one = bob.one(where)
+        for method, tail, body in (
+            ("DELETE", "", None),
+            ("POST", "/publish", None),
+            ("DELETE", "/publish", None),
+            ("PUT", "/ttl", {"ttl_seconds": None}),
+            ("GET", "/archive", None),
+            *([("GET", "/external_weights_urls", None)] if where == export else []),
+        ):
+            answer = bob.request(method, one + tail, json=body)
+            assert (answer.status_code, answer.json()) == (404, {"detail": f"checkpoint {where!r} does not exist"})
+        copied = bob.request("POST", "copy_weights", json={"source_path": where, "destination_project_id": "team-b"})
+        assert copied.status_code == 404
+        assert bob.request("POST", "weights_info", json={"tinker_path": where}).status_code == 404
+    assert [c.public for c in ann.rest.list_user_checkpoints().result().checkpoints] == [False, False]
+
+
+def test_a_ttl_is_set_cleared_and_bounded(people: Any) -> None:
+    ann = people("ann")
+    model = ann.train()
+    path = model.save_state("ck", ttl_seconds=3600).result().path
+
+    def expires() -> datetime | None:
+        (found,) = ann.rest.list_user_checkpoints().result().checkpoints
+        return found.expires_at
+
+    first = expires()
+    assert first is not None and abs((first - datetime.now(UTC)).total_seconds() - 3600) < 30
+    ann.rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    later = expires()
+    assert later is not None and later - first > timedelta(seconds=3500)
+    ann.rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert expires() is None
+    with pytest.raises(tinker.BadRequestError, match=r"ttl_seconds is 60: must be a whole number from 3600"):
+        ann.rest.set_checkpoint_ttl_from_tinker_path(path, 60).result()
+    assert ann.request("PUT", ann.one(path) + "/ttl", json={}).status_code == 400
+    with pytest.raises(tinker.RequestFailedError, match="ttl_seconds is 60"):
+        model.save_state("short", ttl_seconds=60).result()
+    ann.server.journal.set_ttl(path, "team-a", 0)
+    assert ann.rest.list_user_checkpoints().result().checkpoints == []
+    assert model.save_state("ck").result().path == path  # the name of what expired is free
+
+
+def test_overwriting_replaces_bytes_metadata_ttl_and_publication(people: Any) -> None:
+    ann = people("ann")
+    model = ann.train()
+    path = model.save_state("ck", ttl_seconds=3600, user_metadata={"a": "1"}).result().path
+    ann.rest.publish_checkpoint_from_tinker_path(path).result()
+    model.optim_step(types.AdamParams(learning_rate=1.0)).result()
+    assert model.save_state("ck", overwrite=True).result().path == path
+    (found,) = ann.rest.list_user_checkpoints().result().checkpoints
+    assert (found.user_metadata, found.expires_at, found.public) == ({}, None, False)
+
+
+def test_copies_of_ones_own_of_public_and_of_shared_checkpoints(people: Any) -> None:
+    ann, bob = people("ann"), people("bob")
+    model = ann.train()
+    path = model.save_weights_for_sampler("s").result().path
+    expected = logprobs(ann.service.create_sampling_client(model_path=path).result())
+    clock = ann.server.clock  # the app's stands still in another year than the journal's
+    clock.advance((datetime.now(UTC) - clock.now()).total_seconds())
+    own = ann.rest.copy_weights(path, "archive", ttl_seconds=3600).result()
+    assert own != path and own.endswith("/sampler_weights/s")
+    copied = next(c for c in ann.rest.list_user_checkpoints().result().checkpoints if c.tinker_path == own)
+    assert copied.expires_at is not None and copied.size_bytes > 0
+    run = ann.rest.get_training_run_by_tinker_path(own).result()
+    assert (run.base_model, run.lora_rank) == (BASE, 8)
+    assert [r.training_run_id for r in ann.rest.list_training_runs(project_id="archive").result().training_runs] == [
+        run.training_run_id
+    ]
+
+    with pytest.raises(tinker.NotFoundError):
+        bob.rest.copy_weights(path, "team-b").result()
+    _, token = ann.server.journal.share_checkpoint(path, "team-a")
+    with pytest.raises(tinker.NotFoundError):
+        bob.rest.copy_weights(path, "team-b", weights_access_token=token + "x").result()
+    mine = bob.rest.copy_weights(path, "team-b", weights_access_token=token).result()
+    ann.rest.delete_checkpoint_from_tinker_path(path).result()
+    assert logprobs(bob.service.create_sampling_client(model_path=mine).result()) == expected
+    with pytest.raises(tinker.NotFoundError):
+        ann.rest.get_weights_info_by_tinker_path(mine).result()
+    assert "checkpoint_copied" in events(bob.server, "team-b")
+    body = {"model_id": mine.split("/")[2], "seq_id": 1, "path": "x"}
+    request_id = bob.request("POST", "save_weights", json=body).json()["request_id"]
+    assert f"holds a copy of {path}" in bob.server.result(request_id, bob.secret).json()["error"]
+
+
+def test_a_token_loads_into_a_new_model_and_is_stored_nowhere(people: Any, tmp_path: Any) -> None:
+    ann, bob = people("ann"), people("bob")
+    path = ann.train().save_state("ck").result().path
+    share, token = ann.server.journal.share_checkpoint(path, "team-a")
+    loaded = bob.service.create_training_client_from_state(path, weights_access_token=token).result()
+    assert loaded.get_info().lora_rank == 8
+    files = b"".join(file.read_bytes() for file in tmp_path.glob("journal.db*"))
+    assert token.encode() not in files
+    ann.server.journal.unshare(share.id)
+    with pytest.raises(tinker.RequestFailedError, match="does not exist"):
+        bob.service.create_training_client_from_state(path, weights_access_token=token).result()
+
+
+def test_a_repeated_copy_is_one_copy_and_strangers_projects_stay_shut(people: Any) -> None:
+    ann, bob, root = people("ann"), people("bob"), people("root")
+    path = ann.train().save_state("ck").result().path
+    ann.rest.publish_checkpoint_from_tinker_path(path).result()
+    key = str(uuid.uuid4())
+
+    def copy(who: Person, project: str, key: str) -> str:
+        body = {"source_path": path, "destination_project_id": project}
+        answer = who.request("POST", "copy_weights", json=body, headers={"X-Idempotency-Key": key})
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["tinker_path"])
+
+    first = copy(bob, "team-b", key)
+    assert copy(bob, "team-b", key) == first
+    assert copy(bob, "team-b", str(uuid.uuid4())) != first
+    assert len(bob.rest.list_user_checkpoints().result().checkpoints) == 2
+    copy(bob, "team-a", key)  # a label in bob's own project: ann's has nothing new
+    assert len(ann.rest.list_user_checkpoints().result().checkpoints) == 1
+    assert len(bob.rest.list_user_checkpoints().result().checkpoints) == 3
+    given = copy(root, "team-a", key)  # an admin's key writes where keys were made for
+    assert given in {c.tinker_path for c in ann.rest.list_user_checkpoints().result().checkpoints}
+    wrong = ann.request("POST", "copy_weights", json={"source_path": path, "ttl_seconds": 1})
+    assert (wrong.status_code, "ttl_seconds is 1" in wrong.text) == (400, True)
+    traversal = ann.request("POST", "copy_weights", json={"source_path": "tinker://a/weights/../../x"})
+    assert traversal.status_code == 400
+
+
+def test_exports_are_downloaded_by_links_whole_and_in_part(people: Any) -> None:
+    ann = people("ann")
+    model = ann.train()
+    path = model.save_weights_external("out", ttl_seconds=3600).result().path
+    (listed,) = ann.rest.list_user_checkpoints().result().checkpoints
+    assert (listed.checkpoint_type, listed.tinker_path) == ("external", path)
+    assert ann.rest.get_weights_info_by_tinker_path(path).result().base_model == BASE
+    urls = ann.rest.get_external_weights_urls(path).result()
+    assert set(urls.urls) == {CONFIG, ADAPTER}
+    url, http = urls.urls[ADAPTER], ann.server.http
+    assert ann.secret not in url
+    whole = http.get(url)
+    assert whole.status_code == 200 and int(whole.headers["content-length"]) == len(whole.content)
+    assert len(load_safetensors(whole.content)) == 1
+    assert json.loads(http.get(urls.urls[CONFIG]).content)["base_model_name_or_path"] == BASE
+    head = http.head(url)
+    assert (head.status_code, head.headers["content-length"], head.content) == (200, str(len(whole.content)), b"")
+    size = len(whole.content)
+    for asked, start, end in (("bytes=0-9", 0, 10), ("bytes=10-", 10, size), ("bytes=-7", size - 7, size)):
+        part = http.get(url, headers={"Range": asked})
+        assert part.status_code == 206 and part.content == whole.content[start:end]
+        assert part.headers["content-range"] == f"bytes {start}-{end - 1}/{size}"
+    assert http.get(url, headers={"Range": f"bytes={size}-"}).status_code == 416
+    for ignored in ("bytes=5-2", "bytes=0-1,4-5", "lines=1-2"):
+        assert http.get(url, headers={"Range": ignored}).content == whole.content
+    assert http.get(url, headers={"Range": "bytes=0-1", "If-Range": '"other"'}).content == whole.content
+
+    other = url.replace(ADAPTER, CONFIG)
+    assert http.get(other).status_code == http.get(url.split("?")[0]).status_code == 403
+    ann.server.clock.advance(3601)
+    late = http.get(url)
+    assert late.status_code == 403 and "expired" in late.json()["detail"]
+    assert ann.request("GET", ann.one(model.save_state("ck").result().path) + "/external_weights_urls").is_client_error
+
+
+def test_a_link_ends_with_its_checkpoint(people: Any) -> None:
+    ann = people("ann")
+    model = ann.train()
+    path = model.save_weights_external("out").result().path
+    url = ann.rest.get_external_weights_urls(path).result().urls[ADAPTER]
+    ann.rest.delete_checkpoint_from_tinker_path(path).result()
+    assert ann.server.http.get(url).status_code == 404
+    assert model.save_weights_external("out").result().path == path
+    anew = ann.server.http.get(url)
+    assert anew.status_code == 404 and "saved anew" in anew.json()["detail"]
+
+
+def test_encrypted_exports_are_downloaded_and_decrypted(people: Any) -> None:
+    ann = people("ann")
+    identity = pyrage.x25519.Identity.generate()
+    model = ann.train()
+    path = model.save_weights_external("out", age_encryption_recipients=[str(identity.to_public())]).result().path
+    urls = ann.rest.get_external_weights_urls(path).result().urls
+    assert set(urls) == {CONFIG + ".age", ADAPTER + ".age"}
+    sealed = ann.server.http.get(urls[CONFIG + ".age"]).content
+    assert b"base_model" not in sealed
+    assert json.loads(pyrage.decrypt(sealed, [identity]))["r"] == 8
+    with pytest.raises(tinker.RequestFailedError, match=r"age_encryption_recipients\[0\] is 'nobody'"):
+        model.save_weights_external("bad", age_encryption_recipients=["nobody"]).result()
+    with pytest.raises(tinker.RequestFailedError, match="at most 10"):
+        model.save_weights_external("bad", age_encryption_recipients=[str(identity.to_public())] * 11).result()
+    with pytest.raises(tinker.RequestFailedError, match="external weights are for downloads"):
+        ann.service.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.BadRequestError, match="external weights are for downloads"):
+        ann.service.create_sampling_client(model_path=path).result()
+
+
+def test_the_older_archive_route_redirects_to_a_tar(people: Any) -> None:
+    ann = people("ann")
+    path = ann.train().save_state("ck").result().path
+    answer = ann.request("GET", ann.one(path) + "/archive")
+    assert answer.status_code == 302
+    due = parsedate_to_datetime(answer.headers["expires"])
+    assert due - ann.server.clock.now() == timedelta(hours=1)
+    url = answer.headers["location"]
+    whole = ann.server.http.get(url)
+    assert (
+        int(whole.headers["content-length"])
+        == len(whole.content)
+        == int(ann.server.http.head(url).headers["content-length"])
+    )
+    with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:
+        assert sorted(tar.getnames()) == [CONFIG, ADAPTER, "checkpoint_complete"]
+        file = tar.extractfile(CONFIG)
+        assert file is not None and json.loads(file.read())["peft_type"] == "LORA"
+    middle = ann.server.http.get(url, headers={"Range": "bytes=500-1500"})
+    assert middle.content == whole.content[500:1501]
+    assert "checkpoint_read" in events(ann.server, "team-a")
