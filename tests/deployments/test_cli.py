@@ -80,7 +80,9 @@ def test_the_embedded_model_is_made_once(tmp_path):
 
 
 def test_readme_names_only_commands_and_settings_that_exist():
-    commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback} | {"key", "models"}
+    commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback} | {
+        group.name for group in app.registered_groups
+    }
     named = set(re.findall(r"^ {4}tinkerflow (\w+(?:\|\w+)*)", README, re.M))
     assert {name for group in named for name in group.split("|")} <= commands
     assert commands <= {name for group in named for name in group.split("|")}

@@ -1,0 +1,135 @@
+"""Checkpoints leave the service: the SDK's own command line downloads them, and PEFT gives our logprobs with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pyrage
+import pytest
+import tinker
+import torch
+import transformers
+from tinker import types
+
+TEXT = [17, 45, 99, 23, 23, 150, 7, 81, 3, 9]
+BOUND = 2e-3  # nats, of each token's logprob
+
+
+@pytest.fixture
+def cli(server: Any, tmp_path: Path) -> Callable[..., Any]:
+    """cli(*words): what the command `tinker --format json *words` answered, in an empty home."""
+    (tmp_path / "home").mkdir()
+    more = {"TINKER_BASE_URL": server.api_url, "TINKER_API_KEY": "tml-test", "HOME": str(tmp_path / "home")}
+
+    def run(*words: str) -> Any:
+        command = [sys.executable, "-W", "ignore", "-m", "tinker.cli", "--format", "json", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | more, cwd=tmp_path)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return json.loads(done.stdout) if done.stdout.strip() else None
+
+    return run
+
+
+def train(server: Any, service: tinker.ServiceClient, make_datum: Any, **parts: bool) -> tinker.TrainingClient:
+    """A model that differs from its base by a nat or so everywhere."""
+    trainer = service.create_lora_training_client(base_model=server.base_model, rank=8, seed=2, **parts).result()
+    for _ in range(4):
+        forward = trainer.forward_backward([make_datum(TEXT)], "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        forward.result()
+    return trainer
+
+
+def ours(trainer: tinker.TrainingClient, make_datum: Any) -> np.ndarray:
+    output = trainer.forward([make_datum(TEXT)], "cross_entropy").result().loss_fn_outputs[0]
+    return np.array(output["logprobs"].data)
+
+
+def theirs(model: Any) -> np.ndarray:
+    tokens = torch.tensor([TEXT])
+    with torch.no_grad():
+        scored = torch.log_softmax(model.eval()(tokens[:, :-1]).logits[0].float(), -1)
+    return scored.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+def test_a_downloaded_checkpoint_gives_our_logprobs_in_peft_also_merged(
+    server: Any, service: tinker.ServiceClient, make_datum: Any, cli: Any, tmp_path: Path
+) -> None:
+    trainers = [train(server, service, make_datum), train(server, service, make_datum, train_unembed=False)]
+    saved = trainers[0].save_state("final").result().path
+    exported = trainers[1].save_weights_external("final").result().path
+    expected = [ours(trainer, make_datum) for trainer in trainers]
+    before = set(service_paths(server))
+    with ThreadPoolExecutor(2) as both:
+        done = list(both.map(lambda path: cli("checkpoint", "download", path, "-o", str(tmp_path)), (saved, exported)))
+    assert set(service_paths(server)) == before  # the temporary export of the training checkpoint is deleted
+    for told, wanted, head in zip(done, expected, (True, False), strict=True):
+        folder = Path(told["destination"])
+        assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        assert told["file_size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == server.base_model
+        base = transformers.AutoModelForCausalLM.from_pretrained(server.base_model)
+        assert np.abs(theirs(base) - wanted).max() > 100 * BOUND  # else the adapter would not matter
+        if head:  # the tiny model's embeddings are tied: as the README says
+            base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.clone())
+            base.config.tie_word_embeddings = False
+        adapted = peft.PeftModel.from_pretrained(base, folder)
+        np.testing.assert_allclose(theirs(adapted), wanted, atol=BOUND)
+        np.testing.assert_allclose(theirs(adapted.merge_and_unload()), wanted, atol=BOUND)
+
+
+def service_paths(server: Any) -> list[str]:
+    return [found.tinker_path for found in server.rest().list_user_checkpoints(limit=1000).result().checkpoints]
+
+
+def test_an_encrypted_export_is_downloaded_as_it_is(
+    server: Any, service: tinker.ServiceClient, make_datum: Any, cli: Any, tmp_path: Path
+) -> None:
+    identity = pyrage.x25519.Identity.generate()
+    trainer = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
+    recipients = [str(identity.to_public())]
+    path = trainer.save_weights_external("secret", ttl_seconds=3600, age_encryption_recipients=recipients).result().path
+    folder = Path(cli("checkpoint", "download", path, "-o", str(tmp_path))["destination"])
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "adapter_config.json.age",
+        "adapter_model.safetensors.age",
+    ]
+    config = json.loads(pyrage.decrypt((folder / "adapter_config.json.age").read_bytes(), [identity]))
+    assert (config["r"], config["base_model_name_or_path"]) == (4, server.base_model)
+
+
+def test_the_command_line_manages_checkpoints(server: Any, service: tinker.ServiceClient, cli: Any) -> None:
+    trainer = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
+    run = trainer.get_info().model_id
+    first, second = (trainer.save_state(name).result().path for name in ("one", "two"))
+    sampler = trainer.save_weights_for_sampler("three", ttl_seconds=3600).result().path
+
+    def info(path: str) -> Any:
+        return cli("checkpoint", "info", path)
+
+    listed = cli("checkpoint", "list", "--run-id", run)["checkpoints"]
+    assert {one["tinker_path"]: one["checkpoint_type"] for one in listed} == {
+        first: "training",
+        second: "training",
+        sampler: "sampler",
+    }
+    cli("checkpoint", "publish", first)
+    cli("checkpoint", "set-ttl", first, "--ttl", "7200")
+    cli("checkpoint", "set-ttl", sampler, "--remove")
+    found = {one["tinker_path"]: one for one in cli("checkpoint", "list", "--limit", "0")["checkpoints"]}
+    assert (found[first]["public"], found[first]["expires_at"] is None) == (True, False)
+    assert found[sampler]["expires_at"] is None
+    assert info(first)["lora_rank"] == 4
+    cli("checkpoint", "unpublish", first)
+    assert info(first)["public"] is False
+    assert cli("checkpoint", "delete", "--yes", first, sampler)["deleted_count"] == 2
+    assert [one["tinker_path"] for one in cli("checkpoint", "list", "--run-id", run)["checkpoints"]] == [second]
