@@ -141,6 +141,40 @@ class TelemetryAccepted(Wire):
     status: Literal["accepted"] = "accepted"
 
 
+class Token(Wire):
+    """auth/token."""
+
+    jwt: str
+
+
+class KeyOrganization(Wire):
+    """The project of a key."""
+
+    name: str
+
+
+class KeyUser(Wire):
+    """Who a key is known by."""
+
+    email: str
+
+
+class KeyDetails(Wire):
+    """Whose a key is."""
+
+    org_details: KeyOrganization
+    user_details: KeyUser
+
+
+class OwnKey(Wire):
+    """auth/apikey/me."""
+
+    key_id: int
+    name: str
+    note: str = ""
+    details: KeyDetails
+
+
 class Health(Wire):
     """healthz."""
 

@@ -143,23 +143,26 @@ def make_tiny_model(folder: Path) -> None:
 def create_key(
     name: Annotated[str, typer.Argument(help="what the key is for")],
     project: Annotated[str, typer.Option(help="whose runs and checkpoints the key reads and writes")] = "default",
+    admin: Annotated[bool, typer.Option("--admin", help="may read audit log and usage of all projects")] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Create an API key; its secret is shown once."""
     with open_journal(_settings(data_dir=data_dir)) as journal:
-        key, secret = journal.create_key(name, project)
+        key, secret = journal.create_key(name, project, admin=admin)
         print(f"{key.id}: {secret}")
 
 
 @keys.command("list")
-def list_keys(data_dir: DataDir = None) -> None:
+def list_keys(
+    project: Annotated[str | None, typer.Option(help="only the keys of this project")] = None, data_dir: DataDir = None
+) -> None:
     """List the API keys, without their secrets."""
-    table = Table("id", "name", "project", "starts with", "last used", "revoked")
+    table = Table("id", "name", "project", "admin", "starts with", "last used", "revoked")
     with open_journal(_settings(data_dir=data_dir)) as journal:
         keys = journal.keys()
-    for key in keys:
+    for key in (key for key in keys if project in (None, key.project)):
         used, revoked = (f"{t:%Y-%m-%d %H:%M} UTC" if t else "" for t in (key.last_used_at, key.revoked_at))
-        table.add_row(key.id, key.name, key.project, key.prefix, used, revoked)
+        table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, used, revoked)
     Console().print(table)
 
 

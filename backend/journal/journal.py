@@ -493,6 +493,15 @@ class Journal:
         """The key with this secret, None when there is none or it was revoked. Its use is noted once a minute."""
         with self._database.read() as connection:
             key = key_rows.find_key(connection, secret)
+        return self._used(key)
+
+    def usable_key(self, key_id: str) -> KeyView | None:
+        """The key with this id (a token names it), None when it was revoked. Its use is noted once a minute."""
+        with self._database.read() as connection:
+            key = key_rows.usable_key(connection, key_id)
+        return self._used(key)
+
+    def _used(self, key: KeyView | None) -> KeyView | None:
         if key is not None and key_rows.use_is_due(key, now := self._clock.now()):
             with self._database.write() as connection:
                 key_rows.note_use(connection, key.id, now)

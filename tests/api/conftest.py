@@ -311,7 +311,8 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
             port = free.getsockname()[1]
         bound = more.pop("host", "127.0.0.1")
         settings = settings_for(host=bound, port=port, **more)
-        store, clock = Store.open(settings.store_url), ManualClock()
+        # It stands still at the real time: the SDK compares the times in tokens with its own.
+        store, clock = Store.open(settings.store_url), ManualClock(datetime.now(UTC))
         started: dict[str, Any] = {}
 
         async def main() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+from api import tokens
 from api.auth import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity, is_loopback
+from api.links import linked
 from backend.clock import ManualClock
+
+FORGED = {
+    "X-API-Key": tokens.sign(
+        tokens.Claims("", "local", "local", datetime.now(UTC) + timedelta(hours=1)), b"0" * 32, datetime.now(UTC)
+    )
+}
 
 
 def test_on_loopback_any_tml_key_works_until_one_is_made(server: Any, journal: Any) -> None:
@@ -45,8 +54,8 @@ async def test_an_identity_says_whose_key_it_is_and_what_it_may(journal: Any, se
     plain, secret = journal.create_key("a", "team")
     boss, boss_secret = journal.create_key("b", "ops", admin=True)
     clock.advance(1.0)
-    assert await auth.identity(secret) == Identity("team", plain.id, admin=False)
-    assert await auth.identity(boss_secret) == Identity("ops", boss.id, admin=True)
+    assert await auth.identity(secret) == Identity("team", plain.id, admin=False, name="a")
+    assert await auth.identity(boss_secret) == Identity("ops", boss.id, admin=True, name="b")
 
 
 def test_what_is_anothers_does_not_exist(server: Any, engine: Any, journal: Any) -> None:
@@ -79,15 +88,38 @@ def test_what_is_anothers_does_not_exist(server: Any, engine: Any, journal: Any)
     assert server.post("session_heartbeat", {"session_id": session}, colleague).status_code == 200
 
 
-def test_every_route_but_one_refuses_who_has_no_key(server: Any) -> None:
-    seen = [(method, path) for path, methods in server.app.openapi()["paths"].items() for method in methods]
-    assert len(seen) > 20
-    opened = []
-    for method, path in seen:
-        url = server.url + path.replace("{", "").replace("}", "")
-        if server.http.request(method, url, headers={"X-API-Key": "wrong"}).status_code != 401:
-            opened.append(path)
-    assert opened == ["/api/v1/healthz"]
+def routes_of(app: Any) -> list[tuple[str, str, bool]]:
+    """Method, path, and whether a signed link opens it instead of a key: of every route of the app."""
+    found, waiting = [], [("", route) for route in app.routes]
+    while waiting:
+        prefix, route = waiting.pop()
+        if hasattr(route, "dependant"):
+            calls = {one.call for one in route.dependant.dependencies}
+            found += [(method, prefix + route.path, linked in calls) for method in route.methods]
+        else:  # a router that was included, or mounted
+            inner = getattr(route, "original_router", route)
+            within = getattr(getattr(route, "include_context", None), "prefix", getattr(route, "path", ""))
+            waiting += [(prefix + within, one) for one in inner.routes]
+    return found
+
+
+def test_every_route_but_one_refuses_who_has_no_key(server: Any, journal: Any) -> None:
+    key, revoked = journal.create_key("gone", "team")
+    journal.revoke_key(key.id)
+    server.clock.advance(1.0)
+    seen = routes_of(server.app)
+    documented = {(m.upper(), path) for path, methods in server.app.openapi()["paths"].items() for m in methods}
+    assert {(method, path) for method, path, _ in seen} == documented
+    assert len(seen) > 30
+    assert ("POST", "/api/v1/client/config", False) in seen
+    opened = set()
+    for method, path, by_link in seen:
+        url = server.url + path.replace("{", "").replace("}", "").replace(":path", "")
+        for headers in ({}, {"X-API-Key": "wrong"}, {"X-API-Key": "tml-wrong"}, {"X-API-Key": revoked}, FORGED):
+            answer = server.http.request(method, url, headers=headers)
+            if answer.status_code != (403 if by_link else 401):
+                opened.add((path, answer.status_code))
+    assert opened == {("/api/v1/healthz", 200)}
     assert server.http.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
 
 

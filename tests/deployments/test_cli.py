@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from backend.settings import Settings
 from deployments.cli import app
-from deployments.parts import with_base_models
+from deployments.parts import open_journal, with_base_models
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -46,6 +46,17 @@ def test_keys_are_shown_once(tmp_path):
     assert "laptop" in listed
     assert secret not in listed
     assert runner.invoke(app, ["key", "revoke", key_id, *where]).stdout == "revoked laptop\n"
+    runner.invoke(app, ["key", "create", "boss", "--project", "ops", "--admin", *where])
+    ops = runner.invoke(app, ["key", "list", "--project", "ops", *where]).stdout
+    assert "boss" in ops and "yes" in ops and "laptop" not in ops
+    with open_journal(Settings(data_dir=tmp_path)) as journal:
+        kept = journal.keys()
+        assert [(key.project, key.admin) for key in kept] == [("default", False), ("ops", True)]
+        assert [one.event for one in journal.audit_log(None)] == [
+            "project_key_created",
+            "project_key_revoked",
+            "project_key_created",
+        ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""Tokens: what keys are exchanged for, by the SDK and its command line."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker.cli.__main__ import main_cli
+
+from api import tokens
+from api.auth import REMEMBERED_SECONDS
+from api.tokens import BadTokenError, Claims
+from backend.errors import NotFoundError
+from tests.api.conftest import BASE, Running
+from tests.api.test_futures import calls_of
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SECRET = bytes(range(32))
+CLAIMS = Claims("key-1", "team", "laptop", NOW + tokens.LIFETIME)
+
+
+def test_a_token_says_what_was_signed_until_it_expires() -> None:
+    token = tokens.sign(CLAIMS, SECRET, NOW)
+    assert token.startswith("eyJ")
+    assert tokens.verify(token, SECRET, NOW + timedelta(minutes=59, seconds=59)) == CLAIMS
+    with pytest.raises(BadTokenError, match="expired"):
+        tokens.verify(token, SECRET, CLAIMS.expires)
+    with pytest.raises(BadTokenError, match="signature"):
+        tokens.verify(token, bytes(32), NOW)
+
+
+@given(st.data())
+def test_no_changed_token_is_taken(data: Any) -> None:
+    token = tokens.sign(CLAIMS, SECRET, NOW)
+    at = data.draw(st.integers(0, len(token) - 1))
+    other = data.draw(st.sampled_from("ABCabc012_-.").filter(lambda c: c != token[at]))
+    with pytest.raises(BadTokenError):
+        tokens.verify(token[:at] + other + token[at + 1 :], SECRET, NOW)
+
+
+@given(st.text(max_size=60))
+def test_whatever_is_shown_is_refused_by_name(text: str) -> None:
+    with pytest.raises(BadTokenError):
+        tokens.verify("eyJ" + text, SECRET, NOW)
+
+
+def test_no_other_algorithm_is_taken() -> None:
+    header = base64.urlsafe_b64encode(b'{"alg":"none","typ":"JWT"}').decode().rstrip("=")
+    body = tokens.sign(CLAIMS, SECRET, NOW).split(".")[1]
+    for signature in ("", tokens._signature(f"{header}.{body}", SECRET)):
+        with pytest.raises(BadTokenError):
+            tokens.verify(f"{header}.{body}.{signature}", SECRET, NOW)
+
+
+def exchanged(server: Running, key: str) -> str:
+    return str(server.post("auth/token", {}, key).json()["jwt"])
+
+
+def test_a_token_opens_its_keys_project_until_it_expires(server: Running, journal: Any) -> None:
+    _, secret = journal.create_key("laptop", "team")
+    server.clock.advance(1.0)
+    token = exchanged(server, secret)
+    session = server.session(token)
+    assert journal.session(session, "team").owner == "team"
+    with pytest.raises(NotFoundError):
+        journal.session(session, "other")
+    server.clock.advance(1800)
+    later = exchanged(server, token)  # it may be renewed, and ends when it would have
+    server.clock.advance(1800)
+    for one in (token, later):
+        refused = server.get("sessions", one)
+        assert refused.status_code == 401
+        assert 'error="invalid_token"' in refused.headers["WWW-Authenticate"]
+    assert "WWW-Authenticate" not in server.get("sessions", "tml-wrong").headers
+    assert server.get("sessions", secret).status_code == 200
+
+
+def test_a_revoked_keys_tokens_end_with_it(server: Running, journal: Any) -> None:
+    key, secret = journal.create_key("laptop", "team")
+    server.clock.advance(1.0)
+    token = exchanged(server, secret)
+    assert server.get("sessions", token).status_code == 200
+    journal.revoke_key(key.id)
+    server.clock.advance(REMEMBERED_SECONDS)
+    refused = server.get("sessions", token)
+    assert (refused.status_code, "revoked" in refused.json()["detail"]) == (401, True)
+    assert "invalid_token" in refused.headers["WWW-Authenticate"]
+
+
+def test_a_key_may_give_itself_up(server: Running, journal: Any) -> None:
+    assert server.http.delete(f"{server.url}/api/v1/auth/apikey/me", headers={"X-API-Key": "tml-x"}).status_code == 400
+    _, secret = journal.create_key("laptop", "team")
+    _, other = journal.create_key("other", "team")
+    server.clock.advance(1.0)
+    token = exchanged(server, secret)
+    me = server.get("auth/apikey/me", secret).json()
+    assert me["key_id"] == server.get("auth/apikey/me", token).json()["key_id"] > 0
+    details = {"org_details": {"name": "team"}, "user_details": {"email": "laptop"}}
+    assert me == {"key_id": me["key_id"], "name": "laptop", "note": "", "details": details}
+    assert server.http.delete(f"{server.url}/api/v1/auth/apikey/me", headers={"X-API-Key": secret}).is_success
+    assert [server.get("sessions", one).status_code for one in (secret, token, other)] == [401, 401, 200]
+
+
+def test_tokens_of_an_open_server_end_with_its_openness(server: Running, journal: Any) -> None:
+    token = exchanged(server, "tml-any")
+    assert server.get("sessions", token).status_code == 200
+    journal.create_key("first", "team")
+    server.clock.advance(1.0)
+    assert server.get("sessions", token).status_code == 401
+
+
+def test_the_sdk_exchanges_its_key_once_and_again_when_its_token_is_refused(
+    server: Running, engine: Any, journal: Any
+) -> None:
+    _, secret = journal.create_key("laptop", "team")
+    server.clock.advance(1.0)
+    seen = calls_of(server)
+    with tinker.ServiceClient(base_url=server.url, api_key=secret) as service:
+        training = service.create_lora_training_client(BASE, rank=4).result()
+        training.optim_step(tinker.AdamParams()).result()
+        before = seen.count("auth/token")
+        server.clock.advance(7200)  # the server's clock runs ahead: it refuses tokens that the SDK believes in
+        training.optim_step(tinker.AdamParams()).result()
+        assert seen.count("auth/token") == before + 1
+    assert before <= 2  # one for each of the SDK's two connections' holders
+
+
+@pytest.mark.parametrize(("name", "project"), [("local", "local"), ("laptop", "team")])
+def test_the_command_line_logs_in_and_knows_who_it_is(
+    server: Running, journal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, project: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.delenv("TINKER_API_KEY")
+    run, secret = CliRunner().invoke, "tml-any"
+    if name != "local":
+        _, secret = journal.create_key(name, project)
+        server.clock.advance(1.0)
+        assert run(main_cli, ["auth", "login"], input="tml-wrong\n").exit_code != 0
+    login = run(main_cli, ["auth", "login"], input=f"{secret}\n")
+    assert f"Logged in as {name} ({project})" in login.output, login.output
+    assert "Tinker accessible: yes" in run(main_cli, ["auth", "status"]).output
+    # In a process of its own: the SDK keeps one connection, with its token, for all RestClients of a process.
+    command = [sys.executable, "-m", "tinker.cli", "--format", "json", "auth", "whoami"]
+    whoami = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    assert (whoami["org_urn"], whoami["email"]) == (f"tml:organization:{project}", name)
+    assert "Removed credential" in run(main_cli, ["auth", "logout"]).output
