@@ -63,7 +63,12 @@ class DeadlineError(GroupFailedError):
 
 
 class SuspectError(GroupFailedError):
-    """A group ended while it executed this very command, by whatever cause."""
+    """A group ended while it executed this very command. crashed: by itself, not by a signal from outside."""
+
+    def __init__(self, message: str, *, crashed: bool = True) -> None:
+        """`message` names the group, the rank and the cause."""
+        super().__init__(message)
+        self.crashed = crashed
 
 
 class FencedError(ServerError):

@@ -13,7 +13,6 @@ from typing import Self
 
 from backend.clock import Clock, SystemClock
 from backend.commands import StabilityInfo
-from backend.errors import Category
 from backend.journal import (
     audit,
     cancelling,
@@ -75,7 +74,7 @@ class Journal:
         self._clock = clock
         self._bell = bell
         self._owns_bell = owns_bell
-        self.recovery = Recovery(database, clock)
+        self.recovery = Recovery(database, clock, bell)
 
     @classmethod
     def open(cls, url: str, *, clock: Clock | None = None, bell: Bell | None = None) -> Self:
@@ -175,26 +174,6 @@ class Journal:
             answered, topics = finishing.finish(connection, outcomes, self._clock.now())
         self._bell.ring(*topics)
         return answered
-
-    def fail_all_pending(
-        self, reason: str, category: Category = "server", *, base_model: str | None = None
-    ) -> list[str]:
-        """Fail everything that waits, for one base model or all; the ids. Models being created become `failed`."""
-        with self._database.write() as connection:
-            failed, topics = finishing.fail_all_pending(connection, reason, category, base_model, self._clock.now())
-        self._bell.ring(*topics)
-        return failed
-
-    def lose_models(self, reason: str, *, base_model: str | None = None) -> list[str]:
-        """Record that a worker group's memory is gone; ids of the models lost.
-
-        Live models and samplers of unsaved snapshots become `lost`, and what waits for them fails. Samplers of a
-        checkpoint stay and have no snapshot any more: it must be loaded again.
-        """
-        with self._database.write() as connection:
-            lost, topics = finishing.lose_models(connection, reason, base_model, self._clock.now())
-        self._bell.ring(*topics)
-        return lost
 
     def result(self, request_id: str, owner: str | None, *, at_most: int | None = None) -> Result | None:
         """The answer, None while it is pending. Re-readable until it expires; the first reading is noted.
