@@ -4,7 +4,8 @@ TinkerflowError            category
 ├── UserError              user     the request asked for something that cannot be
 │   ├── NotFoundError               the object does not exist, or is not yours
 │   ├── ConflictError               the same id was used before for other content
-│   └── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
+│   ├── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
+│   └── TooManyError                as much as is allowed waits already; the same request may be taken later
 └── ServerError            server   the service failed; the request was right
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     │   ├── DeadlineError           a command did not answer in its time
@@ -48,6 +49,10 @@ class ConflictError(UserError):
 
 class BodyTooLargeError(UserError):
     """The request body, as sent or decompressed, is over the limit."""
+
+
+class TooManyError(UserError):
+    """As much as is allowed waits already; the same request may be taken in a moment."""
 
 
 class ServerError(TinkerflowError):

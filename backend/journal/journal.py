@@ -37,6 +37,7 @@ from backend.journal.bell import Bell
 from backend.journal.database import Database
 from backend.journal.kinds import SessionState
 from backend.journal.leases import check
+from backend.journal.limits import NO_LIMITS, Limits
 from backend.journal.migrate import check_revision
 from backend.journal.records import CopyMade, NewCustomLoss, NewModel, NewRequest, NewSampler, NewSession, Outcome
 from backend.journal.recovery import Recovery
@@ -102,24 +103,25 @@ class Journal:
             self._bell.close()
 
     # -------------------------------------------------------------- requests in: submitting.py
-    def submit(self, request: NewRequest) -> str:
+    def submit(self, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
         """Store a request and return its id; a replay (same seq_id and content) returns the stored one's id.
 
         NotFoundError: unknown or foreign model or sampler. ConflictError: the seq_id holds other content. A model or
-        session that is over is no error here: the request is stored already failed, and says why.
+        session that is over is no error here: the request is stored already failed, and says why; so is one over the
+        project's `limits`. TooManyError: a sample over them, which is not stored.
         """
         with self._database.write() as connection:
-            request_id, topics = submitting.submit(connection, request, self._clock.now())
+            request_id, topics = submitting.submit(connection, request, self._clock.now(), limits)
         self._bell.ring(*topics)
         return request_id
 
-    def submit_new_model(self, model: NewModel, request: NewRequest) -> str:
+    def submit_new_model(self, model: NewModel, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
         """Store a model in state `creating` and the request (seq_id 0) that creates it; replays as in submit.
 
         When the request carries an error, or the session is over, both are stored as failed.
         """
         with self._database.write() as connection:
-            request_id = submitting.submit_new_model(connection, model, request, self._clock.now())
+            request_id = submitting.submit_new_model(connection, model, request, self._clock.now(), limits)
         self._bell.ring(f"model:{model.id}")
         return request_id
 
