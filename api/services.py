@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from api.auth import Authenticator
 from api.holds import Holds
 from backend.clock import Clock
-from backend.journal import Journal, Limits, Waiters
+from backend.journal import Journal, Waiters
 from backend.settings import Settings
 from backend.store import Store
 
@@ -24,14 +24,3 @@ class Services:
     holds: Holds
     clock: Clock
     link_secret: bytes
-
-    @property
-    def limits(self) -> Limits:
-        """What one project may have at a time."""
-        settings = self.settings
-        return Limits(
-            sampling_requests=settings.max_sampling_requests,
-            queued_tokens=settings.max_queued_tokens,
-            live_models=settings.max_live_models,
-            stored_bytes=settings.max_stored_bytes,
-        )

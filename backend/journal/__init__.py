@@ -16,7 +16,6 @@ from backend.journal.kinds import (
     SamplerState,
     SessionState,
 )
-from backend.journal.limits import Limits
 from backend.journal.migrate import migrate
 from backend.journal.records import (
     CheckpointSaved,
@@ -80,7 +79,6 @@ __all__ = [
     "Journal",
     "KeyView",
     "Kind",
-    "Limits",
     "ModelEnded",
     "ModelLive",
     "ModelState",

@@ -5,7 +5,7 @@ caller words them alike; they raise UserError, which names the field, its value 
 `tinker.proto` is compiled by `python -m backend.wire.generate`.
 """
 
-from backend.wire.decode import ForwardHeader, decode_forward, forward_backward_header, training_tokens
+from backend.wire.decode import ForwardHeader, decode_forward, forward_backward_header
 from backend.wire.encode import (
     encode_forward,
     encode_json,
@@ -65,7 +65,6 @@ __all__ = [
     "forward_backward_header",
     "hash_token",
     "num_samples",
-    "training_tokens",
     "ttl_seconds",
     "with_seed",
 ]

@@ -36,7 +36,6 @@ def test_the_public_names() -> None:
         "hash_token",
         "num_samples",
         "ttl_seconds",
-        "training_tokens",
         "with_seed",
     }
     assert all(hasattr(backend.wire, name) for name in backend.wire.__all__)

@@ -1,0 +1,81 @@
+"""The whole service, as users start it, under the installed SDK: real engine, real worker, the embedded tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.compat.cli import Cli
+from tests.compat.registry import watched
+from tests.e2e.conftest import Server, running
+
+TOKENS = [11, 22, 33, 44, 55, 66]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> Iterator[Server]:
+    """One service for the room, without Prefect: nothing here is about tracking."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TINKERFLOW_PREFECT", "off")
+        with running(tmp_path_factory.mktemp("compat"), compiled=compiled_programs) as found:
+            environment.setenv("TINKER_BASE_URL", found.api_url)
+            environment.setenv("TINKER_API_KEY", "tml-test")
+            yield found
+
+
+@pytest.fixture(scope="session")
+def base_model(server: Server) -> str:
+    return server.base_model
+
+
+@pytest.fixture(scope="module")
+def service(server: Server) -> Iterator[tinker.ServiceClient]:
+    """A client with a session of its own for each module."""
+    with tinker.ServiceClient(base_url=server.api_url, api_key="tml-test") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def rest(server: Server) -> tinker.RestClient:
+    return tinker.RestClient(base_url=server.api_url, api_key="tml-test")
+
+
+@pytest.fixture(scope="module")
+def trainer(service: tinker.ServiceClient, base_model: str) -> tinker.TrainingClient:
+    """A model whose adapter has been trained for a step, so that it differs from the base model."""
+    model = service.create_lora_training_client(base_model, rank=4, seed=7, user_metadata={"made": "here"}).result()
+    model.forward_backward([datum()], "cross_entropy")
+    model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    return model
+
+
+@pytest.fixture
+def cli(request: pytest.FixtureRequest, server: Server, tmp_path: Path) -> Iterator[Cli]:
+    """The command line; the test must run the commands that it declares."""
+    cli = Cli(server.api_url, tmp_path)
+    yield cli
+    wanted = {name for name in getattr(request.function, "exercises", ()) if name.startswith("tinker ")}
+    assert wanted <= cli.ran, f"declared but not run: {sorted(wanted - cli.ran)}"
+
+
+@pytest.fixture(autouse=True)
+def watch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that has not called what it says it exercises."""
+    names = getattr(request.function, "exercises", ())
+    with watched(names) as called:
+        yield
+    wanted = {name for name in names if not name.startswith("tinker ")}
+    assert called >= wanted, f"declared but not called: {sorted(wanted - called)}"
+
+
+def datum(tokens: list[int] = TOKENS, **inputs: object) -> types.Datum:
+    """A datum for cross_entropy: each token predicts the next."""
+    n = len(tokens)
+    targets = types.TensorData(data=[*tokens[1:], 1], dtype="int64", shape=[n])
+    ones = types.TensorData(data=[1.0] * n, dtype="float32", shape=[n])
+    given = {"target_tokens": targets, "weights": ones, **inputs}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=given)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""What the SDK offers, and which test exercises it.
+
+A test says `@exercises("RestClient.list_sessions")`, and while it runs the named methods are watched: it fails unless
+it has called every one of them itself (what the SDK calls inside does not count). What it then asserts is its own
+business, but it must be about the meaning of the answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import click
+import pytest
+import tinker
+from tinker.cli.__main__ import main_cli
+from tinker.lib.public_interfaces.admin_client import AdminClient
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+CLIENTS: tuple[type, ...] = (
+    tinker.ServiceClient,
+    tinker.TrainingClient,
+    tinker.SamplingClient,
+    tinker.RestClient,
+    AdminClient,
+)
+HERE = Path(__file__).parent
+
+_TESTS: dict[str, list[str]] = {}
+
+
+def exercises(*names: str) -> Callable[[F], F]:
+    """Declare that the decorated test calls these methods ("Class.method") or CLI commands ("tinker run list")."""
+
+    def declare(test: F) -> F:
+        test.__dict__["exercises"] = names
+        for kind in ("ignore:DEPRECATED:FutureWarning", "ignore::tinker.ExperimentalWarning"):
+            pytest.mark.filterwarnings(kind)(test)  # what the SDK is about to drop or to change is served too
+        for name in names:
+            _TESTS.setdefault(name, []).append(f"{Path(inspect.getfile(test)).name}::{test.__name__}")
+        return test
+
+    return declare
+
+
+def tests_of(name: str) -> list[str]:
+    """The tests that declare to exercise it, as `file::test`, those of modules imported so far."""
+    return sorted(set(_TESTS.get(name, [])))
+
+
+def declared() -> set[str]:
+    """All names that tests declare."""
+    return set(_TESTS)
+
+
+def methods() -> list[str]:
+    """Every public method of the SDK's clients, as "Class.method", in the order of the classes, then by name."""
+    return [f"{client.__name__}.{name}" for client in CLIENTS for name in dir(client) if _is_method(client, name)]
+
+
+def commands() -> list[str]:
+    """Every command of the SDK's command line, as "tinker run list"."""
+    return sorted(_below(main_cli, "tinker"))
+
+
+def _is_method(client: type, name: str) -> bool:
+    # properties count: each public attribute of a class is something a user can reach
+    return not name.startswith("_") and not inspect.isclass(inspect.getattr_static(client, name))
+
+
+def _below(command: click.Command, path: str) -> Iterator[str]:
+    if not isinstance(command, click.Group):
+        yield path
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        child = command.get_command(context, name)
+        assert child is not None, f"{path} {name} cannot be loaded"
+        yield from _below(child, f"{path} {name}")
+
+
+@contextmanager
+def watched(names: tuple[str, ...]) -> Iterator[set[str]]:
+    """While inside, the set holds which of the methods `names` code of this folder has called (commands: cli.py)."""
+    called: set[str] = set()
+    patches = []
+    for name in names:
+        if name.startswith("tinker "):
+            continue
+        owner, attribute = name.split(".")
+        client = next(c for c in CLIENTS if c.__name__ == owner)
+        raw = inspect.getattr_static(client, attribute)
+        patches.append(patch.object(client, attribute, _watch(raw, name, called)))
+    for each in patches:
+        each.start()
+    try:
+        yield called
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def _watch(raw: Any, name: str, called: set[str]) -> Any:
+    if isinstance(raw, (staticmethod, classmethod)):
+        return type(raw)(_watch(raw.__func__, name, called))
+    if isinstance(raw, property):
+        assert raw.fget is not None
+        return property(_watch(raw.fget, name, called))
+
+    @wraps(raw)
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        if Path(sys._getframe(1).f_code.co_filename).parent == HERE:
+            called.add(name)
+        return raw(*args, **kwargs)
+
+    return watching

@@ -1,0 +1,127 @@
+"""RestClient: looking at runs, sessions, samplers and checkpoints, and changing checkpoints."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.compat.registry import exercises
+
+
+@pytest.fixture(scope="module")
+def run(trainer: tinker.TrainingClient) -> str:
+    return trainer.get_info().model_id
+
+
+@pytest.fixture(scope="module")
+def saved(trainer: tinker.TrainingClient) -> str:
+    return trainer.save_state("kept").result().path
+
+
+@exercises(
+    "RestClient.get_training_run",
+    "RestClient.get_training_run_async",
+    "RestClient.get_training_run_by_tinker_path",
+    "RestClient.get_training_run_by_tinker_path_async",
+    "RestClient.list_training_runs",
+    "RestClient.list_training_runs_async",
+)
+async def test_runs(rest: tinker.RestClient, run: str, saved: str, base_model: str) -> None:
+    found = rest.get_training_run(run).result()
+    assert (found.training_run_id, found.base_model, found.lora_rank) == (run, base_model, 4)
+    assert found.user_metadata == {"made": "here"}
+    assert found.last_checkpoint is not None
+    assert found.last_checkpoint.tinker_path == saved
+    assert found == await rest.get_training_run_async(run)
+    assert found == rest.get_training_run_by_tinker_path(saved).result()
+    assert found == await rest.get_training_run_by_tinker_path_async(saved)
+    listed = rest.list_training_runs(limit=1000).result()
+    assert run in [each.training_run_id for each in listed.training_runs]
+    assert listed.cursor.total_count == len(listed.training_runs)
+    page = await rest.list_training_runs_async(limit=1, offset=1)
+    assert [each.training_run_id for each in page.training_runs] == [listed.training_runs[1].training_run_id] or (
+        listed.cursor.total_count == 1 and not page.training_runs
+    )
+
+
+@exercises(
+    "RestClient.list_checkpoints",
+    "RestClient.list_checkpoints_async",
+    "RestClient.list_user_checkpoints",
+    "RestClient.list_user_checkpoints_async",
+    "RestClient.get_weights_info_by_tinker_path",
+)
+async def test_checkpoints(rest: tinker.RestClient, run: str, saved: str, base_model: str) -> None:
+    listed = rest.list_checkpoints(run).result().checkpoints
+    kept = next(each for each in listed if each.tinker_path == saved)
+    assert (kept.checkpoint_id, kept.checkpoint_type, kept.public) == ("weights/kept", "training", False)
+    assert (kept.size_bytes or 0) > 1000
+    assert listed == (await rest.list_checkpoints_async(run)).checkpoints
+    everything = rest.list_user_checkpoints(limit=1000).result()
+    assert kept in everything.checkpoints
+    assert everything.cursor is not None
+    assert everything.cursor.total_count == len(everything.checkpoints)
+    assert (await rest.list_user_checkpoints_async(limit=1)).checkpoints == everything.checkpoints[:1]
+    info = rest.get_weights_info_by_tinker_path(saved).result()
+    assert (info.base_model, info.is_lora, info.lora_rank) == (base_model, True, 4)
+
+
+@exercises(
+    "RestClient.delete_checkpoint",
+    "RestClient.delete_checkpoint_async",
+    "RestClient.delete_checkpoint_from_tinker_path",
+    "RestClient.delete_checkpoint_from_tinker_path_async",
+)
+async def test_deleted_checkpoints_are_gone(
+    rest: tinker.RestClient, trainer: tinker.TrainingClient, service: tinker.ServiceClient, run: str
+) -> None:
+    paths = [trainer.save_state(f"gone-{i}").result().path for i in range(4)]
+    rest.delete_checkpoint(run, "weights/gone-0").result()
+    await rest.delete_checkpoint_async(run, "weights/gone-1")
+    rest.delete_checkpoint_from_tinker_path(paths[2]).result()
+    await rest.delete_checkpoint_from_tinker_path_async(paths[3])
+    assert not {each.tinker_path for each in rest.list_checkpoints(run).result().checkpoints} & set(paths)
+    with pytest.raises(tinker.NotFoundError):
+        rest.delete_checkpoint(run, "weights/gone-0").result()
+    with pytest.raises(tinker.RequestFailedError, match="gone-2"):
+        service.create_training_client_from_state(paths[2]).result()
+
+
+@exercises(
+    "RestClient.publish_checkpoint_from_tinker_path",
+    "RestClient.publish_checkpoint_from_tinker_path_async",
+    "RestClient.unpublish_checkpoint_from_tinker_path",
+    "RestClient.unpublish_checkpoint_from_tinker_path_async",
+    "RestClient.set_checkpoint_ttl_from_tinker_path",
+    "RestClient.set_checkpoint_ttl_from_tinker_path_async",
+)
+async def test_publishing_and_expiry(rest: tinker.RestClient, trainer: tinker.TrainingClient, run: str) -> None:
+    path = trainer.save_state("shown").result().path
+
+    def now() -> types.Checkpoint:
+        return next(each for each in rest.list_checkpoints(run).result().checkpoints if each.tinker_path == path)
+
+    rest.publish_checkpoint_from_tinker_path(path).result()
+    assert now().public
+    rest.unpublish_checkpoint_from_tinker_path(path).result()
+    assert not now().public
+    await rest.publish_checkpoint_from_tinker_path_async(path)
+    assert now().public
+    await rest.unpublish_checkpoint_from_tinker_path_async(path)
+    assert not now().public
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    expires = now().expires_at
+    assert expires is not None
+    assert abs(expires - datetime.now(UTC) - timedelta(hours=2)) < timedelta(minutes=1)
+    await rest.set_checkpoint_ttl_from_tinker_path_async(path, None)
+    assert now().expires_at is None
+
+
+@exercises("RestClient.get_server_capabilities", "RestClient.get_telemetry")
+def test_capabilities(rest: tinker.RestClient, base_model: str) -> None:
+    (model,) = rest.get_server_capabilities().result().supported_models
+    assert (model.model_name, model.trainable, model.sampleable) == (base_model, True, True)
+    assert rest.get_telemetry() is None

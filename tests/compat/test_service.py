@@ -1,0 +1,68 @@
+"""ServiceClient: making clients of every kind, and ending a session."""
+
+from __future__ import annotations
+
+import tinker
+from tinker import types
+
+from tests.compat.conftest import TOKENS, datum
+from tests.compat.registry import exercises
+
+
+def loss_of(model: tinker.TrainingClient) -> float:
+    return float(model.forward([datum()], "cross_entropy").result().metrics["loss:sum"])
+
+
+@exercises("ServiceClient.create_lora_training_client", "ServiceClient.create_lora_training_client_async")
+async def test_models_are_made_as_asked(service: tinker.ServiceClient, base_model: str) -> None:
+    sync = service.create_lora_training_client(base_model, rank=4, seed=1).result()
+    twin = await service.create_lora_training_client_async(base_model, rank=8, seed=1)
+    first, second = sync.get_info(), twin.get_info()
+    assert (first.lora_rank, second.lora_rank, first.model_name) == (4, 8, base_model)
+    assert first.model_id != second.model_id
+    assert loss_of(sync) == loss_of(twin)  # LoRA's B is zero at first: both are the base model
+
+
+@exercises(
+    "ServiceClient.create_training_client_from_state",
+    "ServiceClient.create_training_client_from_state_async",
+    "ServiceClient.create_training_client_from_state_with_optimizer",
+    "ServiceClient.create_training_client_from_state_with_optimizer_async",
+)
+async def test_a_saved_state_becomes_a_model(service: tinker.ServiceClient, trainer: tinker.TrainingClient) -> None:
+    path = trainer.save_state("resumed").result().path
+    saved = loss_of(trainer)
+    plain = [
+        service.create_training_client_from_state(path).result(),
+        await service.create_training_client_from_state_async(path),
+    ]
+    whole = [
+        service.create_training_client_from_state_with_optimizer(path).result(),
+        await service.create_training_client_from_state_with_optimizer_async(path),
+    ]
+    assert {loss_of(model) for model in [*plain, *whole]} == {saved}
+    steps = [model.optim_step(types.AdamParams()).result().metrics["optimizer_step"] for model in [*plain, *whole]]
+    assert steps == [1.0, 1.0, 2.0, 2.0]  # with its optimizer, a model goes on counting
+
+
+@exercises("ServiceClient.create_sampling_client", "ServiceClient.create_sampling_client_async")
+async def test_samplers_of_the_base_model_and_of_a_checkpoint(
+    service: tinker.ServiceClient, trainer: tinker.TrainingClient, base_model: str
+) -> None:
+    path = trainer.save_weights_for_sampler("sampled").result().path
+    base = service.create_sampling_client(base_model=base_model).result()
+    tuned = await service.create_sampling_client_async(model_path=path)
+    prompt = types.ModelInput.from_ints(TOKENS)
+    of_base, of_tuned = base.compute_logprobs(prompt).result(), tuned.compute_logprobs(prompt).result()
+    assert of_base[0] is None
+    assert sum(of_tuned[1:]) > sum(of_base[1:])  # trained on just these tokens
+
+
+@exercises("ServiceClient.get_server_capabilities", "ServiceClient.get_server_capabilities_async")
+async def test_capabilities(service: tinker.ServiceClient, base_model: str) -> None:
+    sync = service.get_server_capabilities()
+    twin = await service.get_server_capabilities_async()
+    assert sync == twin
+    (model,) = sync.supported_models
+    assert (model.model_name, model.trainable, model.sampleable) == (base_model, True, True)
+    assert (model.max_context_length or 0) > 0
