@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,20 @@ Float32 = npt.NDArray[np.float32]
 
 LORA_ALPHA = 32.0
 Optimizer = Literal["adamw", "dimuon"]
-Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom"]
 # The config keys of each loss with their defaults: the public Tinker documentation's ("Loss Functions"). It gives none
-# for dro's beta; 0.05 is its example.
+# for dro's beta, 0.05 is its example; nor for gspo, whose are the paper's (arXiv 2507.18071, section 5.1: 3e-4, 4e-4).
 LOSS_CONFIG: Mapping[Loss, Mapping[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    "stable_reinforce": {"kl_coeff": 0.0},
 }
-LOSSES = tuple(LOSS_CONFIG)
+LOSSES = tuple(LOSS_CONFIG)  # all but `custom`, whose config is the name of a traced loss
+TOKEN_LOSSES: tuple[Loss, ...] = LOSSES[:5]  # a token's loss needs its own logprob only; the others' the whole sequence
 
 
 # ------------------------------------------------------------------ what the data looks like
@@ -47,7 +50,9 @@ class Example:
     """One training sequence: tokens_T is scored against targets_TK; a 1-D request has K = 1 and `flat` set.
 
     weights_TK is used by cross_entropy; old_logprobs_TK and advantages_TK by the policy-gradient losses
-    (weights_TK then multiplies the token's loss, 1 by default). All float32 [T, K].
+    (weights_TK then multiplies the token's loss, 1 by default). clip_low_TK and clip_high_TK replace the config's
+    thresholds, ratio_mask_TK says which tokens gspo's ratio is the mean of. All float32 [T, K].
+    inputs: what a custom loss reads, float32 or int32 of rank 0, 1 or 2, by name.
     """
 
     tokens_T: Int32
@@ -56,6 +61,22 @@ class Example:
     old_logprobs_TK: Float32 | None = None
     advantages_TK: Float32 | None = None
     flat: bool = True
+    clip_low_TK: Float32 | None = None
+    clip_high_TK: Float32 | None = None
+    ratio_mask_TK: Float32 | None = None
+    inputs: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """A loss that a client traced: rank of each input by name, `logprobs` first, and its nodes as JSON text.
+
+    Made by backend.wire.decode_custom_loss, which checks it against the list of what may be called.
+    """
+
+    name: str
+    inputs: Mapping[str, int]
+    nodes: str
 
 
 @dataclass(frozen=True)
@@ -144,7 +165,7 @@ class DropAdapter:
 class Forward:
     """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
 
-    Reply: ForwardResult.
+    `custom` is given when the loss is `custom`. Reply: ForwardResult.
     """
 
     adapter_id: str
@@ -152,6 +173,7 @@ class Forward:
     loss: Loss
     config: Mapping[str, float] = field(default_factory=dict)
     backward: bool = True
+    custom: CustomLoss | None = None
 
 
 @dataclass(frozen=True)
@@ -243,10 +265,14 @@ class Done:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """logprobs: one float32 [T] (flat) or [T, K] per example, in order; loss_sum: the sum over all tokens."""
+    """logprobs: one float32 [T] (flat) or [T, K] per example, in order; loss_sum: the sum over all tokens.
+
+    metrics: those of a custom loss, `custom/<name>:sum|mean`, over all examples.
+    """
 
     logprobs: tuple[Float32, ...]
     loss_sum: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

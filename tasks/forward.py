@@ -6,17 +6,26 @@ from dataclasses import replace
 
 from backend.commands import ForwardResult
 from backend.journal import Outcome, Pending
-from backend.wire import decode_forward, encode_forward
+from backend.wire import decode_forward, encode_forward, load_custom_loss, read_forward
 from tasks.runtime import Runtime
 from tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
-    """Check the data, run it through the model, answer with one record per datum and the sum of the loss."""
+    """Check the data, run it through the model, answer with one record per datum and the sum of the loss.
+
+    What the loss refers to by id (a traced loss, sampled sequences) must be of the same session.
+    """
     card, size = runtime.card, len(request.payload)
-    command = await runtime.decode(
-        size, lambda: decode_forward(request.payload, vocab_size=card.vocab_size, max_context=card.max_context)
-    )
+    read = await runtime.decode(size, lambda: read_forward(request.payload))
+    custom, recorded = None, {}
+    if read.loss_id is not None:
+        stored = await runtime.read(runtime.journal.custom_loss, read.loss_id, request.session_id)
+        custom = load_custom_loss(stored)
+    if read.sequence_ids:
+        recorded = await runtime.read(runtime.journal.stability, request.session_id, read.sequence_ids)
+    limits = {"vocab_size": card.vocab_size, "max_context": card.max_context}
+    command = await runtime.decode(size, lambda: decode_forward(read, **limits, custom=custom, recorded=recorded))
     async with turn:
         reply = runtime.send(replace(command, adapter_id=str(request.model_id)), ForwardResult)
     result = await reply

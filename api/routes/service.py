@@ -22,6 +22,7 @@ _SECRET = re.compile(r"tml-[\w.~+/=-]+|eyJ[\w.~+/=-]+")
 async def client_config() -> dict[str, object]:
     """Each flag promises an endpoint or an encoding. What is not named has the SDK's default (PROTOCOL.md 2.2)."""
     return {
+        "custom_loss_server_side": True,
         # Also where no key is needed: `whoami` reads the token, and one way is easier to trust than two.
         "pjwt_auth_enabled": True,
         "sample_use_retrieve_futures": True,

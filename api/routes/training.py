@@ -17,14 +17,17 @@ from api.submit import accepted, content_hash, submit_for_model
 from backend.commands import LoraSpec
 from backend.errors import NotFoundError, UserError
 from backend.ids import model_id
-from backend.journal import Journal, Kind, NewModel, NewRequest, access_hash
+from backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
 from backend.model_card import ModelCard
 from backend.wire import (
     Fields,
+    custom_loss_header,
     decode_create_model,
+    decode_custom_loss,
     decode_load_model,
     decode_load_weights,
     decode_optim_step,
+    dump_custom_loss,
     forward_backward_header,
     hash_token,
 )
@@ -65,6 +68,33 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
 async def optim_step(call: Authorised) -> Response:
     """Store an optimizer step."""
     return await asyncio.to_thread(submit_for_model, call, Kind.OPTIM_STEP, await call.body(), decode_optim_step)
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(call: Authorised) -> Response:
+    """Keep a traced loss for its session; what is wrong with the graph fails the future."""
+    return await asyncio.to_thread(_keep_loss, call, await call.body())
+
+
+def _keep_loss(call: Call, body: bytes) -> Response:
+    header = custom_loss_header(body)
+    name, definition, error = "", "", None
+    try:
+        loss = decode_custom_loss(body)
+        name, definition = loss.name, dump_custom_loss(loss)
+    except UserError as e:
+        error = e.message
+    new = NewCustomLoss(
+        session_id=header.session_id,
+        owner=call.owner,
+        seq_id=header.seq_id,
+        name=name,
+        definition=definition,
+        payload=body,
+        content_hash=content_hash(body),
+        error=error,
+    )
+    return accepted(call.journal.submit_custom_loss(new))
 
 
 @router.post("/create_model")

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from backend.commands import (
+    TOKEN_LOSSES,
     Command,
     CreateAdapter,
     Done,
@@ -41,6 +42,7 @@ from backend.compute.optimizer import hyper_vector
 from backend.compute.packing import MicroBatch, pack
 from backend.compute.params import count, load_params
 from backend.compute.sampler import Sampler
+from backend.compute.sequence_losses import judge
 from backend.compute.train import make_steps, to_devices
 from backend.errors import ServerError, UserError
 
@@ -120,6 +122,17 @@ class Executor:
     def _forward(self, command: Forward) -> ForwardResult:
         if not command.examples:
             return ForwardResult((), 0.0)
+        if command.loss in TOKEN_LOSSES:
+            return self._pass(command)
+        # A sequence's loss needs all its logprobs: one pass for those, and one with the loss's slope as weights.
+        plain = replace(command, loss="cross_entropy", config={}, custom=None)
+        result = self._pass(replace(plain, backward=False))
+        judged = judge(command, result.logprobs)
+        if command.backward:
+            self._pass(replace(plain, examples=judged.surrogates))
+        return replace(result, loss_sum=judged.loss_sum, metrics=judged.metrics)
+
+    def _pass(self, command: Forward) -> ForwardResult:
         adapter = self._adapters.get(command.adapter_id)
         choice = choose(command.loss, command.config)
         batches = pack(

@@ -43,6 +43,8 @@ class MicroBatch:
     weights_BTK: Float32
     old_logprobs_BTK: Float32
     advantages_BTK: Float32
+    clip_low_BTK: Float32  # NaN where the config's threshold holds
+    clip_high_BTK: Float32
     places: tuple[Place, ...]
 
 
@@ -113,6 +115,7 @@ def _micro_batch(examples: Sequence[Example], rows: list[list[int]], K: int, row
     tokens, positions, segments = (np.zeros((B, T), np.int32) for _ in range(3))
     targets = np.zeros((B, T, K), np.int32)
     weights, old_logprobs, advantages = (np.zeros((B, T, K), np.float32) for _ in range(3))
+    clip_low, clip_high = (np.full((B, T, K), np.nan, np.float32) for _ in range(2))
     places: list[Place] = []
     for row, members in enumerate(rows):
         start = 0
@@ -127,9 +130,13 @@ def _micro_batch(examples: Sequence[Example], rows: list[list[int]], K: int, row
             weights[row, here, :k] = example.weights_TK
             _fill(old_logprobs[row, here, :k], example.old_logprobs_TK)
             _fill(advantages[row, here, :k], example.advantages_TK)
+            _fill(clip_low[row, here, :k], example.clip_low_TK)
+            _fill(clip_high[row, here, :k], example.clip_high_TK)
             places.append(Place(number, row, start, length))
             start += length
-    return MicroBatch(tokens, positions, segments, targets, weights, old_logprobs, advantages, tuple(places))
+    return MicroBatch(
+        tokens, positions, segments, targets, weights, old_logprobs, advantages, clip_low, clip_high, tuple(places)
+    )
 
 
 def _fill(target: Float32, source: npt.NDArray[np.float32] | None) -> None:

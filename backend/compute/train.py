@@ -35,7 +35,7 @@ class Batch:
     """A micro-batch on the devices, rows split over fsdp, and the loss to compute of it.
 
     As few arrays as its dtypes allow, because each costs a copy to the devices: ints_BTI int32 is tokens, positions,
-    segments and then the K targets; floats_BTJK float32 is weights, old logprobs and advantages; `choice` float32.
+    segments and then the K targets; floats_BTJK float32 is what LossInputs holds, in its order; `choice` float32.
     """
 
     ints_BTI: Any
@@ -65,7 +65,7 @@ class Batch:
     @property
     def inputs(self) -> LossInputs:
         """What the loss needs beside logprobs."""
-        return LossInputs(*(self.floats_BTJK[:, :, place] for place in range(3)))
+        return LossInputs(*(self.floats_BTJK[:, :, place] for place in range(5)))
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,10 @@ def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> Batch:
     single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     host = Batch(
         ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
-        floats_BTJK=np.stack([batch.weights_BTK, batch.old_logprobs_BTK, batch.advantages_BTK], axis=2),
+        floats_BTJK=np.stack(
+            [batch.weights_BTK, batch.old_logprobs_BTK, batch.advantages_BTK, batch.clip_low_BTK, batch.clip_high_BTK],
+            axis=2,
+        ),
         choice=choice.vector,
     )
     rows = sharding(mesh, batch.tokens_BT.shape, FSDP)

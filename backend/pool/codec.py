@@ -26,6 +26,8 @@ Buffer = bytes | memoryview
 CLASSES: tuple[type, ...] = (
     commands.LoraSpec,
     commands.Example,
+    commands.CustomLoss,
+    commands.StabilityInfo,
     commands.AdamParams,
     commands.SampleRequest,
     commands.SampledSequence,

@@ -5,7 +5,8 @@ caller words them alike; they raise UserError, which names the field, its value 
 `tinker.proto` is compiled by `python -m backend.wire.generate`.
 """
 
-from backend.wire.decode import ForwardHeader, decode_forward, forward_backward_header
+from backend.wire.custom_losses import custom_loss_header, decode_custom_loss, dump_custom_loss, load_custom_loss
+from backend.wire.decode import ForwardHeader, ForwardRead, decode_forward, forward_backward_header, read_forward
 from backend.wire.encode import (
     encode_forward,
     encode_json,
@@ -40,12 +41,15 @@ __all__ = [
     "CreateModel",
     "Fields",
     "ForwardHeader",
+    "ForwardRead",
     "LoadModel",
     "LoadWeights",
     "SaveExternal",
     "SaveForSampler",
     "SaveWeights",
+    "custom_loss_header",
     "decode_create_model",
+    "decode_custom_loss",
     "decode_forward",
     "decode_load_model",
     "decode_load_weights",
@@ -54,6 +58,7 @@ __all__ = [
     "decode_save_external",
     "decode_save_for_sampler",
     "decode_save_weights",
+    "dump_custom_loss",
     "encode_forward",
     "encode_json",
     "encode_loaded",
@@ -64,7 +69,9 @@ __all__ = [
     "encode_saved",
     "forward_backward_header",
     "hash_token",
+    "load_custom_loss",
     "num_samples",
+    "read_forward",
     "ttl_seconds",
     "with_seed",
 ]

@@ -6,18 +6,21 @@ checks run once over all data of a request; only a failing check looks for the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from backend.commands import Example, Float32, Forward, Int32, Loss
+from backend.commands import CustomLoss, Example, Float32, Forward, Int32, Loss, StabilityInfo
 from backend.errors import UserError
+from backend.wire import provenance
 from backend.wire import tinker_pb2 as pb
 from backend.wire.fields import broken
-from backend.wire.losses import INPUT_NAMES, check_inputs, known_loss, read_config
+from backend.wire.losses import INPUT_NAMES, check_inputs, known_loss, read_config, read_loss_id
 from backend.wire.tensors import shape_of, to_array
 
 MAX_TARGETS = 256  # targets per position
@@ -45,12 +48,25 @@ def forward_backward_header(body: bytes) -> ForwardHeader:
     return ForwardHeader(header.model_id, header.seq_id, header.forward_only)
 
 
-def decode_forward(body: bytes, *, vocab_size: int, max_context: int) -> Forward:
-    """The command for a ForwardBackwardRequest; adapter_id is its model_id, config is complete (defaults filled in).
+@dataclass(frozen=True)
+class ForwardRead:
+    """A ForwardBackwardRequest read so far that it says what else is needed to decode it.
 
-    UserError names the field, its value and the rule: unknown loss, config key or input; missing input; sequence
-    empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
-    finite; images.
+    loss_id: of the traced loss, when the loss is `custom`; sequence_ids: those whose recorded stability information is
+    needed, when it is `stable_reinforce`.
+    """
+
+    request: pb.ForwardBackwardRequest
+    loss: Loss
+    config: Mapping[str, float]
+    loss_id: str | None
+    sequence_ids: frozenset[str]
+
+
+def read_forward(body: bytes) -> ForwardRead:
+    """A ForwardBackwardRequest, its loss, config and spans checked; UserError names the field, its value and the rule.
+
+    decode_forward reads the rest.
     """
     request = pb.ForwardBackwardRequest()
     try:
@@ -58,21 +74,51 @@ def decode_forward(body: bytes, *, vocab_size: int, max_context: int) -> Forward
     except DecodeError as e:
         raise UserError(f"the request body is not a ForwardBackwardRequest: {e}") from e
     loss = known_loss(request.loss_fn)
-    config = read_config(loss, request)
     if not request.data:
         raise broken("data", [], "at least one datum")
-    read = []
+    named = provenance.check_spans(request.data, needed=loss == "stable_reinforce")
+    return ForwardRead(
+        request,
+        loss,
+        read_config(loss, request),
+        read_loss_id(loss, request),
+        named if loss == "stable_reinforce" else frozenset(),
+    )
+
+
+def decode_forward(
+    read: ForwardRead,
+    *,
+    vocab_size: int,
+    max_context: int,
+    custom: CustomLoss | None = None,
+    recorded: Mapping[str, StabilityInfo] | None = None,
+) -> Forward:
+    """The command for a request; adapter_id is its model_id, config is complete (defaults filled in).
+
+    custom: the traced loss that it names; recorded: what was recorded of its sequence_ids.
+    UserError names the field, its value and the rule: unknown loss, config key or input; missing input; sequence
+    empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
+    finite; images; spans that do not fit what was sampled.
+    """
+    request, loss = read.request, read.loss
+    examples_read = []
     cells = 0
     for i, datum in enumerate(request.data):
         tokens_T = _tokens(datum, i, max_context)
-        inputs = _inputs(datum, i, len(tokens_T), loss)
+        inputs = _inputs(datum, i, len(tokens_T), loss, custom)
         cells += inputs["target_tokens"].size
         if cells > MAX_CELLS:
             raise UserError(f"data has more than {MAX_CELLS} target cells up to data[{i}]: must be at most {MAX_CELLS}")
-        read.append((tokens_T, inputs))
-    _check_values(read, vocab_size)
-    examples = tuple(_example(tokens_T, inputs) for tokens_T, inputs in read)
-    return Forward(request.model_id, examples, loss, config, backward=not request.forward_only)
+        examples_read.append((tokens_T, inputs))
+    _check_values(examples_read, vocab_size)
+    examples = tuple(
+        _example(tokens_T, inputs, () if custom is None else tuple(custom.inputs)[1:])
+        for tokens_T, inputs in examples_read
+    )
+    if loss == "stable_reinforce":
+        examples = provenance.attribute(examples, request.data, recorded or {})
+    return Forward(request.model_id, examples, loss, read.config, backward=not request.forward_only, custom=custom)
 
 
 def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
@@ -95,11 +141,21 @@ def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
     return tokens_T
 
 
-def _inputs(datum: pb.Datum, index: int, tokens: int, loss: Loss) -> Inputs:
-    """The loss's inputs, each of the shape of target_tokens. Shapes are checked before anything is allocated."""
+def _inputs(datum: pb.Datum, index: int, tokens: int, loss: Loss, custom: CustomLoss | None) -> Inputs:
+    """The loss's inputs: each of the shape of target_tokens, or of the rank that a traced loss declared for it.
+
+    Shapes are checked before anything is allocated.
+    """
     given = dict(datum.loss_fn_inputs.items())
-    check_inputs(loss, given.keys(), index)
-    tensors = {key: given[key] for key in INPUT_NAMES if key in given}
+    declared: Mapping[str, int] = {}
+    if custom is None:
+        check_inputs(loss, given.keys(), index)
+    else:
+        declared = {"target_tokens": custom.inputs["logprobs"], **custom.inputs}
+        del declared["logprobs"]
+        if missing := [key for key in declared if key not in given]:
+            raise UserError(f"data[{index}].loss_fn_inputs lacks {missing[0]!r}, which loss {custom.name!r} takes")
+    tensors = {key: given[key] for key in (declared or INPUT_NAMES) if key in given}
     shapes = {key: shape_of(tensor, _name(index, key)) for key, tensor in tensors.items()}
     wanted = shapes["target_tokens"]
     if wanted[0] != tokens:
@@ -111,9 +167,13 @@ def _inputs(datum: pb.Datum, index: int, tokens: int, loss: Loss) -> Inputs:
         rule = f"[T] or [T, K] with 1 <= K <= {MAX_TARGETS}"
         raise broken(f"{_name(index, 'target_tokens')}.shape", list(wanted), rule)
     for key, shape in shapes.items():
-        if shape != wanted:
+        if custom is None and shape != wanted:
             raise broken(f"{_name(index, key)}.shape", list(shape), f"{list(wanted)}, the shape of target_tokens")
-    inputs = {key: to_array(tensor, wanted, _name(index, key)) for key, tensor in tensors.items()}
+        if custom is not None and len(shape) != declared[key]:
+            raise broken(f"{_name(index, key)}.shape", list(shape), f"of rank {declared[key]}, as the loss declares it")
+    if sum(math.prod(shape) for shape in shapes.values()) > MAX_CELLS:
+        raise UserError(f"data[{index}].loss_fn_inputs has more than {MAX_CELLS} cells: must be at most {MAX_CELLS}")
+    inputs = {key: to_array(tensor, shapes[key], _name(index, key)) for key, tensor in tensors.items()}
     if inputs["target_tokens"].dtype.kind != "i":
         raise broken(f"{_name(index, 'target_tokens')}.dtype", inputs["target_tokens"].dtype.name, "int64")
     return inputs
@@ -126,13 +186,33 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], vocab_size: int) -> None
         return (values >= 0) & (values < vocab_size)
 
     _require([tokens_T for tokens_T, _ in read], in_vocabulary, "data[{}].model_input", rule)
-    for key in INPUT_NAMES:
+    for key in dict.fromkeys(key for _, inputs in read for key in inputs):
         arrays = [inputs.get(key) for _, inputs in read]
         name = f"data[{{}}].loss_fn_inputs[{key!r}]"
         if key == "target_tokens":
             _require(arrays, in_vocabulary, name, rule)
         else:
             _require(arrays, np.isfinite, name, "a finite number")
+    _require_thresholds(read)
+    masks = [inputs.get("sequence_ratio_mask") for _, inputs in read]
+    _require(masks, lambda values: values >= 0, "data[{}].loss_fn_inputs['sequence_ratio_mask']", ">= 0")
+    for i, mask in enumerate(masks):
+        if mask is not None and not mask.any():
+            raise UserError(
+                f"{_name(i, 'sequence_ratio_mask')} is 0 everywhere: must name a token to take the ratio of"
+            )
+
+
+def _require_thresholds(read: Sequence[tuple[Int32, Inputs]]) -> None:
+    for i, (_, inputs) in enumerate(read):
+        low, high = inputs.get("clip_low_threshold"), inputs.get("clip_high_threshold")
+        for key, values in (("clip_low_threshold", low), ("clip_high_threshold", high)):
+            if values is not None and values.min() < 0:
+                raise broken(f"{_name(i, key)}", values.min().item(), ">= 0")
+        if low is not None and high is not None and (low > high).any():
+            raise UserError(
+                f"{_name(i, 'clip_low_threshold')} has values over those of clip_high_threshold: must be <="
+            )
 
 
 def _require(
@@ -152,7 +232,7 @@ def _require(
         raise broken(f"{name.format(i)} at position {int(at[0])}", array[tuple(at)].item(), rule)
 
 
-def _example(tokens_T: Int32, inputs: Inputs) -> Example:
+def _example(tokens_T: Int32, inputs: Inputs, read_by_loss: tuple[str, ...]) -> Example:
     flat = inputs["target_tokens"].ndim == 1
 
     def floats(key: str) -> Float32 | None:
@@ -165,6 +245,9 @@ def _example(tokens_T: Int32, inputs: Inputs) -> Example:
 
     targets_TK = inputs["target_tokens"].astype(np.int32, copy=False)
     targets_TK = targets_TK[:, None] if flat else targets_TK
+    if read_by_loss:
+        named = {key: _as_jax_has_it(inputs[key]) for key in read_by_loss}
+        return Example(tokens_T, targets_TK, np.ones(targets_TK.shape, np.float32), flat=flat, inputs=named)
     weights_TK = floats("weights")
     return Example(
         tokens_T=tokens_T,
@@ -173,7 +256,14 @@ def _example(tokens_T: Int32, inputs: Inputs) -> Example:
         old_logprobs_TK=floats("logprobs"),
         advantages_TK=floats("advantages"),
         flat=flat,
+        clip_low_TK=floats("clip_low_threshold"),
+        clip_high_TK=floats("clip_high_threshold"),
+        ratio_mask_TK=floats("sequence_ratio_mask"),
     )
+
+
+def _as_jax_has_it(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return values.astype(np.int32 if values.dtype.kind == "i" else np.float32, copy=False)
 
 
 def _name(index: int, key: str) -> str:

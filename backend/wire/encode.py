@@ -20,11 +20,12 @@ _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
 def encode_forward(result: ForwardResult) -> bytes:
-    """A ForwardBackwardOutput: field `logprobs` for every datum in order, and the metric `loss:sum`.
+    """A ForwardBackwardOutput: field `logprobs` for every datum in order, and `loss:sum` with a custom loss's metrics.
 
     Neighbours with the same K share an ArrayRecord; another K starts a new one.
     """
-    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": result.loss_sum})
+    metrics = {**result.metrics, "loss:sum": result.loss_sum}
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     for trailing, group in itertools.groupby(result.logprobs, key=lambda array: array.shape[1:]):
         _add_record(output, trailing, list(group))
     return bytes(output.SerializeToString())

@@ -12,15 +12,22 @@ from backend.errors import UserError
 from backend.wire import tinker_pb2 as pb
 from backend.wire.fields import broken, shown
 
+_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 INPUTS: dict[Loss, tuple[frozenset[str], frozenset[str]]] = {
     # loss: (required, optional); weights multiply a token's loss and are 1 where they may be left out
     "cross_entropy": (frozenset({"target_tokens", "weights"}), frozenset()),
     "importance_sampling": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
-    "ppo": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
-    "cispo": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
+    "ppo": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights", *_THRESHOLDS})),
+    "cispo": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights", *_THRESHOLDS})),
     "dro": (frozenset({"target_tokens", "logprobs", "advantages"}), frozenset({"weights"})),
+    "gspo": (
+        frozenset({"target_tokens", "logprobs", "advantages"}),
+        frozenset({"weights", "sequence_ratio_mask", *_THRESHOLDS}),
+    ),
+    # What was recorded at sampling is used in place of logprobs, which RL code sends with every datum.
+    "stable_reinforce": (frozenset({"target_tokens", "advantages"}), frozenset({"weights", "logprobs"})),
 }
-INPUT_NAMES = ("target_tokens", "weights", "logprobs", "advantages")
+INPUT_NAMES = ("target_tokens", "weights", "logprobs", "advantages", *_THRESHOLDS, "sequence_ratio_mask")
 
 
 def known_loss(name: str) -> Loss:
@@ -47,6 +54,8 @@ def check_inputs(loss: Loss, names: AbstractSet[str], index: int) -> None:
 def read_config(loss: Loss, request: pb.ForwardBackwardRequest) -> dict[str, float]:
     """The loss's whole config: what the request gives, else the defaults. Unknown keys and bad values: UserError."""
     given = _given(request)
+    if loss == "custom":
+        return {}  # its config is `loss_id`, see read_loss_id
     defaults = LOSS_CONFIG[loss]
     for key, value in given.items():
         if key not in defaults:
@@ -59,6 +68,19 @@ def read_config(loss: Loss, request: pb.ForwardBackwardRequest) -> dict[str, flo
     if low > high:
         raise broken("loss_fn_config['clip_low_threshold']", low, f"<= clip_high_threshold, {high:g}")
     return config
+
+
+def read_loss_id(loss: Loss, request: pb.ForwardBackwardRequest) -> str | None:
+    """The id of the traced loss that the loss `custom` names, None for other losses."""
+    if loss != "custom":
+        return None
+    given = _given(request)
+    if unknown := sorted(given.keys() - {"loss_id"}):
+        raise UserError(f"loss_fn_config has the key {shown(unknown[0])}: must be loss_id")
+    loss_id = given.get("loss_id")
+    if not isinstance(loss_id, str) or not loss_id or "\0" in loss_id:
+        raise broken("loss_fn_config['loss_id']", loss_id, "the id that create_custom_loss gave")
+    return loss_id
 
 
 def _given(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:

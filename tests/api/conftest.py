@@ -58,6 +58,7 @@ from backend.wire import (
     encode_sample,
     encode_sampler_opened,
     encode_saved,
+    read_forward,
 )
 
 VOCAB, CONTEXT, EOS = 16, 64, 1
@@ -123,7 +124,7 @@ class Engine:
         return request.done(encode_loaded(model, asked.path), "json", ModelLive(model))
 
     def _forward_backward(self, request: Pending) -> Outcome:
-        command = decode_forward(request.payload, vocab_size=VOCAB, max_context=CONTEXT)
+        command = decode_forward(read_forward(request.payload), vocab_size=VOCAB, max_context=CONTEXT)
         model, logprobs, loss = str(request.model_id), [], 0.0
         for e in command.examples:
             rows = log_softmax(self.tables[model])[e.tokens_T]

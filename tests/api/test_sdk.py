@@ -80,9 +80,9 @@ def test_policy_loss_reaches_the_engine_with_its_config(model: tinker.TrainingCl
     seen = []
 
     def answer(request: Any) -> Any:
-        from backend.wire import decode_forward
+        from backend.wire import decode_forward, read_forward
 
-        seen.append(decode_forward(request.payload, vocab_size=16, max_context=64))
+        seen.append(decode_forward(read_forward(request.payload), vocab_size=16, max_context=64))
         return request.failed("seen")
 
     engine.next_outcome = answer
@@ -298,13 +298,13 @@ def test_a_name_that_exists_is_refused_at_once(model: tinker.TrainingClient) -> 
     assert time.monotonic() - start < 2
 
 
-def test_capabilities_and_no_flags(client: tinker.ServiceClient, server: Any) -> None:
+def test_capabilities_and_flags(client: tinker.ServiceClient, server: Any) -> None:
     (supported,) = tinker.RestClient(base_url=server.url).get_server_capabilities().result().supported_models
     assert (supported.model_name, supported.max_context_length) == (BASE, 64)
     assert (supported.trainable, supported.sampleable) == (True, True)
     # each flag is a promise of an endpoint or an encoding
-    assert server.post("client/config", {"sdk_version": "0"}).json() == {}
-    assert server.post("client/dynamic_config", {"sdk_version": "0"}).json() == {}
+    assert server.post("client/config", {"sdk_version": "0"}).json()["custom_loss_server_side"] is True
+    assert server.post("client/dynamic_config", {"sdk_version": "0"}).json()["sample_cancel_enabled"] is True
 
 
 def test_giving_up_on_a_result_does_not_cancel_it(model: tinker.TrainingClient, engine: Any) -> None:

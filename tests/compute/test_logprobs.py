@@ -24,7 +24,9 @@ def data(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     targets = rng.integers(0, V, (B, T, K)).astype(np.int32)
     targets[..., 1] = targets[..., 0]  # a target named twice counts twice
-    inputs = LossInputs(draw(B, T, K), draw(B, T, K) - 4, draw(B, T, K))
+    inputs = LossInputs(
+        draw(B, T, K), draw(B, T, K) - 4, draw(B, T, K), jnp.full((B, T, K), jnp.nan), jnp.full((B, T, K), 1.3)
+    )
     params = Params(draw(V, D), {}, draw(D), draw(D, V) if request.param == "untied" else None)
     return params, LoraPair(draw(R, D), draw(R, V)), draw(B, T, D), targets, choose("ppo", {}), inputs
 

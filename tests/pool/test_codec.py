@@ -78,6 +78,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.sampled_from(c.LOSSES),
         st.dictionaries(texts, numbers, max_size=3),
         st.booleans(),
+        st.none() | st.builds(c.CustomLoss, texts, st.dictionaries(texts, st.integers(0, 2), max_size=3), texts),
     ),
     c.OptimStep: st.builds(c.OptimStep, texts, adams),
     c.ExportAdapter: st.builds(c.ExportAdapter, texts, st.booleans()),

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from tinker import types
 
 from backend.errors import UserError
-from backend.wire import decode_forward, forward_backward_header
+from backend.wire import decode_forward, forward_backward_header, read_forward
 from backend.wire import tinker_pb2 as pb
 
 VOCAB, CONTEXT = 100, 64
 
 
 def decode(body: bytes) -> Any:
-    return decode_forward(body, vocab_size=VOCAB, max_context=CONTEXT)
+    return decode_forward(read_forward(body), vocab_size=VOCAB, max_context=CONTEXT)
 
 
 def policy(n: int, **more: Any) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def put(message: pb.ForwardBackwardRequest, key: str, values: Any, dtype: int = 
 
 
 WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
-    ("unknown loss", "cross_entropy", lambda m: setattr(m, "loss_fn", "gspo"),
-     "loss_fn is 'gspo': must be one of cross_entropy, importance_sampling, ppo, cispo, dro"),
+    ("unknown loss", "cross_entropy", lambda m: setattr(m, "loss_fn", "dpo"),
+     "loss_fn is 'dpo': must be one of cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
     ("no data", "cross_entropy", lambda m: m.ClearField("data"), "data is []: must be at least one datum"),
     ("config of a loss without", "cross_entropy", lambda m: m.loss_fn_config.update({"beta": 1.0}),
      "loss_fn_config has the key 'beta': must be absent, cross_entropy takes no config"),

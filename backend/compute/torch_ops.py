@@ -1,0 +1,351 @@
+"""The torch functions that a traced loss may call, in jax.numpy. `backend.wire.torch_names` says which names they have.
+
+Values are arrays, Python numbers (sizes), tuples and dtypes. Slopes where a function has a corner are torch's: clamp
+passes a slope at its bounds, a maximum over a dimension gives it to one place.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DTYPES = {
+    "float32": jnp.float32,
+    "float16": jnp.float16,
+    "bfloat16": jnp.bfloat16,
+    "int64": jnp.int32,  # the widest integers here; sizes and token ids fit
+    "int32": jnp.int32,
+    "bool": jnp.bool_,
+}
+_LONGEST = 2**20  # of an arange
+Op = Callable[..., Any]
+Extremes = namedtuple("Extremes", ["values", "indices"])
+
+
+def _axes(dim: Any) -> Any:
+    return tuple(dim) if isinstance(dim, list | tuple) else dim
+
+
+def _sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """(2, 3) and ((2, 3),) are the same."""
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else tuple(sizes)
+
+
+def _reduce(function: Op) -> Op:
+    def reduced(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None, **named: Any) -> Any:
+        dim, keepdim = named.get("axis", dim), named.get("keepdims", keepdim)
+        x = x if dtype is None else x.astype(dtype)
+        return function(x, axis=_axes(dim), keepdims=keepdim)
+
+    return reduced
+
+
+def _spread(function: Op) -> Op:
+    """var and std: unbiased unless told otherwise."""
+
+    def spread(x: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: Any = None) -> Any:
+        if isinstance(dim, bool):  # var(x, unbiased)
+            dim, unbiased = None, dim
+        ddof = int(unbiased) if correction is None else correction
+        return function(x, axis=_axes(dim), ddof=ddof, keepdims=keepdim)
+
+    return spread
+
+
+def _extreme(whole: Op, pairwise: Op, place: Op) -> Op:
+    """max and min: of all, of two tensors, or along a dimension with the places."""
+
+    def extreme(x: Any, dim: Any = None, keepdim: bool = False, other: Any = None) -> Any:
+        other = dim if isinstance(dim, jax.Array) else other
+        if other is not None:
+            return pairwise(x, other)
+        if dim is None:
+            return whole(x)
+        indices = place(x, axis=dim, keepdims=True)
+        values = jnp.take_along_axis(x, indices, axis=dim)
+        return Extremes(values, indices) if keepdim else Extremes(values.squeeze(dim), indices.squeeze(dim))
+
+    return extreme
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None, **named: Any) -> Any:
+    low, high = named.get("min", low), named.get("max", high)
+    x = x if low is None else jnp.where(x < low, low, x)
+    return x if high is None else jnp.where(x > high, high, x)
+
+
+def _div(x: Any, other: Any, rounding_mode: str | None = None) -> Any:
+    match rounding_mode:
+        case None:
+            return jnp.true_divide(x, other)
+        case "floor":
+            return jnp.floor_divide(x, other)
+        case "trunc":
+            return jnp.trunc(jnp.true_divide(x, other))
+    raise ValueError(f"rounding_mode {rounding_mode!r} must be 'floor' or 'trunc'")
+
+
+def _to(x: jax.Array, *args: Any, **named: Any) -> jax.Array:
+    """Only a dtype changes anything: there is one device here."""
+    for target in (*args, named.get("dtype")):
+        if isinstance(target, jax.Array):
+            x = x.astype(target.dtype)
+        elif target is not None and not isinstance(target, str | bool):
+            x = x.astype(target)
+    return x
+
+
+def _view(x: jax.Array, *shape: Any) -> jax.Array:
+    return x.reshape(_sizes(shape)) if isinstance(shape[0], int | tuple | list) else x.astype(shape[0])
+
+
+def _flatten(x: jax.Array, start_dim: int = 0, end_dim: int = -1) -> jax.Array:
+    start, end = start_dim % max(x.ndim, 1), end_dim % max(x.ndim, 1)
+    return x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :])
+
+
+def _expand(x: jax.Array, *sizes: Any) -> jax.Array:
+    wanted = _sizes(sizes)
+    own = (1,) * (len(wanted) - x.ndim) + x.shape
+    return jnp.broadcast_to(x, tuple(n if size == -1 else size for size, n in zip(wanted, own, strict=True)))
+
+
+def _like(fill: Any) -> Op:
+    def filled(x: jax.Array, dtype: Any = None, **_: Any) -> jax.Array:
+        return jnp.full(x.shape, fill, x.dtype if dtype is None else dtype)
+
+    return filled
+
+
+def _arange(*bounds: Any, **named: Any) -> jax.Array:
+    if len(range(*bounds)) > _LONGEST:
+        raise ValueError(f"arange{bounds} is longer than {_LONGEST}")
+    numbers = jnp.arange(*bounds)
+    return numbers if named.get("dtype") is None else numbers.astype(named["dtype"])
+
+
+def _huber(scale: Op) -> Op:
+    def huber(x: Any, target: Any, reduction: str = "mean", delta: float = 1.0, beta: float = 1.0, **_: Any) -> Any:
+        return _reduced(scale(x - target, delta, beta), reduction)
+
+    return huber
+
+
+def _reduced(x: jax.Array, reduction: str) -> jax.Array:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction {reduction!r} must be 'mean', 'sum' or 'none'")
+    return x if reduction == "none" else x.mean() if reduction == "mean" else x.sum()
+
+
+def _huber_term(d: jax.Array, delta: float, _: float) -> jax.Array:
+    return jnp.where(jnp.abs(d) <= delta, 0.5 * d * d, delta * (jnp.abs(d) - 0.5 * delta))
+
+
+def _smooth_term(d: jax.Array, _: float, beta: float) -> jax.Array:
+    return jnp.where(jnp.abs(d) < beta, 0.5 * d * d / beta, jnp.abs(d) - 0.5 * beta)
+
+
+def _getattr(x: Any, name: str) -> Any:
+    return "cpu" if name == "device" else getattr(x, name)
+
+
+def _on_numbers(function: Op) -> Op:
+    """An operator. Sizes are Python numbers, which could grow without bound where arrays cannot."""
+
+    def checked(*args: Any) -> Any:
+        for arg in args:
+            if not isinstance(arg, jax.Array | bool | int | float):
+                raise TypeError(f"{type(arg).__name__} is neither a tensor nor a number")
+        if function is operator.pow and not any(isinstance(arg, jax.Array) for arg in args):
+            return float(args[0]) ** float(args[1])
+        return function(*args)
+
+    return checked
+
+
+def _math(name: str) -> Op:
+    """A math function: of a number, or of a scalar tensor, whose slope ends there (it becomes a number in torch)."""
+    of_number, of_array = getattr(math, name), getattr(jnp, name)
+
+    def function(*args: Any) -> Any:
+        if any(isinstance(arg, jax.Array) for arg in args):
+            return jax.lax.stop_gradient(of_array(*args))
+        return of_number(*args)
+
+    return function
+
+
+_NUMPY = [
+    "abs",
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "sqrt",
+    "square",
+    "negative",
+    "sign",
+    "floor",
+    "ceil",
+    "round",
+    "trunc",
+    "reciprocal",
+    "sin",
+    "cos",
+    "tanh",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "logical_not",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "multiply",
+    "remainder",
+    "maximum",
+    "minimum",
+    "logaddexp",
+    "any",
+    "all",
+]
+_PLAIN: Mapping[str, Op] = {
+    **{name: getattr(jnp, name) for name in _NUMPY},
+    "absolute": jnp.abs,
+    "rsqrt": jax.lax.rsqrt,
+    "neg": jnp.negative,
+    "sigmoid": jax.nn.sigmoid,
+    "relu": lambda x, inplace=False: jax.nn.relu(x),
+    "silu": lambda x, inplace=False: jax.nn.silu(x),
+    "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate=approximate == "tanh"),
+    "logsigmoid": jax.nn.log_sigmoid,
+    "softplus": lambda x, beta=1.0, threshold=20.0: jnp.where(
+        x * beta > threshold, x, jax.nn.softplus(jnp.minimum(x * beta, threshold)) / beta
+    ),
+    "erf": jax.scipy.special.erf,
+    "xlogy": jax.scipy.special.xlogy,
+    "detach": jax.lax.stop_gradient,
+    "clone": lambda x, **_: x,
+    "contiguous": lambda x, **_: x,
+    "add": lambda x, other, alpha=1: x + alpha * other,
+    "sub": lambda x, other, alpha=1: x - alpha * other,
+    "subtract": lambda x, other, alpha=1: x - alpha * other,
+    "mul": jnp.multiply,
+    "div": _div,
+    "divide": _div,
+    "true_divide": jnp.true_divide,
+    "floor_divide": jnp.floor_divide,
+    "pow": jnp.power,
+    "max": _extreme(jnp.max, jnp.maximum, jnp.argmax),
+    "min": _extreme(jnp.min, jnp.minimum, jnp.argmin),
+    "eq": jnp.equal,
+    "ne": jnp.not_equal,
+    "lt": jnp.less,
+    "le": jnp.less_equal,
+    "gt": jnp.greater,
+    "ge": jnp.greater_equal,
+    "nan_to_num": lambda x, nan=0.0, posinf=None, neginf=None: jnp.nan_to_num(x, True, nan, posinf, neginf),
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": _clamp,
+    "clamp_max": lambda x, high=None, **named: _clamp(x, None, high, **named),
+    "lerp": lambda x, end, weight: x + weight * (end - x),
+    "masked_fill": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
+    "where": jnp.where,
+    "sum": _reduce(jnp.sum),
+    "mean": _reduce(jnp.mean),
+    "prod": _reduce(jnp.prod),
+    "amax": _reduce(jnp.max),
+    "amin": _reduce(jnp.min),
+    "any": _reduce(jnp.any),
+    "all": _reduce(jnp.all),
+    "var": _spread(jnp.var),
+    "std": _spread(jnp.std),
+    "logsumexp": _reduce(jax.scipy.special.logsumexp),
+    "softmax": lambda x, dim, dtype=None, **_: jax.nn.softmax(x, axis=dim),
+    "log_softmax": lambda x, dim, dtype=None, **_: jax.nn.log_softmax(x, axis=dim),
+    "cumsum": lambda x, dim, dtype=None: jnp.cumsum(x, axis=dim),
+    "cumprod": lambda x, dim, dtype=None: jnp.cumprod(x, axis=dim),
+    "argmax": lambda x, dim=None, keepdim=False: jnp.argmax(x, axis=dim, keepdims=keepdim),
+    "argmin": lambda x, dim=None, keepdim=False: jnp.argmin(x, axis=dim, keepdims=keepdim),
+    "count_nonzero": lambda x, dim=None: jnp.count_nonzero(x, axis=_axes(dim)),
+    "mse_loss": lambda x, target, reduction="mean", **_: _reduced((x - target) ** 2, reduction),
+    "l1_loss": lambda x, target, reduction="mean", **_: _reduced(jnp.abs(x - target), reduction),
+    "huber_loss": _huber(_huber_term),
+    "smooth_l1_loss": _huber(_smooth_term),
+    "reshape": lambda x, *shape, **named: x.reshape(_sizes(shape or (named["shape"],))),
+    "view": _view,
+    "view_as": lambda x, other: x.reshape(other.shape),
+    "reshape_as": lambda x, other: x.reshape(other.shape),
+    "squeeze": lambda x, dim=None: x.squeeze() if dim is None else x.squeeze(dim) if x.shape[dim] == 1 else x,
+    "unsqueeze": lambda x, dim: jnp.expand_dims(x, axis=dim),
+    "flatten": _flatten,
+    "transpose": lambda x, dim0, dim1: jnp.swapaxes(x, axis1=dim0, axis2=dim1),
+    "t": lambda x: x.T,
+    "permute": lambda x, *dims: jnp.transpose(x, _sizes(dims)),
+    "flip": lambda x, *dims: jnp.flip(x, _sizes(dims)),
+    "roll": lambda x, shifts, dims=None: jnp.roll(x, _axes(shifts), _axes(dims)),
+    "narrow": lambda x, dim, start, length: jax.lax.slice_in_dim(x, start, start + length, axis=dim),
+    "index_select": lambda x, dim, index: jnp.take(x, index, axis=dim),
+    "gather": lambda x, dim, index, **_: jnp.take_along_axis(x, index, axis=dim),
+    "diff": lambda x, n=1, dim=-1: jnp.diff(x, n=n, axis=dim),
+    "dot": jnp.dot,
+    "matmul": jnp.matmul,
+    "numel": lambda x: x.size,
+    "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
+    "dim": lambda x: x.ndim,
+    "expand": _expand,
+    "expand_as": lambda x, other: jnp.broadcast_to(x, other.shape),
+    "to": _to,
+    "type_as": _to,
+    "float": lambda x: x.astype(jnp.float32),
+    "long": lambda x: x.astype(jnp.int32),
+    "int": lambda x: x.astype(jnp.int32),
+    "bool": lambda x: x.astype(jnp.bool_),
+    "stack": lambda tensors, dim=0: jnp.stack(tensors, axis=dim),
+    "cat": lambda tensors, dim=0: jnp.concatenate(tensors, axis=dim),
+    "concat": lambda tensors, dim=0: jnp.concatenate(tensors, axis=dim),
+    "zeros_like": _like(0),
+    "ones_like": _like(1),
+    "full_like": lambda x, fill_value, dtype=None, **_: _like(fill_value)(x, dtype),
+    "arange": _arange,
+    "getattr": _getattr,
+}
+_OPERATORS = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and_",
+    "or_",
+    "xor",
+    "matmul",
+]
+_MATH = ["sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "floor", "ceil", "pow"]
+
+OPS: Mapping[str, Op] = {
+    **_PLAIN,
+    **{f"operator.{name}": _on_numbers(getattr(operator, name)) for name in _OPERATORS},
+    "operator.getitem": operator.getitem,
+    **{f"math.{name}": _math(name) for name in _MATH},
+}

@@ -1,0 +1,193 @@
+"""Traced losses against torch: value, metrics and slope of graphs made by the SDK's own tracer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+import torch.nn.functional as F
+from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
+
+from backend.commands import CustomLoss, Example, Forward
+from backend.compute.custom_losses import custom_losses
+from backend.compute.torch_ops import DTYPES, OPS
+from backend.errors import UserError
+from backend.wire import decode_custom_loss, torch_names
+
+Fn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def trace(fn: Fn, **ranks: int) -> CustomLoss:
+    """What the server keeps of a function that the SDK traced."""
+    handle = trace_loss(fn, ranks, "sess-1")
+    body = {
+        "session_id": "sess-1",
+        "custom_loss_seq_id": 0,
+        "name": handle.name,
+        "inputs": [one.model_dump() for one in handle.inputs],
+        "graph": encode_graph(handle).model_dump(),
+    }
+    return decode_custom_loss(orjson.dumps(body))
+
+
+def ppo(logprobs, old, advantages):
+    ratio = torch.exp(logprobs - old)
+    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+    outside = ((ratio < 0.8) | (ratio > 1.2)).float()
+    return loss, {"custom/clipped:mean": outside.mean(), "custom/kl:sum": (old - logprobs).detach().sum()}
+
+
+def gspo(logprobs, old, advantages):
+    ratio = torch.exp((logprobs - old).mean())
+    return -(torch.clamp(ratio, max=1.5) * advantages).mean() * logprobs.shape[0], {"custom/ratio:mean": ratio}
+
+
+def masked(logprobs, old, advantages):
+    mask = advantages > 0
+    kept = torch.where(mask, logprobs, torch.zeros_like(logprobs))
+    loss = -kept.sum() / mask.float().sum().clamp(min=1) + 0.1 * logprobs.masked_fill(~mask, 0.0).square().mean()
+    return loss, {"custom/n:sum": mask.sum()}
+
+
+def reductions(logprobs, old, advantages):
+    top, places = torch.max(logprobs, dim=0)
+    loss = logprobs.std() + logprobs.var(unbiased=False) + torch.logsumexp(logprobs, 0) + top + logprobs.amin()
+    loss = loss + (logprobs.softmax(0) * old).sum() + torch.log_softmax(logprobs, dim=0)[-1] + logprobs.cumsum(0).mean()
+    return loss + math.sqrt(logprobs.size(0)) * logprobs.max(), {"custom/place:sum": places}
+
+
+def shapes(logprobs, old, advantages):
+    both = torch.stack([logprobs, old], dim=1)
+    loss = (both.transpose(0, 1) @ both).reshape(-1)[1:3].sum() + torch.cat([logprobs, old]).view(2, -1).prod(0).sum()
+    loss = loss + (logprobs.unsqueeze(1) * advantages[None, :]).mean() + logprobs[:-1].dot(old[1:])
+    index = torch.arange(logprobs.shape[0]).flip(0)
+    return loss + (logprobs.gather(0, index) * advantages).sum() / logprobs.numel(), {}
+
+
+def elementwise(logprobs, old, advantages):
+    x = logprobs
+    y = F.logsigmoid(x) + F.softplus(x) + F.relu(x + 3) + torch.sigmoid(x) + F.silu(x) + F.gelu(x) + torch.tanh(x)
+    y = y + abs(x) ** 1.5 + torch.log1p(x.exp()) - torch.expm1(x) + x.neg().sqrt() + torch.erf(x) + 2 / (x - 1)
+    y = y + torch.nan_to_num(x) + torch.lerp(x, old, 0.3) + torch.maximum(x, old) - torch.logaddexp(x, old)
+    loss = y.sum() + F.mse_loss(x, old) + F.huber_loss(x, old, delta=0.5) + F.smooth_l1_loss(x, old, reduction="sum")
+    return loss, {"custom/y:mean": y.to(torch.float32).mean()}
+
+
+LENGTHS = (1, 5, 12)
+
+
+def data(lengths=LENGTHS, columns: int | None = None) -> tuple[Example, ...]:
+    rng = np.random.default_rng(0)
+    made = []
+    for length in lengths:
+        shape = (length,) if columns is None else (length, columns)
+        inputs = {name: rng.normal(size=shape).astype(np.float32) for name in ("old", "advantages")}
+        targets = np.zeros((length, columns or 1), np.int32)
+        made.append(
+            Example(targets[:, 0], targets, np.ones_like(targets, np.float32), flat=columns is None, inputs=inputs)
+        )
+    return tuple(made)
+
+
+def in_torch(fn: Fn, examples: tuple[Example, ...], logprobs: list[np.ndarray]) -> Any:
+    losses, slopes, metrics = [], [], dict[str, float]()
+    for example, lp in zip(examples, logprobs, strict=True):
+        x = torch.tensor(lp[:, 0] if example.flat else lp, requires_grad=True)
+        loss, found = fn(x, *(torch.tensor(value) for value in example.inputs.values()))
+        loss.backward()
+        losses.append(loss.item())
+        slopes.append(x.grad.numpy().reshape(lp.shape))
+        for key, value in found.items():
+            metrics[key] = metrics.get(key, 0.0) + value.item()
+    return losses, slopes, {k: v / len(examples) if k.endswith("mean") else v for k, v in metrics.items()}
+
+
+@pytest.mark.parametrize("fn", [ppo, gspo, masked, reductions, shapes, elementwise], ids=lambda fn: fn.__name__)
+def test_value_slope_and_metrics_are_torchs(fn):
+    examples = data(LENGTHS[1:] if fn in (reductions, shapes) else LENGTHS)  # a std of one value is no number
+    rng = np.random.default_rng(1)
+    logprobs = [-rng.exponential(1.5, e.targets_TK.shape).astype(np.float32) for e in examples]
+    expected_losses, expected_slopes, expected_metrics = in_torch(fn, examples, logprobs)
+    found, metrics = custom_losses(trace(fn, logprobs=1, old=1, advantages=1), examples, logprobs)
+    assert [loss for loss, _ in found] == pytest.approx(expected_losses, rel=2e-5, abs=1e-6)
+    for (_, slope), expected in zip(found, expected_slopes, strict=True):
+        assert np.allclose(slope, expected, rtol=1e-4, atol=1e-5)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
+
+
+def test_two_dimensional_targets_and_scalars():
+    def mixture(logprobs, old, scale):
+        return -(scale * old * logprobs).sum(dim=-1).mean(), {}
+
+    examples = data(columns=3)
+    scale = np.float32(2).reshape(())
+    scaled = tuple(replace(e, inputs={"old": e.inputs["old"], "scale": scale}) for e in examples)
+    logprobs = [-np.ones(e.targets_TK.shape, np.float32) for e in scaled]
+    losses, slopes, _ = in_torch(mixture, scaled, logprobs)
+    found, _ = custom_losses(trace(mixture, logprobs=2, old=2, scale=0), scaled, logprobs)
+    assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-5)
+    assert all(np.allclose(a, b, rtol=1e-5) for (_, a), b in zip(found, slopes, strict=True))
+
+
+def test_every_name_that_may_be_called_has_an_op():
+    assert {*torch_names.FUNCTIONS.values(), *torch_names.METHODS.values()} == OPS.keys()
+    assert DTYPES.keys() == torch_names.DTYPES
+
+
+@pytest.mark.parametrize(
+    ("fn", "told"),
+    [
+        (lambda logprobs, old, advantages: (logprobs * 2, {}), r"the loss has shape \[5\]: must be a scalar"),
+        (lambda logprobs, old, advantages: (logprobs[old > 0].sum(), {}), r"node 'getitem' \(operator.getitem\)"),
+        (lambda logprobs, old, advantages: (logprobs.reshape(7).sum(), {}), r"node 'reshape' \(reshape\)"),
+        (
+            lambda logprobs, old, advantages: (logprobs.sum() * (old.size(0) * 10**10), {}),
+            "the result is beyond 32 bits",
+        ),
+        (lambda logprobs, old, advantages: (logprobs.sum() * 2 ** (old.size(0) ** 9), {}), "OverflowError|beyond"),
+        (lambda logprobs, old, advantages: (torch.arange(old.size(0) * 10**6).sum() * logprobs.sum(), {}), "is longer"),
+        (lambda logprobs, old, advantages: (logprobs.expand(10**8, 5).sum(), {}), "500000000 cells: must be at most"),
+    ],
+)
+def test_what_cannot_be_computed_is_named(fn, told):
+    example = data((5,))
+    with pytest.raises(UserError, match=told):
+        custom_losses(trace(fn, logprobs=1, old=1, advantages=1), example, [-np.ones((5, 1), np.float32)])
+
+
+def test_the_server_trains_as_the_client_would(shared_executor, examples, adapter, forward, gradients):
+    """Forward, the loss's slope, and weighted cross entropy: what the SDK does with a callable of its own."""
+    executor = shared_executor
+    adapter(executor, "custom")
+    adapter(executor, "client")
+    given = examples((9, 30, 4))
+    mine = tuple(
+        replace(e, inputs={"old": e.old_logprobs_TK[:, 0], "advantages": e.advantages_TK[:, 0]}) for e in given
+    )
+    command = Forward("custom", mine, "custom", custom=trace(ppo, logprobs=1, old=1, advantages=1))
+    result = executor.execute(command)
+    logprobs = [lp[:, None] for lp in forward(executor, "client", given).logprobs]
+    losses, slopes, metrics = in_torch(ppo, mine, logprobs)
+    surrogate = tuple(Example(e.tokens_T, e.targets_TK, -slope) for e, slope in zip(given, slopes, strict=True))
+    forward(executor, "client", surrogate, backward=True)
+    assert result.loss_sum == pytest.approx(sum(losses), rel=1e-4)
+    assert result.metrics == pytest.approx(metrics, rel=1e-4)
+    ours, theirs = gradients(executor, "custom"), gradients(executor, "client")
+    scale = max(np.abs(g).max() for g in theirs.values())
+    assert max(np.abs(ours[n] - theirs[n]).max() for n in theirs) < 1e-4 * scale
+
+
+def test_a_slope_that_is_no_number_changes_nothing(shared_executor, examples, adapter, gradients):
+    executor = shared_executor
+    adapter(executor, "nan")
+    loss = trace(lambda logprobs: (torch.sqrt(logprobs).sum(), {}), logprobs=1)
+    plain = tuple(Example(e.tokens_T, e.targets_TK, e.weights_TK) for e in examples((5, 9)))
+    with pytest.raises(UserError, match=r"data\[0\]: custom gives the loss nan"):
+        executor.execute(Forward("nan", plain, "custom", custom=loss))
+    assert gradients(executor, "nan") == {}

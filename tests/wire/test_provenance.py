@@ -1,0 +1,130 @@
+"""Provenance spans and policy losses that need more than a token: read from what the SDK sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker import types
+from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
+
+from backend.commands import StabilityInfo
+from backend.errors import UserError
+from backend.wire import decode_forward, read_forward
+from backend.wire import tinker_pb2 as pb
+
+RECORDED = {"req-1-0": StabilityInfo("req-1-0", np.int32([7, 8, 9]), np.float32([-1, -2, -3]))}
+
+
+def prompt(length: int, offset: int = 0, name: str = "req-1-0") -> PromptProvenanceSpan:
+    return PromptProvenanceSpan(sequence_id=name, offset=offset, length=length)
+
+
+def sampled(length: int, offset: int = 0, name: str = "req-1-0") -> SampledProvenanceSpan:
+    return SampledProvenanceSpan(sequence_id=name, offset=offset, length=length)
+
+
+def rollout(**more: Any) -> types.Datum:
+    """Prompt 5 6, sampled 7 8 9, shifted by one."""
+    inputs = {
+        "target_tokens": np.array([6, 7, 8, 9]),
+        "advantages": np.float32([0, 1, 1, 1]),
+        "logprobs": np.float32([0, -9, -9, -9]),
+        **more,
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints([5, 6, 7, 8]), loss_fn_inputs=inputs)
+
+
+def attributed(**more: Any) -> types.Datum:
+    return rollout(**more).with_provenance([prompt(2), sampled(2)], [prompt(1, 1), sampled(3)])
+
+
+def decode(body: bytes) -> Any:
+    read = read_forward(body)
+    return decode_forward(read, vocab_size=10, max_context=16, recorded={k: RECORDED[k] for k in read.sequence_ids})
+
+
+def test_the_samplers_logprobs_and_the_sampled_tokens_alone(body: Any) -> None:
+    request = body([attributed(weights=np.float32([2, 2, 2, 0.5]))], "stable_reinforce", {"kl_coeff": 0.1})
+    assert read_forward(request).sequence_ids == {"req-1-0"}
+    command = decode(request)
+    assert command.config == {"kl_coeff": 0.1}
+    (example,) = command.examples
+    assert example.old_logprobs_TK[:, 0].tolist() == [0, -1, -2, -3]
+    assert example.weights_TK[:, 0].tolist() == [0, 2, 2, 0.5]
+
+
+def test_zero_length_spans_are_legal(body: Any) -> None:
+    datum = rollout().with_provenance(
+        [prompt(0), prompt(2), sampled(2)], [prompt(1), sampled(1), sampled(0, 3), sampled(2, 1)]
+    )
+    (example,) = decode(body([datum], "stable_reinforce")).examples
+    assert example.old_logprobs_TK[:, 0].tolist() == [0, -1, -2, -3]
+
+
+def test_spans_of_other_losses_are_checked_and_not_needed(body: Any) -> None:
+    assert read_forward(body([attributed()], "ppo")).sequence_ids == frozenset()
+    assert decode(body([attributed()], "ppo")).examples[0].old_logprobs_TK[1, 0] == -9
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda d: d.ClearField("model_input_spans"), "data[0] has model_input_spans or loss_fn_input_spans, not both"),
+        (lambda d: [d.ClearField(f"{x}_spans") for x in ("model_input", "loss_fn_input")], "data[0] has no provenance"),
+        (lambda d: d.loss_fn_input_spans.pop(), "data[0].loss_fn_input_spans cover 1 positions: must tile the field"),
+        (lambda d: d.model_input_spans.add(), "data[0].model_input_spans[2] is 'empty'"),
+        (lambda d: setattr(d.loss_fn_input_spans[1].sampled_tokens, "offset", 1), "3 tokens were sampled"),
+        (lambda d: setattr(d.loss_fn_input_spans[1].sampled_tokens, "offset", -1), "must both be >= 0"),
+        (lambda d: setattr(d.loss_fn_input_spans[1].sampled_tokens, "sequence_id", ""), "sequence_id is ''"),
+        (
+            lambda d: d.loss_fn_inputs["target_tokens"].__setattr__("dense", np.int64([6, 7, 1, 9]).tobytes()),
+            "position 2 is token 1, but 8 was sampled there in 'req-1-0'",
+        ),
+    ],
+)  # fmt: skip
+def test_spans_that_do_not_fit_are_named(body: Any, change: Any, told: str) -> None:
+    message = pb.ForwardBackwardRequest.FromString(body([attributed()], "stable_reinforce"))
+    change(message.data[0])
+    with pytest.raises(UserError) as caught:
+        decode(message.SerializeToString())
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "inputs", "config", "told"),
+    [
+        ("gspo", {"clip_low_threshold": np.float32([-1, 0, 0, 0])}, None, "clip_low_threshold'] is -1.0"),
+        ("ppo", {"clip_low_threshold": [0.0, 0, 3, 0], "clip_high_threshold": [1.0] * 4}, None, "over those"),
+        ("gspo", {"sequence_ratio_mask": np.zeros(4, np.float32)}, None, "sequence_ratio_mask'] is 0 everywhere"),
+        ("gspo", {"sequence_ratio_mask": np.float32([1, -1, 0, 0])}, None, "at position 1 is -1.0"),
+        ("gspo", {"clip_high_threshold": np.float32([1, np.nan, 1, 1])}, None, "at position 1 is nan"),
+        ("gspo", {"sequence_ratio_mask": np.ones(3, np.float32)}, None, "the shape of target_tokens"),
+        ("ppo", {"sequence_ratio_mask": np.ones(4, np.float32)}, None, "has 'sequence_ratio_mask'"),
+        ("stable_reinforce", {}, {"kl_coeff": float("nan")}, "loss_fn_config['kl_coeff'] is nan"),
+        ("stable_reinforce", {}, {"beta": 1.0}, "loss_fn_config has the key 'beta'"),
+        ("gspo", {}, {"clip_low_threshold": 2.0, "clip_high_threshold": 1.0}, "loss_fn_config['clip_low_threshold']"),
+        ("custom", {}, {"loss_id": 3.0}, "loss_fn_config['loss_id'] is 3.0"),
+        ("custom", {}, {"id": "x"}, "loss_fn_config has the key 'id'"),
+    ],
+)  # fmt: skip
+def test_wrong_inputs_and_configs_are_named(body: Any, loss: str, inputs: Any, config: Any, told: str) -> None:
+    datum = attributed(**inputs) if loss == "stable_reinforce" else rollout(**inputs)
+    with pytest.raises(UserError) as caught:
+        decode(body([datum], loss, config))
+    assert told in str(caught.value)
+
+
+def test_gspo_as_the_sdk_sends_it(body: Any) -> None:
+    more = {
+        "clip_low_threshold": [0.9] * 4,
+        "clip_high_threshold": [1.1] * 4,
+        "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0],
+    }
+    command = decode(body([rollout(**more)], "gspo"))
+    assert command.config == {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
+    (example,) = command.examples
+    assert example.clip_low_TK[:, 0] == pytest.approx([0.9] * 4)
+    assert example.clip_high_TK[:, 0] == pytest.approx([1.1] * 4)
+    assert example.ratio_mask_TK[:, 0].tolist() == [0, 1, 1, 1]
