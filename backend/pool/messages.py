@@ -13,6 +13,7 @@ _ERRORS: dict[str, type[errors.TinkerflowError]] = {
         errors.UserError,
         errors.NotFoundError,
         errors.ConflictError,
+        errors.BodyTooLargeError,
         errors.StateLostError,
         errors.StoreError,
         errors.ServerError,
