@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from fastapi import Depends, FastAPI
 
 from api import errors, links
@@ -28,13 +30,15 @@ def create_app(
     """
     app = FastAPI(title="tinkerflow", openapi_url=None)
     clock = clock or SystemClock()
+    urgent = ThreadPoolExecutor(2, "urgent")
     app.state.services = Services(
         settings=settings,
         journal=journal,
         waiters=waiters,
         store=store,
-        auth=Authenticator(settings, journal, clock),
+        auth=Authenticator(settings, journal, clock, urgent),
         holds=Holds(),
+        urgent=urgent,
         clock=clock,
         link_secret=journal.service_secret(links.SECRET),
     )

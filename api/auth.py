@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ipaddress
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
@@ -14,6 +17,8 @@ from api import tokens
 from backend.clock import Clock
 from backend.journal import Journal, KeyView
 from backend.settings import Settings
+
+T = TypeVar("T")
 
 PREFIX = "tml-"
 TOKEN_PREFIX = "eyJ"
@@ -57,14 +62,16 @@ class Authenticator:
     REMEMBERED_SECONDS.
     """
 
-    def __init__(self, settings: Settings, journal: Journal, clock: Clock) -> None:
-        """Check against `journal`'s keys."""
+    def __init__(self, settings: Settings, journal: Journal, clock: Clock, threads: Executor | None = None) -> None:
+        """Check against `journal`'s keys, in `threads` (default: the event loop's own)."""
         self._journal = journal
         self._clock = clock
         self._secret = journal.service_secret(tokens.SECRET)
         self._open = is_loopback(settings.host)
         self._no_keys_until = 0.0
         self._known: dict[str, tuple[Identity, float]] = {}
+        self._threads = threads
+        self._asking: dict[str, asyncio.Future[Any]] = {}
 
     async def identity(self, shown: str | None) -> Identity:
         """Who this key or token belongs to; HTTPException 401 when it opens nothing."""
@@ -79,7 +86,7 @@ class Authenticator:
         if shown.startswith(TOKEN_PREFIX):
             identity, seconds = await self._of_token(shown)
         else:
-            key = await asyncio.to_thread(self._journal.verify_key, shown)
+            key = await self._ask(f"key {shown}", self._journal.verify_key, shown)
             if key is None:
                 self._known.pop(shown, None)
                 raise _refused("the API key is unknown or revoked; `tinkerflow key create` makes one")
@@ -111,7 +118,7 @@ class Authenticator:
             if not self._open:
                 raise _refused("the token was made when no key was needed here; a key is needed now", _INVALID_TOKEN)
             return replace(LOCAL, expires=claims.expires), left
-        key = await asyncio.to_thread(self._journal.usable_key, claims.key_id)
+        key = await self._ask(f"id {claims.key_id}", self._journal.usable_key, claims.key_id)
         if key is None:
             self._known.pop(token, None)
             raise _refused("the API key of this token was revoked", _INVALID_TOKEN)
@@ -122,11 +129,21 @@ class Authenticator:
             self._known = {one: known for one, known in self._known.items() if now < known[1]}
         self._known[shown] = (identity, now + seconds)
 
+    async def _ask(self, name: str, question: Callable[..., T], *args: object) -> T:
+        """The journal's answer, asked once for all who want to know it now: thousands may when it was forgotten."""
+        asking = self._asking.get(name)
+        if asking is None:
+            loop = asyncio.get_running_loop()
+            asking = self._asking[name] = loop.run_in_executor(self._threads, lambda: question(*args))
+            asking.add_done_callback(lambda _: self._asking.pop(name, None))
+        answer: T = await asyncio.shield(asking)
+        return answer
+
     async def _no_keys(self) -> bool:
         """Whether no key was ever made; asked once a second, and never again once there is one."""
         now = self._clock.monotonic()
         if now >= self._no_keys_until:
-            self._open = not await asyncio.to_thread(self._journal.has_keys)
+            self._open = not await self._ask("", self._journal.has_keys)
             self._no_keys_until = now + _NO_KEYS_SECONDS
             if not self._open:
                 self._known.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from api.auth import Authenticator
@@ -14,7 +15,11 @@ from backend.store import Store
 
 @dataclass(frozen=True)
 class Services:
-    """Everything a handler may use."""
+    """Everything a handler may use.
+
+    urgent: threads for keys and heartbeats, which must not stand in line behind the journal's calls for thousands of
+    polls that come together.
+    """
 
     settings: Settings
     journal: Journal
@@ -22,5 +27,6 @@ class Services:
     store: Store
     auth: Authenticator
     holds: Holds
+    urgent: Executor
     clock: Clock
     link_secret: bytes

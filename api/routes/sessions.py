@@ -33,7 +33,8 @@ async def create_session(call: Authorised) -> SessionCreated:
 async def heartbeat(call: Authorised) -> HeartbeatHeard:
     """Keep a session alive. 410 once it is over: the client then stops beating, quietly."""
     body = await call.parsed(Heartbeat)
-    state = await asyncio.to_thread(call.journal.heartbeat, body.session_id, call.owner)
+    loop, urgent = asyncio.get_running_loop(), call.services.urgent
+    state = await loop.run_in_executor(urgent, call.journal.heartbeat, body.session_id, call.owner)
     if state is not SessionState.ACTIVE:
         raise HTTPException(410, f"session {body.session_id} is {state}")
     return HeartbeatHeard()

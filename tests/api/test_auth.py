@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from api import tokens
 from api.auth import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity, is_loopback
@@ -56,6 +58,27 @@ async def test_an_identity_says_whose_key_it_is_and_what_it_may(journal: Any, se
     clock.advance(1.0)
     assert await auth.identity(secret) == Identity("team", plain.id, admin=False, name="a")
     assert await auth.identity(boss_secret) == Identity("ops", boss.id, admin=True, name="b")
+
+
+async def test_thousands_who_come_together_cost_one_look(journal: Any, settings_for: Any) -> None:
+    clock = ManualClock()
+    auth = Authenticator(settings_for(), journal, clock)
+    _, secret = journal.create_key("a", "team")
+    looks: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("SELECT"):
+            looks.append(statement)
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", note)
+    try:
+        for _ in range(2):
+            looks.clear()
+            clock.advance(10.0)
+            assert len({await one for one in [asyncio.create_task(auth.identity(secret)) for _ in range(500)]}) == 1
+            assert len(looks) <= 2
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", note)
 
 
 def test_what_is_anothers_does_not_exist(server: Any, engine: Any, journal: Any) -> None:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 import tinker
 from tinker import types
 
@@ -200,3 +201,35 @@ def test_training_cannot_be_given_up(server: Running, engine: Any) -> None:
     engine.paused = False
     assert "metrics" in server.result(request).json()
     assert (Kind.OPTIM_STEP, 1) in engine.executed
+
+
+def test_a_poll_is_few_queries(server: Running, engine: Any, journal: Any) -> None:
+    """None while it is held; one to look, and two when the answer is there (it is noted as read, once)."""
+    name = sampler(server)
+    request = sample(server, name, 0)
+    server.post("retrieve_future", {"request_id": request})
+    made: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if not statement.startswith("BEGIN") and "pending" not in statement:
+            made.append(statement)
+
+    def queries(path: str, body: Any) -> int:
+        server.get("healthz")
+        made.clear()
+        sa.event.listen(sa.Engine, "before_cursor_execute", note)
+        try:
+            assert server.post(path, body).status_code == 200
+        finally:
+            sa.event.remove(sa.Engine, "before_cursor_execute", note)
+        return len(made) - sum("api_key" in statement for statement in made)
+
+    target = {"type": "sampling_session", "sampling_session_id": name, "cloned_sampler_id": 0}
+    assert queries("retrieve_future", {"request_id": request}) == 1
+    assert queries("retrieve_futures", {"target": target, "prev_cursor": 0}) == 2
+    assert queries("retrieve_futures", {"target": target, "prev_cursor": 1, "timeout": 0}) == 1
+    engine.paused = True
+    waiting = sample(server, name, 1)
+    assert (
+        queries("retrieve_future", {"request_id": waiting}) <= 1 + 3
+    )  # held for 2 s, looked at together once a second
