@@ -96,10 +96,12 @@ def test_a_sample_given_up_is_cancelled_on_the_server(client: Any, server: Runni
     sampling = client.create_sampling_client(base_model=BASE).result()
     engine.paused = True
     given_up, kept = sampling.sample(PROMPT, 1, PARAMS), sampling.sample(PROMPT, 1, PARAMS)
-    deadline = time.monotonic() + 10
-    while len(waiting := journal.pending_samples(10)) < 2:
+    deadline = time.monotonic() + 20
+    # what is given up before the SDK knows its id is not cancelled, so wait until it waits for both
+    while (poller := sampling._futures_poller) is None or len(poller._events) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    waiting = journal.pending_samples(10)
     given_up.future().cancel()
     while len(journal.pending_samples(10)) == 2:
         assert time.monotonic() < deadline
