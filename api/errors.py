@@ -11,7 +11,7 @@ import logging
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from backend.errors import BodyTooLargeError, ConflictError, NotFoundError, TinkerflowError, UserError
+from backend.errors import BodyTooLargeError, ConflictError, NotFoundError, TinkerflowError, TooManyError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +19,7 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (NotFoundError, 404),
     (ConflictError, 422),
     (BodyTooLargeError, 413),
+    (TooManyError, 429),
     (UserError, 400),
 )
 
@@ -33,7 +34,7 @@ def _ours(request: Request, error: Exception) -> JSONResponse:
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 503)
     if status == 503:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse({"detail": str(error)}, status)
+    return JSONResponse({"detail": str(error)}, status, {"Retry-After": "1"} if status == 429 else None)
 
 
 def _unknown(request: Request, error: Exception) -> JSONResponse:

@@ -10,6 +10,7 @@ from types import FrameType
 
 import uvicorn
 import uvloop
+from sqlalchemy.exc import OperationalError
 
 from api.app import create_app
 from api.services import Services
@@ -24,6 +25,7 @@ _LOOK_AGAIN_SECONDS = 0.25
 _STOP_SECONDS = 3  # for answers still being written
 _KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client is the one to close it
 _BACKLOG = 2048  # the SDK opens one connection for each of up to 2,000 samples
+_BEAT_SECONDS = 5.0
 _THREADS = 16  # journal calls at once; with SQLite they take turns anyway
 
 
@@ -53,9 +55,23 @@ async def _serve(settings: Settings) -> None:
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_STOP_SECONDS,
             )
-            await Server(config, app.state.services).serve()
+            beating = asyncio.create_task(_beat(journal), name="beat")
+            try:
+                await Server(config, app.state.services).serve()
+            finally:
+                beating.cancel()
     finally:
         journal.close()
+
+
+async def _beat(journal: Journal) -> None:
+    """Say that clients can reach us: sessions do not expire for heartbeats that nobody could take."""
+    while True:
+        try:
+            await asyncio.to_thread(journal.recovery.beat)
+        except (OperationalError, ServerError):
+            log.warning("the journal cannot be written; trying again in %.0f s", _BEAT_SECONDS, exc_info=True)
+        await asyncio.sleep(_BEAT_SECONDS)
 
 
 async def _opened(settings: Settings) -> Journal:

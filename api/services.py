@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from api.auth import Authenticator
 from api.holds import Holds
 from backend.clock import Clock
-from backend.journal import Journal, Waiters
+from backend.journal import Journal, Limits, Waiters
 from backend.settings import Settings
 from backend.store import Store
 
@@ -30,3 +30,14 @@ class Services:
     urgent: Executor
     clock: Clock
     link_secret: bytes
+
+    @property
+    def limits(self) -> Limits:
+        """What one project may have at a time."""
+        settings = self.settings
+        return Limits(
+            sampling_requests=settings.max_sampling_requests,
+            queued_tokens=settings.max_queued_tokens,
+            live_models=settings.max_live_models,
+            stored_bytes=settings.max_stored_bytes,
+        )

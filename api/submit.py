@@ -15,6 +15,8 @@ from backend.journal import Kind, NewRequest
 from backend.wire import Fields
 from backend.wire.operations import MAX_SEQ
 
+_SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
+
 
 def accepted(request_id: str, **more: Any) -> Response:
     """The answer to every submit: the request's id, and what else its kind needs."""
@@ -52,8 +54,10 @@ def submit_for_model(
         model_id=model_id,
         seq_id=values.whole("seq_id", 1, MAX_SEQ),
         error=complaint(check, body),
+        # A save that names nothing is kept for sampling only, and not stored.
+        stores=kind in _SAVES and values.has("path"),
     )
-    return accepted(call.journal.submit(request), model_id=model_id)
+    return accepted(call.journal.submit(request, call.services.limits), model_id=model_id)
 
 
 def complaint(check: Callable[[bytes], object], body: bytes) -> str | None:

@@ -4,7 +4,8 @@ TinkerflowError            category
 ├── UserError              user     the request asked for something that cannot be
 │   ├── NotFoundError               the object does not exist, or is not yours
 │   ├── ConflictError               the same id was used before for other content
-│   └── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
+│   ├── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
+│   └── TooManyError                as much as is allowed waits already; the same request may be taken later
 └── ServerError            server   the service failed; the request was right
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     │   ├── DeadlineError           a command did not answer in its time
@@ -50,6 +51,10 @@ class BodyTooLargeError(UserError):
     """The request body, as sent or decompressed, is over the limit."""
 
 
+class TooManyError(UserError):
+    """As much as is allowed waits already; the same request may be taken in a moment."""
+
+
 class ServerError(TinkerflowError):
     """The service failed; the same request may work later."""
 
@@ -63,7 +68,12 @@ class DeadlineError(GroupFailedError):
 
 
 class SuspectError(GroupFailedError):
-    """A group ended while it executed this very command, by whatever cause."""
+    """A group ended while it executed this very command. crashed: by itself, not by a signal from outside."""
+
+    def __init__(self, message: str, *, crashed: bool = True) -> None:
+        """`message` names the group, the rank and the cause."""
+        super().__init__(message)
+        self.crashed = crashed
 
 
 class FencedError(ServerError):

@@ -35,6 +35,10 @@ class Settings(BaseSettings):
     command_deadline: float = Field(default=600.0, gt=0, description="seconds a pool command may take")
     start_deadline: float = Field(default=600.0, gt=0, description="seconds a worker group may take to start")
 
+    heartbeat_timeout: float = Field(default=30.0, gt=0, description="seconds until a silent worker counts as stopped")
+    snapshot_steps: int = Field(default=50, ge=1, description="optimizer steps between a model's recovery snapshots")
+    snapshot_seconds: float = Field(default=60.0, gt=0, description="seconds between them at most, while it changes")
+
     session_timeout: float = Field(default=300.0, gt=0, description="seconds without heartbeat until a session expires")
     gap_timeout: float = Field(
         default=60.0, gt=0, description="seconds until a sequence id that never came counts as used"
@@ -44,6 +48,11 @@ class Settings(BaseSettings):
     metadata_only_over: int = Field(
         default=2**20, ge=0, description="bytes of a result above which clients are told its size first"
     )
+    # Of one project (the keys made for it, together); 0 = no limit.
+    max_sampling_requests: int = Field(default=10_000, ge=0, description="samples a project may have waiting")
+    max_queued_tokens: int = Field(default=0, ge=0, description="training tokens a project may have waiting")
+    max_live_models: int = Field(default=0, ge=0, description="models a project may have live at a time")
+    max_stored_bytes: int = Field(default=0, ge=0, description="of a project's checkpoints; then nothing more is saved")
     max_body_bytes: int = Field(default=256 * 2**20, ge=2**16, description="largest body, after decompression")
 
     prefect: Literal["embedded", "external", "off"] = Field(

@@ -83,15 +83,9 @@ def up(
     try:
         with Stack(settings, report=lambda line: print(line, flush=True)) as stack:
             print(stack.ready_line, flush=True)
-            ended = stack.wait()
-            raise typer.Exit(_report_end(ended.name, ended.process.returncode, ended.log))
+            stack.keep()
     except KeyboardInterrupt:
         print("stopped", flush=True)
-
-
-def _report_end(name: str, status: int | None, log: Path) -> int:
-    print(f"{name} ended with status {status}; its log is {log}", file=sys.stderr)
-    return 1
 
 
 @app.command()

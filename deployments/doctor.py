@@ -22,6 +22,7 @@ def examine(settings: Settings, console: Console) -> bool:
         ("settings", _settings),
         ("devices", _devices),
         ("journal", _journal),
+        ("recovery", _recovery),
         ("store", _store),
         ("base models", _base_models),
         ("compiled programs", _compiled),
@@ -56,6 +57,18 @@ def _journal(settings: Settings) -> str:
     with open_journal(settings) as journal:
         runs = journal.training_runs(None, limit=1, offset=0).total
         return f"{settings.journal_url.split('@')[-1]}: {runs} training run(s), {len(journal.keys())} key(s)"
+
+
+def _recovery(settings: Settings) -> str:
+    """Of each model that can be restored: its last snapshot, and how many requests come after it."""
+    with open_journal(settings) as journal:
+        newest = {view.model_id: view for view in reversed(journal.recovery.snapshots())}
+        found = [
+            f"{model_id}: snapshot at request {view.seq_id} (step {view.step}, {view.size_bytes / 2**20:.1f} MiB, "
+            f"{view.created_at:%Y-%m-%d %H:%M} UTC), {journal.recovery.count_executed(model_id, view.seq_id)} to replay"
+            for model_id, view in sorted(newest.items())
+        ]
+    return "; ".join(found) or "no snapshots of models"
 
 
 def _store(settings: Settings) -> str:

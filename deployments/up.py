@@ -22,6 +22,10 @@ from backend.settings import Settings
 from deployments.parts import READY
 
 STOP_SECONDS = 20.0
+LOOK_SECONDS = 0.1
+STEADY_SECONDS = 60.0  # a part that ran this long ends a row of failures
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 30.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Part:
     name: str
     process: subprocess.Popen[str]
     log: Path
+    began: float  # monotonic
 
 
 class Stack:
@@ -44,6 +49,7 @@ class Stack:
         self.settings = _with_ports(settings)
         self._report = report
         self._parts: list[Part] = []
+        self._failures: dict[str, int] = {}
         self._engine_ready = threading.Event()
 
     @property
@@ -85,18 +91,28 @@ class Stack:
         """Stop all parts."""
         self.stop()
 
-    def wait(self) -> Part:
-        """Block until a part ends, and return it."""
+    def keep(self) -> None:
+        """Start parts again that end, for ever; each after a pause that grows while it ends soon."""
         while True:
-            for part in self._parts:
-                if part.process.poll() is not None:
-                    return part
-            time.sleep(0.2)
+            for part in tuple(self._parts):
+                if (status := part.process.poll()) is not None:
+                    self._again(part, status)
+            time.sleep(LOOK_SECONDS)
+
+    def _again(self, part: Part, status: int) -> None:
+        name = part.name
+        steady = time.monotonic() - part.began > STEADY_SECONDS
+        failures = self._failures[name] = 0 if steady else self._failures.get(name, 0) + 1
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures)
+        self._report(f"{name} ended with status {status} (its log is {part.log}): started again in {pause:.1f} s")
+        time.sleep(pause)
+        self._parts.remove(part)
+        self._start(name)
 
     def stop(self) -> None:
         """SIGTERM to each part, last started first; SIGKILL to who does not end in STOP_SECONDS."""
         for part in reversed(self._parts):
-            part.process.send_signal(signal.SIGTERM)
+            part.process.send_signal(signal.SIGTERM)  # nothing happens to one that has ended
             try:
                 part.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
@@ -119,7 +135,7 @@ class Stack:
                 # Ctrl-C reaches only this process, which then stops the parts in order.
                 start_new_session=True,
             )
-        part = Part(name, process, log)
+        part = Part(name, process, log, time.monotonic())
         self._parts.append(part)
         assert process.stdout is not None
         threading.Thread(target=self._relay, args=(part, process.stdout), daemon=True).start()

@@ -12,7 +12,7 @@ from backend.commands import Done, DropSnapshot
 from backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
 from backend.journal import Journal, ModelEnded, ModelState
 from backend.settings import Settings
-from flows.expiry import delete_checkpoints
+from flows.expiry import delete_checkpoints, delete_snapshots
 from flows.groups import ServedModel
 from flows.lane import Lane, Shared
 from flows.training_run import serve_model
@@ -145,25 +145,40 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ what is lost, and what is over
     async def _mourn(self, model: ServedModel) -> None:
-        """A worker group ended: what waited fails by name, and what it held is lost. The next one begins empty."""
+        """A worker group ended, and all that it held: the next one begins empty, and the lanes restore into it."""
+        back: asyncio.Task[None] | None = None
+        name = model.card.name
         async for lost in model.pool.losses():
-            reason = f"worker group {lost.generation} failed: {lost.cause}"
             model.runtime.snapshots.lost()
-            # First the requests: afterwards no outcome of the old group can make a model live again.
-            failed = await asyncio.to_thread(self._journal.fail_all_pending, reason, base_model=model.card.name)
-            models = await asyncio.to_thread(self._journal.lose_models, reason, base_model=model.card.name)
-            log.error("%s; %d requests failed, %d models lost", reason, len(failed), len(models))
+            text = f"worker group {lost.generation} ended ({lost.cause}); another one is being started"
+            log.error("%s: %s", name, text)
+            await asyncio.to_thread(self._journal.recovery.note_group, name, text)
+            if back is None or back.done():
+                back = asyncio.create_task(self._cheer(model), name="next group")
+
+    async def _cheer(self, model: ServedModel) -> None:
+        generation = await model.pool.serving()
+        await asyncio.to_thread(self._journal.recovery.note_group, model.card.name, None)
+        log.info("%s: worker group %d serves; models are restored as they are needed", model.card.name, generation)
+        for lane in self._lanes.values():
+            if lane is not None:
+                lane.wake()
+        model.sampling.wake()
 
     async def _sweep_often(self) -> None:
         while True:
             self._sweep.clear()
             try:
                 await asyncio.to_thread(self._sweep_journal)
+                for lane in self._lanes.values():
+                    if lane is not None:
+                        lane.look_at_snapshot()
                 for model in self._served.values():
                     await model.sampling.cancel_ended()
                     await self._drop_snapshots(model)
                 store = next(iter(self._served.values())).runtime.store  # all of them have the same one
                 await asyncio.to_thread(delete_checkpoints, self._journal, store)
+                await asyncio.to_thread(delete_snapshots, self._journal, store)
             except (TinkerflowError, OperationalError):
                 log.warning("a sweep failed; the next one is in %.0f s", SWEEP_SECONDS, exc_info=True)
             try:

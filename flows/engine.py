@@ -24,15 +24,16 @@ from backend.store import Store
 from flows.dispatch import Dispatcher
 from flows.groups import ServedModel, group_config
 from flows.lane import Shared
+from flows.lease import hold_lease
 from flows.pacing import Pacing
 from flows.sampling import SamplingLane
 from flows.tracking import open_tracking
 from tasks.answers import Answers
+from tasks.recovery import Policy
 from tasks.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-RESTARTED = "the service was started anew, and what its worker group held in memory is lost; create or load it again"
 DRAIN_SECONDS = 5.0
 
 Say = Callable[[str], None]
@@ -50,11 +51,12 @@ async def run_engine(
     on_ready: called once requests are executed. on_progress: gets lines for people about the start and compilation.
     executor: what the worker processes run.
 
-    At the start, what an earlier life left is answered: requests that still wait fail, models and samplers that were in
-    memory only are marked lost, all with RESTARTED as the reason.
+    It goes on where an earlier engine ended, however that ended: models are restored when they are first needed
+    (tasks/recovery.py), and what waits in the journal is executed. One engine works on a journal at a time: a second
+    one waits until the first has ended or was silent for the time of its lease.
 
-    A clean stop takes nothing more from the journal and lets what is in flight end for DRAIN_SECONDS. Whatever is not
-    answered by then, and all that waits in the journal, stays pending there; the next start fails it by name.
+    A clean stop takes nothing more from the journal, and for DRAIN_SECONDS lets what is in flight end and takes
+    snapshots.
     UserError for settings or base models that cannot be; GroupFailedError when no worker group comes up.
     """
     loop = asyncio.get_running_loop()
@@ -88,7 +90,9 @@ async def _run(
                 for name in settings.base_models
             )
         )
-        await asyncio.to_thread(_forget_earlier_life, journal)
+        lease = await stack.enter_async_context(hold_lease(journal))
+        for card in cards:
+            await asyncio.to_thread(journal.recovery.note_group, card.name, "the service is starting")
         # The server's start takes seconds of CPU, like the pool's: side by side.
         pools_starting = [asyncio.create_task(_start_pool(settings, card, on_progress, executor)) for card in cards]
         try:
@@ -101,7 +105,8 @@ async def _run(
         for pool in pools:
             if isinstance(pool, BaseException):
                 raise pool
-        shared = Shared(Pacing(settings.tracked_runs_per_second, clock), tracking)
+        snapshots = Policy(settings.snapshot_steps, settings.snapshot_seconds)
+        shared = Shared(Pacing(settings.tracked_runs_per_second, clock), tracking, snapshots)
         store = Store.open(settings.store_url, clock=clock)
         served = [
             _serve(settings, shared, card, pool, journal, answers, store, clock)
@@ -112,14 +117,20 @@ async def _run(
             stack.callback(model.runtime.close)
         await asyncio.to_thread(journal.register_base_models, [(card.name, card.to_json()) for card in cards])
         dispatcher = Dispatcher(settings, journal, shared, served)
-        await _serve_until(stop, dispatcher, on_ready)
+        await _serve_until(stop, dispatcher, on_ready, lease)
 
 
-async def _serve_until(stop: asyncio.Event, dispatcher: Dispatcher, on_ready: Callable[[], None]) -> None:
+async def _serve_until(
+    stop: asyncio.Event, dispatcher: Dispatcher, on_ready: Callable[[], None], lease: asyncio.Task[None]
+) -> None:
     serving = asyncio.create_task(dispatcher.serve(on_ready), name="dispatcher")
     stopping = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((serving, stopping, lease), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    if lease.done():
+        serving.cancel()
+        await asyncio.wait((serving,))
+        await lease  # why it ended
     if not serving.done():
         dispatcher.stop()
         await asyncio.wait((serving,), timeout=DRAIN_SECONDS)
@@ -140,6 +151,7 @@ async def _start_pool(settings: Settings, card: ModelCard, on_progress: Say, exe
         on_progress=on_progress,
         executor=executor,
         log_dir=settings.data_dir / "logs",
+        heartbeat_timeout=settings.heartbeat_timeout,
     )
 
 
@@ -156,15 +168,6 @@ def _serve(
     runtime = Runtime(journal, pool, store, card, clock, answers)
     sampling = SamplingLane(runtime, shared, most_waiting=4 * settings.sample_slots)
     return ServedModel(card, runtime, pool, sampling)
-
-
-def _forget_earlier_life(journal: Journal) -> None:
-    failed = journal.fail_all_pending(RESTARTED)
-    lost = journal.lose_models(RESTARTED)
-    if failed or lost:
-        log.warning(
-            "an earlier engine left %d requests and %d models: they are failed and lost", len(failed), len(lost)
-        )
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

@@ -22,3 +22,14 @@ def delete_checkpoints(journal: Journal, store: Store) -> None:
             log.warning("checkpoint %s is deleted, but its files stay for now", path, exc_info=True)
         else:
             journal.checkpoint_purged(path, attempt)
+
+
+def delete_snapshots(journal: Journal, store: Store) -> None:
+    """Delete recovery snapshots that nothing needs any more: the files first, so that none is forgotten."""
+    for path in journal.recovery.superfluous():
+        try:
+            store.delete(path)
+        except StoreError:
+            log.warning("recovery snapshot %s cannot be deleted now", path, exc_info=True)
+        else:
+            journal.recovery.forget_snapshot(path)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from prefect.context import FlowRunContext
 
+from backend.errors import GroupFailedError, SuspectError
 from backend.journal import Kind, ModelState, Outcome, Pending
 from flows.batching import Batch, batches, run_name, shared_name
 from flows.pacing import Pacing
 from flows.tracking import Tracking
 from tasks.operation import Operation, begin
+from tasks.poison import MOST_CRASHES
+from tasks.recovery import Journey, Policy, restore, take
 from tasks.runtime import Runtime
 from tasks.turns import Turn
 from tasks.window import MOST, STEPS, TASKS, Tracked, Window, track
+
+log = logging.getLogger(__name__)
 
 IN_FLIGHT = 16  # operations of one model on their way at once; their payloads are in memory
 _LOOK = 2 * IN_FLIGHT  # requests to ask the journal for: those in flight are among them
@@ -48,6 +54,7 @@ class Shared:
 
     pacing: Pacing
     tracking: Tracking
+    snapshots: Policy = field(default_factory=Policy)
 
 
 class Lane:
@@ -56,7 +63,11 @@ class Lane:
     def __init__(self, runtime: Runtime, shared: Shared, model_id: str, steps_made: int) -> None:
         """`steps_made`: optimizer steps so far, for the names of task runs."""
         self.model_id = model_id
-        self._runtime = runtime
+        self._unbound = runtime
+        self._runtime = runtime  # bound to the worker group that holds the model, once one does
+        self._interrupted = False
+        self._crashes = 0  # of groups that were restoring this model
+        self._journey = Journey(shared.snapshots, runtime.clock.monotonic())
         self._shared = shared
         self._steps_made = steps_made
         self._cursor = 0  # requests below this sequence id were taken
@@ -89,7 +100,7 @@ class Lane:
         async with asyncio.TaskGroup() as group:  # waits for what is in flight, and for the task runs
             try:
                 while True:
-                    found = await self._next(tracked)
+                    found = await self._next(tracked, group)
                     if isinstance(found, End):
                         return found
                     for batch in found:
@@ -99,12 +110,19 @@ class Lane:
             finally:
                 self._close_window()
 
-    async def _next(self, tracked: bool) -> list[Batch] | End:
+    async def _next(self, tracked: bool, group: asyncio.TaskGroup) -> list[Batch] | End:
         while True:
             await self._woken.wait()
             if self._stopping:
+                self._take_snapshot(group)
                 return _STOPPED
             self._woken.clear()
+            if self._interrupted:
+                if self._flying:
+                    continue  # the last of them wakes us
+                await self._begin_anew()
+            if self._journey.due(self._runtime.clock.monotonic()):
+                self._take_snapshot(group)
             rows = await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
             fresh = [row for row in rows if self._is_fresh(row)]
             if len(rows) == _LOOK:
@@ -113,11 +131,70 @@ class Lane:
                 self._woken.set()
                 return _ROLL_OVER  # Prefect is back
             if fresh:
+                if not await self._is_ready(fresh):
+                    self._woken.set()
+                    continue
                 return batches(fresh, self._steps_made)
             if self._flying:
                 self._look_again = True
             elif (end := await self._ended()) is not None:
                 return end
+
+    async def _is_ready(self, fresh: list[Pending]) -> bool:
+        """Have the model in the worker group that serves: restored, if an earlier group had it. False: look again."""
+        generation = await self._unbound.pool.serving()
+        if self._runtime.generation == generation:
+            return True
+        if self._flying:
+            self._interrupted = True  # they fail one after the other, and the last one wakes us
+            return False
+        runtime = replace(self._unbound, generation=generation)
+        model = await runtime.read(runtime.journal.model, self.model_id, None)
+        if model.state is ModelState.LIVE and any(request.seq_id is not None for request in fresh):
+            try:
+                await restore(runtime, self.model_id)
+            except GroupFailedError as error:
+                self._crashes += isinstance(error, SuspectError) and error.crashed
+                if self._crashes < MOST_CRASHES:
+                    return False
+                await self._fail(f"worker groups crash while they restore it: {error}")
+                return False
+            except Exception as error:
+                log.exception("model %s cannot be restored", self.model_id)
+                await self._fail(f"{type(error).__name__}: {error}")
+                return False
+        self._crashes = 0
+        self._runtime = runtime
+        return True
+
+    async def _fail(self, why: str) -> None:
+        detail = f"it could not be restored after its worker group ended: {why}"
+        await self._unbound.read(self._unbound.journal.recovery.fail_model, self.model_id, detail)
+
+    async def _begin_anew(self) -> None:
+        """What was in flight went with its group: take it from the journal again."""
+        self._interrupted = False
+        model = await self._unbound.read(self._unbound.journal.model, self.model_id, None)
+        self._steps_made, self._cursor, self._unloading, self._turn = model.step, 0, False, None
+        self._journey.seq_id = None  # some of what was dispatched was not executed
+        self._runtime = self._unbound
+
+    def _take_snapshot(self, group: asyncio.TaskGroup) -> None:
+        """Give a snapshot the next turn, if there is anything new to be in it."""
+        if self._journey.seq_id is None or self._journey.taking or self._turn is None or self._turn.line.broken:
+            return
+        self._turn = Turn(self._turn)
+        seq_id = self._journey.begin(self._runtime.clock.monotonic())
+        taking = group.create_task(take(self._runtime, self.model_id, seq_id, self._turn), name="snapshot")
+        taking.add_done_callback(self._taken)
+
+    def _taken(self, _: object) -> None:
+        self._journey.taking = False
+
+    def look_at_snapshot(self) -> None:
+        """Time has passed: a snapshot may be due."""
+        if self._journey.due(self._runtime.clock.monotonic()):
+            self._woken.set()
 
     def _is_fresh(self, row: Pending) -> bool:
         # Not by the ids in flight: one of them may have been answered since the rows were read.
@@ -150,6 +227,7 @@ class Lane:
             self._unloading = True
         else:
             self._cursor = request.seq_id + 1
+            self._journey.went(request.seq_id, step=request.kind == Kind.OPTIM_STEP)
         self._turn = Turn(self._turn)
         operation = begin(self._runtime, request, self._turn, group)
         if request.kind == Kind.OPTIM_STEP:
@@ -157,13 +235,20 @@ class Lane:
         operation.answered.add_done_callback(self._landed)
         return operation
 
-    def _landed(self, answered: asyncio.Task[Outcome]) -> None:
+    def _landed(self, answered: asyncio.Task[Outcome | None]) -> None:
         self._flying -= 1
         self._room.release()
         if answered.cancelled() or answered.exception() is not None:
             return
         outcome = answered.result()
-        if outcome.seq_id is None or outcome.error is not None or (self._look_again and not self._flying):
+        if outcome is None:
+            self._interrupted = True
+        if self._interrupted:
+            if not self._flying:
+                self._woken.set()
+        elif (outcome is not None and (outcome.seq_id is None or outcome.error is not None)) or (
+            self._look_again and not self._flying
+        ):
             self._look_again = False
             self._woken.set()  # the model may have ended
 

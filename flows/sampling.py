@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import cast
 
 from prefect import flow
@@ -11,7 +12,7 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Completed
 
-from backend.journal import Pending
+from backend.journal import Outcome, Pending
 from flows.lane import End, Shared, Why
 from flows.tracking import run_body
 from flows.training_run import MOST_RUNS
@@ -73,8 +74,9 @@ class SamplingLane:
         """Answer samples as they come. Ends after `most_runs` task runs, or when another flow run should begin."""
         tracked = FlowRunContext.get() is not None
         first = self._windows
+        runtime = replace(self._runtime, generation=await self._runtime.pool.serving())
         async with asyncio.TaskGroup() as group:
-            batch = self._batch = Batch(self._runtime, group)
+            batch = self._batch = Batch(runtime, group)
             decoding = group.create_task(_decode(batch), name="decode")
             try:
                 while True:
@@ -116,13 +118,14 @@ class SamplingLane:
         for row in rows:
             self._follow(row, batch, group, tracked)
 
-    def _has_room(self, _: object) -> None:
-        if self._full:
+    def _left(self, answered: asyncio.Task[Outcome | None]) -> None:
+        interrupted = not answered.cancelled() and answered.exception() is None and answered.result() is None
+        if self._full or interrupted:
             self._woken.set()
 
     def _follow(self, row: Pending, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> None:
         answered = batch.take(row)
-        answered.add_done_callback(self._has_room)
+        answered.add_done_callback(self._left)
         tracking, pacing = self._shared.tracking, self._shared.pacing
         if not tracked or not tracking.reachable:
             tracking.untracked += 1

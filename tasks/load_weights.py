@@ -9,6 +9,7 @@ from backend.commands import AdapterState, Done, ImportAdapter
 from backend.errors import NotFoundError, UserError
 from backend.journal import ModelLive, Outcome, Pending, StepMade
 from backend.wire import decode_load_model, decode_load_weights, encode_loaded
+from tasks.commit import commit
 from tasks.create_model import spec_of
 from tasks.runtime import Runtime
 from tasks.turns import Turn
@@ -27,7 +28,8 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
             raise UserError(f"path {wanted.path!r}: it holds {state.spec}, but model {model_id} has {spec_of(model)}")
         reply = runtime.send(ImportAdapter(model_id, state), Done)
     await reply
-    return request.done(encode_loaded(model_id, wanted.path), "json", StepMade(model_id, state.step))
+    taken = await commit(runtime, model_id, request.owner, int(request.seq_id or 0), state)
+    return request.done(encode_loaded(model_id, wanted.path), "json", StepMade(model_id, state.step), taken)
 
 
 async def execute_create(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
@@ -40,7 +42,8 @@ async def execute_create(runtime: Runtime, request: Pending, turn: Turn) -> Outc
     await reply
     spec = state.spec
     live = ModelLive(model_id, state.step, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
-    return request.done(encode_loaded(model_id, wanted.path), "json", live)
+    taken = await commit(runtime, model_id, request.owner, 0, state)
+    return request.done(encode_loaded(model_id, wanted.path), "json", live, taken)
 
 
 async def load(runtime: Runtime, owner: str, path: str, *, optimizer: bool, access: str | None = None) -> AdapterState:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from backend.errors import StateLostError, TinkerflowError
+from backend.commands import Command, CreateAdapter, Forward, ImportAdapter, OptimStep
+from backend.errors import GroupFailedError, StateLostError, TinkerflowError
 from backend.journal import Effect, Kind, ModelEnded, ModelState, Outcome, Pending, SamplerLoaded, SamplerOpened
 from tasks import (
     create_model,
@@ -19,6 +20,7 @@ from tasks import (
     save_weights_for_sampler,
     unload,
 )
+from tasks.poison import judge
 from tasks.runtime import Runtime
 from tasks.turns import Turn
 
@@ -42,10 +44,13 @@ EXECUTE: dict[Kind, Execute] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation on its way; `answered` ends with its outcome when that is in the journal."""
+    """An operation on its way; `answered` ends with its outcome when that is in the journal.
+
+    None: its worker group ended first. It is still pending there, and must be begun again.
+    """
 
     request: Pending
-    answered: asyncio.Task[Outcome]
+    answered: asyncio.Task[Outcome | None]
 
 
 def begin(runtime: Runtime, request: Pending, turn: Turn, group: asyncio.TaskGroup) -> Operation:
@@ -56,17 +61,39 @@ def begin(runtime: Runtime, request: Pending, turn: Turn, group: asyncio.TaskGro
     return Operation(request, group.create_task(_perform(runtime, request, turn), name=f"{request.kind} {request.id}"))
 
 
-async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
+async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome | None:
+    sent: list[Command] = []
     try:
         try:
-            outcome = await EXECUTE[request.kind](runtime, request, turn)
+            outcome = await EXECUTE[request.kind](replace(runtime, note=sent.append), request, turn)
+            await turn.to_answer()
+        except GroupFailedError as error:
+            return await _interrupted(runtime, request, turn, error)
         except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
+            try:
+                await turn.to_answer()
+            except GroupFailedError as interrupted:
+                return await _interrupted(runtime, request, turn, interrupted)
             outcome = failure(request, error)
-        await turn.to_answer()
-        await answer(runtime, outcome)
+        await answer(runtime, replace(outcome, replays=any(map(_changes, sent))))
         return outcome
     finally:
         await turn.end()
+
+
+async def _interrupted(runtime: Runtime, request: Pending, turn: Turn, error: GroupFailedError) -> Outcome | None:
+    turn.line.broken = True
+    log.info("%s %s of %s is executed again: %s", request.kind, request.id, request.model_id, error)
+    poisoned = (await judge(runtime, [request], error)).get(request.id)
+    if poisoned is not None:
+        await answer(runtime, poisoned)
+    return poisoned
+
+
+def _changes(command: Command) -> bool:
+    return isinstance(command, CreateAdapter | ImportAdapter | OptimStep) or (
+        isinstance(command, Forward) and command.backward
+    )
 
 
 async def answer(runtime: Runtime, outcome: Outcome) -> None:

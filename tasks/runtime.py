@@ -31,14 +31,25 @@ class Commanded(Protocol):
         """The number of the worker group that serves, or served last."""
         ...
 
-    async def submit(self, command: Command, deadline: float | None = None) -> Reply:
-        """Execute after all that were submitted before; the reply, or the executor's error."""
+    async def serving(self) -> int:
+        """Wait until a worker group serves: its number."""
+        ...
+
+    async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
+        """Execute after all that were submitted before; the reply, or the executor's error.
+
+        generation: the only group that may execute it; GroupFailedError when it serves no more.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """One base model: its worker group, its snapshots, and the journal, store and clock that all of them share."""
+    """One base model: its worker group, its snapshots, and the journal, store and clock that all of them share.
+
+    generation: the only worker group that may execute what is sent through this; None: whichever serves. note: is told
+    of every command that is sent.
+    """
 
     journal: Journal
     pool: Commanded
@@ -47,10 +58,13 @@ class Runtime:
     clock: Clock
     answers: Answers
     snapshots: Snapshots = field(default_factory=Snapshots)
+    generation: int | None = None
+    note: Callable[[Command], None] = lambda _: None
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
         """Start a command; those started earlier are executed earlier. The task holds its reply, of type `reply`."""
+        self.note(command)
         return asyncio.create_task(self._reply(command, reply))
 
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,7 +80,7 @@ class Runtime:
         self.readers.shutdown()
 
     async def _reply(self, command: Command, kind: type[R]) -> R:
-        reply = await self.pool.submit(command)
+        reply = await self.pool.submit(command, generation=self.generation)
         if not isinstance(reply, kind):
             raise TypeError(f"{type(command).__name__} was answered by {type(reply).__name__}, not {kind.__name__}")
         return cast(R, reply)

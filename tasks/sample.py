@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from backend.commands import Done, LoadSnapshot, SampleProgress, SampleRequest, SampleResult, SampleStep
-from backend.errors import GroupFailedError, StateLostError
+from backend.errors import GroupFailedError, ServerError, StateLostError, SuspectError
 from backend.journal import Outcome, Pending, SamplerLoaded, SamplerView
 from backend.wire import decode_sample, encode_sample
 from tasks.load_weights import load
 from tasks.operation import answer, failure
+from tasks.poison import judge
 from tasks.runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 
 class Batch:
@@ -28,7 +33,8 @@ class Batch:
         self._cancel: list[str] = []
         self._decoding: set[str] = set()
         self._stopped: set[str] = set()
-        self._performing: set[asyncio.Task[Outcome]] = set()
+        self._performing: set[asyncio.Task[Outcome | None]] = set()
+        self._suspects: set[str] = set()  # a group ended with them: they are decoded alone
         self._some = asyncio.Event()
 
     @property
@@ -52,8 +58,11 @@ class Batch:
         while self._performing:
             await asyncio.wait(self._performing)
 
-    def take(self, request: Pending) -> asyncio.Task[Outcome]:
-        """Begin with a request: check it, have its snapshot loaded, let it join. The task's result is stored."""
+    def take(self, request: Pending) -> asyncio.Task[Outcome | None]:
+        """Begin with a request: check it, have its snapshot loaded, let it join. The task's result is stored.
+
+        None: the worker group ended; the request is still pending in the journal, and can be taken again.
+        """
         self._requests[request.id] = request
         task = self._group.create_task(self._perform(request), name=f"sample {request.id}")
         self._performing.add(task)
@@ -79,13 +88,16 @@ class Batch:
         self._some.set()
 
     async def step(self) -> None:
-        """One chunk for everybody. When the group fails, all that were taken fail with it."""
-        command = SampleStep(tuple(self._admit), tuple(self._cancel))
-        self._admit, self._cancel = [], []
+        """One chunk for everybody. When the group ends, all that were taken are given back."""
+        command = SampleStep(self._joining(), tuple(self._cancel))
+        self._cancel = []
         self._decoding |= {request.request_id for request in command.admit}
         self._decoding -= set(command.cancel)
         try:
             progress = await self._runtime.send(command, SampleProgress)
+        except GroupFailedError as error:
+            await self._interrupt(error)
+            return
         except Exception as error:  # noqa: BLE001  each of them is told
             self._fail(self._answers, error)
             self._decoding = set()
@@ -96,14 +108,45 @@ class Batch:
             if (request := self._requests.get(result.request_id)) is not None:
                 self._end(_outcome(request, result))
         if not progress.active and not progress.waiting:
-            # The group restarted in between: whoever it does not know any more is told so.
-            self._fail(self._decoding, GroupFailedError("the worker group was restarted and this request with it"))
+            self._fail(self._decoding, ServerError("the sampler does not know this request any more"))
             self._decoding = set()
 
-    async def _perform(self, request: Pending) -> Outcome:
+    def _joining(self) -> tuple[SampleRequest, ...]:
+        """Who joins the batch now: all that wait; but a suspect only when it is alone, and while it is, nobody."""
+        if self._decoding & self._suspects:
+            return ()
+        if not any(request.request_id in self._suspects for request in self._admit):
+            joining, self._admit = tuple(self._admit), []
+            return joining
+        if self._decoding:
+            return ()
+        suspect = next(request for request in self._admit if request.request_id in self._suspects)
+        self._admit.remove(suspect)
+        return (suspect,)
+
+    async def _interrupt(self, error: GroupFailedError) -> None:
+        """The group ended. Whoever it was decoding is under suspicion when it crashed."""
+        executing = [self._requests[request_id] for request_id in self._decoding if request_id in self._requests]
+        failed = await judge(self._runtime, executing, error)
+        if isinstance(error, SuspectError) and error.crashed:
+            self._suspects |= {request.id for request in executing}
+        for request_id, ended in tuple(self._answers.items()):
+            if request_id in failed:
+                self._end(failed[request_id])
+            elif not ended.done():
+                ended.set_exception(GroupFailedError(error.message))
+        self._decoding = set()
+        self._admit, self._cancel = [], []
+        self._runtime = replace(self._runtime, generation=await self._runtime.pool.serving())
+
+    async def _perform(self, request: Pending) -> Outcome | None:
         try:
             try:
                 outcome = await self._decode(request)
+            except GroupFailedError as error:
+                log.info("sample %s is taken again: %s", request.id, error)
+                self._runtime = replace(self._runtime, generation=await self._runtime.pool.serving())
+                return None
             except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
                 outcome = failure(request, error)
             await answer(self._runtime, outcome)
@@ -151,8 +194,9 @@ class Batch:
 async def _snapshot(runtime: Runtime, sampler: SamplerView) -> tuple[str | None, SamplerLoaded | None]:
     """The snapshot that the sampler samples (None: the base model), and the row change when it was loaded for it."""
     if sampler.model_path is None:
-        if sampler.snapshot_id is not None and sampler.snapshot_id not in runtime.snapshots:
-            raise StateLostError(f"sampler {sampler.id}: its weights went with a worker group; save them again")
+        if sampler.snapshot_id is not None:
+            await runtime.snapshots.load_once(sampler.snapshot_id, partial(_bring_back, runtime, sampler.snapshot_id))
+            runtime.snapshots.recorded(sampler.snapshot_id)
         return sampler.snapshot_id, None
     path, name = sampler.model_path, f"{sampler.id}@{runtime.pool.generation}"
 
@@ -161,12 +205,25 @@ async def _snapshot(runtime: Runtime, sampler: SamplerView) -> tuple[str | None,
         await runtime.send(LoadSnapshot(name, state), Done)
 
     await runtime.snapshots.load_once(name, bring)
+    if sampler.snapshot_id == name:
+        runtime.snapshots.recorded(name)
     return name, SamplerLoaded(sampler.id, name) if sampler.snapshot_id != name else None
 
 
 def _stopped(request: Pending) -> Outcome:
     """What nobody reads: the request was answered before."""
     return request.failed("sampling was stopped: the request was answered already", "user")
+
+
+async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
+    """Load what an unnamed save has committed: the group that it was published in is gone."""
+    stored = await runtime.read(runtime.journal.recovery.sampler_snapshot, snapshot_id)
+    if stored is None:
+        raise StateLostError(
+            f"sampling snapshot {snapshot_id}: its weights are in no worker group and not in the store"
+        )
+    state, _ = await asyncio.to_thread(runtime.store.load, stored.path)
+    await runtime.send(LoadSnapshot(snapshot_id, state), Done)
 
 
 def _outcome(request: Pending, result: SampleResult) -> Outcome:

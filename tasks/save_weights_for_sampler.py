@@ -6,6 +6,7 @@ from backend.commands import AdapterState, Done, ExportAdapter, PublishSnapshot
 from backend.ids import sampler_id
 from backend.journal import CheckpointKind, NewSampler, Outcome, Pending, SamplerOpened
 from backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
+from tasks.commit import commit
 from tasks.runtime import Runtime
 from tasks.save_weights import save
 from tasks.turns import Turn
@@ -20,14 +21,17 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
 
 
 async def _publish(runtime: Runtime, request: Pending, turn: Turn, seq_id: int) -> Outcome:
-    opened = sampler_id(request.session_id, seq_id)
+    """Publish, and commit the same weights to the store, so that the sampler outlives the worker group."""
+    opened, model_id = sampler_id(request.session_id, seq_id), str(request.model_id)
     # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
     async with turn:
-        reply = runtime.send(PublishSnapshot(str(request.model_id), request.id), Done)
+        reply = runtime.send(PublishSnapshot(model_id, request.id), Done)
+        copy = runtime.send(ExportAdapter(model_id, optimizer=False), AdapterState)
     await reply
     runtime.snapshots.published(request.id)
+    taken = await commit(runtime, model_id, request.owner, int(request.seq_id or 0), await copy, request.id)
     sampler = NewSampler(opened, request.session_id, request.owner, runtime.card.name, snapshot_id=request.id)
-    return request.done(encode_sampler_opened(opened), "json", SamplerOpened(sampler))
+    return request.done(encode_sampler_opened(opened), "json", SamplerOpened(sampler), taken)
 
 
 async def _save(runtime: Runtime, request: Pending, turn: Turn, wanted: SaveForSampler) -> Outcome:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from types import TracebackType
+
+from backend.errors import GroupFailedError
+
+
+@dataclass
+class Line:
+    """The line that turns follow each other in. broken: one was interrupted, so no later one may be answered."""
+
+    broken: bool = False
 
 
 class Turn:
@@ -18,6 +28,7 @@ class Turn:
 
     def __init__(self, after: Turn | None = None) -> None:
         """The turn that follows `after`; None: the first one."""
+        self.line: Line = after.line if after else Line()
         self._sent = asyncio.Event()
         self._answered = asyncio.Event()
         self._may_send: asyncio.Event = after._sent if after else _set_event()
@@ -34,8 +45,10 @@ class Turn:
         self._sent.set()
 
     async def to_answer(self) -> None:
-        """Wait until every earlier operation of the model is answered."""
+        """Wait until every earlier operation of the model is answered; GroupFailedError when that will not be."""
         await self._may_answer.wait()
+        if self.line.broken:
+            raise GroupFailedError("an earlier operation was interrupted")
 
     async def end(self) -> None:
         """Nothing more will be sent or answered: pass on both turns, in order."""

@@ -44,7 +44,7 @@ class Window:
         self.open = True
         self.final_name = name
         self._linger = linger
-        self._following: set[asyncio.Task[Outcome]] = set()
+        self._following: set[asyncio.Task[Outcome | None]] = set()
         self._changed = asyncio.Event()
         self._kinds: Counter[str] = Counter()
         self._errors: list[str] = []
@@ -97,12 +97,14 @@ class Window:
             return False
         return True
 
-    def _ended(self, answered: asyncio.Task[Outcome]) -> None:
+    def _ended(self, answered: asyncio.Task[Outcome | None]) -> None:
         self._following.discard(answered)
         if answered.cancelled() or answered.exception() is not None:
             self._errors.append("not answered: the engine stopped")
-        elif (error := answered.result().error) is not None:
-            self._errors.append(error)
+        elif (outcome := answered.result()) is None:
+            self._errors.append("interrupted by the end of its worker group: it is executed again")
+        elif outcome.error is not None:
+            self._errors.append(outcome.error)
 
 
 async def track(window: Window, tracked: Tracked) -> None:

@@ -22,10 +22,10 @@ router = APIRouter()
 async def retrieve_future(call: Authorised) -> Response:
     """The answer; while there is none the poll is held, because the SDK asks again without any pause.
 
-    Not yet: `try_again`. Failed: `error` and `category`. Done: protobuf for forward, forward_backward and sample, JSON
-    for the rest. An answer can be read again: downloads get cut, and polls of one id overlap. Of a result that has more
-    than the setting `metadata_only_over`, a poll that allows it is told the size alone (`complete_metadata`); the SDK
-    makes room for that many bytes, and asks again without allowing it.
+    Not yet: `try_again`, with a reason during recovery. Failed: `error` and `category`. Done: protobuf for forward,
+    forward_backward and sample, JSON for the rest. An answer can be read again: downloads get cut, and polls of one id
+    overlap. Of a result that has more than the setting `metadata_only_over`, a poll that allows it is told the size
+    alone (`complete_metadata`); the SDK makes room for that many bytes, and asks again without allowing it.
     """
     body, services = await call.parsed(RetrieveFuture), call.services
     refused = reason_of(body.request_id)
@@ -36,7 +36,9 @@ async def retrieve_future(call: Authorised) -> Response:
     hold = spread(services.settings.poll_hold, body.request_id)
     if result is None and await services.holds.hold(services.waiters.wait(body.request_id, hold)):
         result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner, at_most=at_most)
-    return _answer(body.request_id, result)
+    if result is None:
+        return _not_yet(body.request_id, await asyncio.to_thread(services.journal.recovery.waits_for, body.request_id))
+    return _answer(result, body.request_id)
 
 
 @router.post("/retrieve_futures")
@@ -106,9 +108,15 @@ def spread(hold: float, name: str) -> float:
     return hold * (0.75 + 0.25 * zlib.crc32(name.encode()) / 2**32)
 
 
-def _answer(request_id: str, result: Result | None) -> Response:
-    if result is None:
+def _not_yet(request_id: str, reason: str | None) -> Response:
+    """`reason`: what it waits for, if that is more than its turn; the SDK logs it with the state `paused_capacity`."""
+    if reason is None:
         return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+    waiting = {"queue_state": "paused_capacity", "queue_state_reason": reason}
+    return _json({"type": "try_again", "request_id": request_id, **waiting})
+
+
+def _answer(result: Result, request_id: str) -> Response:
     if result.error is not None:
         return _failed(result.error, result.category or "unknown")
     if result.result is None:

@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Authorised
+from api.deps import Authorised, Call
 from api.models import (
     CreateSamplingSession,
     JoinSamplingSession,
@@ -28,11 +28,14 @@ _MAX_SAMPLE_SEQ = 2**63 - 1  # clones count from clone id times a billion
 
 @router.post("/asample")
 async def asample(call: Authorised) -> Response:
-    """Store a sample request, and name every sequence to come: without those names the SDK refuses the result."""
-    return await asyncio.to_thread(_submit_sample, call.journal, call.owner, await call.body())
+    """Store a sample request, and name every sequence to come: without those names the SDK refuses the result.
+
+    429 when the project has as many waiting as it may: the SDK waits a second and sends the same again.
+    """
+    return await asyncio.to_thread(_submit_sample, call, await call.body())
 
 
-def _submit_sample(journal: Journal, owner: str, body: bytes) -> Response:
+def _submit_sample(call: Call, body: bytes) -> Response:
     values = Fields.parse(body)
     error, count = None, 0
     try:
@@ -41,7 +44,7 @@ def _submit_sample(journal: Journal, owner: str, body: bytes) -> Response:
         error = e.message
     request = NewRequest(
         kind=Kind.SAMPLE,
-        owner=owner,
+        owner=call.owner,
         payload=with_seed(body),
         payload_type="json",
         content_hash=content_hash(body),
@@ -49,7 +52,7 @@ def _submit_sample(journal: Journal, owner: str, body: bytes) -> Response:
         seq_id=values.whole("seq_id", 0, _MAX_SAMPLE_SEQ),
         error=error,
     )
-    request_id = journal.submit(request)
+    request_id = call.journal.submit(request, call.services.limits)
     return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
 
 

@@ -30,6 +30,7 @@ from backend.wire import (
     dump_custom_loss,
     forward_backward_header,
     hash_token,
+    training_tokens,
 )
 from backend.wire.operations import MAX_SEQ
 
@@ -49,7 +50,7 @@ async def forward_backward(call: Authorised) -> Response:
 
 
 def _submit_chunk(call: Call, body: bytes) -> Response:
-    header = forward_backward_header(body)
+    header, limits = forward_backward_header(body), call.services.limits
     if not header.model_id or header.seq_id < 1:
         raise UserError(f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, seq_id from 1")
     new = NewRequest(
@@ -60,8 +61,9 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
         content_hash=hashlib.sha256(body).hexdigest(),
         model_id=header.model_id,
         seq_id=header.seq_id,
+        tokens=training_tokens(body) if limits.queued_tokens else 0,
     )
-    return accepted(call.journal.submit(new), model_id=header.model_id)
+    return accepted(call.journal.submit(new, limits), model_id=header.model_id)
 
 
 @router.post("/optim_step")
@@ -159,7 +161,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
         seq_id=0,
         error=error,
     )
-    return accepted(journal.submit_new_model(model, request), model_id=new_id)
+    return accepted(journal.submit_new_model(model, request, call.services.limits), model_id=new_id)
 
 
 def _fresh(journal: Journal, owner: str, body: bytes) -> _Wanted:

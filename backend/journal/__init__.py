@@ -16,6 +16,7 @@ from backend.journal.kinds import (
     SamplerState,
     SessionState,
 )
+from backend.journal.limits import Limits
 from backend.journal.migrate import migrate
 from backend.journal.records import (
     CheckpointSaved,
@@ -79,6 +80,7 @@ __all__ = [
     "Journal",
     "KeyView",
     "Kind",
+    "Limits",
     "ModelEnded",
     "ModelLive",
     "ModelState",

@@ -11,13 +11,12 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import Category
 from backend.journal import completions
-from backend.journal.effects import apply, end_models, end_samplers
-from backend.journal.kinds import ModelState, RequestState, SamplerState
+from backend.journal.effects import apply, end_models
+from backend.journal.kinds import ModelState, RequestState
 from backend.journal.records import Outcome
-from backend.journal.statements import COMPLETION, IS_PENDING, answered, done, fail_pending, locked_ids
-from backend.journal.tables import Model, Request, Sampler
+from backend.journal.statements import COMPLETION, IS_PENDING, answered, done
+from backend.journal.tables import Model, Request
 
 _ANSWER = (
     sa.update(Request)
@@ -96,50 +95,6 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
     return ids, topics
 
 
-def fail_all_pending(
-    connection: sa.Connection, reason: str, category: Category, base_model: str | None, now: datetime
-) -> tuple[list[str], list[str]]:
-    """Fail everything that waits (for one base model or all); models that were being created become `failed`."""
-    of_model, of_sampler = _of_base(Model, base_model), _of_base(Sampler, base_model)
-    creating = locked_ids(connection, Model, col(Model.state) == ModelState.CREATING, *of_model)
-    where: list[sa.ColumnElement[bool]] = []
-    if base_model is not None:
-        models = sa.select(col(Model.id)).where(*of_model)
-        samplers = sa.select(col(Sampler.id)).where(*of_sampler)
-        where = [sa.or_(col(Request.model_id).in_(models), col(Request.sampler_id).in_(samplers))]
-    of_samplers = (IS_PENDING, col(Request.sampler_id).is_not(None), *where)
-    waiting = connection.execute(sa.select(col(Request.sampler_id)).where(*of_samplers).distinct()).scalars()
-    sampling = [str(sampler_id) for sampler_id in waiting]
-    completions.take_numbers(connection, sampling)
-    # What another sampler was asked for since that statement is not among them: it has no number.
-    numbered = sa.or_(col(Request.sampler_id).is_(None), col(Request.sampler_id).in_(sampling))
-    failed = fail_pending(connection, now, reason, category, numbered, *where)
-    topics = done(failed) + [answered(sampler_id) for sampler_id in sampling]
-    return failed, topics + end_models(connection, creating, ModelState.FAILED, reason, now)
-
-
-def lose_models(
-    connection: sa.Connection, reason: str, base_model: str | None, now: datetime
-) -> tuple[list[str], list[str]]:
-    """Say that the worker group's memory is gone; (ids of the models lost, the bell's topics).
-
-    Samplers whose snapshot was in memory only are lost with it; those of a checkpoint can load it again.
-    """
-    live = locked_ids(connection, Model, col(Model.state) == ModelState.LIVE, *_of_base(Model, base_model))
-    topics = end_models(connection, live, ModelState.LOST, reason, now)
-    in_memory = (
-        col(Sampler.state) == SamplerState.LIVE,
-        col(Sampler.snapshot_id).is_not(None),
-        *_of_base(Sampler, base_model),
-    )
-    gone = locked_ids(connection, Sampler, *in_memory, col(Sampler.model_path).is_(None))
-    topics += end_samplers(connection, gone, SamplerState.LOST, reason, now)
-    connection.execute(
-        sa.update(Sampler).where(*in_memory, col(Sampler.model_path).is_not(None)).values(snapshot_id=None)
-    )
-    return live, topics
-
-
 def _advance(connection: sa.Connection, outcomes: Sequence[Outcome]) -> None:
     """Move next_seq of every model past what was executed. Also locks the models, before any request."""
     after: dict[str, int] = {}
@@ -150,7 +105,3 @@ def _advance(connection: sa.Connection, outcomes: Sequence[Outcome]) -> None:
     if after:
         rows = [{"of_model": model_id, "passed_seq": passed} for model_id, passed in sorted(after.items())]
         connection.execute(_ADVANCE, rows)
-
-
-def _of_base(table: type[Model] | type[Sampler], base_model: str | None) -> tuple[sa.ColumnElement[bool], ...]:
-    return () if base_model is None else (col(table.base_model) == base_model,)

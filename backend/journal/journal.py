@@ -13,7 +13,6 @@ from typing import Self
 
 from backend.clock import Clock, SystemClock
 from backend.commands import StabilityInfo
-from backend.errors import Category
 from backend.journal import (
     audit,
     cancelling,
@@ -38,6 +37,7 @@ from backend.journal.bell import Bell
 from backend.journal.database import Database
 from backend.journal.kinds import SessionState
 from backend.journal.leases import check
+from backend.journal.limits import NO_LIMITS, Limits
 from backend.journal.migrate import check_revision
 from backend.journal.records import CopyMade, NewCustomLoss, NewModel, NewRequest, NewSampler, NewSession, Outcome
 from backend.journal.recovery import Recovery
@@ -75,7 +75,7 @@ class Journal:
         self._clock = clock
         self._bell = bell
         self._owns_bell = owns_bell
-        self.recovery = Recovery(database, clock)
+        self.recovery = Recovery(database, clock, bell)
 
     @classmethod
     def open(cls, url: str, *, clock: Clock | None = None, bell: Bell | None = None) -> Self:
@@ -103,24 +103,25 @@ class Journal:
             self._bell.close()
 
     # -------------------------------------------------------------- requests in: submitting.py
-    def submit(self, request: NewRequest) -> str:
+    def submit(self, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
         """Store a request and return its id; a replay (same seq_id and content) returns the stored one's id.
 
         NotFoundError: unknown or foreign model or sampler. ConflictError: the seq_id holds other content. A model or
-        session that is over is no error here: the request is stored already failed, and says why.
+        session that is over is no error here: the request is stored already failed, and says why; so is one over the
+        project's `limits`. TooManyError: a sample over them, which is not stored.
         """
         with self._database.write() as connection:
-            request_id, topics = submitting.submit(connection, request, self._clock.now())
+            request_id, topics = submitting.submit(connection, request, self._clock.now(), limits)
         self._bell.ring(*topics)
         return request_id
 
-    def submit_new_model(self, model: NewModel, request: NewRequest) -> str:
+    def submit_new_model(self, model: NewModel, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
         """Store a model in state `creating` and the request (seq_id 0) that creates it; replays as in submit.
 
         When the request carries an error, or the session is over, both are stored as failed.
         """
         with self._database.write() as connection:
-            request_id = submitting.submit_new_model(connection, model, request, self._clock.now())
+            request_id = submitting.submit_new_model(connection, model, request, self._clock.now(), limits)
         self._bell.ring(f"model:{model.id}")
         return request_id
 
@@ -175,26 +176,6 @@ class Journal:
             answered, topics = finishing.finish(connection, outcomes, self._clock.now())
         self._bell.ring(*topics)
         return answered
-
-    def fail_all_pending(
-        self, reason: str, category: Category = "server", *, base_model: str | None = None
-    ) -> list[str]:
-        """Fail everything that waits, for one base model or all; the ids. Models being created become `failed`."""
-        with self._database.write() as connection:
-            failed, topics = finishing.fail_all_pending(connection, reason, category, base_model, self._clock.now())
-        self._bell.ring(*topics)
-        return failed
-
-    def lose_models(self, reason: str, *, base_model: str | None = None) -> list[str]:
-        """Record that a worker group's memory is gone; ids of the models lost.
-
-        Live models and samplers of unsaved snapshots become `lost`, and what waits for them fails. Samplers of a
-        checkpoint stay and have no snapshot any more: it must be loaded again.
-        """
-        with self._database.write() as connection:
-            lost, topics = finishing.lose_models(connection, reason, base_model, self._clock.now())
-        self._bell.ring(*topics)
-        return lost
 
     def result(self, request_id: str, owner: str | None, *, at_most: int | None = None) -> Result | None:
         """The answer, None while it is pending. Re-readable until it expires; the first reading is noted.

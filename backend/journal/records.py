@@ -68,6 +68,7 @@ class NewRequest:
     content_hash: equal for replays of the same operation, whatever else differs in the bytes.
     error: set when the request is already known to be wrong. It is stored, its seq_id is used up, and it answers
     with this error: that is how a bad content is refused without a 4xx (PROTOCOL.md 3.5).
+    tokens: of training data, counted while it waits when there is a limit; stores: whether it saves a checkpoint.
     """
 
     kind: Kind
@@ -80,6 +81,8 @@ class NewRequest:
     seq_id: int | None = None
     error: str | None = None
     category: Category = "user"
+    tokens: int = 0
+    stores: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ from datetime import datetime
 
 from backend.clock import Clock
 from backend.journal import history, leases
+from backend.journal.bell import Bell
 from backend.journal.database import Database
+from backend.journal.effects import end_models
+from backend.journal.kinds import ModelState
 from backend.journal.leases import Held
 from backend.journal.records import SnapshotTaken
 from backend.journal.views import Executed, SnapshotView
@@ -16,10 +19,11 @@ from backend.journal.views import Executed, SnapshotView
 class Recovery:
     """Snapshots, what is replayed after them, suspects, progress, and the leases of the service's processes."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
+    def __init__(self, database: Database, clock: Clock, bell: Bell) -> None:
         """Of the journal in `database`."""
         self._database = database
         self._clock = clock
+        self._bell = bell
         self.epoch: int | None = None
 
     # -------------------------------------------------------------- history.py
@@ -84,6 +88,12 @@ class Recovery:
         """Note that a worker group ended while it executed these; of each, how many did, and how many by crashing."""
         with self._database.write() as connection:
             return history.suspect(connection, request_ids, crashed)
+
+    def fail_model(self, model_id: str, detail: str) -> None:
+        """The model cannot be restored: it and what waits for it fail."""
+        with self._database.write() as connection:
+            topics = end_models(connection, [model_id], ModelState.FAILED, detail, self._clock.now())
+        self._bell.ring(*topics)
 
     # -------------------------------------------------------------- leases.py
     def acquire(self, holder: str, *, force: bool = False) -> Held | None:

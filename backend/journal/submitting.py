@@ -17,6 +17,14 @@ from backend.errors import Category, ConflictError, UserError
 from backend.ids import new_id
 from backend.journal import completions
 from backend.journal.kinds import TAKES_WORK, Kind, ModelState, RequestState, SamplerState, SessionState
+from backend.journal.limits import (
+    NO_LIMITS,
+    Limits,
+    check_sample,
+    model_failure,
+    take_turn,
+    training_failure,
+)
 from backend.journal.records import NewModel, NewRequest
 from backend.journal.statements import (
     IS_PENDING,
@@ -33,26 +41,35 @@ from backend.journal.tables import Model, Request, Sampler, Session
 Failure = tuple[str, Category] | None
 
 
-def submit(connection: sa.Connection, request: NewRequest, now: datetime) -> tuple[str, list[str]]:
+def submit(
+    connection: sa.Connection, request: NewRequest, now: datetime, limits: Limits = NO_LIMITS
+) -> tuple[str, list[str]]:
     """Store one request; its id, or that of the equal request stored before it, and the bell's topics.
 
     Raises NotFoundError for an unknown or foreign model or sampler, ConflictError when the seq_id holds other content.
     """
     _check_address(request)
+    take_turn(connection, request, limits)
     if request.model_id is not None:
         session_id, failure = _touch_model(connection, request.model_id, request, now)
+        failure = failure or training_failure(connection, request, limits)
         return _store(connection, request, session_id, failure, now), [f"model:{request.model_id}"]
     sampler_id = str(request.sampler_id)
     session_id, failure = _look_at_sampler(connection, sampler_id, request)
+    if failure is None:
+        check_sample(connection, request, limits)
     number = None if failure is None else completions.take_number(connection, sampler_id)
     request_id = _store(connection, request, session_id, failure, now, number)
     return request_id, ["sample"] if failure is None else [answered(sampler_id, request.seq_id)]
 
 
-def submit_new_model(connection: sa.Connection, model: NewModel, request: NewRequest, now: datetime) -> str:
+def submit_new_model(
+    connection: sa.Connection, model: NewModel, request: NewRequest, now: datetime, limits: Limits = NO_LIMITS
+) -> str:
     """Store a model in state `creating` together with the request that creates it (seq_id 0)."""
     if request.model_id != model.id or request.seq_id != 0:
         raise ValueError(f"model {model.id}: its creation must name it with seq_id 0, not {request.seq_id!r}")
+    take_turn(connection, request, limits)
     # Locked, so that a session which ends meanwhile either sees this model or is seen by it.
     locked = sa.select(Session).where(col(Session.id) == model.session_id, *owned_by(Session, model.owner))
     session = connection.execute(locked.with_for_update(read=True)).one_or_none()
@@ -61,6 +78,7 @@ def submit_new_model(connection: sa.Connection, model: NewModel, request: NewReq
     failure: Failure = (request.error, request.category) if request.error is not None else None
     if session.state != SessionState.ACTIVE:
         failure = session_over(session.id, session.state, session.detail)
+    failure = failure or model_failure(connection, model.owner, limits)
     insert_if_absent(
         connection,
         Model,
@@ -190,6 +208,7 @@ def _store(
             "finished_at": None if failure is None else now,
             "replays": False,
             "completion": completion,
+            "waiting_tokens": request.tokens,
         },
     )
     return request_id if inserted else _replayed(connection, request)

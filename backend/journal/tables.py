@@ -130,11 +130,14 @@ class Model(Table, table=True):
     """
 
     __tablename__ = "model"
-    __table_args__ = (sa.Index("ix_model_state_base_model", "state", "base_model"),)
+    __table_args__ = (
+        sa.Index("ix_model_state_base_model", "state", "base_model"),
+        sa.Index("ix_model_owner_state", "owner", "state"),
+    )
 
     id: str = Field(primary_key=True)
     session_id: str = Field(foreign_key="session.id", index=True)
-    owner: str = Field(index=True)
+    owner: str
     base_model: str
     rank: int
     train_attn: bool
@@ -203,6 +206,15 @@ class Request(Table, table=True):
             postgresql_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
         ),
         sa.Index(
+            "ix_request_pending_of_owner",
+            "owner",
+            "kind",
+            "waiting_tokens",
+            "state",  # for SQLite: it looks at the row for what the index's condition says already
+            sqlite_where=sa.text("state = 'pending'"),
+            postgresql_where=sa.text("state = 'pending'"),
+        ),
+        sa.Index(
             "ix_request_completions",
             "sampler_id",
             "completion",
@@ -244,6 +256,7 @@ class Request(Table, table=True):
     dropped_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     replays: bool = False
     completion: int | None = Field(default=None, sa_type=sa.BigInteger)
+    waiting_tokens: int = Field(sa_type=sa.BigInteger)
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
     result: bytes | None = None
@@ -260,6 +273,14 @@ class Checkpoint(Table, table=True):
     __table_args__ = (
         sa.Index("ix_checkpoint_run_id_kind_created_at", "run_id", "kind", "created_at"),
         sa.Index("ix_checkpoint_owner_created_at", "owner", "created_at"),
+        sa.Index(
+            "ix_checkpoint_stored_by_owner",
+            "owner",
+            "size_bytes",
+            "deleted_at",
+            sqlite_where=sa.text("deleted_at IS NULL"),
+            postgresql_where=sa.text("deleted_at IS NULL"),
+        ),
         sa.Index(
             "ix_checkpoint_to_expire",
             "expires_at",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.commands import Command, GroupConfig, GroupInfo, Reply
-from backend.errors import DeadlineError, GroupFailedError, TinkerflowError
+from backend.errors import DeadlineError, GroupFailedError, SuspectError, TinkerflowError
 from backend.pool import codec
 from backend.pool.messages import Ack, Beat, Failed, Fatal, Progress, Ready, Start, same_outcome, to_error
 from backend.pool.spawn import how_it_ended, spawn_worker
@@ -142,8 +142,12 @@ class Group:
             self._watch_first()
         return entry.future
 
-    def end(self, error: TinkerflowError) -> None:
-        """Kill every process and fail everything outstanding with `error`; a command past its deadline by name."""
+    def end(self, error: TinkerflowError, *, crashed: bool = False) -> None:
+        """Kill every process and fail everything outstanding with `error`; a command past its deadline by name.
+
+        The oldest outstanding command is the one that was being executed: it gets a SuspectError. crashed: the group
+        ended by itself.
+        """
         if self.failure is not None:
             return
         self.failure = error
@@ -152,6 +156,9 @@ class Group:
         for member in self._members:
             with contextlib.suppress(ProcessLookupError):
                 member.process.kill()
+        if self._outstanding and self._outstanding[0].overdue is None and isinstance(error, GroupFailedError):
+            executing = self._outstanding.popleft()
+            _fail(executing.future, error, SuspectError(error.message, crashed=crashed))
         for entry in self._outstanding:
             _fail(entry.future, entry.overdue or error)
         self._outstanding.clear()
@@ -299,7 +306,8 @@ class Group:
             for member in self._members:
                 member.silent_beats = 0 if member.heard else member.silent_beats + 1
                 if member.silent_beats >= _BEATS:
-                    self._fail(f"rank {member.rank} was silent for {self._plan.heartbeat_timeout:g} s (stopped?)")
+                    cause = f"rank {member.rank} was silent for {self._plan.heartbeat_timeout:g} s (stopped?)"
+                    self._fail(cause, crashed=False)
 
     def _ended_itself(self, rank: int, why: Failed) -> None:
         if self._accused is not None:
@@ -320,16 +328,18 @@ class Group:
         if self._accused is not None:
             return
         self._accused = member.rank
+        crashed = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                how = how_it_ended(await member.process.wait())
-        self._fail(f"rank {member.rank} {how}")
+                status = await member.process.wait()
+                how, crashed = how_it_ended(status), status != -signal.SIGKILL
+        self._fail(f"rank {member.rank} {how}", crashed=crashed)
 
-    def _fail(self, cause: str) -> None:
+    def _fail(self, cause: str, *, crashed: bool = True) -> None:
         if self.failure is None:
             text = f"worker group {self.generation} ended: {cause}"
             log.error("%s; %d commands outstanding", text, len(self._outstanding))
-            self.end(GroupFailedError(text))
+            self.end(GroupFailedError(text), crashed=crashed)
 
     async def _reap(self, error: TinkerflowError) -> None:
         for member in self._members:
@@ -361,7 +371,12 @@ class Group:
             self._fail(f"the supervisor itself failed: {error!r}")
 
 
-def _fail(future: asyncio.Future[GroupInfo] | asyncio.Future[Reply], error: TinkerflowError) -> None:
+def _fail(
+    future: asyncio.Future[GroupInfo] | asyncio.Future[Reply],
+    error: TinkerflowError,
+    own: TinkerflowError | None = None,
+) -> None:
     if not future.done():
-        future.set_exception(type(error)(error.message))  # its own: an exception raised twice mixes its tracebacks
+        # its own: an exception raised twice mixes its tracebacks
+        future.set_exception(own or type(error)(error.message))
         future.exception()  # nobody need be waiting for it any more

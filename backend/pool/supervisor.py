@@ -78,6 +78,7 @@ class Pool:
         self._info: GroupInfo | None = None
         self._generation = 0
         self._open = False  # whether the group takes commands
+        self._opened = asyncio.Event()
         self._failures = 0
         self._last_error: TinkerflowError | None = None
         self._line: deque[_Ticket] = deque()
@@ -148,20 +149,34 @@ class Pool:
         group = self._serving()
         return group.pids if group else ()
 
-    async def submit(self, command: Command, deadline: float | None = None) -> Reply:
+    async def serving(self) -> int:
+        """Wait until a generation serves: its number. GroupFailedError when the pool is stopped."""
+        while (group := self._serving()) is None:
+            if self._stopped:
+                raise GroupFailedError("the worker pool was stopped")
+            self._opened.clear()
+            await self._opened.wait()
+        return group.generation
+
+    async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
         """Execute `command` after all that were submitted before it, and return rank 0's reply.
 
         deadline: seconds from when the commands before it were answered; None = the pool's command_deadline.
-        While no generation serves, the command waits for the next one, start_deadline seconds at most.
+        generation: the only one that may execute it, because it holds what the command is about; GroupFailedError when
+        it does not serve any more. None: while no generation serves, the command waits for the next one,
+        start_deadline seconds at most.
         Raises what the executor raised, when that is an error for the client (UserError, NotFoundError, ConflictError,
         StateLostError, StoreError); ServerError for any other exception in the executor; DeadlineError when this
-        command missed its deadline; GroupFailedError when the group ended before it was answered; TypeError or
+        command missed its deadline; SuspectError when the group ended while executing it, and any other
+        GroupFailedError when it ended before; TypeError or
         ValueError, with nothing sent, when the command holds what cannot be encoded.
         Cancelling the caller leaves the command running. Do not change the command's arrays before it is answered.
         """
         seconds = self._command_deadline if deadline is None else deadline
         group = self._serving()
-        if group is not None and not self._line:
+        if generation is not None and (group is None or group.generation != generation):
+            raise GroupFailedError(f"worker group {generation} serves no more")
+        if group is not None and (generation is not None or not self._line):
             return await group.submit(command, seconds)
         return await (await self._wait_in_line(command, seconds))
 
@@ -187,6 +202,7 @@ class Pool:
     async def stop(self) -> None:
         """End all workers, fail everything outstanding with GroupFailedError, and return when no process is left."""
         self._stopped = True
+        self._opened.set()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -245,6 +261,7 @@ class Pool:
         if group.failure is None:
             self._info = info
             self._open = True
+            self._opened.set()
             while self._line:
                 ticket = self._line.popleft()
                 if not ticket.sent.done():

@@ -33,6 +33,8 @@ from backend.processes import die_with_parent
 
 log = logging.getLogger("backend.pool.worker")
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
+
 
 class Executor(Protocol):
     """What a worker runs. Every rank gets the same calls in the same order; errors of backend.errors reach the client.
@@ -164,6 +166,8 @@ def _answer(executor: Executor, command: Command, rank: int) -> list[codec.Buffe
         log.info("%s: %s: %s", type(command).__name__, type(error).__name__, error)
         failed = to_failed(error)
     except Exception as error:
+        if OUT_OF_MEMORY in str(error):
+            raise  # nobody knows what is left on the devices: a fresh group does
         log.exception("%s failed", type(command).__name__)
         failed = to_failed(error)
     return codec.encode(failed if rank == 0 else Ack(failed))

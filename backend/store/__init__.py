@@ -4,7 +4,7 @@ Blobs are written under a fresh attempt, `commit.json` last: what has no commit 
 """
 
 from backend.store.commit import CheckpointMeta, Digest, Saved
-from backend.store.paths import CheckpointPath
+from backend.store.paths import RECOVERY, CheckpointPath
 from backend.store.store import Store
 
-__all__ = ["CheckpointMeta", "CheckpointPath", "Digest", "Saved", "Store"]
+__all__ = ["RECOVERY", "CheckpointMeta", "CheckpointPath", "Digest", "Saved", "Store"]

@@ -13,6 +13,7 @@ WEIGHTS = "weights"
 SAMPLER_WEIGHTS = "sampler_weights"
 EXTERNAL_WEIGHTS = "external_weights"
 KINDS = (WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS)
+RECOVERY = "recovery"  # the service's own snapshots: no client can list or name them, the journal knows their paths
 RUNS = "runs"
 RUN_RULE = "1 to 200 letters, digits, '.', '_', ':' or '-', not starting with '.' or ':'"
 # Run ids hold ':' (`sess-1:train:0`). POSIX file names and object keys may too, so the layout is the same everywhere.
@@ -42,7 +43,7 @@ class CheckpointPath:
     def __post_init__(self) -> None:
         """Refuse what may not be part of a path: UserError."""
         check_run_id(self.run_id)
-        if self.kind not in KINDS:
+        if self.kind not in (*KINDS, RECOVERY):
             raise UserError(f"checkpoint kind {self.kind!r}: must be one of {', '.join(KINDS)}")
         if not is_name(self.name):
             raise UserError(f"checkpoint name {self.name!r}: must be {NAME_RULE}")

@@ -6,7 +6,14 @@ caller words them alike; they raise UserError, which names the field, its value 
 """
 
 from backend.wire.custom_losses import custom_loss_header, decode_custom_loss, dump_custom_loss, load_custom_loss
-from backend.wire.decode import ForwardHeader, ForwardRead, decode_forward, forward_backward_header, read_forward
+from backend.wire.decode import (
+    ForwardHeader,
+    ForwardRead,
+    decode_forward,
+    forward_backward_header,
+    read_forward,
+    training_tokens,
+)
 from backend.wire.encode import (
     encode_forward,
     encode_json,
@@ -72,6 +79,7 @@ __all__ = [
     "load_custom_loss",
     "num_samples",
     "read_forward",
+    "training_tokens",
     "ttl_seconds",
     "with_seed",
 ]

@@ -48,6 +48,16 @@ def forward_backward_header(body: bytes) -> ForwardHeader:
     return ForwardHeader(header.model_id, header.seq_id, header.forward_only)
 
 
+def training_tokens(body: bytes) -> int:
+    """How many text tokens a ForwardBackwardRequest has, each int32; 0 for what is none (it will be told so)."""
+    request = pb.ForwardBackwardRequest()
+    try:
+        request.ParseFromString(body)
+    except DecodeError:
+        return 0
+    return sum(len(chunk.encoded_text.tokens) // 4 for datum in request.data for chunk in datum.model_input)
+
+
 @dataclass(frozen=True)
 class ForwardRead:
     """A ForwardBackwardRequest read so far that it says what else is needed to decode it.

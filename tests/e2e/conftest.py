@@ -44,6 +44,11 @@ class Server:
         """Pids of the pool's processes, found from outside: descendants whose command line names the worker."""
         return [pid for pid in descendants(self.process.pid) if "backend.pool.worker" in cmdline(pid)]
 
+    def parts(self, *names: str) -> list[int]:
+        """Pids of the parts (`engine`, `api`) that run now."""
+        commands = [f"deployments.cli {name} " for name in names]
+        return [pid for pid in descendants(self.process.pid) if any(one in cmdline(pid) for one in commands)]
+
 
 def cmdline(pid: int) -> str:
     try:

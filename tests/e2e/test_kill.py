@@ -1,4 +1,4 @@
-"""kill -9 of a pool process in the middle of a step: a named error within 30 s, and the next client works."""
+"""kill -9 of a pool process in the middle of a step: the client sees a pause, and the same numbers as without."""
 
 from __future__ import annotations
 
@@ -7,52 +7,42 @@ import signal
 import time
 
 import pytest
-import tinker
 from tinker import types
 
 
+def train(client, make_datum, kill=lambda: None):
+    """Losses and gradient norms of some steps sent at once; `kill` is called while they are under way."""
+    tokens = [1 + i % 200 for i in range(300)]
+    futures = []
+    for step in range(4):
+        futures.append(client.forward_backward([make_datum(tokens[step:])] * 4, "cross_entropy"))
+        futures.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
+    kill()
+    return [future.result().metrics for future in futures]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_killed_worker_answers_everything_and_comes_back(tmp_path, start_server, make_datum, processes):
-    tokens = [1 + i % 200 for i in range(400)]
+def test_a_killed_worker_costs_a_pause(tmp_path, start_server, make_datum, processes):
+    prompt = types.ModelInput.from_ints([1, 2, 3, 4])
+    params = types.SamplingParams(max_tokens=100, seed=5, stop=[])
     with start_server(tmp_path, "--processes", str(processes)) as server, server.client() as service:
         base = server.base_model
-        client = service.create_lora_training_client(base_model=base, rank=8).result()
-        client.forward_backward([make_datum(tokens)], "cross_entropy").result()
-        sampler = service.create_sampling_client(base_model=base).result()
-        sampler.sample(types.ModelInput.from_ints(tokens[:4]), 1, types.SamplingParams(max_tokens=2)).result()
+        undisturbed = service.create_lora_training_client(base_model=base, rank=8, seed=3).result()
+        expected = train(undisturbed, make_datum)
+        sampler = undisturbed.save_weights_and_get_sampling_client().result()
+        said = sampler.sample(prompt, 2, params).result().sequences
 
-        outstanding = [client.forward_backward([make_datum(tokens)] * 40, "cross_entropy") for _ in range(3)]
-        outstanding.append(client.optim_step(types.AdamParams()))
-        samples = [
-            sampler.sample(types.ModelInput.from_ints(tokens[:4]), 1, types.SamplingParams(max_tokens=400, stop=[]))
-            for _ in range(2)
-        ]
-        time.sleep(0.3)
+        client = service.create_lora_training_client(base_model=base, rank=8, seed=3).result()
         killed = server.workers()
         assert len(killed) == processes
-        os.kill(killed[-1], signal.SIGKILL)
-        start = time.monotonic()
-        failures = 0
-        for future in [*outstanding, *samples]:
-            try:
-                future.result()
-            except tinker.RequestFailedError as error:
-                failures += 1
-                assert error.category == "server"
-        assert time.monotonic() - start < 30
-        assert failures >= 3
+        again = sampler.sample(prompt, 2, params)
 
-        with pytest.raises(tinker.RequestFailedError, match="lost"):
-            client.forward_backward([make_datum(tokens)], "cross_entropy").result()
-        fresh = service.create_lora_training_client(base_model=base, rank=8).result()
-        assert fresh.forward_backward([make_datum(tokens)], "cross_entropy").result().metrics["loss:sum"] > 0
-        assert (
-            len(
-                sampler.sample(types.ModelInput.from_ints(tokens[:4]), 1, types.SamplingParams(max_tokens=3, stop=[]))
-                .result()
-                .sequences[0]
-                .tokens
-            )
-            == 3
-        )
+        def kill():
+            time.sleep(0.1)
+            os.kill(killed[-1], signal.SIGKILL)
+
+        assert train(client, make_datum, kill) == expected
+        assert [one.tokens for one in again.result().sequences] == [one.tokens for one in said]
         assert not set(server.workers()) & set(killed)
+        # Both models live on, the one that was idle as well, and they are still the same.
+        assert train(client, make_datum) == train(undisturbed, make_datum)

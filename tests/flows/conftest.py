@@ -15,6 +15,7 @@ import pytest
 
 from backend.clock import SystemClock
 from backend.commands import Command, GroupConfig, Reply
+from backend.errors import GroupFailedError, SuspectError
 from backend.ids import model_id, sampler_id
 from backend.journal import Journal, Kind, NewModel, NewRequest, NewSampler, NewSession, Result, Waiters, migrate
 from backend.model_card import ModelCard
@@ -48,14 +49,56 @@ class NumpyPool:
     line: asyncio.Lock = field(default_factory=asyncio.Lock)
     lost: asyncio.Queue[GroupLost] = field(default_factory=asyncio.Queue)
 
-    async def submit(self, command: Command, deadline: float | None = None) -> Reply:
+    down: asyncio.Event | None = None  # set: the next generation serves
+    executing: bool = False
+    deaths: int = 0
+    poison: Callable[[Command], bool] = lambda command: False
+
+    async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
+        if self.down is not None and generation is None:
+            await self.down.wait()
+        generation = generation or self.generation
+        self.check(generation)
         self.log.append(command)
         async with self.line:  # fair: first come, first served
-            if self.hold is not None:
-                await self.hold.wait()
-            if self.failing is not None:
-                raise self.failing
-            return self.executor.execute(command)
+            self.executing, deaths = True, self.deaths
+            try:
+                if self.hold is not None:
+                    await self.hold.wait()
+                if self.poison(command):
+                    self.die()
+                    raise SuspectError("the group crashed", crashed=True)
+                if self.deaths != deaths:
+                    raise SuspectError("the group was killed", crashed=False)
+                self.check(generation)
+                if self.failing is not None:
+                    raise self.failing
+                return self.executor.execute(command)
+            finally:
+                self.executing = False
+
+    def check(self, generation: int) -> None:
+        if self.down is not None or generation != self.generation:
+            raise GroupFailedError(f"worker group {generation} serves no more")
+
+    async def serving(self) -> int:
+        if self.down is not None:
+            await self.down.wait()
+        return self.generation
+
+    def die(self, *, down: bool = False) -> None:
+        """The group ends with all that it holds; unless it stays down, the next one serves at once."""
+        self.lost.put_nowait(GroupLost(self.generation, "rank 0 died of signal 9"))
+        self.executor = Unigram(CONFIG, print, 1, 0)
+        self.generation += 1
+        self.deaths += 1
+        if down:
+            self.down = asyncio.Event()
+
+    def come_back(self) -> None:
+        assert self.down is not None
+        self.down.set()
+        self.down = None
 
     async def losses(self) -> AsyncIterator[GroupLost]:
         while True:

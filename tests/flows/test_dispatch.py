@@ -10,8 +10,7 @@ import orjson
 import pytest
 
 from backend.commands import DropSnapshot
-from backend.journal import Kind, ModelState, SamplerState
-from backend.pool import GroupLost
+from backend.journal import Kind, ModelState
 from backend.settings import Settings
 from flows import dispatch
 from flows.dispatch import Dispatcher
@@ -64,28 +63,6 @@ async def test_a_lost_bell_costs_a_second_and_no_more(
     request, sample = client.optim_step(model), client.sample(client.sampler(1))
     for one in (request, sample):
         assert (await client.result(one, seconds=dispatch.LOOK_SECONDS + 3)).error is None
-
-
-async def test_a_lost_group_takes_its_models_and_snapshots_by_name(
-    dispatcher: Any, client: Any, pool: Any, runtime: Any, until: Any
-) -> None:
-    model = await client.create()
-    saved = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 1}))
-    sampler = orjson.loads(saved.result)["sampling_session_id"]
-    pool.hold = asyncio.Event()
-    waiting = client.optim_step(model)
-    pool.lost.put_nowait(GroupLost(1, "rank 0 died of signal 9"))
-    failed = await client.result(waiting)
-    assert failed.category == "server" and failed.error == "worker group 1 failed: rank 0 died of signal 9"
-    await until(lambda: client.journal.model(model, None).state == ModelState.LOST)
-    assert client.journal.sampler(sampler, None).state == SamplerState.LOST
-    serving, _ = dispatcher
-    assert serving.models == {model}
-    pool.hold.set()  # the old group's reply comes late, and changes nothing
-    await until(lambda: not serving.models)
-    assert client.journal.model(model, None).step == 0
-    late = await client.result(client.sample(sampler))
-    assert "rank 0 died of signal 9" in late.error
 
 
 async def test_snapshots_that_nobody_uses_are_dropped(

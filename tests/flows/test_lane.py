@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from backend.errors import GroupFailedError, StateLostError
+from backend.errors import StateLostError
 from backend.journal import Kind, ModelState
 from backend.wire import tinker_pb2 as pb
 from flows.lane import Lane, Shared, Why
@@ -102,13 +102,6 @@ async def test_what_the_service_did_wrong_is_a_server_failure_with_type_and_text
     pool.failing = RuntimeError("no such thing")
     failed = await client.result(client.optim_step(model))
     assert failed.category == "server" and "RuntimeError: no such thing" in failed.error
-
-
-async def test_group_failure_is_named(served: Any, client: Any, pool: Any) -> None:
-    model, _, _ = served
-    pool.failing = GroupFailedError("rank 1 died of signal 9")
-    failed = await client.result(client.optim_step(model))
-    assert failed.category == "server" and failed.error == "rank 1 died of signal 9"
 
 
 async def test_lost_state_ends_the_model_and_its_lane(served: Any, client: Any, pool: Any) -> None:

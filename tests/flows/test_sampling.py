@@ -9,7 +9,6 @@ import numpy as np
 import orjson
 import pytest
 
-from backend.errors import GroupFailedError
 from backend.journal import Kind
 from backend.wire import tinker_pb2 as pb
 from flows.lane import Lane, Shared, Why
@@ -92,20 +91,19 @@ async def test_a_missing_checkpoint_fails_by_name_and_only_its_sampler(sampling:
     assert second.error is None
 
 
-async def test_group_failure_fails_those_in_the_batch_and_later_ones_work(
-    sampling: Any, client: Any, pool: Any
-) -> None:
-    sampler = client.sampler(0)
-    pool.failing = GroupFailedError("rank 0 died")
-    failed = await client.result(client.sample(sampler))
-    assert (failed.category, failed.error) == ("server", "rank 0 died")
-    pool.failing = None
-    assert tokens(await client.result(client.sample(sampler)))
-
-
-async def test_what_a_restarted_group_forgot_is_failed_by_name(
+async def test_a_group_that_ends_costs_those_in_the_batch_a_pause(
     sampling: Any, client: Any, pool: Any, until: Any
 ) -> None:
+    sampler = client.sampler(0)
+    pool.hold = asyncio.Event()
+    requests = [client.sample(sampler, max_tokens=20) for _ in range(3)]
+    await until(lambda: pool.log)
+    pool.die()
+    pool.hold.set()
+    assert [result.error for result in await client.results(*requests)] == [None] * 3
+
+
+async def test_what_a_sampler_forgot_is_failed_by_name(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     sampler = client.sampler(0)
     pool.hold = asyncio.Event()
     request = client.sample(sampler, max_tokens=50)
@@ -123,7 +121,7 @@ async def test_what_a_restarted_group_forgot_is_failed_by_name(
     pool.executor.execute = forgetful
     pool.hold.set()
     failed = await client.result(request)
-    assert failed.category == "server" and "restarted" in failed.error
+    assert failed.category == "server" and "does not know this request" in failed.error
 
 
 async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any, until: Any) -> None:

@@ -188,47 +188,6 @@ def test_a_checkpoint_saved_again_replaces_its_row(scene, clock):
     assert (view.step, view.size_bytes, view.created_at, view.expires_at) == (9, 2**40, clock.now(), expires)
 
 
-def test_losing_a_group_loses_what_was_only_in_its_memory(scene):
-    session = scene.session()
-    live, creating = scene.model(session, 0), scene.model(session, 1, live=False)
-    elsewhere = scene.model(session, 2, base_model="other")
-    waiting = scene.submit(live, 1)
-    memory = scene.sampler(session, 0, snapshot_id="snap-1")
-    loaded = scene.sampler(session, 1, model_path="tinker://a/sampler_weights/b", snapshot_id="snap-2")
-    base = scene.sampler(session, 2)
-    samples = {name: scene.sample(name, 0) for name in (memory, loaded, base)}
-    assert scene.journal.lose_models("worker group 1 ended: rank 0 died", base_model="tiny") == [live]
-    states = [scene.journal.model(name, "local").state for name in (live, creating, elsewhere)]
-    assert states == [ModelState.LOST, ModelState.CREATING, ModelState.LIVE]
-    answer = scene.journal.result(waiting, "local")
-    assert "rank 0 died" in answer.error
-    assert answer.category == "server"
-    assert scene.journal.sampler(memory, "local").state is SamplerState.LOST
-    reloadable = scene.journal.sampler(loaded, "local")
-    assert (reloadable.state, reloadable.snapshot_id) == (SamplerState.LIVE, None)
-    assert {p.sampler_id for p in scene.journal.pending_samples(10)} == {loaded, base}
-    assert "rank 0 died" in scene.journal.result(samples[memory], "local").error
-    assert scene.journal.pending_models() == [creating]
-
-
-@pytest.mark.parametrize("base_model", [None, "tiny"])
-def test_failing_all_that_waits(scene, base_model):
-    session = scene.session()
-    live, creating = scene.model(session, 0), scene.model(session, 1, live=False)
-    other = scene.model(session, 2, base_model="other")
-    ids = {scene.submit(live, 1), scene.submit(live, 3), scene.sample(scene.sampler(session), 0)}
-    elsewhere = scene.submit(other, 1)
-    failed = scene.journal.fail_all_pending("the engine restarted", base_model=base_model)
-    assert len(failed) == 4 + (base_model is None)
-    assert ids < set(failed)
-    assert (scene.journal.result(elsewhere, "local") is None) == (base_model is not None)
-    assert scene.journal.model(creating, "local").state is ModelState.FAILED
-    assert scene.journal.model(live, "local").state is ModelState.LIVE
-    scene.submit(live, 2)
-    scene.submit(live, 4)
-    assert scene.ready(live) == [2, 4]
-
-
 def test_outcomes_are_a_result_or_an_error_with_its_category():
     for fields in (
         {},

@@ -53,4 +53,5 @@ def test_indexes_are_the_same_as_the_models(empty_url):
         "ix_request_finished_with_bytes",
         "ix_request_replays",
         "ix_request_completions",
+        "ix_request_pending_of_owner",
     }

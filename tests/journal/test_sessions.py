@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import NotFoundError
+from backend.errors import NotFoundError, StateLostError
 from backend.journal import (
     ModelEnded,
     ModelState,
     NewSession,
+    SamplerEnded,
     SamplerState,
     SessionFailure,
     SessionQuery,
@@ -127,14 +128,20 @@ def test_a_lost_model_is_why_its_session_failed(scene, clock):
     session = scene.session()
     model = scene.model(session)
     scene.submit(model, 1)
-    scene.journal.lose_models("the group died")
+    (pending,) = scene.journal.ready(model)
+    scene.journal.finish(
+        [pending.failed(StateLostError("gone"), None, ModelEnded(model, ModelState.LOST, "the group died"))]
+    )
     assert expired(scene, clock, session) == SessionFailure("server", "training_run", model, None, "the group died")
 
 
 def test_a_lost_sampler_is_why_its_session_failed(scene, clock):
     session = scene.session()
     sampler = scene.sampler(session, snapshot_id="s")
-    scene.journal.lose_models("the group died")
+    scene.sample(sampler, 0)
+    (pending,) = scene.journal.pending_samples(1)
+    ended = SamplerEnded(sampler, SamplerState.LOST, "the group died")
+    scene.journal.finish([pending.failed(StateLostError("gone"), None, ended)])
     assert expired(scene, clock, session) == SessionFailure(
         "server", "sampling_session", sampler, None, "the group died"
     )

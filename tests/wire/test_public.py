@@ -42,6 +42,7 @@ def test_the_public_names() -> None:
         "num_samples",
         "read_forward",
         "ttl_seconds",
+        "training_tokens",
         "with_seed",
     }
     assert all(hasattr(backend.wire, name) for name in backend.wire.__all__)

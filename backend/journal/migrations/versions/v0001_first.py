@@ -105,6 +105,14 @@ def upgrade() -> None:
     op.create_index("ix_weights_share_path", "weights_share", ["path"], unique=False)
     op.create_index("ix_checkpoint_owner_created_at", "checkpoint", ["owner", "created_at"], unique=False)
     op.create_index(
+        "ix_checkpoint_stored_by_owner",
+        "checkpoint",
+        ["owner", "size_bytes", "deleted_at"],
+        unique=False,
+        sqlite_where=sa.text("deleted_at IS NULL"),
+        postgresql_where=sa.text("deleted_at IS NULL"),
+    )
+    op.create_index(
         "ix_checkpoint_run_id_kind_created_at", "checkpoint", ["run_id", "kind", "created_at"], unique=False
     )
     op.create_table(
@@ -158,7 +166,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_model_session_id"),
         sa.PrimaryKeyConstraint("id", name="pk_model"),
     )
-    op.create_index("ix_model_owner", "model", ["owner"], unique=False)
+    op.create_index("ix_model_owner_state", "model", ["owner", "state"], unique=False)
     op.create_index("ix_model_session_id", "model", ["session_id"], unique=False)
     op.create_index("ix_model_state_base_model", "model", ["state", "base_model"], unique=False)
     op.create_table(
@@ -201,6 +209,7 @@ def upgrade() -> None:
         sa.Column("dropped_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("replays", sa.Boolean(), nullable=False),
         sa.Column("completion", sa.BigInteger(), nullable=True),
+        sa.Column("waiting_tokens", sa.BigInteger(), nullable=False),
         sa.Column("payload", sa.LargeBinary(), nullable=False),
         sa.Column("result", sa.LargeBinary(), nullable=True),
         sa.ForeignKeyConstraint(["model_id"], ["model.id"], name="fk_request_model_id"),
@@ -209,6 +218,14 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_request"),
         sa.UniqueConstraint("model_id", "seq_id", name="uq_request_model_id_seq_id"),
         sa.UniqueConstraint("sampler_id", "seq_id", name="uq_request_sampler_id_seq_id"),
+    )
+    op.create_index(
+        "ix_request_pending_of_owner",
+        "request",
+        ["owner", "kind", "waiting_tokens", "state"],
+        unique=False,
+        sqlite_where=sa.text("state = 'pending'"),
+        postgresql_where=sa.text("state = 'pending'"),
     )
     op.create_index(
         "ix_request_completions",

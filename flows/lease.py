@@ -1,0 +1,83 @@
+"""One engine works on a journal at a time: it holds a lease, renews it, and ends when another engine has taken it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from sqlalchemy.exc import OperationalError
+
+from backend.journal import Journal
+from backend.journal.leases import LEASE_SECONDS
+
+log = logging.getLogger(__name__)
+
+RENEW_SECONDS = LEASE_SECONDS / 5
+_LOOK_SECONDS = 0.5
+
+
+@asynccontextmanager
+async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
+    """Take the lease, waiting for its holder to end or to be silent; the task that renews it ends when it is lost."""
+    waiting = False
+    force = False
+    while (held := await asyncio.to_thread(journal.recovery.acquire, _identity(), force=force)) is not None:
+        force = is_dead(held.holder)
+        if not waiting and not force:
+            log.warning("another engine (%s) works on this journal: waiting until it ends", held.holder)
+            waiting = True
+        if not force:
+            await asyncio.sleep(_LOOK_SECONDS)
+    renewing = asyncio.create_task(_renew(journal), name="lease")
+    try:
+        yield renewing
+    finally:
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+        await asyncio.to_thread(journal.recovery.release)
+
+
+def is_dead(holder: str) -> bool:
+    """Whether `holder` was a process of this machine that runs no more; False when that cannot be known."""
+    try:
+        who = json.loads(holder)
+        mine: bool = who["host"] == socket.gethostname() and who["boot"] == _boot()
+        return mine and _birth(int(who["pid"])) != who["birth"]
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _identity() -> str:
+    pid = os.getpid()
+    return json.dumps({"host": socket.gethostname(), "boot": _boot(), "pid": pid, "birth": _birth(pid)})
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _birth(pid: int) -> str:
+    """When the process began, in ticks since the machine did; empty when it does not run (or has no /proc)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+async def _renew(journal: Journal) -> None:
+    while True:
+        await asyncio.sleep(RENEW_SECONDS)
+        try:
+            await asyncio.to_thread(journal.recovery.renew)
+        except OperationalError:
+            log.warning("the lease cannot be renewed; trying again in %.0f s", RENEW_SECONDS, exc_info=True)

@@ -1,0 +1,27 @@
+"""Recovery snapshots in the store: committed like checkpoints, of a kind of their own that clients never see."""
+
+from __future__ import annotations
+
+import asyncio
+
+from backend.commands import AdapterState
+from backend.ids import new_id
+from backend.journal import SnapshotTaken
+from backend.store import RECOVERY, CheckpointMeta
+from tasks.runtime import Runtime
+
+
+async def commit(
+    runtime: Runtime, model_id: str, owner: str, seq_id: int, state: AdapterState, snapshot_id: str | None = None
+) -> SnapshotTaken:
+    """Write `state` in a thread, as the model after its request `seq_id`; the record for the journal.
+
+    The name is new each time: an engine that was fenced off meanwhile cannot get in the way. snapshot_id: see
+    SnapshotTaken. StoreError when the store fails.
+    """
+    name = new_id(f"seq-{seq_id}")
+    meta = CheckpointMeta(
+        base_model=runtime.card.name, owner=owner, request_id=snapshot_id or "", generation=runtime.pool.generation
+    )
+    saved = await asyncio.to_thread(runtime.store.save, model_id, RECOVERY, name, state, meta)
+    return SnapshotTaken(saved.path, model_id, seq_id, saved.step, saved.size_bytes, snapshot_id)

@@ -1,0 +1,165 @@
+"""How a model survives the worker group that holds it: snapshots in the background, and replay after the last one.
+
+What must hold: the weights, gradients and moments after a recovery are those of an undisturbed run, bit for bit.
+
+- The record. Every request becomes commands of its own (forward.py sends one Forward per request; batching.py only
+  gives neighbours a common task run), and micro-batches are a pure function of the request and the settings
+  (backend/compute/packing.py). So the journal's order of seq_id is all there is to record; see journal/history.py.
+- Snapshots. After so many steps or seconds, and before a planned stop, the lane gives a turn to `take`: the export is
+  a command in the model's line; encoding, writing and committing happen in a thread while the model trains on. The
+  journal learns of it after the commit, and only when every request in it is answered: a request is either in the
+  snapshot or executed again, never both.
+- Loading. A load (create-via-load too) commits the state it loaded as a snapshot before it is answered, so no replay
+  depends on a checkpoint that was deleted or overwritten since.
+- Samplers. An unnamed save commits what it published before it is answered; named ones are in the store by nature. So
+  samplers come back by themselves, when they are next used.
+- Death. What was in flight is not answered (operation.py): its effects ended with the group. The lane waits until the
+  next group serves, calls `restore`, and takes from the journal again. All commands of a lane are bound to the group
+  that the model was restored in; an older or newer one refuses them. A restarted engine does the same, from nothing.
+- Failure. A model that cannot be restored is failed by name; the others never notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sqlalchemy.exc import OperationalError
+
+from backend.commands import AdapterState, Done, ExportAdapter, ImportAdapter
+from backend.errors import FencedError, GroupFailedError, ServerError, TinkerflowError, UserError
+from backend.journal import Executed
+from tasks.commit import commit
+from tasks.operation import EXECUTE
+from tasks.runtime import Runtime
+from tasks.turns import Turn
+
+log = logging.getLogger(__name__)
+
+_PAGE = 16  # requests replayed at once; their payloads are in memory
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a model's snapshot is due: after `steps` optimizer steps or `seconds` since the last one, if it changed."""
+
+    steps: int = 50
+    seconds: float = 60.0
+
+
+class Journey:
+    """How far a model has come since its last snapshot."""
+
+    def __init__(self, policy: Policy, now: float) -> None:
+        """Nothing has happened; `now` is monotonic."""
+        self._policy = policy
+        self._since = now
+        self._steps = 0
+        self.seq_id: int | None = None  # the last request that was dispatched, if none of the snapshots covers it
+        self.taking = False
+
+    def went(self, seq_id: int, *, step: bool) -> None:
+        """A request was dispatched."""
+        self.seq_id = seq_id
+        self._steps += step
+
+    def due(self, now: float) -> bool:
+        """Whether a snapshot should be taken now."""
+        late = self._steps >= self._policy.steps or now - self._since >= self._policy.seconds
+        return late and not self.taking and self.seq_id is not None
+
+    def begin(self, now: float) -> int:
+        """A snapshot is being taken; the last request in it."""
+        assert self.seq_id is not None
+        seq_id, self.seq_id = self.seq_id, None
+        self._since, self._steps, self.taking = now, 0, True
+        return seq_id
+
+
+async def take(runtime: Runtime, model_id: str, seq_id: int, turn: Turn) -> None:
+    """Take a snapshot of the model at this turn of its line. A failure is logged, and costs a longer replay."""
+    try:
+        try:
+            async with turn:
+                reply = runtime.send(ExportAdapter(model_id, optimizer=True), AdapterState)
+            state = await reply
+            await turn.to_answer()
+        finally:
+            await turn.end()
+        model = await runtime.read(runtime.journal.model, model_id, None)
+        taken = await commit(runtime, model_id, model.owner, seq_id, state)
+        if not await runtime.read(runtime.journal.recovery.snapshot_taken, taken):
+            await asyncio.to_thread(runtime.store.delete, taken.path)
+    except (GroupFailedError, FencedError) as error:
+        log.info("no snapshot of model %s: %s", model_id, error)
+    except (TinkerflowError, OperationalError):
+        log.warning("no snapshot of model %s at request %d", model_id, seq_id, exc_info=True)
+
+
+async def restore(runtime: Runtime, model_id: str) -> None:
+    """Make a live model in the worker group that `runtime` is bound to, as its answered requests have left it.
+
+    GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
+    """
+    began, recovery = runtime.clock.monotonic(), runtime.journal.recovery
+    snapshots = await runtime.read(recovery.snapshots, model_id)
+    after = -1
+    if snapshots:
+        await _tell(runtime, model_id, "loading its snapshot")
+        state, _ = await asyncio.to_thread(runtime.store.load, snapshots[0].path)
+        await runtime.send(ImportAdapter(model_id, state), Done)
+        after = snapshots[0].seq_id
+    loaded, total = runtime.clock.monotonic(), await runtime.read(recovery.count_executed, model_id, after)
+    done = 0
+    while page := await runtime.read(recovery.executed, model_id, after, _PAGE):
+        await _tell(runtime, model_id, f"replaying {done} of {total}")
+        await _replay(runtime, page)
+        done += len(page)
+        after = int(page[-1].request.seq_id or 0)
+    await runtime.read(recovery.note_progress, model_id, None)
+    log.info(
+        "model %s is restored in worker group %s: %d requests replayed in %.2f s after %.2f s for %s",
+        model_id,
+        runtime.generation,
+        done,
+        runtime.clock.monotonic() - loaded,
+        loaded - began,
+        f"its snapshot at request {snapshots[0].seq_id}" if snapshots else "a look for snapshots: none",
+    )
+
+
+async def _tell(runtime: Runtime, model_id: str, what: str) -> None:
+    await runtime.read(runtime.journal.recovery.note_progress, model_id, f"restoring model {model_id}: {what}")
+
+
+async def _replay(runtime: Runtime, page: Sequence[Executed]) -> None:
+    turn: Turn | None = None
+    running = []
+    for one in page:
+        turn = Turn(turn)
+        running.append(asyncio.create_task(_again(runtime, one, turn)))
+    try:
+        for task in running:
+            await task
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _again(runtime: Runtime, one: Executed, turn: Turn) -> None:
+    """Execute a request again; its answer is in the journal already, and stays."""
+    request = one.request
+    try:
+        outcome = await EXECUTE[request.kind](replace(runtime), request, turn)
+        if one.succeeded is False and outcome.error is None:
+            raise ServerError(f"{request.kind} (seq_id {request.seq_id}) had failed, and succeeds when it is replayed")
+    except GroupFailedError:
+        raise
+    except TinkerflowError as error:
+        if one.succeeded or (one.succeeded is None and not isinstance(error, UserError)):
+            raise ServerError(f"the replay of {request.kind} (seq_id {request.seq_id}) failed: {error}") from error
+    finally:
+        await turn.end()

@@ -1,0 +1,202 @@
+"""Worker groups end at any time: the models go on, bit for bit, and nobody gets another answer for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from backend.commands import ImportAdapter, LoadSnapshot, OptimStep, SampleStep
+from backend.journal import Kind, ModelState
+from backend.settings import Settings
+from backend.wire import tinker_pb2 as pb
+from flows.dispatch import Dispatcher
+from flows.groups import ServedModel
+from flows.lane import Shared
+from flows.sampling import SamplingLane
+from tasks.recovery import Policy
+from tasks.snapshots import Snapshots
+
+
+@pytest.fixture
+def serve(runtime: Any, untracked: Shared, journal: Any, tmp_path: Path, running: Any) -> Any:
+    """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own."""
+
+    def serve(pool: Any, *, steps: int = 1000) -> Any:
+        own = replace(runtime, pool=pool, snapshots=Snapshots())
+        shared = replace(untracked, snapshots=Policy(steps, 1000.0))
+        served = ServedModel(own.card, own, pool, SamplingLane(own, shared, most_waiting=8))
+        dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, shared, [served])
+        return running(dispatcher.serve(lambda: None))
+
+    return serve
+
+
+def work(client: Any, model: str, steps: int) -> list[str]:
+    """Submit some steps whose results depend on all before them."""
+    requests = []
+    for step in range(steps):
+        for token in (step % 7, step % 5):
+            requests.append(client.forward_backward(model, [token, 3, token]))
+        requests.append(client.optim_step(model, 0.1 + step / 10))
+    return requests
+
+
+async def answers(client: Any, requests: list[str]) -> list[bytes]:
+    results = await client.results(*requests)
+    assert [result.error for result in results] == [None] * len(results)
+    return [result.result for result in results]
+
+
+def state(pool: Any, model: str) -> tuple[bytes, ...]:
+    adapter = pool.executor.adapters[model]
+    return tuple(array.tobytes() for array in (*adapter.weights.values(), *adapter.moments.values()))
+
+
+@pytest.mark.parametrize("steps", [1000, 2])
+async def test_deaths_at_any_moment_change_nothing(
+    serve: Any, client: Any, pool: Any, connect: Any, journal: Any, steps: int, until: Any
+) -> None:
+    chance = random.Random(steps)
+    async with serve(pool, steps=steps):
+        disturbed = await client.create(1)
+        requests = []
+        for _ in range(4):
+            requests += work(client, disturbed, 3)
+            for _ in range(2):
+                pool.die(down=True)
+                await asyncio.sleep(chance.random() * 0.05)
+                pool.come_back()
+                await asyncio.sleep(chance.random() * 0.05)
+        got = await answers(client, requests)
+        other = await client.create(2)
+        again = [request for _ in range(4) for request in work(client, other, 3)]
+        assert await answers(client, again) == got
+        await answers(client, [client.forward_backward(disturbed, [1], forward_only=True)])  # restored when needed
+        assert state(pool, other) == state(pool, disturbed)
+        assert journal.model(disturbed, None).step == 12
+    if steps == 2:
+        assert any(isinstance(command, ImportAdapter) for command in pool.log), "a snapshot was used"
+        assert 1 <= len(journal.recovery.snapshots(disturbed)) <= 6
+
+
+async def test_another_engine_goes_on_where_this_one_ended(serve: Any, client: Any, pool: Any, journal: Any) -> None:
+    async with serve(pool, steps=2):
+        model = await client.create()
+        await answers(client, work(client, model, 5))
+        saved = client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 1})
+        sampler = orjson.loads((await client.result(saved)).result)["sampling_session_id"]
+        first = await client.result(client.sample(sampler))
+        before = state(pool, model)
+    pool.die()
+    waiting = [*work(client, model, 2), client.sample(sampler)]  # accepted while no engine runs
+    async with serve(pool):
+        await answers(client, waiting)
+        again = journal.result(waiting[-1], "local")
+        assert pb.SampleResponse.FromString(again.result) == pb.SampleResponse.FromString(first.result)
+        assert state(pool, model) != before
+        assert any(isinstance(command, LoadSnapshot) for command in pool.log)
+
+
+async def test_what_failed_at_first_fails_again_and_changes_nothing(serve: Any, client: Any, pool: Any) -> None:
+    async with serve(pool):
+        model = await client.create()
+        bad = client.forward_backward(model, [5000])
+        assert (await client.result(bad)).category == "user"
+        await answers(client, work(client, model, 2))
+        before = state(pool, model)
+        pool.die()
+        await answers(client, [client.forward_backward(model, [1], forward_only=True)])
+        assert state(pool, model) == before
+
+
+async def test_a_loaded_model_needs_its_checkpoint_no_more(
+    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any
+) -> None:
+    async with serve(pool):
+        source = await client.create(0)
+        await answers(client, work(client, source, 2))
+        saved = await client.result(client.submit(source, Kind.SAVE_WEIGHTS, {"path": "one"}))
+        path = orjson.loads(saved.result)["path"]
+        model, request = client.load_model(1, path, optimizer=True)
+        await answers(client, [request, *work(client, model, 1)])
+        before = state(pool, model)
+        runtime.store.delete(path)
+        pool.die()
+        await answers(client, [client.forward_backward(model, [1], forward_only=True)])
+        assert state(pool, model) == before
+
+
+async def test_a_model_that_cannot_be_restored_fails_alone(
+    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any
+) -> None:
+    async with serve(pool, steps=1):
+        good, bad = await client.create(0), await client.create(1)
+        for model in (good, bad):
+            await answers(client, [*work(client, model, 1)])
+            await answers(client, [client.forward_backward(model, [1])])
+            await until(lambda model=model: bool(journal.recovery.snapshots(model)))
+        runtime.store.delete(journal.recovery.snapshots(bad)[0].path)
+        pool.die()
+        failed = await client.result(client.optim_step(bad))
+        assert "could not be restored" in failed.error
+        assert journal.model(bad, None).state is ModelState.FAILED
+        await answers(client, [client.optim_step(good)])
+
+
+async def test_a_request_that_ends_groups_is_failed_by_name(serve: Any, client: Any, pool: Any) -> None:
+    async with serve(pool):
+        model, other = await client.create(0), await client.create(1)
+        pool.poison = lambda command: isinstance(command, OptimStep) and command.params.learning_rate == 0.66
+        requests = [client.optim_step(model, 0.66), client.optim_step(model, 0.1)]
+        bad, good = await client.results(*requests)
+        assert "it is not tried again" in bad.error and bad.category == "server"
+        assert good.error is None
+        assert pool.deaths == 2
+        await answers(client, work(client, other, 1))
+
+
+async def test_a_sample_that_ends_groups_takes_nobody_with_it(serve: Any, client: Any, pool: Any) -> None:
+    async with serve(pool):
+        pool.hold = asyncio.Event()
+        samples = [client.sample(client.sampler(number), max_tokens=40) for number in range(3)]
+        pool.poison = lambda command: (
+            isinstance(command, SampleStep) and any(request.request_id == samples[1] for request in command.admit)
+        )
+        await asyncio.sleep(0.1)
+        pool.hold.set()
+        results = await client.results(*samples)
+        assert [result.error is None for result in results] == [True, False, True]
+        assert "it is not tried again" in results[1].error
+
+
+async def test_clients_are_told_why_they_wait(serve: Any, client: Any, pool: Any, journal: Any, until: Any) -> None:
+    journal.register_base_models([(client.base_model, "{}")])
+    async with serve(pool):
+        model = await client.create()
+        pool.die(down=True)
+        request = client.optim_step(model)
+        await until(lambda: journal.recovery.waits_for(request) is not None)
+        assert "another one is being started" in str(journal.recovery.waits_for(request))
+        pool.come_back()
+        await answers(client, [request])
+        await until(lambda: journal.recovery.waits_for(request) is None)
+
+
+async def test_a_planned_stop_takes_snapshots(
+    runtime: Any, untracked: Shared, client: Any, pool: Any, journal: Any, tmp_path: Path
+) -> None:
+    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, untracked, most_waiting=8))
+    dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, untracked, [served])
+    serving = asyncio.create_task(dispatcher.serve(lambda: None))
+    model = await client.create()
+    await answers(client, work(client, model, 1))
+    dispatcher.stop()
+    await asyncio.wait_for(serving, 10)
+    assert [view.seq_id for view in journal.recovery.snapshots(model)] == [3]
+    assert journal.recovery.executed(model, -1, 10) == []
