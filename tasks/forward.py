@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.commands import ForwardResult
-from backend.journal import Outcome, Pending
+from backend.journal import Outcome, Pending, UsageKind, Used
 from backend.wire import decode_forward, encode_forward, load_custom_loss, read_forward
 from tasks.runtime import Runtime
 from tasks.turns import Turn
@@ -30,4 +30,5 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
         reply = runtime.send(replace(command, adapter_id=str(request.model_id)), ForwardResult)
     result = await reply
     answer = await runtime.decode(sum(array.nbytes for array in result.logprobs), lambda: encode_forward(result))
-    return request.done(answer, "proto")
+    tokens = sum(len(example.tokens_T) for example in command.examples)
+    return request.done(answer, "proto", Used(request.session_id, card.name, UsageKind.TRAINING, tokens))

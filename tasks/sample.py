@@ -10,7 +10,7 @@ from functools import partial
 
 from backend.commands import Done, LoadSnapshot, SampleProgress, SampleRequest, SampleResult, SampleStep
 from backend.errors import GroupFailedError, ServerError, StateLostError, SuspectError
-from backend.journal import Outcome, Pending, SamplerLoaded, SamplerView
+from backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, UsageKind, Used
 from backend.wire import decode_sample, encode_sample
 from tasks.load_weights import load
 from tasks.operation import answer, failure
@@ -29,6 +29,7 @@ class Batch:
         self._group = group
         self._requests: dict[str, Pending] = {}
         self._answers: dict[str, asyncio.Future[Outcome]] = {}
+        self._prompts: dict[str, int] = {}  # tokens
         self._admit: list[SampleRequest] = []
         self._cancel: list[str] = []
         self._decoding: set[str] = set()
@@ -106,7 +107,7 @@ class Batch:
         for result in progress.finished:
             self._decoding.discard(result.request_id)
             if (request := self._requests.get(result.request_id)) is not None:
-                self._end(_outcome(request, result))
+                self._end(_outcome(request, self._prompts[request.id], result))
         if not progress.active and not progress.waiting:
             self._fail(self._decoding, ServerError("the sampler does not know this request any more"))
             self._decoding = set()
@@ -153,6 +154,7 @@ class Batch:
             return outcome
         finally:
             self._answers.pop(request.id, None)
+            self._prompts.pop(request.id, None)
             self._requests.pop(request.id, None)
             self._stopped.discard(request.id)
 
@@ -176,6 +178,7 @@ class Batch:
             return _with(_stopped(request), loaded)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = ended
+        self._prompts[request.id] = len(wanted.prompt_T)
         self._admit.append(wanted)
         self._some.set()
         outcome = await ended
@@ -226,10 +229,21 @@ async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
     await runtime.send(LoadSnapshot(snapshot_id, state), Done)
 
 
-def _outcome(request: Pending, result: SampleResult) -> Outcome:
+def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:
+    """The answer, and what it used; `prompt`: tokens of the prompt."""
     if result.error is not None:
         return request.failed(result.error, "user")
-    return request.done(encode_sample(result), "proto")
+    assert request.sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
+    session, base = request.session_id, request.sampler.base_model
+    cached = result.prompt_cache_hit_tokens
+    sampled = sum(len(sequence.tokens_T) for sequence in result.sequences)
+    return request.done(
+        encode_sample(result),
+        "proto",
+        Used(session, base, UsageKind.PREFILL, prompt - cached),
+        Used(session, base, UsageKind.CACHED_PREFILL, cached),
+        Used(session, base, UsageKind.SAMPLE, sampled),
+    )
 
 
 def _with(outcome: Outcome, loaded: SamplerLoaded | None) -> Outcome:

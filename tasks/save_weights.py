@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 
 from backend.commands import AdapterState, ExportAdapter
-from backend.journal import CheckpointKind, CheckpointSaved, Outcome, Pending
+from backend.journal import CheckpointKind, CheckpointSaved, Outcome, Pending, UsageKind, Used
 from backend.store import CheckpointMeta, CheckpointPath, Saved
 from backend.wire import decode_save_weights, encode_saved
 from tasks.runtime import Runtime
@@ -32,7 +32,7 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
         user_metadata=wanted.user_metadata,
         overwrite=wanted.overwrite,
     )
-    return request.done(encode_saved(effect.path), "json", effect)
+    return request.done(encode_saved(effect.path), "json", effect, one_checkpoint(runtime, request))
 
 
 async def save(
@@ -69,6 +69,11 @@ async def save(
     else:
         write = partial(runtime.store.save, run_id, kind, name, state, meta, overwrite=over)
     return _row(await asyncio.to_thread(write))
+
+
+def one_checkpoint(runtime: Runtime, request: Pending) -> Used:
+    """That the request saved one."""
+    return Used(request.session_id, runtime.card.name, UsageKind.CHECKPOINT, 1)
 
 
 def _row(saved: Saved) -> CheckpointSaved:

@@ -6,7 +6,7 @@ from backend.commands import AdapterState, ExportAdapter
 from backend.journal import CheckpointKind, Outcome, Pending
 from backend.wire import decode_save_external, encode_saved
 from tasks.runtime import Runtime
-from tasks.save_weights import save
+from tasks.save_weights import one_checkpoint, save
 from tasks.turns import Turn
 
 
@@ -27,4 +27,4 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
         recipients=wanted.recipients,
     )
     result = encode_saved(effect.path, kind="save_weights_external", size_bytes=effect.size_bytes)
-    return request.done(result, "json", effect)
+    return request.done(result, "json", effect, one_checkpoint(runtime, request))

@@ -8,7 +8,7 @@ from backend.journal import CheckpointKind, NewSampler, Outcome, Pending, Sample
 from backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
 from tasks.commit import commit
 from tasks.runtime import Runtime
-from tasks.save_weights import save
+from tasks.save_weights import one_checkpoint, save
 from tasks.turns import Turn
 
 
@@ -48,4 +48,6 @@ async def _save(runtime: Runtime, request: Pending, turn: Turn, wanted: SaveForS
         ttl_seconds=wanted.ttl_seconds,
         user_metadata=wanted.user_metadata,
     )
-    return request.done(encode_saved(effect.path, kind="save_weights_for_sampler"), "json", effect)
+    return request.done(
+        encode_saved(effect.path, kind="save_weights_for_sampler"), "json", effect, one_checkpoint(runtime, request)
+    )

@@ -15,6 +15,7 @@ from backend.journal.kinds import (
     RequestState,
     SamplerState,
     SessionState,
+    UsageKind,
 )
 from backend.journal.limits import Limits
 from backend.journal.migrate import migrate
@@ -36,6 +37,7 @@ from backend.journal.records import (
     SequencesRecorded,
     SnapshotTaken,
     StepMade,
+    Used,
 )
 from backend.journal.recovery import Recovery
 from backend.journal.search import SessionQuery, SessionStatus, plain_metadata
@@ -60,6 +62,9 @@ from backend.journal.views import (
     SessionView,
     ShareView,
     SnapshotView,
+    StoredNow,
+    StoredUsage,
+    Usage,
 )
 from backend.journal.waiters import Waiters
 
@@ -114,6 +119,11 @@ __all__ = [
     "SnapshotTaken",
     "SnapshotView",
     "StepMade",
+    "StoredNow",
+    "StoredUsage",
+    "Usage",
+    "UsageKind",
+    "Used",
     "Waiters",
     "access_hash",
     "migrate",

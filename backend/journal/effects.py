@@ -24,6 +24,7 @@ from backend.journal.records import (
     SequencesRecorded,
     SnapshotTaken,
     StepMade,
+    Used,
 )
 from backend.journal.statements import (
     answered,
@@ -62,6 +63,8 @@ def apply(connection: sa.Connection, effect: Effect, now: datetime) -> list[str]
             _note_saved(connection, effect, now)
         case SequencesRecorded():
             stability.record(connection, effect, now)
+        case Used():
+            pass  # finishing.finish adds up those of all outcomes
         case _:
             assert_never(effect)
     return []

@@ -11,10 +11,10 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal import completions
+from backend.journal import completions, usage
 from backend.journal.effects import apply, end_models
 from backend.journal.kinds import ModelState, RequestState
-from backend.journal.records import Outcome
+from backend.journal.records import Outcome, Used
 from backend.journal.statements import COMPLETION, IS_PENDING, answered, done
 from backend.journal.tables import Model, Request
 
@@ -92,6 +92,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
             topics += apply(connection, effect, now)
         if outcome.error is not None and outcome.model_id is not None and outcome.seq_id == 0:
             topics += end_models(connection, [outcome.model_id], ModelState.FAILED, outcome.error, now)
+    usage.add(connection, [one for outcome in winners for one in outcome.effects if isinstance(one, Used)], now)
     return ids, topics
 
 

@@ -29,6 +29,7 @@ from backend.journal import (
     shares,
     stability,
     submitting,
+    usage,
 )
 from backend.journal import base_models as base_model_rows
 from backend.journal import checkpoints as checkpoint_rows
@@ -60,6 +61,9 @@ from backend.journal.views import (
     SessionSummary,
     SessionView,
     ShareView,
+    StoredNow,
+    StoredUsage,
+    Usage,
     model_view,
     sampler_view,
     session_view,
@@ -513,6 +517,22 @@ class Journal:
         """What was done on a UTC day (default: today), oldest first; `resource`: the first word of the events."""
         with self._database.read() as connection:
             return audit.entries(connection, owner, resource, day or self._clock.now().date())
+
+    # -------------------------------------------------------------- what was used: usage.py
+    def usage(self, owner: str | None, start: datetime, end: datetime) -> list[Usage]:
+        """Tokens and saved checkpoints in the hours that begin in [start, end), by hour and then the most first."""
+        with self._database.read() as connection:
+            return usage.usage(connection, owner, start, end)
+
+    def stored(self, owner: str | None, start: datetime, end: datetime) -> list[StoredUsage]:
+        """What checkpoints took up in each hour of [start, end), both whole hours, until now."""
+        with self._database.read() as connection:
+            return usage.stored(connection, owner, start, end, self._clock.now())
+
+    def stored_now(self, owner: str | None, project: str | None = None) -> list[StoredNow]:
+        """How many checkpoints there are and their bytes, by project and key; of one project when it is given."""
+        with self._database.read() as connection:
+            return usage.stored_now(connection, owner, project, self._clock.now())
 
     def _ago(self, seconds: float) -> datetime:
         return self._clock.now() - timedelta(seconds=seconds)

@@ -62,6 +62,16 @@ class SamplerState(StrEnum):
     CLOSED = "closed"
 
 
+class UsageKind(StrEnum):
+    """What is counted: tokens, or for the last one checkpoints that were saved."""
+
+    TRAINING = "training"  # of forward_backward and forward alike: the SDK knows no other kind for either
+    PREFILL = "prefill"  # of prompts; once, however many sequences are sampled from one
+    CACHED_PREFILL = "cached_prefill"  # those of them that a cache spared
+    SAMPLE = "sample"
+    CHECKPOINT = "checkpoint"
+
+
 class CheckpointKind(StrEnum):
     """The path segment of a checkpoint: training state, weights for sampling, or weights exported for downloads."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from backend.commands import Optimizer, StabilityInfo
 from backend.errors import Category
-from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState
+from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, UsageKind
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,16 @@ class SnapshotTaken:
     snapshot_id: str | None = None
 
 
+@dataclass(frozen=True)
+class Used:
+    """So many tokens (or checkpoints) were used for a session on a base model; counted in the hour of the answer."""
+
+    session_id: str
+    base_model: str
+    kind: UsageKind
+    quantity: int
+
+
 Effect = (
     ModelLive
     | ModelEnded
@@ -214,6 +224,7 @@ Effect = (
     | CheckpointSaved
     | SequencesRecorded
     | SnapshotTaken
+    | Used
 )
 
 

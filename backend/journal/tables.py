@@ -360,3 +360,16 @@ class WeightsShare(Table, table=True):
     created_at: datetime = Field(sa_type=UtcDateTime)
     expires_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     revoked_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+
+
+class UsageBucket(Table, table=True):
+    """How much of one kind a session used on a base model in one hour. Only ever added to."""
+
+    __tablename__ = "usage_bucket"
+    __table_args__ = (sa.Index("ix_usage_bucket_bucket_start", "bucket_start"),)
+
+    session_id: str = Field(foreign_key="session.id", primary_key=True)
+    bucket_start: datetime = Field(sa_type=UtcDateTime, primary_key=True)
+    base_model: str = Field(primary_key=True)
+    kind: str = Field(primary_key=True)
+    quantity: int = Field(sa_type=sa.BigInteger)

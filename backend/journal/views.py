@@ -11,7 +11,7 @@ from sqlalchemy import Row
 
 from backend.commands import Optimizer
 from backend.errors import Category, TinkerflowError
-from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, SessionState
+from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, SessionState, UsageKind
 from backend.journal.records import Effect, Outcome
 
 T = TypeVar("T")
@@ -184,6 +184,47 @@ class AuditView:
     tinker_path: str | None
     purpose: str | None
     details: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a session used of one kind on a base model, in the hour from bucket_start on.
+
+    project: the session's today. key_id, key_name: of the key that made the session, "" and None without keys.
+    """
+
+    bucket_start: datetime
+    session_id: str
+    base_model: str
+    kind: UsageKind
+    quantity: int
+    project: str
+    key_id: str
+    key_name: str | None
+    user_metadata: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class StoredUsage:
+    """What checkpoints of a base model took up in the hour from bucket_start on, in byte-hours."""
+
+    bucket_start: datetime
+    base_model: str
+    project: str
+    key_id: str
+    key_name: str | None
+    byte_hours: float
+
+
+@dataclass(frozen=True)
+class StoredNow:
+    """How many checkpoints of a project and key there are, and their bytes."""
+
+    project: str
+    key_id: str
+    key_name: str | None
+    checkpoints: int
+    size_bytes: int
 
 
 @dataclass(frozen=True)

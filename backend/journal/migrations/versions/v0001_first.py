@@ -144,6 +144,17 @@ def upgrade() -> None:
     op.create_index("ix_session_owner_created_at", "session", ["owner", "created_at"], unique=False)
     op.create_index("ix_session_state_last_seen_at", "session", ["state", "last_seen_at"], unique=False)
     op.create_table(
+        "usage_bucket",
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("bucket_start", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("quantity", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_usage_bucket_session_id"),
+        sa.PrimaryKeyConstraint("session_id", "bucket_start", "base_model", "kind", name="pk_usage_bucket"),
+    )
+    op.create_index("ix_usage_bucket_bucket_start", "usage_bucket", ["bucket_start"], unique=False)
+    op.create_table(
         "model",
         sa.Column("id", sa.String(), nullable=False),
         sa.Column("session_id", sa.String(), nullable=False),

@@ -1,0 +1,73 @@
+"""Usage: counted once, with the answer; stored bytes follow from the lives of checkpoints."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from backend.journal import CheckpointKind, CheckpointSaved, ModelEnded, ModelState, UsageKind, Used
+from backend.journal.usage import HOUR, floor
+
+
+def used(session, kind=UsageKind.TRAINING, quantity=10):
+    return Used(session, "tiny", kind, quantity)
+
+
+def amounts(journal, owner, start):
+    return [(row.kind, row.quantity) for row in journal.usage(owner, start, start + 10 * HOUR)]
+
+
+def test_usage_is_added_up_by_hour_and_only_with_the_first_answer(scene, clock):
+    session, start = scene.session(), floor(clock.now())
+    model = scene.model(session)
+    for seq in (1, 2):
+        scene.submit(model, seq)
+    first, second = scene.journal.ready(model)
+    scene.journal.finish([one.done(b"", "json", used(session)) for one in (first, second)])
+    scene.journal.finish([first.done(b"", "json", used(session))])
+    assert amounts(scene.journal, "local", start) == [("training", 20)]
+    scene.submit(model, 3)
+    clock.advance(3600)
+    (third,) = scene.journal.ready(model)
+    scene.journal.finish([third.done(b"", "json", used(session, quantity=5), used(session, UsageKind.SAMPLE, 7))])
+    assert amounts(scene.journal, "local", start) == [("training", 20), ("sample", 7), ("training", 5)]
+    assert amounts(scene.journal, "local", start + HOUR) == [("sample", 7), ("training", 5)]
+    assert amounts(scene.journal, "stranger", start) == []
+    assert amounts(scene.journal, None, start) == amounts(scene.journal, "local", start)
+    assert [row.project for row in scene.journal.usage("local", start, start + HOUR)] == ["local"]
+
+
+def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
+    session, start = scene.session(), floor(clock.now())
+    model = scene.model(session)
+    scene.submit(model, 1)
+    (save,) = scene.journal.ready(model)
+    path = f"tinker://{model}/weights/a"
+    row = CheckpointSaved(
+        path, model, CheckpointKind.WEIGHTS, "a", "local", "tiny", 8, True, True, True, step=1, size_bytes=1000
+    )
+    clock.advance(1800)
+    scene.journal.finish([save.done(b"", "json", row, used(session, UsageKind.CHECKPOINT, 1))])
+    clock.advance(2 * 3600)
+    (now,) = scene.journal.stored_now("local")
+    assert (now.project, now.checkpoints, now.size_bytes) == ("local", 1, 1000)
+    assert scene.journal.stored_now("local", "other") == scene.journal.stored_now("stranger") == []
+    scene.journal.delete_checkpoint(path, "local")
+    clock.advance(5 * 3600)
+    hours = scene.journal.stored("local", start, start + 10 * HOUR)
+    assert [(one.bucket_start - start, one.byte_hours) for one in hours] == [
+        (timedelta(hours=0), pytest.approx(500)),
+        (timedelta(hours=1), pytest.approx(1000)),
+        (timedelta(hours=2), pytest.approx(500)),
+    ]
+    assert scene.journal.stored_now("local") == []
+
+
+def test_what_failed_used_nothing(scene, clock):
+    session = scene.session()
+    model = scene.model(session)
+    scene.submit(model, 1)
+    (request,) = scene.journal.ready(model)
+    scene.journal.finish([request.failed("no", "user", ModelEnded(model, ModelState.LOST, "gone"))])
+    assert amounts(scene.journal, None, floor(clock.now())) == []
