@@ -12,7 +12,7 @@ from tinker import types
 
 def train(client, make_datum, kill=lambda: None):
     """Losses and gradient norms of some steps sent at once; `kill` is called while they are under way."""
-    tokens = [1 + i % 200 for i in range(300)]
+    tokens = [1 + i % 200 for i in range(80)]
     futures = []
     for step in range(4):
         futures.append(client.forward_backward([make_datum(tokens[step:])] * 4, "cross_entropy"))

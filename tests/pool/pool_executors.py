@@ -91,6 +91,8 @@ class Echo:
                 raise StateLostError("adapter 'a' went with generation 1")
             case "crash":
                 raise ZeroDivisionError(f"on rank {self.rank}")
+            case "memory":
+                raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes")
             case "reply":
                 self.execute = lambda command: object()  # type: ignore[method-assign,assignment,return-value]
             case "exit":

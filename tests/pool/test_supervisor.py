@@ -199,6 +199,48 @@ async def test_a_killed_rank_ends_the_group_and_a_new_one_serves(start_pool: Sta
     assert not {*old} & {*pool.pids}
 
 
+async def test_who_was_being_executed_is_told_so(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    executing, waiting = (asyncio.create_task(pool.submit(sleep(30))), asyncio.create_task(pool.submit(Ping())))
+    await asyncio.sleep(0.1)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    with pytest.raises(errors.SuspectError) as suspect:
+        await executing
+    assert not suspect.value.crashed
+    with pytest.raises(errors.GroupFailedError) as bystander:
+        await waiting
+    assert type(bystander.value) is errors.GroupFailedError
+    await serves_again(pool)
+    with pytest.raises(errors.SuspectError) as crashed:
+        await pool.submit(order("die"))
+    assert crashed.value.crashed
+
+
+async def test_out_of_memory_ends_the_group(start_pool: StartPool) -> None:
+    pool = await start_pool(processes=2)
+    with pytest.raises(errors.SuspectError, match="RESOURCE_EXHAUSTED") as crashed:
+        await pool.submit(order("memory"))
+    assert crashed.value.crashed
+    await serves_again(pool)
+
+
+async def test_a_command_for_an_ended_generation_is_not_given_to_the_next(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    first = await pool.serving()
+    assert await pool.submit(Ping(), generation=first) == Done()
+    os.kill(pool.pids[0], signal.SIGKILL)
+    assert await asyncio.wait_for(_next_generation(pool, first), 30) == first + 1
+    with pytest.raises(errors.GroupFailedError, match=f"worker group {first} serves no more"):
+        await pool.submit(Ping(), generation=first)
+    assert await pool.submit(Ping(), generation=first + 1) == Done()
+
+
+async def _next_generation(pool: Pool, before: int) -> int:
+    while (generation := await pool.serving()) == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return generation
+
+
 @pytest.mark.parametrize("word", ["exit:1", "die:1", "thread:1", "exit:0"])
 async def test_a_rank_that_ends_itself_is_named(start_pool: StartPool, word: str) -> None:
     pool = await start_pool(processes=2)

@@ -1,0 +1,112 @@
+"""From a kill to the next completed step, with where the time goes: `python tests/benchmarks/recovery.py`.
+
+Starts `tinkerflow up` with the embedded tiny model, Prefect off, a warm compilation cache (a first life fills it), and
+kills a worker, then the engine. The parts come from the time stamps in the engine's log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+
+import tinker
+from tinker import types
+
+os.environ["TINKER_TELEMETRY"] = "0"
+ROUNDS = 3
+STEPS = 12
+_MARKS = {
+    "noticed": re.compile(r"flows\.dispatch: .*another one is being started"),
+    "group serves": re.compile(r"flows\.dispatch: .*serves; models are restored"),
+    "model restored": re.compile(r"tasks\.recovery: model \S+ is restored"),
+}
+
+
+def main() -> None:
+    """Print one line per kill, and what a snapshot costs a step."""
+    print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+    with tempfile.TemporaryDirectory() as folder:
+        data_dir = Path(folder)
+        up = subprocess.Popen(
+            [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", folder],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TINKERFLOW_PREFECT": "off", "TINKERFLOW_SNAPSHOT_STEPS": "5"},
+        )
+        try:
+            assert up.stdout is not None
+            url = next(match[1] for line in up.stdout if (match := re.match(r"ready: (\S+)", line)))
+            measure(url, data_dir, up.pid)
+        finally:
+            up.terminate()
+            up.wait()
+
+
+def measure(url: str, data_dir: Path, up: int) -> None:
+    """Kill by turns, and time the next step."""
+    with tinker.ServiceClient(base_url=url, api_key="tml-bench") as service:
+        base = service.get_server_capabilities().supported_models[0].model_name
+        client = service.create_lora_training_client(base_model=str(base), rank=8, seed=1).result()
+        steps = [step(client) for _ in range(STEPS)]
+        print(f"step without a kill: median {statistics.median(steps[2:]) * 1000:.0f} ms (a snapshot every 5 steps)")
+        for part in ("backend.pool.worker", "deployments.cli engine") * ROUNDS:
+            began = time.time()
+            os.kill(find(up, part), signal.SIGKILL)
+            step(client)
+            total = time.time() - began
+            parts = {name: stamp - began for name, stamp in stamps(data_dir / "logs" / "engine.log", began).items()}
+            shown = ", ".join(f"{name} after {seconds:.2f} s" for name, seconds in parts.items())
+            print(f"{part}: next step after {total:.2f} s ({shown})", flush=True)
+            for _ in range(STEPS):
+                step(client)
+
+
+def step(client: tinker.TrainingClient) -> float:
+    """One forward_backward and optim_step; seconds."""
+    tokens = list(range(1, 41))
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    began = time.perf_counter()
+    forward = client.forward_backward([datum], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+    forward.result()
+    return time.perf_counter() - began
+
+
+def find(up: int, words: str) -> int:
+    """The pid of a descendant of `up` whose command line has these words."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    below, size = {up}, 0
+    while len(below) > size:
+        size = len(below)
+        below |= {int(pid) for pid, parent, _ in rows if int(parent) in below}
+    return next(int(pid) for pid, _, args in rows if int(pid) in below and words in args)
+
+
+def stamps(log: Path, since: float) -> dict[str, float]:
+    """When each of _MARKS was first logged after `since`, in seconds since the epoch."""
+    found: dict[str, float] = {}
+    for line in log.read_text().splitlines():
+        try:
+            at = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        except ValueError:
+            continue
+        for name, mark in _MARKS.items():
+            if at >= since and mark.search(line):
+                found.setdefault(name, at)
+    return found
+
+
+if __name__ == "__main__":
+    main()
