@@ -11,7 +11,20 @@ from api.auth import Authenticator
 from api.deps import authorised
 from api.holds import Holds
 from api.models import Health
-from api.routes import auth, copies, downloads, futures, lookup, runs, sampling, service, sessions, training, weights
+from api.routes import (
+    auth,
+    billing,
+    copies,
+    downloads,
+    futures,
+    lookup,
+    runs,
+    sampling,
+    service,
+    sessions,
+    training,
+    weights,
+)
 from api.services import Services
 from backend.clock import Clock, SystemClock
 from backend.journal import Journal, Waiters
@@ -44,7 +57,20 @@ def create_app(
     )
     errors.install(app)
     app.add_api_route(f"{_PREFIX}/healthz", _healthz, methods=["GET"])
-    busiest_first = (futures, training, sampling, service, sessions, weights, runs, lookup, auth, copies, downloads)
+    busiest_first = (
+        futures,
+        training,
+        sampling,
+        service,
+        sessions,
+        weights,
+        runs,
+        lookup,
+        billing,
+        auth,
+        copies,
+        downloads,
+    )
     for subject in busiest_first:
         app.include_router(subject.router, prefix=_PREFIX, dependencies=[Depends(authorised)])
     app.include_router(downloads.link_router, prefix=_PREFIX)

@@ -55,6 +55,13 @@ class Settings(BaseSettings):
     max_stored_bytes: int = Field(default=0, ge=0, description="of a project's checkpoints; then nothing more is saved")
     max_body_bytes: int = Field(default=256 * 2**20, ge=2**16, description="largest body, after decompression")
 
+    # What clients are told that their usage costs, in US dollars; 0 = not configured, and they are told nothing.
+    price_training: float = Field(default=0.0, ge=0, description="of a million training tokens")
+    price_prefill: float = Field(default=0.0, ge=0, description="of a million prompt tokens")
+    price_cached_prefill: float = Field(default=0.0, ge=0, description="of a million prompt tokens that a cache spared")
+    price_sample: float = Field(default=0.0, ge=0, description="of a million sampled tokens")
+    price_storage: float = Field(default=0.0, ge=0, description="of a gigabyte of checkpoints for 720 hours")
+
     prefect: Literal["embedded", "external", "off"] = Field(
         default="embedded", description="start a Prefect server, use the one at PREFECT_API_URL, or track nothing"
     )

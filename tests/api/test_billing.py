@@ -1,0 +1,105 @@
+"""Usage, through the SDK: tokens and bytes of one's own project, with costs where prices are configured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+import tinker
+
+from backend.journal import CheckpointKind, CheckpointSaved, ModelLive, UsageKind, Used
+
+BASE, GIGABYTE = "tiny/bigram", 10**9
+
+
+@pytest.fixture
+def window() -> tuple[datetime, datetime]:
+    """An hour before this one until an hour after it."""
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    return hour - timedelta(hours=1), hour + timedelta(hours=2)
+
+
+@pytest.fixture
+def used(journal: Any) -> Any:
+    """Has a new model of a key use things, as the engine does; its session."""
+
+    def use(server: Any, secret: str) -> str:
+        model = server.model(secret)
+        session = model.split(":")[0]
+        (creation,) = journal.ready(model)
+        amounts = {
+            UsageKind.TRAINING: 2_000_000,
+            UsageKind.PREFILL: 500,
+            UsageKind.CACHED_PREFILL: 300,
+            UsageKind.SAMPLE: 100,
+            UsageKind.CHECKPOINT: 1,
+        }
+        saved = CheckpointSaved(
+            f"tinker://{model}/weights/a", model, CheckpointKind.WEIGHTS, "a", creation.owner, BASE,
+            8, True, True, True, step=1, size_bytes=3 * GIGABYTE,
+        )  # fmt: skip
+        effects = [Used(session, BASE, kind, amount) for kind, amount in amounts.items()]
+        journal.finish([creation.done(b"{}", "json", ModelLive(model), saved, *effects)])
+        return session
+
+    return use
+
+
+def test_usage_is_of_ones_project_and_an_admins_of_all(start: Any, journal: Any, used: Any, window: Any) -> None:
+    server = start(host="0.0.0.0", price_training=1.5, price_storage=7.2)
+    secrets = {name: journal.create_key(name, name, admin=name == "root")[1] for name in ("ann", "bob", "root")}
+    session = used(server, secrets["ann"])
+    client = {name: tinker.AdminClient(base_url=server.url, api_key=secret) for name, secret in secrets.items()}
+    answer = client["ann"].get_billing_usage(*window).result()
+    events = {(e.event_info.type, getattr(e.event_info, "cached", None)): e for e in answer.data}
+    training = events["training", None]
+    assert (training.event_info.token_count, training.estimated_cost_usd) == (2_000_000, pytest.approx(3.0))
+    assert (training.session_id, training.user_name, training.project_id) == (session, "ann", "ann")
+    assert training.bucket_end - training.bucket_start == timedelta(hours=1)
+    prefill = events["sampling_prefill", False], events["sampling_prefill", True]
+    assert [e.event_info.token_count for e in prefill] == [500, 300]
+    assert [e.estimated_cost_usd for e in prefill] == [None, None]
+    assert events["sampling_sample", None].event_info.token_count == 100
+    assert events["checkpoint", None].event_info.count == 1
+    assert answer.sessions[session].user_metadata == {}
+    (now,) = client["ann"].get_current_checkpoint_storage_usage().result().data
+    assert (now.project_id, now.checkpoint_count, now.size_gigabytes) == ("ann", 1, 3.0)
+    assert now.estimated_monthly_cost_usd == pytest.approx(21.6)
+    assert client["bob"].get_billing_usage(*window).result().data == []
+    assert client["bob"].get_current_checkpoint_storage_usage(project_id="ann").result().data == []
+    root = client["root"].get_billing_usage(*window).result()
+    assert {event.project_id for event in root.data} == {"ann"}
+
+
+def test_the_command_line_shows_usage(server: Any, used: Any, window: Any) -> None:
+    session = used(server, "tml-test")
+    said = [command_line(server, "billing", "usage", *(moment.isoformat() for moment in window), "--csv", "-")]
+    said.append(command_line(server, "billing", "checkpoint-storage"))
+    assert session in said[0] and "2000000" in said[0] and "sampling_prefill" in said[0]
+    assert "local" in said[1] and str(3 * GIGABYTE) in said[1]
+
+
+def command_line(server: Any, *words: str) -> str:
+    import os
+
+    env = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-test", "COLUMNS": "400"}
+    done = subprocess.run([sys.executable, "-m", "tinker.cli", *words], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("start_at", "end_at", "said"),
+    [
+        ("2026-01-01T00:30:00Z", "2026-01-02T00:00:00Z", "starting_on is 2026-01-01T00:30:00+00:00: must be a whole"),
+        ("2026-01-01T00:00:00Z", "2026-01-16T00:00:00Z", "at most 14 days"),
+        ("2026-01-02T00:00:00Z", "2026-01-02T00:00:00Z", "must be after starting_on"),
+    ],
+)
+def test_a_wrong_window_is_told_its_rule(server: Any, start_at: str, end_at: str, said: str) -> None:
+    answer = server.get("billing/usage/events", params={"starting_on": start_at, "ending_before": end_at})
+    assert answer.status_code == 400
+    assert said in answer.json()["detail"]
