@@ -46,6 +46,7 @@ from backend.store import CheckpointMeta, CheckpointPath, Store
 from backend.wire import (
     decode_forward,
     decode_load_model,
+    decode_load_weights,
     decode_optim_step,
     decode_sample,
     decode_save_external,
@@ -122,6 +123,12 @@ class Engine:
         self.journal.checkpoint(asked.path, request.owner, access=asked.access)
         self.tables[model], self.grads[model], self.steps[model] = self._table(asked.path).copy(), 0.0, 0
         return request.done(encode_loaded(model, asked.path), "json", ModelLive(model))
+
+    def _load_weights(self, request: Pending) -> Outcome:
+        asked, model = decode_load_weights(request.payload), str(request.model_id)
+        self.journal.checkpoint(asked.path, request.owner, access=asked.access)
+        self.tables[model], self.grads[model], self.steps[model] = self._table(asked.path).copy(), 0.0, 0
+        return request.done(encode_loaded(model, asked.path), "json", StepMade(model, 0))
 
     def _forward_backward(self, request: Pending) -> Outcome:
         command = decode_forward(read_forward(request.payload), vocab_size=VOCAB, max_context=CONTEXT)

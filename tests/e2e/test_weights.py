@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,31 @@ import transformers
 from tinker import types
 
 TEXT = [17, 45, 99, 23, 23, 150, 7, 81, 3, 9]
+# Importing the SDK takes seconds, so one process executes several commands of its command line, as `tinker` does.
+RUN_COMMANDS = """
+import contextlib, io, json, sys
+from tinker.cli.__main__ import main_cli
+said = []
+for command in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        main_cli(["--format", "json", *command.split()], standalone_mode=False)
+    said.append(out.getvalue().strip())
+print(json.dumps(said))
+"""
 BOUND = 2e-3  # nats, of each token's logprob
 
 
 @pytest.fixture
 def cli(server: Any, tmp_path: Path) -> Callable[..., Any]:
-    """cli(*words): what the command `tinker --format json *words` answered, in an empty home."""
+    """cli(*commands): what each of these words of `tinker --format json` answered; one process, in an empty home."""
     (tmp_path / "home").mkdir()
     more = {"TINKER_BASE_URL": server.api_url, "TINKER_API_KEY": "tml-test", "HOME": str(tmp_path / "home")}
 
-    def run(*words: str) -> Any:
-        command = [sys.executable, "-W", "ignore", "-m", "tinker.cli", "--format", "json", *words]
+    def run(*commands: str) -> list[Any]:
+        command = [sys.executable, "-W", "ignore", "-c", RUN_COMMANDS, *commands]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | more, cwd=tmp_path)
-        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
-        return json.loads(done.stdout) if done.stdout.strip() else None
+        assert done.returncode == 0, f"{commands}: {done.stdout}{done.stderr}"
+        return [json.loads(answer or "null") for answer in json.loads(done.stdout)]
 
     return run
 
@@ -69,8 +79,7 @@ def test_a_downloaded_checkpoint_gives_our_logprobs_in_peft_also_merged(
     exported = trainers[1].save_weights_external("final").result().path
     expected = [ours(trainer, make_datum) for trainer in trainers]
     before = set(service_paths(server))
-    with ThreadPoolExecutor(2) as both:
-        done = list(both.map(lambda path: cli("checkpoint", "download", path, "-o", str(tmp_path)), (saved, exported)))
+    done = cli(*(f"checkpoint download {path} -o {tmp_path}" for path in (saved, exported)))
     assert set(service_paths(server)) == before  # the temporary export of the training checkpoint is deleted
     for told, wanted, head in zip(done, expected, (True, False), strict=True):
         folder = Path(told["destination"])
@@ -98,7 +107,7 @@ def test_an_encrypted_export_is_downloaded_as_it_is(
     trainer = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
     recipients = [str(identity.to_public())]
     path = trainer.save_weights_external("secret", ttl_seconds=3600, age_encryption_recipients=recipients).result().path
-    folder = Path(cli("checkpoint", "download", path, "-o", str(tmp_path))["destination"])
+    folder = Path(cli(f"checkpoint download {path} -o {tmp_path}")[0]["destination"])
     assert sorted(file.name for file in folder.iterdir()) == [
         "adapter_config.json.age",
         "adapter_model.safetensors.age",
@@ -113,23 +122,27 @@ def test_the_command_line_manages_checkpoints(server: Any, service: tinker.Servi
     first, second = (trainer.save_state(name).result().path for name in ("one", "two"))
     sampler = trainer.save_weights_for_sampler("three", ttl_seconds=3600).result().path
 
-    def info(path: str) -> Any:
-        return cli("checkpoint", "info", path)
-
-    listed = cli("checkpoint", "list", "--run-id", run)["checkpoints"]
-    assert {one["tinker_path"]: one["checkpoint_type"] for one in listed} == {
+    listed, *_, infos = cli(
+        f"checkpoint list --run-id {run}",
+        f"checkpoint publish {first}",
+        f"checkpoint set-ttl {first} --ttl 7200",
+        f"checkpoint set-ttl {sampler} --remove",
+        f"checkpoint info {first}",
+    )
+    assert {one["tinker_path"]: one["checkpoint_type"] for one in listed["checkpoints"]} == {
         first: "training",
         second: "training",
         sampler: "sampler",
     }
-    cli("checkpoint", "publish", first)
-    cli("checkpoint", "set-ttl", first, "--ttl", "7200")
-    cli("checkpoint", "set-ttl", sampler, "--remove")
-    found = {one["tinker_path"]: one for one in cli("checkpoint", "list", "--limit", "0")["checkpoints"]}
-    assert (found[first]["public"], found[first]["expires_at"] is None) == (True, False)
-    assert found[sampler]["expires_at"] is None
-    assert info(first)["lora_rank"] == 4
-    cli("checkpoint", "unpublish", first)
-    assert info(first)["public"] is False
-    assert cli("checkpoint", "delete", "--yes", first, sampler)["deleted_count"] == 2
-    assert [one["tinker_path"] for one in cli("checkpoint", "list", "--run-id", run)["checkpoints"]] == [second]
+    assert (infos["public"], infos["expires_at"] is None, infos["lora_rank"]) == (True, False, 4)
+
+    every, _, info, deleted, left = cli(
+        "checkpoint list --limit 0",
+        f"checkpoint unpublish {first}",
+        f"checkpoint info {first}",
+        f"checkpoint delete --yes {first} {sampler}",
+        f"checkpoint list --run-id {run}",
+    )
+    assert next(one for one in every["checkpoints"] if one["tinker_path"] == sampler)["expires_at"] is None
+    assert (info["public"], deleted["deleted_count"]) == (False, 2)
+    assert [one["tinker_path"] for one in left["checkpoints"]] == [second]
