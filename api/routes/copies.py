@@ -57,6 +57,7 @@ def _copy(call: Call, wanted: _Wanted) -> str:
         return path
     access = None if wanted.token is None else access_hash(wanted.token)
     source = call.journal.checkpoint(wanted.source, call.owner, access=access)
+    call.journal.check_storage(owner, call.services.limits)
     ttl, now = wanted.ttl_seconds, call.services.clock.now()
     expires_at = None if ttl is None else now + timedelta(seconds=ttl)
     saved = call.services.store.copy(

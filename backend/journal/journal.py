@@ -13,6 +13,7 @@ from typing import Self
 
 from backend.clock import Clock, SystemClock
 from backend.commands import StabilityInfo
+from backend.errors import UserError
 from backend.journal import (
     audit,
     cancelling,
@@ -38,7 +39,7 @@ from backend.journal.bell import Bell
 from backend.journal.database import Database
 from backend.journal.kinds import SessionState
 from backend.journal.leases import check
-from backend.journal.limits import NO_LIMITS, Limits
+from backend.journal.limits import NO_LIMITS, Limits, storage_failure
 from backend.journal.migrate import check_revision
 from backend.journal.records import CopyMade, NewCustomLoss, NewModel, NewRequest, NewSampler, NewSession, Outcome
 from backend.journal.recovery import Recovery
@@ -434,6 +435,13 @@ class Journal:
         """Whether there was a checkpoint at `path` which was deleted or expired: its name may be used again."""
         with self._database.read() as connection:
             return keeping.is_free(connection, path, self._clock.now())
+
+    def check_storage(self, owner: str, limits: Limits) -> None:
+        """UserError when the project may not store another checkpoint now."""
+        with self._database.read() as connection:
+            failure = storage_failure(connection, owner, limits)
+        if failure is not None:
+            raise UserError(failure[0])
 
     def record_copy(self, copy: CopyMade) -> str:
         """Make the rows of a copied checkpoint, in a run and session made for it; its path. Repeating is fine."""

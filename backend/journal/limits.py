@@ -89,14 +89,17 @@ def training_failure(connection: sa.Connection, request: NewRequest, limits: Lim
                 f"the request has {request.tokens} tokens, and this project has {waiting} waiting: "
                 f"together they must be at most {limits.queued_tokens} (max_queued_tokens)"
             )
-    if request.stores and limits.stored_bytes:
-        stored = _ask(connection, _COUNT_BYTES, request.owner)
-        if stored >= limits.stored_bytes:
-            return _over(
-                f"this project's checkpoints have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
-                "(max_stored_bytes); delete some"
-            )
-    return None
+    return storage_failure(connection, request.owner, limits) if request.stores else None
+
+
+def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> tuple[str, Category] | None:
+    """Why the project may not store another checkpoint now, or None."""
+    if not limits.stored_bytes or (stored := _ask(connection, _COUNT_BYTES, owner)) < limits.stored_bytes:
+        return None
+    return _over(
+        f"this project's checkpoints have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
+        "(max_stored_bytes); delete some"
+    )
 
 
 def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> tuple[str, Category] | None:
