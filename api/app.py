@@ -74,6 +74,7 @@ def create_app(
     for subject in busiest_first:
         app.include_router(subject.router, prefix=_PREFIX, dependencies=[Depends(authorised)])
     app.include_router(downloads.link_router, prefix=_PREFIX)
+    app.include_router(lookup.link_router, prefix=_PREFIX)
     return app
 
 

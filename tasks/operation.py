@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from backend.commands import Command, CreateAdapter, Forward, ImportAdapter, OptimStep
 from backend.errors import GroupFailedError, StateLostError, TinkerflowError
@@ -63,9 +64,15 @@ def begin(runtime: Runtime, request: Pending, turn: Turn, group: asyncio.TaskGro
 
 async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome | None:
     sent: list[Command] = []
+    times: list[datetime] = []
+
+    def note(command: Command) -> None:
+        sent.append(command)
+        times.append(runtime.clock.now())
+
     try:
         try:
-            outcome = await EXECUTE[request.kind](replace(runtime, note=sent.append), request, turn)
+            outcome = await EXECUTE[request.kind](replace(runtime, note=note), request, turn)
             await turn.to_answer()
         except GroupFailedError as error:
             return await _interrupted(runtime, request, turn, error)
@@ -75,7 +82,8 @@ async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome | 
             except GroupFailedError as interrupted:
                 return await _interrupted(runtime, request, turn, interrupted)
             outcome = failure(request, error)
-        await answer(runtime, replace(outcome, replays=any(map(_changes, sent))))
+        started = times[0] if times else None
+        await answer(runtime, replace(outcome, replays=any(map(_changes, sent)), started_at=started))
         return outcome
     finally:
         await turn.end()

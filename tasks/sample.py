@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 
 from backend.commands import Done, LoadSnapshot, SampleProgress, SampleRequest, SampleResult, SampleStep
@@ -30,6 +31,7 @@ class Batch:
         self._requests: dict[str, Pending] = {}
         self._answers: dict[str, asyncio.Future[Outcome]] = {}
         self._prompts: dict[str, int] = {}  # tokens
+        self._joined: dict[str, datetime] = {}
         self._admit: list[SampleRequest] = []
         self._cancel: list[str] = []
         self._decoding: set[str] = set()
@@ -93,6 +95,7 @@ class Batch:
         command = SampleStep(self._joining(), tuple(self._cancel))
         self._cancel = []
         self._decoding |= {request.request_id for request in command.admit}
+        self._joined |= dict.fromkeys((one.request_id for one in command.admit), self._runtime.clock.now())
         self._decoding -= set(command.cancel)
         try:
             progress = await self._runtime.send(command, SampleProgress)
@@ -150,11 +153,12 @@ class Batch:
                 return None
             except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
                 outcome = failure(request, error)
-            await answer(self._runtime, outcome)
+            await answer(self._runtime, replace(outcome, started_at=self._joined.get(request.id)))
             return outcome
         finally:
             self._answers.pop(request.id, None)
             self._prompts.pop(request.id, None)
+            self._joined.pop(request.id, None)
             self._requests.pop(request.id, None)
             self._stopped.discard(request.id)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import date
+from datetime import UTC, date, datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from fastapi.responses import Response
 
 from api import session_models as models
 from api.deps import Authorised
+from api.links import Linked, link
 from api.scope import AccessScope, visible
+from api.trace import trace
 from backend.journal import (
     AuditView,
     SessionFailure,
@@ -22,6 +25,7 @@ from backend.journal import (
 )
 
 router = APIRouter()
+link_router = APIRouter()  # opened by a link's signature instead of a key
 
 _RESOURCES = {
     "all": None,
@@ -92,6 +96,24 @@ async def assign_project(session_id: str, call: Authorised) -> dict[str, object]
         call.journal.assign_project, session_id, visible(call), asked.project_id, key_id=call.key_id
     )
     return {}
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def trace_export(session_id: str, call: Authorised) -> models.TraceExport:
+    """A link to the session's timeline, which is made anew at each download."""
+    await asyncio.to_thread(call.journal.session, session_id, visible(call))
+    return models.TraceExport(url=link(call, f"session_traces/{session_id}")[0])
+
+
+@link_router.get("/session_traces/{session_id}")
+async def read_trace(session_id: str, services: Linked) -> Response:
+    """The timeline, as Perfetto opens it."""
+
+    def read() -> bytes:
+        return trace(services.journal.timeline(session_id), datetime.now(UTC))
+
+    headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}
+    return Response(await asyncio.to_thread(read), media_type="application/json", headers=headers)
 
 
 @router.get("/audit", response_model_exclude_none=True)

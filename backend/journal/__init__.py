@@ -64,6 +64,7 @@ from backend.journal.views import (
     SnapshotView,
     StoredNow,
     StoredUsage,
+    Timed,
     Usage,
 )
 from backend.journal.waiters import Waiters
@@ -121,6 +122,7 @@ __all__ = [
     "StepMade",
     "StoredNow",
     "StoredUsage",
+    "Timed",
     "Usage",
     "UsageKind",
     "Used",

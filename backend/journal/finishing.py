@@ -27,6 +27,7 @@ _ANSWER = (
         result_type=sa.bindparam("to_result_type"),
         error=sa.bindparam("to_error"),
         category=sa.bindparam("to_category"),
+        started_at=sa.bindparam("to_started_at"),
         finished_at=sa.bindparam("now"),
         replays=sa.bindparam("to_replays"),
         completion=COMPLETION,
@@ -78,6 +79,7 @@ def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime
                 "to_result_type": outcome.result_type,
                 "to_error": outcome.error,
                 "to_category": outcome.category,
+                "to_started_at": outcome.started_at,
                 "to_replays": outcome.replays,
                 "now": now,
             }

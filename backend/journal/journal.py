@@ -30,6 +30,7 @@ from backend.journal import (
     shares,
     stability,
     submitting,
+    timeline,
     usage,
 )
 from backend.journal import base_models as base_model_rows
@@ -64,6 +65,7 @@ from backend.journal.views import (
     ShareView,
     StoredNow,
     StoredUsage,
+    Timed,
     Usage,
     model_view,
     sampler_view,
@@ -525,6 +527,11 @@ class Journal:
         """What was done on a UTC day (default: today), oldest first; `resource`: the first word of the events."""
         with self._database.read() as connection:
             return audit.entries(connection, owner, resource, day or self._clock.now().date())
+
+    def timeline(self, session_id: str) -> list[Timed]:
+        """When the session's requests came, began and were answered, in order of submission (timeline.py)."""
+        with self._database.read() as connection:
+            return timeline.timeline(connection, session_id)
 
     # -------------------------------------------------------------- what was used: usage.py
     def usage(self, owner: str | None, start: datetime, end: datetime) -> list[Usage]:

@@ -250,7 +250,7 @@ class Outcome:
     number it (completions.py). effects happen in the same
     transaction, and only if this is the request's first answer. A failed creation (seq_id 0) ends its model by itself.
     replays: it changed the model, so it is executed again when the model must be made again. That counts even when
-    somebody else answered the request first.
+    somebody else answered the request first. started_at: when its first command was sent, None when none was.
     """
 
     request_id: str
@@ -263,6 +263,7 @@ class Outcome:
     seq_id: int | None = None
     effects: tuple[Effect, ...] = ()
     replays: bool = False
+    started_at: datetime | None = None
 
     def __post_init__(self) -> None:
         """Refuse an outcome that is neither a result nor an error, or both."""

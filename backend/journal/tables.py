@@ -251,6 +251,7 @@ class Request(Table, table=True):
     error: str | None = None
     category: str | None = None
     created_at: datetime = Field(sa_type=UtcDateTime)
+    started_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     finished_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     read_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     dropped_at: datetime | None = Field(default=None, sa_type=UtcDateTime)

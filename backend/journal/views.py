@@ -205,6 +205,22 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """When a request came, when work on it began (None: not, or not yet), and when it was answered."""
+
+    id: str
+    kind: Kind
+    model_id: str | None
+    sampler_id: str | None
+    seq_id: int | None
+    state: str
+    base_model: str
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True)
 class StoredUsage:
     """What checkpoints of a base model took up in the hour from bucket_start on, in byte-hours."""
 

@@ -215,6 +215,7 @@ def upgrade() -> None:
         sa.Column("error", sa.String(), nullable=True),
         sa.Column("category", sa.String(), nullable=True),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("started_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("read_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("dropped_at", sa.DateTime(timezone=True), nullable=True),
