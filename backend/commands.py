@@ -32,6 +32,7 @@ LOSS_CONFIG: Mapping[Loss, Mapping[str, float]] = {
 }
 LOSSES = tuple(LOSS_CONFIG)  # all but `custom`, whose config is the name of a traced loss
 TOKEN_LOSSES: tuple[Loss, ...] = LOSSES[:5]  # a token's loss needs its own logprob only; the others' the whole sequence
+NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes for an empty cell
 
 
 # ------------------------------------------------------------------ what the data looks like
@@ -103,6 +104,21 @@ class AdamParams:
 
 
 @dataclass(frozen=True)
+class PromptWishes:
+    """What more than its own logprobs is wanted of a prompt of T tokens. Rows stand for its tokens 1 to T - 1.
+
+    last_n: only the last so many prompt logprobs (and rows of `top`) are computed, None = all.
+    top: so many most likely tokens; alternatives: so many draws at the request's temperature, 0 = off.
+    targets_TK int32 [T - 1, K]: tokens to score at each place, -1 = none.
+    """
+
+    last_n: int | None = None
+    top: int = 0
+    targets_TK: Int32 | None = None
+    alternatives: int = 0
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One prompt to continue `num_samples` times. `snapshot_id` None samples the base model.
 
@@ -122,26 +138,51 @@ class SampleRequest:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     prompt_logprobs: bool = False
+    prompt: PromptWishes | None = None
+    topk_sample: int = 0  # candidates listed for each sampled token, 0 = off
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """k tokens at each of N positions: tokens_Nk int32 and their logprobs_Nk float32, of the full untempered softmax.
+
+    A row of a top-k list that is not computed has token 0 and logprob NO_LOGPROB in every cell.
+    """
+
+    tokens_Nk: Int32
+    logprobs_Nk: Float32
 
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """tokens_T int32 and their logprobs_T float32 (natural log, of the full untempered softmax)."""
+    """tokens_T int32 and their logprobs_T float32 (natural log, of the full untempered softmax).
+
+    top: the most likely tokens at each of the T, best first, when `topk_sample` asks for them.
+    """
 
     tokens_T: Int32
     logprobs_T: Float32
     stop_reason: Literal["stop", "length"]
+    top: Candidates | None = None
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What became of one SampleRequest: its sequences, or `error` (and nobody else's)."""
+    """What became of one SampleRequest: its sequences, or `error` of a category (and nobody else's).
+
+    Each of the last three only when wished: top has a row for every prompt token (the first is empty), targets_TK and
+    alternatives one for every prompt token but the first; targets_TK is 0.0 where no token was named.
+    """
 
     request_id: str
     sequences: tuple[SampledSequence, ...] = ()
     prompt_logprobs_T: Float32 | None = None  # NaN first
     prompt_cache_hit_tokens: int = 0
     error: str | None = None
+    category: Literal["user", "server"] = "user"
+    top: Candidates | None = None
+    targets_TK: Float32 | None = None
+    alternatives: Candidates | None = None
 
 
 # ------------------------------------------------------------------ commands, each with its reply

@@ -9,10 +9,18 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 
-from backend.commands import Done, LoadSnapshot, SampleProgress, SampleRequest, SampleResult, SampleStep
+from backend.commands import (
+    Done,
+    LoadSnapshot,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+    StabilityInfo,
+)
 from backend.errors import GroupFailedError, ServerError, StateLostError, SuspectError
-from backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, UsageKind, Used
-from backend.wire import decode_sample, encode_sample
+from backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
+from backend.wire import decode_sample, encode_sample, records_stability
 from tasks.load_weights import load
 from tasks.operation import answer, failure
 from tasks.poison import judge
@@ -236,18 +244,25 @@ async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
 def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:
     """The answer, and what it used; `prompt`: tokens of the prompt."""
     if result.error is not None:
-        return request.failed(result.error, "user")
+        return request.failed(result.error, result.category)
     assert request.sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
     session, base = request.session_id, request.sampler.base_model
     cached = result.prompt_cache_hit_tokens
     sampled = sum(len(sequence.tokens_T) for sequence in result.sequences)
-    return request.done(
-        encode_sample(result),
+    outcome = request.done(
+        encode_sample(result, request.payload),
         "proto",
         Used(session, base, UsageKind.PREFILL, prompt - cached),
         Used(session, base, UsageKind.CACHED_PREFILL, cached),
         Used(session, base, UsageKind.SAMPLE, sampled),
     )
+    if not records_stability(request.payload):
+        return outcome
+    sequences = tuple(
+        StabilityInfo(f"{request.id}-{i}", sequence.tokens_T, sequence.logprobs_T)
+        for i, sequence in enumerate(result.sequences)
+    )
+    return replace(outcome, effects=(*outcome.effects, SequencesRecorded(session, sequences)))
 
 
 def _with(outcome: Outcome, loaded: SamplerLoaded | None) -> Outcome:

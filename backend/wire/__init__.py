@@ -42,7 +42,7 @@ from backend.wire.operations import (
     hash_token,
     ttl_seconds,
 )
-from backend.wire.sample import decode_sample, num_samples, with_seed
+from backend.wire.sample import decode_sample, num_samples, records_stability, with_seed
 
 __all__ = [
     "CreateModel",
@@ -79,6 +79,7 @@ __all__ = [
     "load_custom_loss",
     "num_samples",
     "read_forward",
+    "records_stability",
     "training_tokens",
     "ttl_seconds",
     "with_seed",

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import orjson
 
-from backend.commands import Float32, ForwardResult, OptimResult, SampleResult
+from backend.commands import Candidates, Float32, ForwardResult, Int32, OptimResult, SampleResult
 from backend.wire import tinker_pb2 as pb
+from backend.wire.targets import encode_targets
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
@@ -40,18 +41,43 @@ def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arr
     field.offsets = np.cumsum([0, *(4 * array.size for array in arrays)], dtype="<i8").tobytes()
 
 
-def encode_sample(result: SampleResult) -> bytes:
-    """A SampleResponse: every sequence with its logprobs; prompt logprobs (NaN first) when there are any."""
+def encode_sample(result: SampleResult, payload: bytes) -> bytes:
+    """A SampleResponse: every sequence with its logprobs; prompt logprobs (NaN first) and more when there are any.
+
+    payload: the request's body, whose layout the logprobs of given tokens repeat.
+    """
     response = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
     for sequence in result.sequences:
         response.sequences.add(
             stop_reason=_STOP_REASONS[sequence.stop_reason],
             tokens=sequence.tokens_T.astype("<i4", copy=False).tobytes(),
             logprobs=sequence.logprobs_T.astype("<f4", copy=False).tobytes(),
+            topk_sampled_logprobs=_top(sequence.top) if sequence.top is not None else None,
         )
     if result.prompt_logprobs_T is not None:
         response.prompt_logprobs = result.prompt_logprobs_T.astype("<f4", copy=False).tobytes()
+    if result.top is not None:
+        response.topk_prompt_logprobs.CopyFrom(_top(result.top))
+    if result.targets_TK is not None:
+        response.target_prompt_logprobs.CopyFrom(encode_targets(payload, result.targets_TK))
+    if result.alternatives is not None:
+        response.prompt_alt_tokens.tokens.CopyFrom(_dense(result.alternatives.tokens_Nk, pb.DTYPE_INT32, "<i4"))
+        response.prompt_alt_tokens.logprobs.CopyFrom(_dense(result.alternatives.logprobs_Nk, pb.DTYPE_FLOAT32, "<f4"))
     return bytes(response.SerializeToString())
+
+
+def _top(found: Candidates) -> pb.TopkLogprobs:
+    length, k = found.tokens_Nk.shape
+    return pb.TopkLogprobs(
+        token_ids=found.tokens_Nk.astype("<i4", copy=False).tobytes(),
+        logprobs=found.logprobs_Nk.astype("<f4", copy=False).tobytes(),
+        k=k,
+        length=length,
+    )
+
+
+def _dense(array: Int32 | Float32, dtype: pb.DType, stored: str) -> pb.Tensor:
+    return pb.Tensor(dtype=dtype, shape=list(array.shape), dense=array.astype(stored, copy=False).tobytes())
 
 
 def encode_optim_step(result: OptimResult) -> bytes:

@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from backend.commands import Int32, SampleRequest
+from backend.commands import Int32, PromptWishes, SampleRequest
 from backend.errors import UserError
 from backend.wire.fields import Fields, broken, shown
+from backend.wire.targets import MAX_LISTED, target_tokens
 
 MAX_SAMPLES = 1024  # sequences of one request
 MAX_STOPS = 256  # stop tokens or stop strings of one request
 _SEED_BITS = 64
-_LATER = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-)
+MAX_STOP_CHARACTERS = 1024  # of one stop string
 
 
 def num_samples(values: Fields) -> int:
@@ -49,9 +44,6 @@ def decode_sample(
     UserError names the field, its value and the rule.
     """
     values = Fields.parse(payload)
-    for name in _LATER:
-        if values.get(name):
-            raise UserError(f"{name} is {shown(values.get(name))}: not supported yet, must be absent or 0")
     prompt_T = _prompt(values, vocab_size, max_context)
     params = values.object("sampling_params") or Fields({}, "sampling_params.")
     seed = params.optional_whole("seed", -(2**63), 2**64 - 1)
@@ -77,7 +69,32 @@ def decode_sample(
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
         prompt_logprobs=values.flag("prompt_logprobs", False),
+        prompt=_prompt_wishes(values, len(prompt_T), vocab_size),
+        topk_sample=_listed(values, "topk_sample_logprobs", vocab_size),
     )
+
+
+def records_stability(payload: bytes) -> bool:
+    """Whether a sample request wants its sequences recorded for stable_reinforce."""
+    return Fields.parse(payload).flag("record_stability_info", False)
+
+
+def _listed(values: Fields, name: str, vocab_size: int) -> int:
+    return values.optional_whole(name, 0, min(MAX_LISTED, vocab_size)) or 0
+
+
+def _prompt_wishes(values: Fields, prompt: int, vocab_size: int) -> PromptWishes | None:
+    last_n = values.optional_whole("prompt_logprobs_last_n", -(2**63), 2**63 - 1)
+    if last_n is not None and not 1 <= last_n <= prompt - 1:
+        raise broken("prompt_logprobs_last_n", last_n, f"1 to {prompt - 1}, the prompt's length less one")
+    if last_n is not None and not values.flag("prompt_logprobs", False):
+        raise broken("prompt_logprobs_last_n", last_n, "absent without prompt_logprobs")
+    top = _listed(values, "topk_prompt_logprobs", vocab_size)
+    targets_TK = target_tokens(values, prompt, vocab_size)
+    alternatives = values.optional_whole("prompt_alt_tokens_k", 0, MAX_LISTED) or 0
+    if last_n is None and targets_TK is None and not top and not alternatives:
+        return None
+    return PromptWishes(last_n, top, targets_TK, alternatives)
 
 
 def _prompt(values: Fields, vocab_size: int, max_context: int) -> Int32:
@@ -135,6 +152,8 @@ def _stops(stop: Any, vocab_size: int, eos: Sequence[int]) -> tuple[tuple[int, .
         stop = [stop]
     if not isinstance(stop, list) or len(stop) > MAX_STOPS:
         raise broken(name, stop, f"a string, or at most {MAX_STOPS} strings or token ids")
+    if any(isinstance(item, str) and len(item) > MAX_STOP_CHARACTERS for item in stop):
+        raise broken(name, stop, f"strings of at most {MAX_STOP_CHARACTERS} characters")
     if all(isinstance(item, str) and item for item in stop):
         return (), tuple(stop)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in stop):

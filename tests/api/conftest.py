@@ -220,7 +220,7 @@ class Engine:
             )
         prompt = np.concatenate([[np.nan], table[asked.prompt_T[:-1], asked.prompt_T[1:]]]).astype(np.float32)
         result = SampleResult(request.id, tuple(sequences), prompt if asked.prompt_logprobs else None)
-        return request.done(encode_sample(result), "proto")
+        return request.done(encode_sample(result, request.payload), "proto")
 
     def _unload(self, request: Pending) -> Outcome:
         raise NotFoundError(f"{request.model_id}: nobody unloads in these tests")

@@ -16,7 +16,7 @@ from tinker.types import (
     SaveWeightsResponse,
 )
 
-from backend.commands import ForwardResult, OptimResult, SampledSequence, SampleResult
+from backend.commands import NO_LOGPROB, Candidates, ForwardResult, OptimResult, SampledSequence, SampleResult
 from backend.wire import (
     encode_forward,
     encode_json,
@@ -53,13 +53,41 @@ def test_samples() -> None:
     first = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop")
     second = SampledSequence(np.array([5], np.int32), np.array([-2.0], np.float32), "length")
     prompt = np.array([np.nan, -3.0], np.float32)
-    response = deserialize_sample_response(encode_sample(SampleResult("r", (first, second), prompt, 7)))
+    response = deserialize_sample_response(encode_sample(SampleResult("r", (first, second), prompt, 7), b"{}"))
     assert [s.stop_reason for s in response.sequences] == ["stop", "length"]
     assert list(response.sequences[0].tokens) == [3, 4]
     assert list(response.sequences[0].logprobs or []) == [-0.5, -1.0]
     assert response.prompt_logprobs == [None, -3.0]
     assert response.prompt_cache_hit_tokens == 7
-    assert deserialize_sample_response(encode_sample(SampleResult("r", (first,)))).prompt_logprobs is None
+    assert deserialize_sample_response(encode_sample(SampleResult("r", (first,)), b"{}")).prompt_logprobs is None
+
+
+def test_more_than_samples() -> None:
+    top = Candidates(np.array([[0, 0], [3, 4]], np.int32), np.array([[NO_LOGPROB] * 2, [-0.5, -1.0]], np.float32))
+    sequence = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop", top)
+    drawn = Candidates(np.array([[3, 4]], np.int32), np.array([[-0.5, -1.0]], np.float32))
+    result = SampleResult("r", (sequence,), top=top, alternatives=drawn)
+    response = deserialize_sample_response(encode_sample(result, b"{}"))
+    assert response.topk_prompt_logprobs == [None, [(3, -0.5), (4, -1.0)]]
+    assert response.sequences[0].topk_logprobs_np is not None
+    assert response.sequences[0].topk_logprobs_np.token_ids.tolist() == [[0, 0], [3, 4]]
+    assert response.prompt_alt_tokens is not None
+    assert np.array_equal(response.prompt_alt_tokens.tokens.to_numpy(), [[3, 4]])
+    assert np.array_equal(response.prompt_alt_tokens.logprobs.to_numpy(), np.float32([[-0.5, -1.0]]))
+
+
+def test_logprobs_of_given_tokens_have_the_layout_of_the_question() -> None:
+    logprobs = np.array([[0, -1.5, 0], [-2.5, 0, 0]], np.float32)
+    result = SampleResult("r", targets_TK=logprobs)
+    dense = {"data": [-1, 4, -1, 5, -1, -1], "dtype": "int64", "shape": [2, 3]}
+    sparse = {"data": [4, 5], "dtype": "int64", "shape": [2, 3]}
+    sparse |= {"sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [1, 0]}
+    for asked in (dense, sparse):
+        payload = json.dumps({"target_prompt_logprobs": asked}).encode()
+        read = deserialize_sample_response(encode_sample(result, payload)).target_prompt_logprobs
+        assert read is not None and read.dtype == "float32" and read.shape == [2, 3]
+        assert np.array_equal(read.to_torch().to_dense().numpy(), logprobs)
+        assert (read.sparse_crow_indices is None) == (asked is dense)
 
 
 def test_json_answers_pass_the_sdks_strict_models() -> None:

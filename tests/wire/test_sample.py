@@ -8,15 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import SampleRequest
+from backend.commands import PromptWishes, SampleRequest
 from backend.errors import UserError
-from backend.wire import Fields, decode_sample, num_samples, with_seed
+from backend.wire import Fields, decode_sample, num_samples, records_stability, with_seed
 
 
 def body(params: dict[str, Any] | None = None, prompt: Any = (1, 2, 3), **more: Any) -> bytes:
     chunks = [{"type": "encoded_text", "tokens": list(prompt)}]
     given = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 5, **(params or {})}
     return json.dumps({"prompt": {"chunks": chunks}, "sampling_params": given, "num_samples": 1, **more}).encode()
+
+
+def targets(data: Any, shape: Any = (2, 1), dtype: str = "int64", crow: Any = None, cols: Any = (0,)) -> bytes:
+    tensor = {"data": data, "dtype": dtype, "shape": list(shape)}
+    if crow is not None:
+        tensor |= {"sparse_crow_indices": crow, "sparse_col_indices": list(cols)}
+    return body(target_prompt_logprobs=tensor)
 
 
 def decode(payload: bytes) -> SampleRequest:
@@ -74,6 +81,20 @@ def test_the_count_is_read_without_the_rest() -> None:
     assert num_samples(Fields({"num_samples": 4})) == 4
 
 
+def test_wishes_for_the_prompt() -> None:
+    assert decode(body()).prompt is None
+    request = decode(
+        body(prompt_logprobs=True, prompt_logprobs_last_n=2, topk_prompt_logprobs=3, prompt_alt_tokens_k=4)
+    )
+    assert request.prompt == PromptWishes(last_n=2, top=3, targets_TK=None, alternatives=4)
+    assert decode(body(topk_sample_logprobs=7)).topk_sample == 7
+    dense, sparse = decode(targets([5, -1])).prompt, decode(targets([7], [2, 3], crow=[0, 0, 1], cols=[2])).prompt
+    assert dense is not None and dense.targets_TK is not None and dense.targets_TK.tolist() == [[5], [-1]]
+    assert sparse is not None and sparse.targets_TK is not None
+    assert sparse.targets_TK.tolist() == [[-1, -1, -1], [-1, -1, 7]]
+    assert records_stability(body(record_stability_info=True)) and not records_stability(body())
+
+
 WRONG = [
     (body(num_samples=0), "num_samples is 0: must be a whole number from 1 to 1024"),
     (body(num_samples=1025), "num_samples is 1025: must be"),
@@ -104,11 +125,25 @@ WRONG = [
     (body(prompt=[1.5]), "prompt.chunks[0].tokens is [1.5]: must be a flat list of whole numbers"),
     (body(prompt=["a"]), "prompt.chunks[0].tokens is ['a']: must be"),
     (body(prompt=[[1], [1, 2]]), "prompt.chunks[0].tokens is [[1], [1, 2]]: must be a flat list"),
-    (body(topk_prompt_logprobs=3), "topk_prompt_logprobs is 3: not supported yet, must be absent or 0"),
-    (body(topk_sample_logprobs=3), "topk_sample_logprobs is 3: not supported yet"),
-    (body(prompt_alt_tokens_k=1), "prompt_alt_tokens_k is 1: not supported yet"),
-    (body(prompt_logprobs_last_n=1), "prompt_logprobs_last_n is 1: not supported yet"),
-    (body(target_prompt_logprobs={"data": []}), "target_prompt_logprobs is {'data': []}: not supported yet"),
+    (body(topk_prompt_logprobs=101), "topk_prompt_logprobs is 101: must be a whole number from 0 to 100"),
+    (body(topk_sample_logprobs=-1), "topk_sample_logprobs is -1: must be a whole number from 0"),
+    (body(prompt_alt_tokens_k=129), "prompt_alt_tokens_k is 129: must be a whole number from 0 to 128"),
+    (body(prompt_logprobs_last_n=1), "prompt_logprobs_last_n is 1: must be absent without prompt_logprobs"),
+    (body(prompt_logprobs_last_n=3, prompt_logprobs=True), "prompt_logprobs_last_n is 3: must be 1 to 2, the prompt's"),
+    (body(prompt_logprobs_last_n=0, prompt_logprobs=True), "prompt_logprobs_last_n is 0: must be 1 to 2"),
+    (targets([1, 2], dtype="float32"), "target_prompt_logprobs.dtype is 'float32': must be 'int64'"),
+    (targets([1, 2, 3], shape=[3, 1]), "target_prompt_logprobs.shape is [3, 1]: must be [2, K], the prompt's length"),
+    (targets([1, 2], shape=[2]), "target_prompt_logprobs.shape is [2]: must be [T, K]"),
+    (targets([1], shape=[2, 129]), "target_prompt_logprobs.shape is [2, 129]: must be [2, K]"),
+    (targets([1]), "target_prompt_logprobs.data has 1 values: the shape [2, 1] needs 2"),
+    (targets([1, 100]), "target_prompt_logprobs.data[1] is 100: must be -1 (nothing) or a token, >= 0 and < 100"),
+    (targets([1, -2]), "target_prompt_logprobs.data[1] is -2: must be"),
+    (targets([1, 2.5]), "target_prompt_logprobs.data is [1, 2.5]: must be a flat list of whole numbers"),
+    (targets([1], crow=[0, 2, 1]), "sparse_crow_indices must be 3 numbers from 0 to 1 that never fall"),
+    (targets([1], crow=[0, 0, 1], cols=[1]), "sparse_col_indices must be 1 numbers, >= 0 and < 1"),
+    (targets([1, 1], crow=[0, 2, 2], cols=[0, 0]), "sparse_col_indices must rise strictly within each row"),
+    (body({"stop": "x" * 1025}), "must be strings of at most 1024 characters"),
+    (body({"max_tokens": 10**6}), "sampling_params.max_tokens is 1000000: must be at most 61"),
     (b"[]", "the request body is []: must be a JSON object"),
     (b"{", "the request body is not JSON"),
     (b"{}", "prompt.chunks is None: must be a list of chunks"),

@@ -37,32 +37,59 @@ class Rows:
     choice: Choice
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
-def decode(
-    cfg: ModelConfig, mesh: Mesh, chunk: int, params: Params, lora: Lora, cache: Cache, rows: Rows, steps: jax.Array
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """`steps` tokens for every slot: the cache, tokens_CS int32 and logprobs_CS float32 (C = `chunk` >= steps, rest 0).
+@flax.struct.dataclass
+class Decoded:
+    """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, or None without."""
 
-    The cache is updated in place. Tokens and logprobs are replicated.
+    tokens_CS: Any
+    logprobs_CS: Any
+    top_CSk: Any = None
+    top_logprobs_CSk: Any = None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
+def decode(
+    cfg: ModelConfig,
+    mesh: Mesh,
+    chunk: int,
+    top: int,
+    params: Params,
+    lora: Lora,
+    cache: Cache,
+    rows: Rows,
+    steps: jax.Array,
+) -> tuple[Cache, Decoded]:
+    """`steps` tokens for every slot (C = `chunk` >= steps, the rest 0), and the `top` most likely at each, if any.
+
+    The cache is updated in place. The rest is replicated.
     """
 
-    def step(i: jax.Array, state: tuple[Cache, jax.Array, jax.Array, jax.Array]) -> Any:
-        cache, last_S, tokens_CS, logprobs_CS = state
+    def step(i: jax.Array, state: tuple[Cache, jax.Array, Decoded]) -> Any:
+        cache, last_S, decoded = state
         positions_S = rows.positions_S + i
         cache, x_S1D = layers(cfg, mesh, params, lora, cache, last_S[:, None], positions_S, columns_S2=rows.columns_S2)
         logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
         logits_SV = jax.lax.with_sharding_constraint(logits_SV, sharding(mesh, logits_SV.shape, FSDP))
         next_S, logprob_S = sample(logits_SV, rows.choice, rows.uniform_CS[i])
-        tokens_CS = jax.lax.dynamic_update_index_in_dim(tokens_CS, next_S, i, 0)
-        logprobs_CS = jax.lax.dynamic_update_index_in_dim(logprobs_CS, logprob_S, i, 0)
-        return cache, next_S, tokens_CS, logprobs_CS
+        found = Decoded(next_S, logprob_S)
+        if top:
+            values_Sk, top_Sk = jax.lax.top_k(logits_SV, top)
+            chosen_S = jnp.take_along_axis(logits_SV, next_S[:, None], axis=-1)[:, 0]
+            spread_S = chosen_S - logprob_S  # so that a listed token has the very logprob that it has when sampled
+            found = Decoded(next_S, logprob_S, top_Sk.astype(jnp.int32), values_Sk - spread_S[:, None])
+        decoded = jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), decoded, found)
+        return cache, next_S, decoded
 
     S = cache.slots
-    state = (cache, rows.tokens_S, jnp.zeros((chunk, S), jnp.int32), jnp.zeros((chunk, S), jnp.float32))
-    cache, _, tokens_CS, logprobs_CS = jax.lax.fori_loop(0, steps, step, state)
-    out = jax.lax.with_sharding_constraint((tokens_CS, logprobs_CS), replicated(mesh))
-    return pin_cache(cfg, mesh, cache), *out
+    room = Decoded(
+        jnp.zeros((chunk, S), jnp.int32),
+        jnp.zeros((chunk, S), jnp.float32),
+        jnp.zeros((chunk, S, top), jnp.int32) if top else None,
+        jnp.zeros((chunk, S, top), jnp.float32) if top else None,
+    )
+    cache, _, decoded = jax.lax.fori_loop(0, steps, step, (cache, rows.tokens_S, room))
+    return pin_cache(cfg, mesh, cache), jax.lax.with_sharding_constraint(decoded, replicated(mesh))
 
 
 def layers(

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backend.commands import Float32, Int32, SampledSequence, SampleRequest, SampleResult
+from backend.commands import Candidates, Int32, SampledSequence, SampleRequest, SampleResult
 from backend.compute.sampler.bank import Snapshot
+from backend.compute.sampler.prompt_scores import PromptScores
 from backend.compute.sampler.sampling import UniformStream
 from backend.compute.sampler.stops import StopWatch
 from backend.errors import UserError
@@ -22,24 +23,22 @@ from backend.errors import UserError
 class Ticket:
     """A request on its way. `snapshot` is held until the end, so that dropping it does not matter; None = base model.
 
-    limit: tokens each sequence may have; done: finished sequences by index; prompt_logprobs_T: once computed.
+    limit: tokens each sequence may have; done: finished sequences by index; scores: what is wanted of the prompt.
     """
 
     request: SampleRequest
     snapshot: Snapshot | None
     limit: int
     done: dict[int, SampledSequence] = field(default_factory=dict)
-    prompt_logprobs_T: Float32 | None = None
+    scores: PromptScores | None = None
 
     def result(self) -> SampleResult | None:
         """The request's result when all of its sequences are done."""
         if len(self.done) < self.request.num_samples:
             return None
-        return SampleResult(
-            request_id=self.request.request_id,
-            sequences=tuple(self.done[index] for index in range(self.request.num_samples)),
-            prompt_logprobs_T=self.prompt_logprobs_T,
-        )
+        sequences = tuple(self.done[index] for index in range(self.request.num_samples))
+        result = SampleResult(self.request.request_id, sequences)
+        return result if self.scores is None else self.scores.add_to(result)
 
 
 @dataclass(eq=False)
@@ -52,6 +51,7 @@ class Sequence:
     uniforms: UniformStream
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[Candidates] = field(default_factory=list)  # of every token so far, k or more a token
 
     @property
     def remaining(self) -> int:
@@ -72,8 +72,13 @@ class Sequence:
         """Every token so far, prompt first."""
         return np.concatenate([self.ticket.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
 
-    def take(self, tokens: Items[int], logprobs: Items[float]) -> bool:
-        """Add tokens until the sequence ends; True when it has. What is left over is ignored."""
+    def take(self, tokens: Items[int], logprobs: Items[float], top: Candidates | None = None) -> bool:
+        """Add tokens until the sequence ends; True when it has. What is left over is ignored.
+
+        top: the candidates at each of the tokens, when the request wants some.
+        """
+        if top is not None:
+            self.top.append(top)
         for token, logprob in zip(tokens, logprobs, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
@@ -83,9 +88,19 @@ class Sequence:
                     tokens_T=np.asarray(self.tokens, np.int32),
                     logprobs_T=np.asarray(self.logprobs, np.float32),
                     stop_reason="stop" if stopped else "length",
+                    top=self._candidates(),
                 )
                 return True
         return False
+
+    def _candidates(self) -> Candidates | None:
+        if not self.top:
+            return None
+        length, k = len(self.tokens), self.ticket.request.topk_sample
+        return Candidates(
+            np.concatenate([part.tokens_Nk for part in self.top])[:length, :k],
+            np.concatenate([part.logprobs_Nk for part in self.top])[:length, :k],
+        )
 
 
 def check(request: SampleRequest, *, vocab: int, max_context: int) -> None:

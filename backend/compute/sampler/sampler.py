@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from jax.sharding import Mesh
 
-from backend.commands import GroupConfig, LoraSpec, SampleProgress, SampleRequest, SampleResult, SampleStep
+from backend.commands import Candidates, GroupConfig, LoraSpec, SampleProgress, SampleRequest, SampleResult, SampleStep
 from backend.compute.config import ModelConfig
 from backend.compute.lora import Lora
 from backend.compute.mesh import FSDP, to_host
@@ -21,8 +21,9 @@ from backend.compute.sampler.cache import Cache, empty_cache, resized, scrubbed,
 from backend.compute.sampler.decode import Rows, decode
 from backend.compute.sampler.memory import most_cells
 from backend.compute.sampler.prefill import Piece, prefill
+from backend.compute.sampler.prompt_scores import empty_wanted, prompt_scores
 from backend.compute.sampler.requests import Sequence, Ticket, check
-from backend.compute.sampler.sampling import UniformStream, greedy_choice
+from backend.compute.sampler.sampling import UniformStream, greedy_choice, width_for
 from backend.compute.sampler.scheduler import Group, Scheduler
 from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
 from backend.compute.sampler.stops import Decode, StopWatch, load_decode
@@ -80,7 +81,7 @@ class Sampler:
             # The batch is gone with its donated buffers (say, no memory was left), but not the snapshots.
             log.exception("a sample step failed; every request in it is answered with an error")
             text = f"the sampler's batch failed ({type(error).__name__}: {error}); the same request may work later"
-            self._failed += [SampleResult(request_id, error=text) for request_id in self._line.clear()]
+            self._failed += [SampleResult(name, error=text, category="server") for name in self._line.clear()]
         finished = (*self._failed, *self._line.finish())
         self._failed = []
         if not (self._line.active or self._line.waiting):
@@ -102,7 +103,7 @@ class Sampler:
             self._failed.append(SampleResult(request.request_id, error=error.message))
             return
         limit = min(request.max_tokens, self._max_context - len(request.prompt_T))
-        ticket = Ticket(request, snapshot, limit)
+        ticket = Ticket(request, snapshot, limit, scores=prompt_scores(request, self._cfg.vocab))
         stops = frozenset(request.stop_tokens)
         self._line.admit(
             ticket,
@@ -141,8 +142,7 @@ class Sampler:
             if group.remaining > 0:
                 return
             for ticket in dict.fromkeys(job.ticket for job in group.jobs):
-                known_T = ticket.prompt_logprobs_T
-                if known_T is not None and not np.isfinite(known_T[1:]).all():
+                if ticket.scores is not None and not ticket.scores.finite:
                     self._fail(ticket)
             if self._line.group is not None:
                 self._seed(group, self._staged)
@@ -151,22 +151,24 @@ class Sampler:
             self._staged = self._staged_group = None
 
     def _compute_piece(self, group: Group, staged: Cache) -> Cache:
-        size, start = group.piece, group.start
+        size, start, widths = group.piece, group.start, group.widths
         piece = Piece(
             tokens_BQ=np.zeros((group.rows, size), np.int32),
-            targets_BQ=np.zeros((group.rows, size), np.int32),
             start=np.int32(start),
             columns_B2=np.zeros((group.rows, 2), np.int32),
-            score=np.bool_(any(job.score for job in group.jobs)),
+            score=np.bool_(any(job.wants(start, start + size) for job in group.jobs)),
+            wanted=empty_wanted(widths, group.rows, size),
         )
         for row, job in enumerate(group.jobs):
             here_T = job.tokens_T[start : min(start + size, job.length)]
             piece.tokens_BQ[row, : len(here_T)] = here_T
-            piece.targets_BQ[row, : len(here_T)] = job.tokens_T[start + 1 : start + 1 + len(here_T)]
+            piece.wanted.next_BQ[row, : len(here_T)] = job.tokens_T[start + 1 : start + 1 + len(here_T)]
+            if job.wants(start, start + size) and job.ticket.scores is not None:
+                job.ticket.scores.fill(start, start + len(here_T), row, piece.wanted)
             columns = self._bank.columns(job.ticket.snapshot)
             piece.columns_B2[row] = columns.start, columns.end
-        staged, logprobs_BQ = prefill(self._cfg, self._mesh, self._params, self._bank.lora, staged, piece)
-        self._line.prefilled(size, to_host(logprobs_BQ) if piece.score else None)
+        staged, scored = prefill(self._cfg, self._mesh, widths, self._params, self._bank.lora, staged, piece)
+        self._line.prefilled(size, to_host(scored) if piece.score else None)
         return staged
 
     def _seed(self, group: Group, staged: Cache) -> None:
@@ -190,24 +192,29 @@ class Sampler:
         steps = min(self._config.decode_chunk, max(held.remaining for _, held in self._line.decoding()))
         self._fit(steps)
         assert self._cache is not None
-        self._cache, tokens, logprobs = decode(
+        asked = max(held.ticket.request.topk_sample for _, held in self._line.decoding())
+        self._cache, on_devices = decode(
             self._cfg,
             self._mesh,
             self._config.decode_chunk,
+            min(width_for(asked), self._cfg.vocab),
             self._params,
             self._bank.lora,
             self._cache,
             self._rows(steps),
             np.int32(steps),
         )
-        tokens_CS, logprobs_CS = to_host((tokens, logprobs))
-        self._scrub(logprobs_CS)
+        decoded = to_host(on_devices)
+        self._scrub(decoded.logprobs_CS)
         for slot, held in list(self._line.decoding()):
             count = min(steps, held.remaining)
-            logprobs_C = logprobs_CS[:count, slot]
+            logprobs_C = decoded.logprobs_CS[:count, slot]
+            top = None
+            if held.ticket.request.topk_sample:
+                top = Candidates(decoded.top_CSk[:count, slot], decoded.top_logprobs_CSk[:count, slot])
             if not np.isfinite(logprobs_C).all():
                 self._fail(held.ticket)
-            elif held.take(tokens_CS[:count, slot].tolist(), logprobs_C.tolist()):
+            elif held.take(decoded.tokens_CS[:count, slot].tolist(), logprobs_C.tolist(), top):
                 self._line.slots[slot] = None
 
     def _fit(self, steps: int) -> None:

@@ -21,6 +21,8 @@ import numpy as np
 from backend.commands import Float32
 
 _COLUMNS = 128
+_WIDTHS = (8, 32, 128)
+ALTERNATIVES = 2**63  # the index of the random numbers of a prompt's alternative tokens: that of no sample
 _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 
 
@@ -47,6 +49,13 @@ class UniformStream:
         """The next `count` numbers, float32 in (0, 1): never 0 or 1, which are outside of every token's share."""
         raw = self._bits.random_raw(count) >> np.uint64(41)
         return np.asarray((raw.astype(np.float64) + 0.5) * 2.0**-23, np.float32)
+
+
+def width_for(wanted: int) -> int:
+    """A list of `wanted` tokens at each position, padded to one of few widths: 0, 8, 32, 128, then powers of 2."""
+    if wanted == 0:
+        return 0
+    return next((width for width in _WIDTHS if width >= wanted), 1 << (wanted - 1).bit_length())
 
 
 def greedy_choice(rows: int) -> Choice:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from backend.commands import Float32, Int32, SampleResult
+from backend.commands import Int32, SampleResult
+from backend.compute.sampler.prompt_scores import PLAIN, Scored, Widths
 from backend.compute.sampler.requests import Sequence, Ticket
 from backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece
 
@@ -27,13 +28,23 @@ class Job:
     ticket: Ticket
     tokens_T: Int32
     sequences: deque[Sequence]
-    score: bool  # the ticket wants the prompt's logprobs, and they are still to be computed
-    scored: list[Float32] = field(default_factory=list)
+    score: bool  # the ticket wants something of the prompt, and it is still to be computed
 
     @property
     def length(self) -> int:
         """How many tokens to prefill."""
         return len(self.tokens_T) - 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is prefilled with no other: nobody else waits for its long prompt, or for more than logprobs."""
+        scores = self.ticket.scores
+        return self.length > SHORT_PROMPT or (self.score and scores is not None and scores.widths != PLAIN)
+
+    def wants(self, start: int, end: int) -> bool:
+        """Whether something is wanted of what follows the prompt's tokens [start, end)."""
+        scores = self.ticket.scores
+        return self.score and scores is not None and scores.want(start, min(end, self.length))
 
 
 @dataclass(eq=False)
@@ -49,6 +60,12 @@ class Group:
     def remaining(self) -> int:
         """Tokens that the longest row still lacks."""
         return max((job.length for job in self.jobs), default=0) - self.start
+
+    @property
+    def widths(self) -> Widths:
+        """What its program computes beside logprobs: only a job that goes alone wants any of it."""
+        scores = self.jobs[0].ticket.scores
+        return scores.widths if scores is not None and self.jobs[0].score else PLAIN
 
     @property
     def piece(self) -> int:
@@ -110,10 +127,8 @@ class Scheduler:
         """Put a checked request at the end of the line."""
         request = ticket.request
         self._tickets[request.request_id] = ticket
-        if request.prompt_logprobs:
-            ticket.prompt_logprobs_T = np.full(len(request.prompt_T), np.nan, np.float32)
         tokens = np.asarray(request.prompt_T, np.int32)
-        self._waiting.append(Job(ticket, tokens, deque(sequences), score=request.prompt_logprobs))
+        self._waiting.append(Job(ticket, tokens, deque(sequences), score=ticket.scores is not None))
 
     def remove(self, request_id: str) -> None:
         """Forget a request and free all that it has; unknown ids are fine."""
@@ -156,10 +171,10 @@ class Scheduler:
         if free < 1:
             return None
         jobs = [self._waiting.popleft()]
-        if first.length <= SHORT_PROMPT:
+        if not first.alone:
             free -= len(first.sequences)
             while free > 0 and self._waiting and len(jobs) < self._shapes.rows[-1]:
-                if self._waiting[0].length > SHORT_PROMPT:
+                if self._waiting[0].alone:
                     break
                 jobs.append(self._waiting.popleft())
                 free -= len(jobs[-1].sequences)
@@ -167,15 +182,14 @@ class Scheduler:
         self.group = Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
         return self.group
 
-    def prefilled(self, tokens: int, logprobs_BQ: Float32 | None) -> None:
-        """The group has advanced by `tokens`; `logprobs_BQ`, when someone wants them, are of the tokens after each."""
+    def prefilled(self, tokens: int, scored: Scored | None) -> None:
+        """The group has advanced by `tokens`; `scored` (on the host), when someone wants it, is of what follows."""
         group = self._group()
         for row, job in enumerate(group.jobs):
             end = min(group.start + tokens, job.length)
-            if job.score and logprobs_BQ is not None and end > group.start:
-                logprobs_T = job.ticket.prompt_logprobs_T
-                assert logprobs_T is not None
-                logprobs_T[group.start + 1 : end + 1] = logprobs_BQ[row, : end - group.start]
+            if scored is not None and job.wants(group.start, end):
+                assert job.ticket.scores is not None
+                job.ticket.scores.take(group.start, end, row, scored)
         group.start += tokens
 
     def seed(self, cache_length: int) -> list[Seeding]:

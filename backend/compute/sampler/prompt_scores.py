@@ -1,0 +1,222 @@
+"""What a request wants of its prompt: logprobs, most likely tokens, given tokens' logprobs, alternative tokens.
+
+All of it is read from the logits of one scan over a piece of the prompt, a few positions at a time, so logits of a
+whole prompt never exist. How many of each are wanted is padded to a few widths (`Widths`), so few programs are made;
+requests that want logprobs alone share the plain one.
+
+Letters: B rows, Q tokens of a piece, c positions scored at once, D hidden, V vocabulary, k top tokens, K given tokens,
+A alternatives, N rows of a result (prompt tokens but the first).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from backend.commands import NO_LOGPROB, Candidates, Float32, Int32, PromptWishes, SampleRequest, SampleResult
+from backend.compute.lora import Lora
+from backend.compute.mesh import FSDP, sharding
+from backend.compute.sampler.decode import unembedded
+from backend.compute.sampler.sampling import ALTERNATIVES, Choice, UniformStream, sample, width_for
+from backend.compute.transformer import Params
+
+_LOGITS = 2**22  # logits that exist at once: 16 MiB in float32
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How many of each a program computes, padded; 0 = none."""
+
+    top: int = 0
+    targets: int = 0
+    alternatives: int = 0
+
+
+PLAIN = Widths()
+
+
+@flax.struct.dataclass
+class Wanted:
+    """What is asked of every position: the token after it, tokens to score, random numbers to draw alternatives with.
+
+    next_BQ int32; targets_BQK int32, uniform_BQA float32 and temperature_B float32 (0 = greedy), or None without them.
+    """
+
+    next_BQ: Any
+    targets_BQK: Any = None
+    uniform_BQA: Any = None
+    temperature_B: Any = None
+
+
+@flax.struct.dataclass
+class Scored:
+    """Logprobs float32 and token ids int32 by position; None what the program's widths leave out."""
+
+    logprobs_BQ: Any
+    top: tuple[Any, Any] | None = None  # tokens_BQk, logprobs_BQk
+    targets_BQK: Any = None
+    alternatives: tuple[Any, Any] | None = None  # tokens_BQA, logprobs_BQA
+
+
+# ------------------------------------------------------------------ on the devices
+def score(
+    mesh: Mesh, widths: Widths, params: Params, lora: Lora, x_BQD: jax.Array, columns_B2: jax.Array, wanted: Wanted
+) -> Scored:
+    """What is wanted, from final hidden states; Q is a power of two."""
+    B, Q, _ = x_BQD.shape
+    size = Q
+    while size > 1 and size * B * params.embed_VD.shape[0] > _LOGITS:
+        size //= 2
+
+    def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> Scored:
+        x_BcD, next_Bc, targets_BcK, uniform_BcA = part
+        logits = unembedded(params, lora.unembed, x_BcD, columns_B2)
+        if widths != PLAIN:  # whole rows on each device: top-k and draws need no collectives
+            logits = jax.lax.with_sharding_constraint(logits, sharding(mesh, logits.shape, FSDP))
+        total_Bc1 = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        found = Scored((_pick(logits, next_Bc[..., None]) - total_Bc1)[..., 0])
+        if widths.top:
+            values, tokens = jax.lax.top_k(logits, widths.top)
+            found = replace(found, top=(tokens.astype(jnp.int32), values - total_Bc1))
+        if targets_BcK is not None:
+            found = replace(found, targets_BQK=_pick(logits, targets_BcK) - total_Bc1)
+        if uniform_BcA is not None:
+            tokens = _drawn(logits, uniform_BcA, wanted.temperature_B)
+            found = replace(found, alternatives=(tokens, _pick(logits, tokens) - total_Bc1))
+        return found
+
+    def split(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(B, Q // size, size, *x.shape[2:]), 1, 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(B, Q, *x.shape[3:])
+
+    parts = jax.tree.map(split, (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA))
+    whole: Scored = jax.tree.map(join, jax.lax.map(chunk, parts))
+    return whole
+
+
+def _pick(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(logits, tokens, axis=-1)
+
+
+def _drawn(logits_BcV: jax.Array, uniform_BcA: jax.Array, temperature_B: jax.Array) -> jax.Array:
+    """Tokens int32 [B, c, A], each drawn from the whole distribution at the row's temperature."""
+    B, c, V = logits_BcV.shape
+    rows = logits_BcV.reshape(B * c, V)
+    choice = Choice(
+        temperature_S=jnp.repeat(temperature_B, c),
+        top_k_S=jnp.full(B * c, -1, jnp.int32),
+        top_p_S=jnp.ones(B * c, jnp.float32),
+    )
+    uniform_AS = jnp.moveaxis(uniform_BcA, 2, 0).reshape(-1, B * c)
+    tokens_AS = jax.lax.map(lambda uniform_S: sample(rows, choice, uniform_S)[0], uniform_AS)
+    return jnp.moveaxis(tokens_AS.reshape(-1, B, c), 0, 2)
+
+
+# ------------------------------------------------------------------ on the host
+class PromptScores:
+    """What one request wants of its prompt, and as much of it as is computed."""
+
+    def __init__(self, request: SampleRequest, vocab: int) -> None:
+        """Nothing computed yet."""
+        wishes = request.prompt or PromptWishes()
+        rows = len(request.prompt_T) - 1
+        self._request, self._wishes, self._rows = request, wishes, rows
+        self._first = 0 if wishes.last_n is None else rows - wishes.last_n  # the first row whose logprob is wanted
+        self._logprobs_N = np.full(rows, np.nan, np.float32)
+        self._top = Candidates(
+            np.zeros((rows, wishes.top), np.int32), np.full((rows, wishes.top), NO_LOGPROB, np.float32)
+        )
+        given = 0 if wishes.targets_TK is None else wishes.targets_TK.shape[1]
+        self._targets_NK = np.zeros((rows, given), np.float32)
+        self._alternatives = Candidates(
+            np.zeros((rows, wishes.alternatives), np.int32), np.zeros((rows, wishes.alternatives), np.float32)
+        )
+        self._uniforms = UniformStream(request.seed, ALTERNATIVES)
+        self._finite = True
+        self.widths = Widths(
+            top=min(width_for(wishes.top), vocab),
+            targets=width_for(given),
+            alternatives=width_for(wishes.alternatives),
+        )
+
+    @property
+    def finite(self) -> bool:
+        """Whether every logprob that was computed and is wanted is a finite number."""
+        return self._finite
+
+    def want(self, start: int, end: int) -> bool:
+        """Whether something is wanted of rows [start, end)."""
+        return end > start and (end > self._first or self.widths.targets + self.widths.alternatives > 0)
+
+    def fill(self, start: int, end: int, row: int, wanted: Wanted) -> None:
+        """Write what is wanted of rows [start, end) into row `row` of `wanted` (on the host). Call in order."""
+        count = end - start
+        if (targets_NK := self._wishes.targets_TK) is not None and self.widths.targets:
+            wanted.targets_BQK[row, :count, : targets_NK.shape[1]] = np.maximum(targets_NK[start:end], 0)
+        if k := self._wishes.alternatives:
+            wanted.uniform_BQA[row, :count, :k] = self._uniforms.take(count * k).reshape(count, k)
+            wanted.temperature_B[row] = self._request.temperature
+
+    def take(self, start: int, end: int, row: int, scored: Scored) -> None:
+        """Rows [start, end) are computed: they begin at position 0 of row `row` of `scored` (on the host)."""
+        here, count = slice(start, end), end - start
+        own = slice(max(start, self._first), end)  # what last_n leaves
+        shift = slice(own.start - start, count)
+        self._logprobs_N[own] = scored.logprobs_BQ[row, shift]
+        found: list[Float32] = [self._logprobs_N[own]]
+        if scored.top is not None:
+            k = self._wishes.top
+            self._top.tokens_Nk[own] = scored.top[0][row, shift, :k]
+            self._top.logprobs_Nk[own] = scored.top[1][row, shift, :k]
+        if scored.targets_BQK is not None and self._wishes.targets_TK is not None:
+            asked = self._wishes.targets_TK[here]
+            self._targets_NK[here] = np.where(asked >= 0, scored.targets_BQK[row, :count, : asked.shape[1]], 0)
+            found.append(self._targets_NK[here])
+        if scored.alternatives is not None:
+            k = self._wishes.alternatives
+            self._alternatives.tokens_Nk[here] = scored.alternatives[0][row, :count, :k]
+            self._alternatives.logprobs_Nk[here] = scored.alternatives[1][row, :count, :k]
+            found.append(self._alternatives.logprobs_Nk[here])
+        self._finite = self._finite and all(bool(np.isfinite(part).all()) for part in found)
+
+    def add_to(self, result: SampleResult) -> SampleResult:
+        """`result` with all that was wanted."""
+        wishes, nan = self._wishes, np.full(1, np.nan, np.float32)
+        empty = Candidates(np.zeros((1, wishes.top), np.int32), np.full((1, wishes.top), NO_LOGPROB, np.float32))
+        return replace(
+            result,
+            prompt_logprobs_T=np.concatenate([nan, self._logprobs_N]) if self._request.prompt_logprobs else None,
+            top=_stacked(empty, self._top) if wishes.top else None,
+            targets_TK=None if wishes.targets_TK is None else self._targets_NK,
+            alternatives=self._alternatives if wishes.alternatives else None,
+        )
+
+
+def empty_wanted(widths: Widths, rows: int, tokens: int) -> Wanted:
+    """Host arrays of zeros for a piece of `rows` by `tokens`, with what a program of `widths` takes."""
+    cells = (rows, tokens)
+    return Wanted(
+        next_BQ=np.zeros(cells, np.int32),
+        targets_BQK=np.zeros((*cells, widths.targets), np.int32) if widths.targets else None,
+        uniform_BQA=np.full((*cells, widths.alternatives), 0.5, np.float32) if widths.alternatives else None,
+        temperature_B=np.zeros(rows, np.float32) if widths.alternatives else None,
+    )
+
+
+def prompt_scores(request: SampleRequest, vocab: int) -> PromptScores | None:
+    """The scores of a request that wants any."""
+    wanted = request.prompt_logprobs or request.prompt is not None
+    return PromptScores(request, vocab) if wanted else None
+
+
+def _stacked(first: Candidates, rest: Candidates) -> Candidates:
+    tokens: Int32 = np.concatenate([first.tokens_Nk, rest.tokens_Nk])
+    return Candidates(tokens, np.concatenate([first.logprobs_Nk, rest.logprobs_Nk]))
