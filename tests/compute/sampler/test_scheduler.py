@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backend.commands import SampleResult
+from backend.compute.sampler.prompt_scores import Scored, prompt_scores
 from backend.compute.sampler.requests import Sequence, Ticket
 from backend.compute.sampler.sampling import UniformStream
 from backend.compute.sampler.scheduler import Scheduler, Seeding
@@ -24,7 +26,8 @@ def line() -> Scheduler:
 @pytest.fixture
 def admit(line: Scheduler, ask: Any) -> Any:
     def make(request_id: str, length: int = 5, samples: int = 1, limit: int = 4, **changes: Any) -> list[Sequence]:
-        ticket = Ticket(ask(request_id, range(length), limit, num_samples=samples, **changes), None, limit)
+        request = ask(request_id, range(length), limit, num_samples=samples, **changes)
+        ticket = Ticket(request, None, limit, scores=prompt_scores(request, vocab=320))
         sequences = [
             Sequence(ticket, index, StopWatch(frozenset({99}), (), None), UniformStream(0, index))
             for index in range(samples)
@@ -131,8 +134,9 @@ def test_prompt_logprobs_are_put_together_from_pieces(line: Scheduler, admit: An
         padded = np.full((1, piece), 1e9, np.float32)
         here = expected[group.start : group.start + piece]
         padded[0, : len(here)] = here
-        line.prefilled(piece, padded)
-    logprobs = sequence.ticket.prompt_logprobs_T
+        line.prefilled(piece, Scored(padded))
+    assert sequence.ticket.scores is not None
+    logprobs = sequence.ticket.scores.add_to(SampleResult("a")).prompt_logprobs_T
     assert logprobs is not None and np.isnan(logprobs[0])
     np.testing.assert_array_equal(logprobs[1:], expected)
 
