@@ -41,6 +41,7 @@ def test_the_public_names() -> None:
         "load_custom_loss",
         "num_samples",
         "read_forward",
+        "records_stability",
         "ttl_seconds",
         "training_tokens",
         "with_seed",
