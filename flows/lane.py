@@ -66,6 +66,7 @@ class Lane:
         self._unbound = runtime
         self._runtime = runtime  # bound to the worker group that holds the model, once one does
         self._interrupted = False
+        self._taking: asyncio.Task[None] | None = None  # a snapshot on its way to the store
         self._crashes = 0  # of groups that were restoring this model
         self._journey = Journey(shared.snapshots, runtime.clock.monotonic())
         self._shared = shared
@@ -148,6 +149,10 @@ class Lane:
         if self._flying:
             self._interrupted = True  # they fail one after the other, and the last one wakes us
             return False
+        if self._taking is not None:
+            # Its commit lets go of requests: between the restore's look for a snapshot and its replay they would be
+            # in neither.
+            await asyncio.wait((self._taking,))
         runtime = replace(self._unbound, generation=generation)
         model = await runtime.read(runtime.journal.model, self.model_id, None)
         if model.state is ModelState.LIVE and any(request.seq_id is not None for request in fresh):
@@ -187,9 +192,11 @@ class Lane:
         seq_id = self._journey.begin(self._runtime.clock.monotonic())
         taking = group.create_task(take(self._runtime, self.model_id, seq_id, self._turn), name="snapshot")
         taking.add_done_callback(self._taken)
+        self._taking = taking
 
     def _taken(self, _: object) -> None:
         self._journey.taking = False
+        self._taking = None
 
     def look_at_snapshot(self) -> None:
         """Time has passed: a snapshot may be due."""

@@ -65,8 +65,13 @@ async def test_deaths_at_any_moment_change_nothing(
     chance = random.Random(steps)
     async with serve(pool, steps=steps):
         disturbed = await client.create(1)
-        requests = []
-        for _ in range(4):
+        requests = work(client, disturbed, 3)
+        await answers(client, requests)
+        requests += work(client, disturbed, 3)
+        await answers(client, requests)
+        if steps == 2:
+            await until(lambda: bool(journal.recovery.snapshots(disturbed)))
+        for _ in range(3):
             requests += work(client, disturbed, 3)
             for _ in range(2):
                 pool.die(down=True)
@@ -75,11 +80,11 @@ async def test_deaths_at_any_moment_change_nothing(
                 await asyncio.sleep(chance.random() * 0.05)
         got = await answers(client, requests)
         other = await client.create(2)
-        again = [request for _ in range(4) for request in work(client, other, 3)]
+        again = [request for _ in range(5) for request in work(client, other, 3)]
         assert await answers(client, again) == got
         await answers(client, [client.forward_backward(disturbed, [1], forward_only=True)])  # restored when needed
         assert state(pool, other) == state(pool, disturbed)
-        assert journal.model(disturbed, None).step == 12
+        assert journal.model(disturbed, None).step == 15
     if steps == 2:
         assert any(isinstance(command, ImportAdapter) for command in pool.log), "a snapshot was used"
         assert 1 <= len(journal.recovery.snapshots(disturbed)) <= 6
