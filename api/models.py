@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from backend.commands import Optimizer
+
 CheckpointType = Literal["training", "sampler", "external"]
+
+
+def optimizer_config(optimizer: Optimizer) -> dict[str, str | int]:
+    """An optimizer as the wire names it."""
+    return {"type": "dimuon", "version": 1} if optimizer == "dimuon" else {"type": "adamw"}
 
 
 class Wire(BaseModel):
@@ -235,6 +242,7 @@ class ModelInfo(Wire):
     is_lora: bool = True
     lora_rank: int
     model_name: str
+    optimizer_config: dict[str, str | int]
 
 
 class Checkpoint(Wire):
@@ -296,6 +304,7 @@ class WeightsInfo(Wire):
     train_unembed: bool
     train_mlp: bool
     train_attn: bool
+    optimizer_config: dict[str, str | int]
 
 
 class WeightsCopied(Wire):

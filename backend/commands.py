@@ -104,6 +104,15 @@ class AdamParams:
 
 
 @dataclass(frozen=True)
+class DimuonParams:
+    """Dimuon: `beta1` averages the gradient; `grad_clip_norm` is a global norm, 0 or less = off."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True)
 class PromptWishes:
     """What more than its own logprobs is wanted of a prompt of T tokens. Rows stand for its tokens 1 to T - 1.
 
@@ -193,6 +202,7 @@ class CreateAdapter:
     adapter_id: str
     spec: LoraSpec
     seed: int
+    optimizer: Optimizer = "adamw"
 
 
 @dataclass(frozen=True)
@@ -219,13 +229,14 @@ class Forward:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """One AdamW step with the accumulated gradients, then clear them. Reply: OptimResult.
+    """One optimizer step with the accumulated gradients, then clear them. Reply: OptimResult.
 
-    A gradient norm that is not finite is a UserError: weights and moments stay, gradients are cleared.
+    A gradient norm that is not finite is a UserError: weights and moments stay, gradients are cleared. So are, with
+    nothing changed, parameters of another optimizer than the adapter was made with.
     """
 
     adapter_id: str
-    params: AdamParams
+    params: AdamParams | DimuonParams
 
 
 @dataclass(frozen=True)
@@ -329,13 +340,15 @@ class AdapterState:
     """An adapter on the host, by PEFT name.
 
     weights: float32, `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank].
-    moments: empty, or `{name}.mu`, `{name}.nu` for every weight and `{name}.grad` for gradients not yet applied.
+    moments: empty, or for every weight `{name}.mu` and `{name}.nu` (adamw) or `{name}.momentum` (dimuon), and
+    `{name}.grad` for gradients not yet applied.
     """
 
     spec: LoraSpec
     step: int
     weights: Mapping[str, Float32]
     moments: Mapping[str, Float32] = field(default_factory=dict)
+    optimizer: Optimizer = "adamw"
 
 
 @dataclass(frozen=True)

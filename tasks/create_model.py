@@ -18,7 +18,7 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
             raise ServerError(
                 f"model {model.id} has no seed in the journal: the API must draw one where none was given"
             )
-        reply = runtime.send(CreateAdapter(model.id, spec_of(model), model.seed), Done)
+        reply = runtime.send(CreateAdapter(model.id, spec_of(model), model.seed, model.optimizer), Done)
     await reply
     return request.done(encode_model_created(model.id), "json", ModelLive(model.id))
 

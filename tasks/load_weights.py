@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from backend.commands import AdapterState, Done, ImportAdapter
 from backend.errors import NotFoundError, UserError
-from backend.journal import ModelLive, Outcome, Pending, StepMade
+from backend.journal import ModelLive, ModelView, Outcome, Pending, StepMade
 from backend.wire import decode_load_model, decode_load_weights, encode_loaded
 from tasks.commit import commit
 from tasks.create_model import spec_of
@@ -26,7 +26,7 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
         )
         if state.spec != spec_of(model):
             raise UserError(f"path {wanted.path!r}: it holds {state.spec}, but model {model_id} has {spec_of(model)}")
-        reply = runtime.send(ImportAdapter(model_id, state), Done)
+        reply = runtime.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
     taken = await commit(runtime, model_id, request.owner, int(request.seq_id or 0), state)
     return request.done(encode_loaded(model_id, wanted.path), "json", StepMade(model_id, state.step), taken)
@@ -37,13 +37,26 @@ async def execute_create(runtime: Runtime, request: Pending, turn: Turn) -> Outc
     wanted = decode_load_model(request.payload)
     model_id = str(request.model_id)
     async with turn:
-        state = await load(runtime, request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)
-        reply = runtime.send(ImportAdapter(model_id, state), Done)
+        model, state = await asyncio.gather(
+            runtime.read(runtime.journal.model, model_id, None),
+            load(runtime, request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access),
+        )
+        reply = runtime.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
     spec = state.spec
     live = ModelLive(model_id, state.step, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
     taken = await commit(runtime, model_id, request.owner, 0, state)
     return request.done(encode_loaded(model_id, wanted.path), "json", live, taken)
+
+
+def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
+    """The state with the optimizer that the model's row has; UserError when it is another's that is to be restored."""
+    if state.moments and state.optimizer != model.optimizer:
+        raise UserError(
+            f"path {path!r}: it holds the state of {state.optimizer}, but model {model.id} was made with "
+            f"{model.optimizer}; load it with optimizer false"
+        )
+    return replace(state, optimizer=model.optimizer)
 
 
 async def load(runtime: Runtime, owner: str, path: str, *, optimizer: bool, access: str | None = None) -> AdapterState:

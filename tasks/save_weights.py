@@ -92,5 +92,6 @@ def _row(saved: Saved) -> CheckpointSaved:
         size_bytes=saved.size_bytes,
         user_metadata=saved.meta.user_metadata,
         expires_at=saved.meta.expires_at,
+        optimizer=saved.optimizer,
         attempt=saved.attempt,
     )

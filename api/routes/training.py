@@ -11,10 +11,10 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from api.deps import Authorised, Call
-from api.models import GetInfo, ModelData, ModelInfo
+from api.models import GetInfo, ModelData, ModelInfo, optimizer_config
 from api.refusals import refuse
 from api.submit import accepted, content_hash, submit_for_model
-from backend.commands import LoraSpec
+from backend.commands import LoraSpec, Optimizer
 from backend.errors import NotFoundError, UserError
 from backend.ids import model_id
 from backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
@@ -122,6 +122,7 @@ class _Wanted:
     spec: LoraSpec
     user_metadata: dict[str, str]
     seed: int | None = None
+    optimizer: Optimizer = "adamw"
 
 
 def _create(call: Call, body: bytes, kind: Kind) -> Response:
@@ -148,6 +149,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
         train_attn=wanted.spec.train_attn,
         train_mlp=wanted.spec.train_mlp,
         train_unembed=wanted.spec.train_unembed,
+        optimizer=wanted.optimizer,
         seed=wanted.seed,
         user_metadata=wanted.user_metadata,
     )
@@ -167,14 +169,15 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
 def _fresh(journal: Journal, owner: str, body: bytes) -> _Wanted:
     asked = decode_create_model(body)
     seed = secrets.randbits(_SEED_BITS) if asked.seed is None else asked.seed
-    return _Wanted(asked.base_model, asked.spec, asked.user_metadata, seed)
+    return _Wanted(asked.base_model, asked.spec, asked.user_metadata, seed, asked.optimizer)
 
 
 def _from_checkpoint(journal: Journal, owner: str, body: bytes) -> _Wanted:
     asked = decode_load_model(body)
     saved = journal.checkpoint(asked.path, owner, access=asked.access)
     spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed)
-    return _Wanted(asked.base_model or saved.base_model, spec, asked.user_metadata)
+    optimizer = saved.optimizer if asked.optimizer else asked.fresh
+    return _Wanted(asked.base_model or saved.base_model, spec, asked.user_metadata, optimizer=optimizer)
 
 
 def _must_be_served(journal: Journal, base_model: str) -> None:
@@ -200,5 +203,6 @@ def _info(journal: Journal, owner: str, wanted: str) -> ModelInfo:
         model_id=model.id,
         model_data=ModelData(arch=card.architecture, model_name=card.name, tokenizer_id=card.tokenizer_id),
         lora_rank=model.rank,
+        optimizer_config=optimizer_config(model.optimizer),
         model_name=card.name,
     )

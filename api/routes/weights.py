@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from api.deps import Authorised
-from api.models import Checkpoint, Checkpoints, CheckpointType, Cursor, WeightsInfo, WeightsPath
+from api.models import Checkpoint, Checkpoints, CheckpointType, Cursor, WeightsInfo, WeightsPath, optimizer_config
 from api.submit import submit_for_model
 from backend.errors import UserError
 from backend.journal import CheckpointKind, CheckpointView, Kind
@@ -108,6 +108,7 @@ async def weights_info(call: Authorised) -> WeightsInfo:
         train_unembed=saved.train_unembed,
         train_mlp=saved.train_mlp,
         train_attn=saved.train_attn,
+        optimizer_config=optimizer_config(saved.optimizer),
     )
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from backend.commands import AdapterState, LoraSpec
+from backend.commands import AdapterState, LoraSpec, Optimizer
 from backend.compute.config import ModelConfig
+from backend.compute.dimuon import Momentum
 from backend.compute.lora import Lora, check_spec, from_peft, init_lora, to_peft
 from backend.compute.mesh import put, replicated, to_host
-from backend.compute.optimizer import Moments
+from backend.compute.optimizer import Moments, State, fresh_state
 from backend.errors import NotFoundError, UserError
 
 Floats = npt.NDArray[np.float32]
@@ -29,9 +30,14 @@ class Adapter:
     spec: LoraSpec
     lora: Lora
     grads: Lora
-    moments: Moments
+    state: State
     step: int = 0
     pending: bool = False
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Which optimizer it was made with."""
+        return "dimuon" if isinstance(self.state, Momentum) else "adamw"
 
 
 class AdapterStore:
@@ -57,9 +63,9 @@ class AdapterStore:
         """Forget the adapter, if there is one."""
         self._adapters.pop(adapter_id, None)
 
-    def create(self, adapter_id: str, spec: LoraSpec, seed: int) -> None:
+    def create(self, adapter_id: str, spec: LoraSpec, seed: int, optimizer: Optimizer) -> None:
         """A fresh adapter: no update to the base model until its first step."""
-        self.set(adapter_id, self._fresh(spec, init_lora(self._cfg, check_spec(spec), seed)))
+        self.set(adapter_id, self._fresh(spec, init_lora(self._cfg, check_spec(spec), seed), optimizer))
 
     def clear_gradients(self, adapter_id: str) -> None:
         """Set the adapter's gradients to zero, also when their buffers are gone with a step that failed."""
@@ -72,33 +78,36 @@ class AdapterStore:
         adapter = self.get(adapter_id)
         parts = {"": adapter.lora}
         if optimizer:
-            parts |= {".mu": adapter.moments.mu, ".nu": adapter.moments.nu}
+            parts |= _trees(adapter.state)
             if adapter.pending:
                 parts[".grad"] = adapter.grads
         host = to_host(parts)
         moments = {name + end: array for end in parts if end for name, array in to_peft(host[end]).items()}
-        return AdapterState(spec=adapter.spec, step=adapter.step, weights=to_peft(host[""]), moments=moments)
+        return AdapterState(adapter.spec, adapter.step, to_peft(host[""]), moments, adapter.optimizer)
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
         """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape.
 
         Without moments the optimizer starts fresh, from step 0: `step` is always the number that AdamW corrects by.
         """
-        adapter = self._fresh(state.spec, state_lora(self._cfg, state))
+        adapter = self._fresh(state.spec, state_lora(self._cfg, state), state.optimizer)
         if state.moments:
-            pending = any(name.endswith(".grad") for name in state.moments)
-            ends = (".mu", ".nu", ".grad") if pending else (".mu", ".nu")
-            mu, nu, *grads = (self._put(_read(self._cfg, state.spec, state.moments, end)) for end in ends)
-            count = self._put(np.int32(state.step))
-            moments = Moments(count=count, mu=mu, nu=nu)
-            adapter = replace(adapter, moments=moments, step=state.step, pending=pending)
-            adapter = replace(adapter, grads=grads[0]) if pending else adapter
+            ends = [*_trees(adapter.state)]
+            _refuse_others(state, ends)
+            trees = [self._put(_read(self._cfg, state.spec, state.moments, end)) for end in ends]
+            if state.optimizer == "dimuon":
+                adapter = replace(adapter, state=Momentum(*trees), step=state.step)
+            else:
+                adapter = replace(adapter, state=Moments(self._put(np.int32(state.step)), *trees), step=state.step)
+            if any(name.endswith(".grad") for name in state.moments):
+                grads = self._put(_read(self._cfg, state.spec, state.moments, ".grad"))
+                adapter = replace(adapter, grads=grads, pending=True)
         self.set(adapter_id, adapter)
 
-    def _fresh(self, spec: LoraSpec, lora: Lora) -> Adapter:
+    def _fresh(self, spec: LoraSpec, lora: Lora, optimizer: Optimizer) -> Adapter:
         zeros = jax.tree.map(_zeros, lora)
-        moments = Moments(count=np.int32(0), mu=zeros, nu=zeros)
-        return Adapter(spec=spec, lora=self._put(lora), grads=self._put(zeros), moments=self._put(moments))
+        state = fresh_state(optimizer, zeros)
+        return Adapter(spec=spec, lora=self._put(lora), grads=self._put(zeros), state=self._put(state))
 
     def _put(self, tree: Tree) -> Tree:
         return put(tree, replicated(self._mesh))
@@ -125,6 +134,18 @@ def _read(cfg: ModelConfig, spec: LoraSpec, tensors: Mapping[str, Floats], end: 
     if unknown:
         raise UserError(f"saved tensor {unknown[0]!r} is not part of an adapter of {spec}")
     return lora
+
+
+def _trees(state: State) -> dict[str, Lora]:
+    """The parts of an optimizer's state by the ends of their tensors' names."""
+    return {".momentum": state.average} if isinstance(state, Momentum) else {".mu": state.mu, ".nu": state.nu}
+
+
+def _refuse_others(state: AdapterState, ends: list[str]) -> None:
+    """UserError for a tensor of another optimizer's state."""
+    for name in sorted(state.moments):
+        if not name.endswith((*ends, ".grad")):
+            raise UserError(f"saved tensor {name!r} is no part of the state of {state.optimizer}: this model has that")
 
 
 def _zeros(like: jax.Array | Floats) -> Floats:

@@ -15,6 +15,7 @@ from backend.commands import (
     TOKEN_LOSSES,
     Command,
     CreateAdapter,
+    DimuonParams,
     Done,
     DropAdapter,
     DropSnapshot,
@@ -102,8 +103,8 @@ class Executor:
                 return self._sampler.step(command)
             case ExportAdapter(adapter_id, optimizer):
                 return self._adapters.export(adapter_id, optimizer=optimizer)
-            case CreateAdapter(adapter_id, spec, seed):
-                self._adapters.create(adapter_id, spec, seed)
+            case CreateAdapter(adapter_id, spec, seed, optimizer):
+                self._adapters.create(adapter_id, spec, seed, optimizer)
             case ImportAdapter(adapter_id, state):
                 self._adapters.restore(adapter_id, state)
             case DropAdapter(adapter_id):
@@ -167,10 +168,15 @@ class Executor:
 
     def _optimize(self, command: OptimStep) -> OptimResult:
         adapter = self._adapters.get(command.adapter_id)
+        given = "dimuon" if isinstance(command.params, DimuonParams) else "adamw"
+        if given != adapter.optimizer:
+            raise UserError(
+                f"optim_step: the parameters are {given}'s, but the model was made with {adapter.optimizer}"
+            )
         hyper = hyper_vector(command.params)
         on_devices = put(hyper, replicated(self._mesh))
-        stepped = self._steps.optimize(adapter.lora, adapter.grads, adapter.moments, on_devices)
-        after = replace(adapter, lora=stepped.lora, grads=stepped.grads, moments=stepped.moments, pending=False)
+        stepped = self._steps.optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
+        after = replace(adapter, lora=stepped.lora, grads=stepped.grads, state=stepped.state, pending=False)
         self._adapters.set(command.adapter_id, after)
         norm = float(to_host(stepped.norm))
         if not np.isfinite(norm):

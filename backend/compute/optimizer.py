@@ -1,4 +1,7 @@
-"""AdamW on an adapter, with its hyper-parameters as data: changing them compiles nothing."""
+"""Optimizer steps on an adapter, with their hyper-parameters as data: changing them compiles nothing.
+
+AdamW is here, Dimuon in its own file. `step` is what both have in common.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from backend.commands import AdamParams
+from backend.commands import AdamParams, DimuonParams, Optimizer
+from backend.compute.dimuon import Momentum, dimuon_update
 from backend.compute.lora import Lora
 from backend.errors import UserError
 
@@ -24,47 +28,65 @@ class Moments:
     nu: Lora
 
 
+State = Moments | Momentum
+
+
 @flax.struct.dataclass
 class Stepped:
     """What a step gives: the new state, gradients cleared, and the gradients' global norm before clipping."""
 
     lora: Lora
     grads: Lora
-    moments: Moments
+    state: Any
     norm: jax.Array
 
 
-def hyper_vector(params: AdamParams) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The parameters as `adamw_step` takes them, float32 [6]; UserError when one is not finite as such."""
-    p = params
+def fresh_state(optimizer: Optimizer, zeros: Lora) -> State:
+    """An optimizer's state before its first step, on the host; `zeros` are of the shape of the weights."""
+    return Momentum(zeros) if optimizer == "dimuon" else Moments(count=np.int32(0), mu=zeros, nu=zeros)
+
+
+def hyper_vector(params: AdamParams | DimuonParams) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The parameters as `step` takes them, float32, the clip norm last; UserError when one is not finite as such."""
+    if isinstance(params, DimuonParams):
+        numbers = [params.learning_rate, params.beta1, params.grad_clip_norm]
+    else:
+        p = params
+        numbers = [p.learning_rate, p.beta1, p.beta2, p.eps, p.weight_decay, p.grad_clip_norm]
     with np.errstate(over="ignore"):
-        vector = np.array([p.learning_rate, p.beta1, p.beta2, p.eps, p.weight_decay, p.grad_clip_norm], np.float32)
+        vector = np.array(numbers, np.float32)
     if not np.isfinite(vector).all():
         raise UserError(f"optim_step: {params} holds a number that is not finite in float32")
     return vector
 
 
-def adamw_step(lora: Lora, grads: Lora, moments: Moments, hyper: jax.Array) -> Stepped:
-    """One step with decoupled weight decay after clipping the global norm to `grad_clip_norm` (0 = off).
+def step(lora: Lora, grads: Lora, state: Moments | Momentum, hyper: jax.Array) -> Stepped:
+    """One step, of the optimizer whose state it is, after clipping the global norm to hyper's last (<= 0 = off).
 
-    When the norm is not finite, weights and moments stay as they are; the gradients are cleared all the same.
+    When the norm is not finite, weights and state stay as they are; the gradients are cleared all the same.
     """
-    rate, beta1, beta2, eps, decay, clip = hyper
+    clip = hyper[-1]
     norm = optax.tree.norm(grads)
     factor = jnp.where((clip > 0) & (norm > clip), clip / norm, 1.0)
     clipped = jax.tree.map(lambda g: g * factor, grads)
+    after: tuple[Lora, State]
+    if isinstance(state, Momentum):
+        after = dimuon_update(lora, clipped, state, hyper)
+    else:
+        after = adamw_update(lora, clipped, state, hyper)
+    finite = jnp.isfinite(norm)
+    lora, state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (lora, state))
+    return Stepped(lora=lora, grads=jax.tree.map(jnp.zeros_like, grads), state=state, norm=norm)
+
+
+def adamw_update(lora: Lora, grads: Lora, moments: Moments, hyper: jax.Array) -> tuple[Lora, Moments]:
+    """The weights and state after one AdamW step with decoupled weight decay."""
+    rate, beta1, beta2, eps, decay, _ = hyper
     transform = optax.chain(
         optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps),
         optax.add_decayed_weights(decay),
         optax.scale_by_learning_rate(rate),
     )
-    state = (optax.ScaleByAdamState(*_fields(moments)), optax.EmptyState(), optax.EmptyState())
-    updates, (adam, *_) = transform.update(clipped, state, lora)
-    after = (optax.apply_updates(lora, updates), Moments(count=adam.count, mu=adam.mu, nu=adam.nu))
-    finite = jnp.isfinite(norm)
-    lora, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (lora, moments))
-    return Stepped(lora=lora, grads=jax.tree.map(jnp.zeros_like, grads), moments=moments, norm=norm)
-
-
-def _fields(moments: Moments) -> tuple[Any, Lora, Lora]:
-    return moments.count, moments.mu, moments.nu
+    state = (optax.ScaleByAdamState(moments.count, moments.mu, moments.nu), optax.EmptyState(), optax.EmptyState())
+    updates, (adam, *_) = transform.update(grads, state, lora)
+    return optax.apply_updates(lora, updates), Moments(count=adam.count, mu=adam.mu, nu=adam.nu)

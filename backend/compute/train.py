@@ -23,7 +23,7 @@ from backend.compute.logprobs import Scored, score, score_and_grads
 from backend.compute.lora import Lora, apply_one
 from backend.compute.losses import LossChoice, LossInputs
 from backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
-from backend.compute.optimizer import Moments, Stepped, adamw_step
+from backend.compute.optimizer import State, Stepped, step
 from backend.compute.packing import MicroBatch
 from backend.compute.transformer import Params, forward
 
@@ -74,12 +74,12 @@ class Steps:
 
     forward(params, lora, batch) -> Scored
     backward(params, lora, grads, batch) -> (grads, Scored): the loss's gradient is added; `grads` is donated
-    optimize(lora, grads, moments, hyper) -> Stepped: all but `hyper` is donated
+    optimize(lora, grads, state, hyper) -> Stepped, of the optimizer whose state it is: all but `hyper` is donated
     """
 
     forward: Callable[[Params, Lora, Batch], Scored]
     backward: Callable[[Params, Lora, Lora, Batch], tuple[Lora, Scored]]
-    optimize: Callable[[Lora, Lora, Moments, Any], Stepped]
+    optimize: Callable[[Lora, Lora, State, Any], Stepped]
 
 
 def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
@@ -120,7 +120,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
     return Steps(
         forward=jax.jit(forward_step, out_shardings=whole),
         backward=jax.jit(backward_step, donate_argnums=2, out_shardings=whole),
-        optimize=jax.jit(adamw_step, donate_argnums=(0, 1, 2), out_shardings=whole),
+        optimize=jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=whole),
     )
 
 

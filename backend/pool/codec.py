@@ -29,6 +29,7 @@ CLASSES: tuple[type, ...] = (
     commands.CustomLoss,
     commands.StabilityInfo,
     commands.AdamParams,
+    commands.DimuonParams,
     commands.PromptWishes,
     commands.SampleRequest,
     commands.Candidates,

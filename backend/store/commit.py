@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast, get_args
 
-from backend.commands import LoraSpec
+from backend.commands import LoraSpec, Optimizer
 from backend.errors import StoreError
 from backend.ids import is_name
 from backend.store.encryption import SUFFIX
@@ -67,6 +67,7 @@ class Saved:
     created_at: datetime
     meta: CheckpointMeta
     files: Mapping[str, Digest]
+    optimizer: Optimizer = "adamw"
 
     @property
     def size_bytes(self) -> int:
@@ -88,6 +89,7 @@ def to_json(saved: Saved) -> bytes:
         "attempt": saved.attempt,
         "spec": asdict(saved.spec),
         "step": saved.step,
+        "optimizer": saved.optimizer,
         "created_at": saved.created_at.isoformat(),
         "meta": meta,
         "files": {name: asdict(digest) for name, digest in saved.files.items()},
@@ -118,6 +120,7 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
             created_at=datetime.fromisoformat(commit["created_at"]),
             meta=CheckpointMeta(**{**commit["meta"], "expires_at": expires_at and datetime.fromisoformat(expires_at)}),
             files={name: Digest(**digest) for name, digest in commit["files"].items()},
+            optimizer=_optimizer(commit["optimizer"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"checkpoint {path}: commit.json is damaged ({type(error).__name__}: {error})") from error
@@ -134,6 +137,12 @@ def _are_files_of(kind: str, names: set[str]) -> bool:
     if kind == EXTERNAL_WEIGHTS:
         return names in (plain, {name + SUFFIX for name in plain})
     return plain <= names <= set(FILES)
+
+
+def _optimizer(name: object) -> Optimizer:
+    if name not in get_args(Optimizer):
+        raise ValueError(f"optimizer {name!r} is unknown")
+    return cast(Optimizer, name)
 
 
 @cache

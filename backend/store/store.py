@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Self
 
 from backend.clock import Clock, SystemClock
-from backend.commands import AdapterState, LoraSpec
+from backend.commands import AdapterState, LoraSpec, Optimizer
 from backend.errors import ConflictError, NotFoundError, StoreError, UserError
 from backend.ids import is_name, new_id
 from backend.store import commit, tensors
@@ -62,7 +62,7 @@ class Store:
         path = CheckpointPath(run_id, str(kind), name)
         if path.kind == EXTERNAL_WEIGHTS:
             raise UserError(f"checkpoint kind {kind!r}: must be one of {WEIGHTS}, {SAMPLER_WEIGHTS}")
-        return self._save(path, state.spec, state.step, meta, lambda: _files(state, meta), overwrite)
+        return self._save(path, state.spec, state.step, state.optimizer, meta, lambda: _files(state, meta), overwrite)
 
     def export(
         self,
@@ -86,7 +86,7 @@ class Store:
             made = _files(plain, meta)
             return encrypt(made, recipients) if recipients else made
 
-        return self._save(path, state.spec, state.step, meta, files, overwrite)
+        return self._save(path, state.spec, state.step, state.optimizer, meta, files, overwrite)
 
     def copy(self, source: str, run_id: str, *, owner: str, expires_at: datetime | None, request_id: str) -> Saved:
         """Copy all files of a checkpoint to one of the same kind and name in `run_id`, which belongs to `owner`.
@@ -98,13 +98,14 @@ class Store:
             saved, files = self._files_of(where, lambda file: True)
         meta = replace(saved.meta, owner=owner, expires_at=expires_at, request_id=request_id)
         path = CheckpointPath(run_id, where.kind, where.name)
-        return self._save(path, saved.spec, saved.step, meta, lambda: files, overwrite=False)
+        return self._save(path, saved.spec, saved.step, saved.optimizer, meta, lambda: files, overwrite=False)
 
     def _save(
         self,
         path: CheckpointPath,
         spec: LoraSpec,
         step: int,
+        optimizer: Optimizer,
         meta: CheckpointMeta,
         make_files: Callable[[], dict[str, bytes]],
         overwrite: bool,
@@ -125,6 +126,7 @@ class Store:
                 created_at=self._clock.now(),
                 meta=meta,
                 files={file: Digest.of(data) for file, data in files.items()},
+                optimizer=optimizer,
             )
             try:
                 self._write(path, saved, files)
@@ -148,7 +150,7 @@ class Store:
                 moments = tensors.decode(files[OPTIMIZER]) if OPTIMIZER in files else {}
             except StoreError as error:
                 raise StoreError(f"checkpoint {where}: {error}") from error
-        return AdapterState(spec=saved.spec, step=saved.step, weights=weights, moments=moments), saved
+        return AdapterState(saved.spec, saved.step, weights, moments, saved.optimizer), saved
 
     def find(self, path: str) -> Saved | None:
         """The commit of `path`, or None; UserError for a malformed path."""

@@ -54,6 +54,10 @@ class Fields:
         """Whether the field is there and not null."""
         return self._values.get(name) is not None
 
+    def names(self) -> set[str]:
+        """Of the fields that are there and not null."""
+        return {name for name, value in self._values.items() if value is not None}
+
     def present(self, name: str) -> bool:
         """Whether the field is there at all, null included."""
         return name in self._values

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast, get_args
 
 import orjson
 
-from backend.commands import AdamParams, LoraSpec
+from backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
 from backend.errors import UserError
 from backend.ids import NAME_RULE, is_name
 from backend.store import CheckpointPath
@@ -29,12 +31,14 @@ class CreateModel:
     spec: LoraSpec
     seed: int | None
     user_metadata: dict[str, str]
+    optimizer: Optimizer = "adamw"
 
 
 @dataclass(frozen=True)
 class LoadModel:
     """load_weights that makes a model (create-via-load); base_model None = the checkpoint's own.
 
+    optimizer: restore the checkpoint's, whatever it is; fresh: the one to begin anew with, where it is not restored.
     access: the hash of the token that opens the checkpoint, if one came.
     """
 
@@ -43,6 +47,7 @@ class LoadModel:
     access: str | None
     base_model: str | None
     user_metadata: dict[str, str]
+    fresh: Optimizer = "adamw"
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class SaveExternal:
 def decode_create_model(payload: bytes) -> CreateModel:
     """A create_model body; UserError names the field, its value and the rule."""
     body = Fields.parse(payload)
-    _only_adamw(body)
+    optimizer = _optimizer(body) or "adamw"
     lora = body.object("lora_config") or Fields({}, "lora_config.")
     rank = lora.optional_whole("rank", 1, MAX_RANK)
     spec = LoraSpec(
@@ -99,26 +104,33 @@ def decode_create_model(payload: bytes) -> CreateModel:
         raise UserError("lora_config.train_attn, train_mlp and train_unembed are all false: at least one must be true")
     # the journal keeps seeds as signed 64-bit numbers
     seed = lora.optional_whole("seed", -(2**63), 2**63 - 1)
-    return CreateModel(body.text("base_model"), spec, seed, body.metadata("user_metadata"))
+    return CreateModel(body.text("base_model"), spec, seed, body.metadata("user_metadata"), optimizer)
 
 
 def decode_load_model(payload: bytes) -> LoadModel:
     """A load_weights body with session_id; UserError names the field, its value and the rule."""
     body = Fields.parse(payload)
-    _only_adamw(body)
+    config = _optimizer(body)
     path, optimizer, access = _source(body)
+    if optimizer and config is not None:
+        raise UserError(
+            "optimizer_config is given with optimizer true: the checkpoint's optimizer is restored as it is"
+        )
     return LoadModel(
         path=path,
         optimizer=optimizer,
         access=access,
         base_model=body.optional_text("base_model"),
         user_metadata=body.metadata("user_metadata"),
+        fresh=config or "adamw",
     )
 
 
 def decode_load_weights(payload: bytes) -> LoadWeights:
     """A load_weights body with model_id; UserError names the field, its value and the rule."""
     body = Fields.parse(payload)
+    if body.has("optimizer_config"):
+        raise UserError("optimizer_config is given: a model that exists keeps the optimizer it was made with")
     return LoadWeights(*_source(body))
 
 
@@ -177,19 +189,22 @@ def hash_token(payload: bytes, access_hash: Callable[[str], str]) -> bytes:
     return orjson.dumps(values)
 
 
-def decode_optim_step(payload: bytes) -> AdamParams:
-    """The AdamW parameters of an optim_step body; UserError names the field, its value and the rule."""
+def decode_optim_step(payload: bytes) -> AdamParams | DimuonParams:
+    """The parameters of an optim_step body; UserError names the field, its value and the rule.
+
+    Whether the model was made with that optimizer is the executor's to say.
+    """
     body = Fields.parse(payload)
-    if body.has("optimizer_params"):
-        kind = (body.object("optimizer_params") or Fields({})).get("type")
-        raise broken("optimizer_params.type", kind, "absent: give adam_params, this server has AdamW only")
-    adam = body.object("adam_params")
+    adam, other = body.object("adam_params"), body.object("optimizer_params")
+    if adam is not None and other is not None:
+        raise UserError("adam_params and optimizer_params are both given: exactly one must be")
+    if other is not None:
+        return _dimuon(other)
     if adam is None:
-        raise broken("adam_params", None, "an object of AdamW parameters")
-    for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-        if not adam.has(name) and adam.present(name):
-            # the SDK writes NaN and infinity as null: taking the default would hide them
-            raise broken(f"adam_params.{name}", None, "a finite number (null is how NaN and infinity arrive)")
+        raise broken(
+            "adam_params", None, "an object of AdamW parameters, or optimizer_params one of another optimizer's"
+        )
+    _no_nulls(adam, ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
     ours = AdamParams()
     eps = adam.number("eps", ours.eps, 0.0)
     if eps == 0.0:
@@ -204,6 +219,30 @@ def decode_optim_step(payload: bytes) -> AdamParams:
     )
 
 
+def _dimuon(given: Fields) -> DimuonParams:
+    kind = given.get("type")
+    if kind != "dimuon":
+        raise broken("optimizer_params.type", kind, "'dimuon' (AdamW's parameters are adam_params)")
+    known = ("type", "learning_rate", "grad_clip_norm", "beta1")
+    if unknown := sorted(given.names() - set(known)):
+        raise UserError(f"optimizer_params has the key {shown(unknown[0])}: dimuon takes {', '.join(known[1:])}")
+    _no_nulls(given, known)
+    if not given.has("learning_rate"):
+        raise broken("optimizer_params.learning_rate", None, "a finite number >= 0")
+    return DimuonParams(
+        learning_rate=given.number("learning_rate", 0.0, 0.0),
+        beta1=given.number("beta1", 0.9, 0.0, 1.0, below=True),
+        grad_clip_norm=given.number("grad_clip_norm", 0.0, -math.inf),
+    )
+
+
+def _no_nulls(given: Fields, names: Sequence[str]) -> None:
+    for name in names:
+        if not given.has(name) and given.present(name):
+            # the SDK writes NaN and infinity as null: taking the default would hide them
+            raise broken(given.named(name), None, "a finite number (null is how NaN and infinity arrive)")
+
+
 def _source(body: Fields) -> tuple[str, bool, str | None]:
     path, optimizer = CheckpointPath.parse(body.text("path")), body.flag("optimizer", False)
     if path.kind == "external_weights":
@@ -215,12 +254,20 @@ def _source(body: Fields) -> tuple[str, bool, str | None]:
     return str(path), optimizer, body.optional_text(_ACCESS)
 
 
-def _only_adamw(body: Fields) -> None:
+def _optimizer(body: Fields) -> Optimizer | None:
+    """What optimizer_config asks for; None when it is absent."""
     config = body.object("optimizer_config")
-    if config is not None and config.get("type") not in (None, "adamw"):
-        raise UserError(
-            f"optimizer_config.type is {shown(config.get('type'))}: must be 'adamw', the one this server has"
-        )
+    if config is None:
+        return None
+    kind, version = config.get("type"), config.get("version")
+    if kind not in get_args(Optimizer):
+        raise broken("optimizer_config.type", kind, f"one of {', '.join(get_args(Optimizer))}")
+    if kind == "dimuon" and version not in (None, 1):
+        raise broken("optimizer_config.version", version, "1")
+    known = {"type"} if kind == "adamw" else {"type", "version"}
+    if unknown := sorted(config.names() - known):
+        raise UserError(f"optimizer_config has the key {shown(unknown[0])}: {kind} takes {', '.join(sorted(known))}")
+    return cast(Optimizer, kind)
 
 
 def _name(body: Fields) -> str:

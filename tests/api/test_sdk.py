@@ -149,7 +149,6 @@ def test_an_image_is_refused_by_name(model: tinker.TrainingClient) -> None:
     [
         (types.AdamParams(learning_rate=float("nan")), "adam_params.learning_rate is None: must be a finite number"),
         (types.AdamParams(beta1=1.5), "adam_params.beta1 is 1.5: must be a finite number >= 0 and < 1"),
-        (types.DimuonParams(learning_rate=0.1), "optimizer_params.type is 'dimuon'"),
     ],
 )
 def test_wrong_optimizer_values_are_named_and_change_nothing(

@@ -14,7 +14,7 @@ from tinker import types
 from tinker._compat import model_dump
 from tinker.types.optim_step_request import OptimStepRequest
 
-from backend.commands import AdamParams, LoraSpec
+from backend.commands import AdamParams, DimuonParams, LoraSpec
 from backend.errors import UserError
 from backend.wire import (
     CreateModel,
@@ -97,10 +97,42 @@ def test_tokens_are_kept_as_hashes_that_no_client_can_send() -> None:
     assert decode_load_weights(hash_token(of(path=PATH, weights_access_token=""), str.upper)).access is None
 
 
+DIMUON = {"type": "dimuon", "learning_rate": 0.1}
+
+
+def test_dimuon_is_read() -> None:
+    assert decode_optim_step(of(optimizer_params=DIMUON)) == DimuonParams(0.1, 0.9, 0.0)
+    given = DIMUON | {"beta1": 0.5, "grad_clip_norm": -1.0}
+    assert decode_optim_step(of(optimizer_params=given)) == DimuonParams(0.1, 0.5, -1.0)
+    config = {"type": "dimuon", "version": 1}
+    assert decode_create_model(of(base_model="m", optimizer_config=config)).optimizer == "dimuon"
+    assert decode_create_model(of(base_model="m")).optimizer == "adamw"
+    assert decode_load_model(of(path=PATH, optimizer_config=config)).fresh == "dimuon"
+    assert decode_load_model(of(path=PATH)).fresh == "adamw"
+
+
 Wrong = tuple[Callable[[bytes], object], bytes, str]
 WRONG: list[Wrong] = [
     (decode_optim_step, of(), "adam_params is None: must be an object"),
-    (decode_optim_step, of(optimizer_params={"type": "dimuon"}), "optimizer_params.type is 'dimuon': must be absent"),
+    (decode_optim_step, of(optimizer_params={"type": "dimuon"}), "optimizer_params.learning_rate is None: must be"),
+    (decode_optim_step, of(optimizer_params={"type": "sgd"}), "optimizer_params.type is 'sgd': must be 'dimuon'"),
+    (decode_optim_step, of(adam_params={}, optimizer_params={}), "are both given: exactly one must be"),
+    (decode_optim_step, of(optimizer_params=DIMUON | {"eps": 1}), "optimizer_params has the key 'eps': dimuon takes"),
+    (decode_optim_step, of(optimizer_params=DIMUON | {"beta1": 1}), "beta1 is 1: must be a finite number >= 0 and < 1"),
+    (decode_optim_step, of(optimizer_params=DIMUON | {"learning_rate": -1}), "optimizer_params.learning_rate is -1"),
+    (
+        decode_optim_step,
+        of(optimizer_params=DIMUON | {"grad_clip_norm": None}),
+        "grad_clip_norm is None: must be a finite",
+    ),
+    (decode_load_weights, of(path=PATH, optimizer_config={"type": "adamw"}), "keeps the optimizer it was made with"),
+    (decode_load_model, of(path=PATH, optimizer=True, optimizer_config={"type": "adamw"}), "with optimizer true"),
+    (
+        decode_create_model,
+        of(base_model="m", optimizer_config={"type": "dimuon", "version": 2}),
+        "version is 2: must be 1",
+    ),
+    (decode_create_model, of(base_model="m", optimizer_config={"type": "adamw", "x": 1}), "has the key 'x'"),
     (
         decode_optim_step,
         of(adam_params={"beta1": 1.0}),
@@ -112,7 +144,7 @@ WRONG: list[Wrong] = [
     (decode_create_model, of(lora_config={}), "base_model is None: must be a non-empty string"),
     (decode_create_model, of(base_model="m", lora_config={"rank": 0}), "lora_config.rank is 0: must be a whole number"),
     (decode_create_model, of(base_model="m", lora_config={"rank": 1025}), "from 1 to 1024"),
-    (decode_create_model, of(base_model="m", optimizer_config={"type": "dimuon"}), "must be 'adamw'"),
+    (decode_create_model, of(base_model="m", optimizer_config={"type": "sgd"}), "must be one of adamw, dimuon"),
     (
         decode_create_model,
         of(base_model="m", lora_config={"train_attn": False, "train_mlp": False, "train_unembed": False}),
