@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 
@@ -21,10 +23,14 @@ class LocalBlobs:
         with self._draft(key, data) as (draft, target):
             os.link(draft, target)
 
-    def replace(self, key: str, data: bytes) -> None:
-        """Write a file over whatever was there."""
-        with self._draft(key, data) as (draft, target):
-            draft.replace(target)
+    def replace(self, key: str, old: bytes, new: bytes) -> bool:
+        """Write a file over one with these bytes."""
+        with self._changing():
+            if not self._holds(key, old):
+                return False
+            with self._draft(key, new) as (draft, target):
+                draft.replace(target)
+            return True
 
     def read(self, key: str) -> bytes:
         """A file's bytes."""
@@ -43,13 +49,18 @@ class LocalBlobs:
         """A file's size in bytes."""
         return (self._root / key).stat().st_size
 
-    def remove(self, key: str) -> bool:
+    def remove(self, key: str, old: bytes | None = None) -> bool:
         """Remove a file, durably."""
         path = self._root / key
-        try:
-            path.unlink()
-        except FileNotFoundError:
+        if not path.exists():
             return False
+        with self._changing():
+            if old is not None and not self._holds(key, old):
+                return False
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return False
         _sync(path.parent)
         return True
 
@@ -65,6 +76,29 @@ class LocalBlobs:
         """The names in a folder, without drafts."""
         folder = self._root / prefix
         return sorted(path.name for path in folder.iterdir() if path.name[0] != ".") if folder.is_dir() else []
+
+    def written_at(self, prefix: str) -> datetime | None:
+        """When a file in the folder was last written, drafts included."""
+        folder = self._root / prefix
+        times = []
+        for path in folder.iterdir() if folder.is_dir() else ():
+            with suppress(FileNotFoundError):  # a draft that has just become a file
+                times.append(path.stat().st_mtime)
+        return datetime.fromtimestamp(max(times), UTC) if times else None
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.read(key) == data
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Alone among all processes that look at a file and then change it; the lock ends with its process."""
+        _make_folder(self._root)
+        with (self._root / ".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     @contextmanager
     def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -34,10 +35,13 @@ class ObjectBlobs:
             if self.read(key) != data:
                 raise
 
-    def replace(self, key: str, data: bytes) -> None:
-        """Write an object over whatever was there."""
+    def replace(self, key: str, old: bytes, new: bytes) -> bool:
+        """Write an object over one with these bytes."""
         with self._lock:
-            self._fs.pipe_file(self._path(key), data, mode="overwrite")
+            if not self._holds(key, old):
+                return False
+            self._fs.pipe_file(self._path(key), new, mode="overwrite")
+            return True
 
     def read(self, key: str) -> bytes:
         """An object's bytes."""
@@ -58,10 +62,12 @@ class ObjectBlobs:
         with self._lock:
             return int(self._fs.info(self._path(key))["size"])
 
-    def remove(self, key: str) -> bool:
+    def remove(self, key: str, old: bytes | None = None) -> bool:
         """Remove an object."""
         try:
             with self._lock:
+                if old is not None and not self._holds(key, old):
+                    return False
                 self._fs.rm_file(self._path(key))
         except FileNotFoundError:
             return False
@@ -81,6 +87,23 @@ class ObjectBlobs:
             return []
         own = self._path(prefix).strip("/")  # fsspec lists an object, and on some stores a folder, as its own child
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths if path.strip("/") != own)
+
+    def written_at(self, prefix: str) -> datetime | None:
+        """When an object directly below `prefix` was last written."""
+        times = []
+        for name in self.children(prefix):
+            try:
+                with self._lock:
+                    times.append(self._fs.modified(self._path(f"{prefix}/{name}")))
+            except FileNotFoundError:
+                continue  # removed since it was listed
+        return max(times).astimezone(UTC) if times else None
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return bytes(self._fs.cat_file(self._path(key))) == data
+        except FileNotFoundError:
+            return False
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

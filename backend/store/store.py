@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -44,11 +44,10 @@ class Store:
         self.url = url
         self._blobs = blobs
         self._clock = clock
-        self._replacing = threading.Lock()  # else a deletion could remove the commit that just replaced its own
 
     @classmethod
     def open(cls, url: str, *, clock: Clock | None = None) -> Self:
-        """The store at `file:///folder` or `memory://name`, made by its first save; UserError for other URLs."""
+        """The store at `file:///folder`, `gs://bucket/prefix` or `memory://name`; UserError for other URLs."""
         return cls(url, open_blobs(url), clock or SystemClock())
 
     def save(
@@ -130,7 +129,7 @@ class Store:
             )
             try:
                 self._write(path, saved, files)
-                return self._publish(path, saved, before, overwrite=overwrite)
+                return self._publish(path, saved, overwrite=overwrite)
             except BaseException:
                 self._discard_unless_committed(path, saved)
                 raise
@@ -187,17 +186,19 @@ class Store:
         the work; a commit that is damaged goes with its files.
         """
         where = CheckpointPath.parse(path)
-        with self._failures(f"delete {where}"), self._replacing:
+        with self._failures(f"delete {where}"):
+            data = self._commit_bytes(where)
             try:
-                saved = self._commit(where)
+                saved = None if data is None else commit.from_json(data, where)
             except StoreError as error:
                 _log.warning("deleted although it cannot be read: %s", error)
                 ours = True
             else:
                 ours = saved is not None and attempt in ("", saved.attempt)
                 attempt = attempt or (saved.attempt if saved is not None else "")
-            found = ours and self._blobs.remove(where.commit)
-            if attempt:
+            # Only the commit that we looked at: another process may have saved anew under this path since.
+            found = ours and self._blobs.remove(where.commit, data)
+            if attempt and (found or not ours):
                 self._blobs.remove_folder(where.attempt(attempt))
             return found
 
@@ -224,27 +225,34 @@ class Store:
         return [] if saved is None else [saved]
 
     def _write(self, path: CheckpointPath, saved: Saved, files: dict[str, bytes]) -> None:
+        """Write all files at once, then see that each is there whole."""
+        keys = {file: f"{path.attempt(saved.attempt)}/{file}" for file in files}
+        with ThreadPoolExecutor(len(files), thread_name_prefix="store") as threads:
+            for written in [threads.submit(self._blobs.create, keys[file], data) for file, data in files.items()]:
+                written.result()
         for file, data in files.items():
-            key = f"{path.attempt(saved.attempt)}/{file}"
-            self._blobs.create(key, data)
-            size = self._blobs.size(key)
+            size = self._blobs.size(keys[file])
             if size != len(data):
                 raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {len(data)}")
 
-    def _publish(self, path: CheckpointPath, saved: Saved, before: Saved | None, *, overwrite: bool) -> Saved:
-        if overwrite:
-            with self._replacing:
-                self._blobs.replace(path.commit, commit.to_json(saved))
-            if before is not None:
+    def _publish(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
+        """Write the commit; with `overwrite` over what is there by now, so the last of many who overwrite stays."""
+        data = commit.to_json(saved)
+        while True:
+            try:
+                self._blobs.create(path.commit, data)
+                return saved
+            except FileExistsError:
+                there = self._commit_bytes(path)
+            if there is None:
+                continue  # deleted since
+            before = commit.from_json(there, path)
+            if not overwrite or _same_request(before, saved.meta):
+                self._tidy(path.attempt(saved.attempt))
+                return _same_or_conflict(before, saved.meta)
+            if self._blobs.replace(path.commit, there, data):
                 self._tidy(path.attempt(before.attempt))
-            return saved
-        try:
-            self._blobs.create(path.commit, commit.to_json(saved))
-        except FileExistsError:
-            winner = self._found(path)
-            self._tidy(path.attempt(saved.attempt))
-            return _same_or_conflict(winner, saved.meta)
-        return saved
+                return saved
 
     def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
         """After a failure: it may have come after the commit, and then the files are needed."""
@@ -264,8 +272,12 @@ class Store:
             _log.warning("store %s: %s is left behind: %s", self.url, prefix, error)
 
     def _commit(self, path: CheckpointPath) -> Saved | None:
+        data = self._commit_bytes(path)
+        return None if data is None else commit.from_json(data, path)
+
+    def _commit_bytes(self, path: CheckpointPath) -> bytes | None:
         try:
-            return commit.from_json(self._blobs.read(path.commit), path)
+            return self._blobs.read(path.commit)
         except FileNotFoundError:
             return None
 

@@ -1,4 +1,4 @@
-"""Stores of both kinds, and adapter states to keep in them."""
+"""Stores of all kinds, and adapter states to keep in them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,23 @@ import pytest
 from backend.clock import ManualClock
 from backend.commands import AdapterState, LoraSpec
 from backend.store import CheckpointMeta, Store
+from tests.store.fake_gcs import FakeGcs
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[FakeGcs]:
+    """The fake of Google Cloud Storage, to which gs:// goes meanwhile."""
+    with FakeGcs() as fake, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", fake.url)
+        yield fake
+
+
+@pytest.fixture(params=["file", "memory", "gs"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "gs":
+        request.getfixturevalue("gcs")
+        yield f"gs://bucket/{uuid.uuid4().hex}"
+        return
     if request.param == "file":
         yield f"file://{tmp_path / 'store'}"
         return

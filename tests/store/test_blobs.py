@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,39 @@ def test_create_never_replaces(blobs: Blobs) -> None:
     assert blobs.read("a/x") == b"one"
 
 
-def test_replace(blobs: Blobs) -> None:
-    blobs.replace("a/x", b"one")
-    blobs.replace("a/x", b"two!")
+def test_replace_only_what_was_seen(blobs: Blobs) -> None:
+    assert not blobs.replace("a/x", b"", b"new")
+    blobs.create("a/x", b"one")
+    assert blobs.replace("a/x", b"one", b"two!")
+    assert not blobs.replace("a/x", b"one", b"three")
+    assert not blobs.remove("a/x", b"one")
     assert blobs.read("a/x") == b"two!"
+    assert blobs.remove("a/x", b"two!")
+    assert not blobs.remove("a/x", b"two!")
+
+
+def test_of_8_who_replace_the_same_exactly_one_succeeds(url: str) -> None:
+    open_blobs(url).create("a/x", b"old")
+    barrier = threading.Barrier(8)
+
+    def replace(i: int) -> bool:
+        blobs = open_blobs(url)
+        barrier.wait()
+        return blobs.replace("a/x", b"old", f"{i}".encode())
+
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(replace, range(8)))
+    assert made.count(True) == 1
+    assert open_blobs(url).read("a/x") == f"{made.index(True)}".encode()
+
+
+def test_when_something_was_written(blobs: Blobs) -> None:
+    assert blobs.written_at("a") is None
+    before = datetime.now(UTC) - timedelta(seconds=1)
+    blobs.create("a/x", b"one")
+    written = blobs.written_at("a")
+    assert written is not None
+    assert before <= written <= datetime.now(UTC) + timedelta(seconds=1)
 
 
 def test_what_is_missing(blobs: Blobs) -> None:
@@ -120,7 +150,7 @@ def test_a_retry_that_meets_our_own_bytes_is_a_success() -> None:
         blobs.create("a/x", b"nonce 2")
 
 
-@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "file://relative", "relative", "", "file:/x"])
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://", "file://relative", "relative", "", "file:/x"])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(UserError, match="store "):
         open_blobs(url)

@@ -8,9 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,20 +44,24 @@ class FailingBlobs:
     after: bool = False
     recovers: bool = False
     writes: int = 0
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def create(self, key: str, data: bytes) -> None:
-        self._write(self.blobs.create, key, data)
+        if key.endswith("commit.json") and self.blobs.children(key.rsplit("/", 1)[0])[-1:] == ["commit.json"]:
+            raise FileExistsError(key)  # refused: nothing is written
+        self._write(lambda: self.blobs.create(key, data))
 
-    def replace(self, key: str, data: bytes) -> None:
-        self._write(self.blobs.replace, key, data)
+    def replace(self, key: str, old: bytes, new: bytes) -> bool:
+        return self._write(lambda: self.blobs.replace(key, old, new))
 
-    def _write(self, write: Callable[[str, bytes], None], key: str, data: bytes) -> None:
-        self.writes += 1
-        if self.writes < self.failing:
-            write(key, data)
-            return
-        if self.after and self.writes == self.failing:
-            write(key, data)
+    def _write(self, write: Callable[[], Any]) -> Any:
+        with self.lock:  # the files of a save are written at once, and which of them fails does not matter
+            self.writes += 1
+            number = self.writes
+        if number < self.failing:
+            return write()
+        if self.after and number == self.failing:
+            write()
         raise self.error
 
     def _alive(self) -> Blobs:
@@ -68,8 +75,11 @@ class FailingBlobs:
     def size(self, key: str) -> int:
         return self._alive().size(key)
 
-    def remove(self, key: str) -> bool:
-        return self._alive().remove(key)
+    def remove(self, key: str, old: bytes | None = None) -> bool:
+        return self._alive().remove(key, old)
+
+    def written_at(self, prefix: str) -> datetime | None:
+        return self._alive().written_at(prefix)
 
     def remove_folder(self, prefix: str) -> None:
         self._alive().remove_folder(prefix)

@@ -189,8 +189,8 @@ def test_a_damaged_commit_does_not_hide_the_others(
 ) -> None:
     good = store.save(RUN, "weights", "good", make_state(), meta)
     bad = store.save(RUN, "weights", "bad", make_state(), meta)
-    _blobs(store).replace(f"runs/{RUN}/weights/bad/commit.json", b"{")
-    _blobs(store).replace("runs/not a run/weights/x/commit.json", b"{}")
+    put(_blobs(store), f"runs/{RUN}/weights/bad/commit.json", b"{")
+    put(_blobs(store), "runs/not a run/weights/x/commit.json", b"{}")
     assert store.checkpoints() == [good]
     assert bad.path in caplog.text
 
@@ -206,13 +206,13 @@ def test_a_damaged_file_is_refused_by_name(
     blobs, key = _blobs(store), f"runs/{RUN}/weights/x/{saved.attempt}/{file}"
     data = blobs.read(key)
     if damage == "truncated":
-        blobs.replace(key, data[:-1])
+        put(blobs, key, data[:-1])
     elif damage == "flipped":
-        blobs.replace(key, data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+        put(blobs, key, data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     elif damage == "foreign":
         foreign = blobs.read(f"runs/{RUN}/weights/y/{other.attempt}/{file}")
         assert len(foreign) == len(data)
-        blobs.replace(key, foreign)
+        put(blobs, key, foreign)
     else:
         blobs.remove(key)
     with pytest.raises(StoreError, match="weights/x") as caught:
@@ -237,7 +237,7 @@ def test_a_commit_that_is_not_ours_is_refused(
 ) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     key = f"runs/{RUN}/weights/x/commit.json"
-    _blobs(store).replace(key, json.dumps(change(json.loads(_blobs(store).read(key)))).encode())
+    put(_blobs(store), key, json.dumps(change(json.loads(_blobs(store).read(key)))).encode())
     with pytest.raises(StoreError) as caught:
         store.load(saved.path)
     assert message in str(caught.value)
@@ -284,3 +284,8 @@ def test_a_refused_save_leaves_nothing(store: Store, meta: CheckpointMeta, make_
 
 def _blobs(store: Store) -> Blobs:
     return store._blobs
+
+
+def put(blobs: Blobs, key: str, data: bytes) -> None:
+    blobs.remove(key)
+    blobs.create(key, data)

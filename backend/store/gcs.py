@@ -1,0 +1,198 @@
+"""Objects in Google Cloud Storage through gcsfs: every write has a precondition, and every failure is an OSError.
+
+gcsfs tries a request again, six times with growing pauses, when it meets a 5xx, 408, 429 or a broken connection. So the
+answer to a write may be lost and the repeated write refused with 412: then we look whether the object is our own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+from google.auth.credentials import Signing
+from google.auth.exceptions import GoogleAuthError
+
+# Else the first operation asks another API over gRPC what kind of bucket it is (FINDINGS.md, 2). gcsfs looks at import.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+import gcsfs
+from gcsfs.retry import ChecksumError, HttpError
+
+RESUMABLE = 16 * 2**20  # bytes; an object of this size or more is sent in pieces of it, and each piece is tried again
+_TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=20, sock_read=60)  # seconds, of one request
+_NOT_SATISFIABLE = 416  # a range that begins at the end or after it
+
+
+class GcsBlobs:
+    """`Blobs` in a bucket. All methods may be called from any thread; gcsfs runs the requests on a loop of its own."""
+
+    def __init__(self, root: str) -> None:
+        """Objects below `bucket/prefix`. Nothing is asked of the service yet."""
+        self._bucket, _, self._prefix = root.strip("/").partition("/")
+        with _failures(root):
+            self._fs = gcsfs.GCSFileSystem(use_listings_cache=False, requests_timeout=_TIMEOUT)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a new object (ifGenerationMatch=0); FileExistsError when there is one that we did not write."""
+        with _failures(key):
+            try:
+                if len(data) >= RESUMABLE:
+                    self._fs.pipe_file(self._path(key), data, mode="create", chunksize=RESUMABLE, consistency="md5")
+                else:
+                    _check(key, data, self._upload(key, data, "0"))
+            except FileExistsError:
+                if not _is(data, self._about(key)):
+                    raise
+
+    def replace(self, key: str, old: bytes, new: bytes) -> bool:
+        """Write an object over the generation of it that holds these bytes."""
+        with _failures(key):
+            try:
+                now, generation = self._read(key)
+                if now != old:
+                    return now == new
+                _check(key, new, self._upload(key, new, generation))
+            except FileNotFoundError:
+                return False
+            except FileExistsError:
+                return _is(new, self._about(key))
+            return True
+
+    def read(self, key: str) -> bytes:
+        """An object's bytes."""
+        with _failures(key):
+            return self._read(key)[0]
+
+    def part(self, key: str, start: int, length: int) -> bytes:
+        """A part of an object."""
+        with _failures(key):
+            try:
+                return bytes(self._fs.cat_file(self._path(key), start=start, end=start + length)) if length else b""
+            except HttpError as error:
+                if error.code == _NOT_SATISFIABLE:
+                    return b""
+                raise
+
+    def signed_url(self, key: str, seconds: int) -> str:
+        """A V4 signed URL, at most 7 days good; OSError when the credentials have no key to sign with."""
+        with _failures(key):
+            if not isinstance(self._fs.credentials.credentials, Signing):
+                raise OSError(
+                    "these Google credentials cannot sign URLs: use a service account's "
+                    "(GOOGLE_APPLICATION_CREDENTIALS=<its key file>)"
+                )
+            return str(self._fs.sign(self._path(key), expiration=seconds, version="v4"))
+
+    def size(self, key: str) -> int:
+        """An object's size in bytes."""
+        with _failures(key):
+            return int(self._about(key)["size"])
+
+    def remove(self, key: str, old: bytes | None = None) -> bool:
+        """Remove an object, with `old` the generation of it that holds these bytes."""
+        with _failures(key):
+            only: dict[str, str] = {}
+            try:
+                if old is not None:
+                    now, generation = self._read(key)
+                    if now != old:
+                        return False
+                    only = {"ifGenerationMatch": generation}
+                self._fs.call("DELETE", "b/{}/o/{}", self._bucket, self._name(key), **only)
+            except (FileNotFoundError, FileExistsError):
+                return False
+            return True
+
+    def remove_folder(self, prefix: str) -> None:
+        """Remove the objects directly below `prefix`, one by one."""
+        for name in self.children(prefix):
+            self.remove(f"{prefix}/{name}")
+
+    def children(self, prefix: str) -> list[str]:
+        """The next segments of the keys below `prefix`."""
+        own = self._path(prefix).strip("/")  # gcsfs lists an object as its own child
+        return sorted(
+            path.rstrip("/").rsplit("/", 1)[-1]
+            for path in (entry["name"] for entry in self._entries(prefix))
+            if path.strip("/") != own
+        )
+
+    def written_at(self, prefix: str) -> datetime | None:
+        """When an object directly below `prefix` was last written, by the service's clock."""
+        times = [entry["mtime"] for entry in self._entries(prefix) if "mtime" in entry]
+        return max(times).astimezone(UTC) if times else None
+
+    def _entries(self, prefix: str) -> list[Mapping[str, Any]]:
+        with _failures(prefix):
+            try:
+                return list(self._fs.ls(self._path(prefix), detail=True))
+            except FileNotFoundError:
+                return []
+
+    def _upload(self, key: str, data: bytes, generation: str) -> Mapping[str, Any]:
+        """One request with the bytes as its body: gcsfs's own uses a fixed multipart boundary that data may contain."""
+        _, answer = self._fs.call(
+            "POST",
+            self._fs.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{self._bucket}/o",
+            uploadType="media",
+            name=self._name(key),
+            ifGenerationMatch=generation,
+            headers={"Content-Type": "application/octet-stream"},
+            data=_Body(data),
+        )
+        return dict(json.loads(answer))
+
+    def _read(self, key: str) -> tuple[bytes, str]:
+        """An object's bytes and their generation."""
+        headers, data = self._fs.call("GET", self._fs.url(self._path(key)))
+        return bytes(data), str(headers["X-Goog-Generation"])
+
+    def _about(self, key: str) -> Mapping[str, Any]:
+        return dict(self._fs.call("GET", "b/{}/o/{}", self._bucket, self._name(key), json_out=True))
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def _path(self, key: str) -> str:
+        return f"{self._bucket}/{self._name(key)}"
+
+
+class _Body(io.BytesIO):
+    """A request's body that outlives its request, for the next try."""
+
+    def close(self) -> None:
+        """Stay open."""
+
+
+def _is(data: bytes, about: Mapping[str, Any]) -> bool:
+    """Whether the object that the service describes has these bytes."""
+    return (
+        int(about["size"]) == len(data)
+        and about.get("md5Hash") == base64.b64encode(hashlib.md5(data).digest()).decode()
+    )
+
+
+def _check(key: str, data: bytes, about: Mapping[str, Any]) -> None:
+    if not _is(data, about):
+        raise OSError(
+            f"{key} has {about['size']} bytes with MD5 {about.get('md5Hash')} after writing {len(data)} bytes"
+        )
+
+
+@contextmanager
+def _failures(key: str) -> Iterator[None]:
+    """What gcsfs and what it stands on raise, as OSErrors."""
+    try:
+        yield
+    except OSError:  # FileNotFoundError and FileExistsError have their meaning, and 403 comes as a plain OSError
+        raise
+    except (HttpError, ChecksumError, GoogleAuthError, aiohttp.ClientError, ValueError, RuntimeError) as error:
+        raise OSError(f"{key}: {type(error).__name__}: {error}") from error
