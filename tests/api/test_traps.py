@@ -117,7 +117,7 @@ def test_07_a_poll_without_an_answer_is_held(start: Any, engine: Any) -> None:
     request_id = server.post("optim_step", {"model_id": model, "seq_id": 1, **ADAM}).json()["request_id"]
     begun = time.monotonic()
     answer = server.result(request_id)
-    assert 0.4 < time.monotonic() - begun < 2
+    assert 0.3 < time.monotonic() - begun < 2, "three quarters of poll_hold at least"
     assert answer.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
 
 
@@ -281,7 +281,8 @@ def test_deleting_removes_row_and_files(server: Any, engine: Any) -> None:
     assert server.http.delete(url.replace("weights", "nothing"), headers=headers).status_code in (400, 404, 422)
 
 
-def test_23_hundreds_of_held_polls_are_answered_together(server: Any, engine: Any) -> None:
+def test_23_hundreds_of_held_polls_are_answered_together(start: Any, engine: Any) -> None:
+    server = start(poll_hold=15.0)
     model = server.model()
     engine.paused = True
     ids = [
