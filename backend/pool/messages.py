@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from backend import errors
 from backend.commands import GroupConfig
 
+
+def _tree(kind: type[errors.TinkerflowError]) -> list[type[errors.TinkerflowError]]:
+    return [kind, *(each for child in kind.__subclasses__() for each in _tree(child))]
+
+
+# What an executor may raise by name: it cannot pretend that its group failed.
 _ERRORS: dict[str, type[errors.TinkerflowError]] = {
     kind.__name__: kind
-    for kind in (
-        errors.UserError,
-        errors.NotFoundError,
-        errors.ConflictError,
-        errors.BodyTooLargeError,
-        errors.StateLostError,
-        errors.StoreError,
-        errors.ServerError,
-    )
+    for kind in (*_tree(errors.UserError), errors.StateLostError, errors.StoreError, errors.ServerError)
 }
 _LONGEST_MESSAGE = 10_000
 
