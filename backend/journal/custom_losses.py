@@ -59,6 +59,7 @@ def submit(connection: sa.Connection, loss: NewCustomLoss, now: datetime) -> str
             payload_type="json",
             payload=loss.payload,
             result_type="json",
+            waiting_tokens=0,
             created_at=now,
             finished_at=now,
             **answer,

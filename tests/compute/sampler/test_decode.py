@@ -24,7 +24,7 @@ def test_neither_the_cache_nor_the_unembedding_is_copied(qwen: Any) -> None:
     )
     cache = empty_cache(qwen.cfg, qwen.mesh, slots, length, "float32")
     base = Lora(layers={}, unembed=None)
-    lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, qwen.params, base, cache, rows, np.int32(chunk))
+    lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, 0, qwen.params, base, cache, rows, np.int32(chunk))
     text = lowered.compile().as_text()
     copied = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* copy\(", text)]
     assert copied, "the pattern must find copies for this test to mean anything"
