@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from backend.commands import Example, Forward, ForwardResult, GroupConfig
-from backend.errors import GroupFailedError
+from backend.errors import GroupFailedError, SuspectError
 from backend.pool import Pool
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
@@ -54,7 +54,7 @@ async def test_a_rank_killed_during_collectives_ends_the_group_at_once(
     assert time.perf_counter() - began < 5.0
     failed = [r for r in results if isinstance(r, BaseException)]
     assert failed
-    assert {type(r) for r in failed} == {GroupFailedError}
+    assert {type(r) for r in failed} <= {GroupFailedError, SuspectError}  # suspect: the ones that were being executed
     assert {str(r) for r in failed} == {"worker group 1 ended: rank 1 was killed by SIGKILL"}
     assert await pool.submit(total(8)) == ForwardResult((), 28.0)
     assert pool.generation == 2
