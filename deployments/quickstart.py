@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ STEPS = 30
 LEARNING_RATE = 5e-3
 RANK = 32
 API_KEY = "tml-quickstart"
+SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
 
 
 def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = STEPS) -> bool:
@@ -106,9 +109,14 @@ def _table(before: list[str], after: list[str]) -> Table:
 
 
 def _flow_run_url(stack: Stack, model_id: str) -> str:
-    """Where the Prefect UI shows the training run of `model_id`."""
+    """Where the Prefect UI shows the training run of `model_id`; the page of all runs if it is untracked."""
     if not stack.prefect_url:
         return "(Prefect is off)"
-    answer = httpx.post(f"{stack.prefect_url}/api/flow_runs/filter", json={"flow_runs": {"name": {"any_": [model_id]}}})
-    runs = answer.raise_for_status().json()
-    return f"{stack.prefect_url}/runs/flow-run/{runs[0]['id']}" if runs else f"{stack.prefect_url}/runs"
+    named = {"flow_runs": {"name": {"any_": [model_id]}}}
+    deadline = time.monotonic() + SHOWN_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):  # on a busy machine Prefect may be late, or start anew
+            if runs := httpx.post(f"{stack.prefect_url}/api/flow_runs/filter", json=named).raise_for_status().json():
+                return f"{stack.prefect_url}/runs/flow-run/{runs[0]['id']}"
+        time.sleep(0.2)
+    return f"{stack.prefect_url}/runs"

@@ -37,8 +37,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BEGIN_SECONDS = 10.0  # a flow run that has not begun by then goes on untracked
-HEALTH_SECONDS = 2.0
+BEGIN_SECONDS = 20.0  # a flow run that has not begun by then goes on untracked
+HEALTH_SECONDS = 2.0  # between two looks
+LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, one that works takes seconds
 END_SECONDS = 5.0
 RESTART_SECONDS = 2.0  # between the end of an embedded server and the start of the next
 # Prefect's loggers for what we log ourselves, once: failed operations, and a server that cannot be reached.
@@ -88,7 +89,7 @@ class Tracking:
 
     async def watch(self) -> None:
         """Look every HEALTH_SECONDS whether Prefect can be reached; never returns."""
-        async with httpx.AsyncClient(timeout=HEALTH_SECONDS) as client:
+        async with httpx.AsyncClient(timeout=LATE_SECONDS) as client:
             while self.api_url:
                 self._found(await is_healthy(client, self.api_url), "it does not answer")
                 await asyncio.sleep(HEALTH_SECONDS)

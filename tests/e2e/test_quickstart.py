@@ -13,7 +13,7 @@ def test_quickstart_teaches_pig_latin(tmp_path):
         [sys.executable, "-m", "deployments.cli", "quickstart", "--data-dir", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env=os.environ | {"COLUMNS": "200"},
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -29,7 +29,7 @@ def test_too_few_steps_fail(tmp_path):
         [sys.executable, "-m", "deployments.cli", "quickstart", "--data-dir", str(tmp_path), "--steps", "2"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert run.returncode == 1, run.stdout + run.stderr
