@@ -77,8 +77,8 @@ def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
         time.sleep(0.5)
         begun = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=10)
-        assert time.monotonic() - begun < 3
+        printed, _ = process.communicate(timeout=60)
+        assert time.monotonic() - begun < 30
         polling.join()
         assert answers[0].json()["type"] == "try_again"
         assert process.returncode == 0

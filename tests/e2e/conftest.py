@@ -99,7 +99,7 @@ def running(data_dir: Path, *options: str, compiled: Path) -> Iterator[Server]:
         below = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

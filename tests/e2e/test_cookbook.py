@@ -55,7 +55,7 @@ def run(program: str, server, log: Path) -> list[dict]:
         [sys.executable, "-c", program + LEAVE, server.api_url, server.base_model, str(log), str(EXAMPLES)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1500,
         check=False,
         env=os.environ
         | {"TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},

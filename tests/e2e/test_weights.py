@@ -42,7 +42,7 @@ def cli(server: Any, tmp_path: Path) -> Callable[..., Any]:
 
     def run(*commands: str) -> list[Any]:
         command = [sys.executable, "-W", "ignore", "-c", RUN_COMMANDS, *commands]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | more, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | more, cwd=tmp_path)
         assert done.returncode == 0, f"{commands}: {done.stdout}{done.stderr}"
         return [json.loads(answer or "null") for answer in json.loads(done.stdout)]
 

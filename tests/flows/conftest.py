@@ -184,7 +184,7 @@ class Client:
         kind_of = "proto" if isinstance(body, bytes) else "json"
         return NewRequest(kind, "local", payload, kind_of, f"{kind}{seq}", model_id=model, seq_id=seq)
 
-    async def result(self, request: str, seconds: float = 20.0) -> Result:
+    async def result(self, request: str, seconds: float = 120.0) -> Result:
         assert await self.waiters.wait(request, seconds), f"{request} was not answered in {seconds} s"
         result = self.journal.result(request, "local")
         assert result is not None
@@ -272,10 +272,10 @@ def running() -> Callable[[Awaitable[object]], object]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """`await until(condition)`; fails when it does not hold within 30 s."""
+    """`await until(condition)`; fails when it does not hold within 120 s."""
 
     async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 

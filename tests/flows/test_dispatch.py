@@ -105,5 +105,5 @@ async def test_stop_answers_what_is_in_flight(dispatcher: Any, client: Any) -> N
     request = client.optim_step(model)
     await asyncio.sleep(0.05)
     serving.stop()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert client.journal.result(request, "local") is not None

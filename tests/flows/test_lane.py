@@ -108,7 +108,7 @@ async def test_lost_state_ends_the_model_and_its_lane(served: Any, client: Any, 
     model, _, task = served
     pool.failing = StateLostError("adapter gone")
     await client.result(client.optim_step(model))
-    end = await asyncio.wait_for(task, 5)
+    end = await asyncio.wait_for(task, 60)
     assert end.why is Why.FAILED and "adapter gone" in end.text
     assert client.journal.model(model, None).state == ModelState.LOST
 
@@ -154,7 +154,7 @@ async def test_save_load_and_create_from_it(
 async def test_loading_what_does_not_exist_fails_the_creation(client: Any, runtime: Any, untracked: Shared) -> None:
     model, request = client.load_model(0, "tinker://nobody/weights/none", optimizer=False)
     lane = Lane(runtime, untracked, model, 0)
-    end = await asyncio.wait_for(lane.serve(MOST), 10)
+    end = await asyncio.wait_for(lane.serve(MOST), 60)
     result = await client.result(request)
     assert result.category == "user" and "tinker://nobody/weights/none" in result.error
     assert end.why is Why.FAILED
@@ -184,7 +184,7 @@ async def test_a_lane_ends_after_unload(served: Any, client: Any, pool: Any) -> 
     last = client.optim_step(model)
     client.journal.request_unload(model, "its session is over")
     assert (await client.result(last)).error is None
-    end = await asyncio.wait_for(task, 5)
+    end = await asyncio.wait_for(task, 60)
     assert end.why is Why.DONE and "its session is over" in end.text
     assert pool.names[-1] == "DropAdapter"
     assert (await client.result(client.optim_step(model))).category == "user"
@@ -200,7 +200,7 @@ async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
     lane.stop()
     waiting = client.optim_step(model)
     pool.hold.set()
-    assert (await asyncio.wait_for(task, 5)).why is Why.STOPPED
+    assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
     assert (await client.result(flying)).error is None
     assert client.journal.result(waiting, "local") is None
 

@@ -202,6 +202,6 @@ async def test_a_planned_stop_takes_snapshots(
     model = await client.create()
     await answers(client, work(client, model, 1))
     dispatcher.stop()
-    await asyncio.wait_for(serving, 10)
+    await asyncio.wait_for(serving, 60)
     assert [view.seq_id for view in journal.recovery.snapshots(model)] == [3]
     assert journal.recovery.executed(model, -1, 10) == []

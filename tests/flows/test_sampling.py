@@ -174,6 +174,6 @@ async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: A
     await asyncio.sleep(0.05)
     waiting = client.sample(sampler)
     pool.hold.set()
-    assert (await asyncio.wait_for(task, 5)).why is Why.STOPPED
+    assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
     assert tokens(await client.result(taken))
     assert client.journal.result(waiting, "local") is None
