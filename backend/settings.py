@@ -23,6 +23,7 @@ class Settings(BaseSettings):
     public_url: str = Field(default="", description="where clients reach the API, for links; empty = as they asked")
     base_models: tuple[str, ...] = Field(default=(), description="hub ids or folders; none = the embedded tiny one")
     store: str = Field(default="", description="fsspec URL of checkpoints; empty = <data_dir>/store")
+    pipelines: str = Field(default="", description="where pipelines keep their work; empty = <data_dir>/pipelines")
     database_url: str = Field(default="", description="the journal's URL; empty = SQLite in data_dir")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of base weights and activations")
 
@@ -97,6 +98,11 @@ class Settings(BaseSettings):
     def store_url(self) -> str:
         """The checkpoint store's fsspec URL."""
         return self.store or f"file://{self.data_dir / 'store'}"
+
+    @property
+    def pipelines_url(self) -> str:
+        """The URL of the pipelines' work folder."""
+        return self.pipelines or f"file://{self.data_dir / 'pipelines'}"
 
     @property
     def compile_cache(self) -> Path:

@@ -53,7 +53,8 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "room", ["api", "flows", "tasks", "backend.pool", "backend.journal", "backend.store", "backend.wire"]
+    "room",
+    ["api", "flows", "tasks", "tasks.pipelines", "backend.pool", "backend.journal", "backend.store", "backend.wire"],
 )
 def test_importing_a_room_does_not_load_jax(room: str) -> None:
     code = f"import {room}, sys; print(sorted(set(sys.modules) & {JAX!r}))"

@@ -1,0 +1,28 @@
+"""The steps of fine-tuning pipelines: clients of our API through the `tinker` SDK, apart from the engine's operations.
+
+Each step is a Prefect task; tests and notebooks call its `.fn`. Between steps go only names of what is in the work
+folder or on the server, never data.
+"""
+
+from tasks.pipelines.data import DataCheckError, DataReport, DataSource, check_data, load_rows
+from tasks.pipelines.render import Example, Rendered, Renderer, load_examples, render
+from tasks.pipelines.rows import Message, Row, RowError, Schema, guess_schema, parse_row
+
+__all__ = [
+    "DataCheckError",
+    "DataReport",
+    "DataSource",
+    "Example",
+    "Message",
+    "Rendered",
+    "Renderer",
+    "Row",
+    "RowError",
+    "Schema",
+    "check_data",
+    "guess_schema",
+    "load_examples",
+    "load_rows",
+    "parse_row",
+    "render",
+]

@@ -1,0 +1,167 @@
+"""The data check: rows are read, validated and named by their content; bad ones go to quarantine with their errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import orjson
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel, ConfigDict, Field
+
+from backend.errors import UserError
+from tasks.pipelines.rows import Row, RowError, Schema, guess_schema, parse_row
+from tasks.pipelines.sources import RawRow, read_rows
+from tasks.pipelines.work import create_once, digest, open_work
+
+_SHOWN_ERRORS = 20
+T = TypeVar("T")
+
+
+class DataSource(BaseModel):
+    """Where rows come from, and what is asked of them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str = Field(
+        min_length=1,
+        description="A .jsonl or .parquet file, a folder of them, or a folder by datasets' save_to_disk; a path or any "
+        "fsspec URL (gs://, s3://, hf://, https://).",
+    )
+    split: str = Field("", description="Of a folder: only what is named for this split, 'train' for example.")
+    kind: Literal["auto", "chat", "prompt_completion", "preference", "prompt"] = Field(
+        "auto", title="Schema", description="What a row looks like; auto: as the first row that fits any schema."
+    )
+    limit: int = Field(0, ge=0, description="Read this many rows at most; 0 = all.")
+    max_bad_fraction: float = Field(
+        0.02, ge=0, le=1, description="Share of rows that may be wrong; they are left out. More, and the check fails."
+    )
+    min_rows: int = Field(1, ge=1, description="Rows that must be left, or the check fails.")
+
+
+class BadRow(BaseModel):
+    """A row that was left out."""
+
+    where: str
+    error: str
+
+
+class DataReport(BaseModel):
+    """What the check found. digest names the good rows by content; `load_rows` reads them from the work folder."""
+
+    url: str
+    schema_name: str
+    digest: str
+    rows: int
+    bad_rows: int
+    duplicates: int = Field(description="good rows that are the same as an earlier one; they stay")
+    characters: int
+    first_errors: list[BadRow]
+    quarantine: str = Field(description="key of the file of bad rows in the work folder, empty when there are none")
+
+
+class DataCheckError(UserError):
+    """The data is too bad to train on; `report` says how bad."""
+
+    def __init__(self, message: str, report: DataReport) -> None:
+        """`message` names the data, the value and the limit."""
+        super().__init__(message)
+        self.report = report
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    schema: Schema
+    good: list[Row]
+    bad: list[tuple[RawRow, RowError]]
+
+
+@task(name="check data", task_run_name="check data: {source.url}", cache_policy=NO_CACHE)
+def check_data(source: DataSource, work_url: str, forbidden: Sequence[str] = ()) -> DataReport:
+    """Read and validate all rows, and keep them in the work folder.
+
+    forbidden: strings that no text may hold. Raises DataCheckError when more rows are wrong than the source allows.
+    """
+    work = open_work(work_url)
+    found = _sort(source, forbidden)
+    lines = [orjson.dumps(row.to_json(), option=orjson.OPT_SORT_KEYS) for row in found.good]
+    name = digest(found.schema, *lines)
+    report = DataReport(
+        url=source.url,
+        schema_name=found.schema,
+        digest=name,
+        rows=len(lines),
+        bad_rows=len(found.bad),
+        duplicates=sum(count - 1 for count in Counter(lines).values()),
+        characters=sum(_characters(row) for row in found.good),
+        first_errors=[BadRow(where=raw.where, error=error.message) for raw, error in found.bad[:_SHOWN_ERRORS]],
+        quarantine=_quarantine(work_url, found.bad),
+    )
+    _refuse_bad(source, report)
+    create_once(work, _key(name), b"\n".join(lines) + b"\n")
+    return report
+
+
+def load_rows(work_url: str, data_digest: str) -> list[Row]:
+    """The rows that a check kept."""
+    return [Row.from_json(orjson.loads(line)) for line in open_work(work_url).read(_key(data_digest)).splitlines()]
+
+
+def _key(name: str) -> str:
+    return f"data/{name}.jsonl"
+
+
+def _sort(source: DataSource, forbidden: Sequence[str]) -> _Sorted:
+    schema: Schema | None = None if source.kind == "auto" else source.kind
+    good: list[Row] = []
+    bad: list[tuple[RawRow, RowError]] = []
+    for item in _limited(read_rows(source.url, source.split), source.limit):
+        if isinstance(item, tuple):
+            bad.append(item)
+            continue
+        try:
+            schema = schema or guess_schema(item.value)
+            good.append(parse_row(item.value, schema, forbidden=forbidden))
+        except RowError as error:
+            bad.append((item, error))
+    return _Sorted(schema or "chat", good, bad)
+
+
+def _limited(items: Iterable[T], limit: int) -> Iterator[T]:
+    for number, item in enumerate(items, 1):
+        yield item
+        if number == limit:
+            return
+
+
+def _characters(row: Row) -> int:
+    return sum(len(message["content"]) for part in (row.prompt, row.chosen, row.rejected) for message in part)
+
+
+def _quarantine(work_url: str, bad: Sequence[tuple[RawRow, RowError]]) -> str:
+    if not bad:
+        return ""
+    lines = [
+        orjson.dumps({"where": raw.where, "error": error.message, "row": raw.value}, default=repr) for raw, error in bad
+    ]
+    key = f"quarantine/{digest(*lines)}.jsonl"
+    create_once(open_work(work_url), key, b"\n".join(lines) + b"\n")
+    return key
+
+
+def _refuse_bad(source: DataSource, report: DataReport) -> None:
+    total = report.rows + report.bad_rows
+    first = f"; first: {report.first_errors[0].where}: {report.first_errors[0].error}" if report.first_errors else ""
+    if total and report.bad_rows > source.max_bad_fraction * total:
+        raise DataCheckError(
+            f"data {source.url}: {report.bad_rows} of {total} rows are wrong, "
+            f"max_bad_fraction allows {source.max_bad_fraction:.1%}{first}",
+            report,
+        )
+    if report.rows < source.min_rows:
+        raise DataCheckError(
+            f"data {source.url}: {report.rows} good rows, min_rows asks for {source.min_rows}{first}", report
+        )

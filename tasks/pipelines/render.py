@@ -1,0 +1,191 @@
+"""Rows as tokens, by the model's own chat template; cached in the work folder by what they are made from."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel
+
+from backend.errors import UserError
+from tasks.pipelines.data import load_rows
+from tasks.pipelines.rows import Message, Row
+from tasks.pipelines.work import create_once, digest, open_work
+
+if TYPE_CHECKING:
+    import tinker
+    from transformers import PreTrainedTokenizerBase
+
+Format = Literal["chat", "text"]
+_VERSION = "1"  # of the rules below: it is part of the cache's keys
+
+
+@dataclass(frozen=True)
+class Example:
+    """Tokens of one sequence [T], and the weight [T] with which each of them is learnt (0: only read)."""
+
+    tokens: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+
+    def datum(self) -> tinker.Datum:
+        """For `cross_entropy`: position t predicts token t + 1."""
+        import tinker
+
+        return tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(self.tokens[:-1].tolist()),
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData.from_numpy(self.tokens[1:].astype(np.int64)),
+                "weights": tinker.TensorData.from_numpy(self.weights[1:]),
+            },
+        )
+
+
+class Rendered(BaseModel):
+    """A data set as tokens. key: where it is in the work folder; `load_examples` reads it."""
+
+    key: str
+    examples: int
+    tokens: int
+    learnt_tokens: int
+    left_out: int
+    longest: int
+
+
+class Renderer:
+    """A tokenizer with the rules by which conversations become tokens.
+
+    chat: the tokenizer's chat template. text: the messages' texts one after another, the end of text at the end, for
+    models without a template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, format_: Format = "chat") -> None:
+        """UserError when the format is chat and the tokenizer has no chat template."""
+        if format_ == "chat" and not tokenizer.chat_template:
+            raise UserError(f"format 'chat': the tokenizer {tokenizer.name_or_path} has no chat template; use 'text'")
+        self._tokenizer = tokenizer
+        self._format = format_
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """What no text of a data set may hold."""
+        return tuple(sorted({str(token) for token in self._tokenizer.all_special_tokens}))
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that make the same tokens of the same rows."""
+        tokenizer = self._tokenizer
+        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        rules = getattr(tokenizer, "backend_tokenizer", None)
+        return digest(
+            _VERSION, self._format, str(tokenizer.chat_template), str(vocabulary), rules.to_str() if rules else ""
+        )
+
+    @property
+    def stop(self) -> list[int]:
+        """Token ids that end an answer."""
+        return [] if self._tokenizer.eos_token_id is None else [int(self._tokenizer.eos_token_id)]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens that ask for the next assistant message."""
+        return self._tokens(self._text(messages, asking=True))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What sampled tokens say, special tokens left out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
+
+    def examples(self, prompt: Sequence[Message], answer: Sequence[Message]) -> list[Example]:
+        """The conversation as sequences in which the assistant's messages of `answer` are learnt.
+
+        One sequence, unless the template writes earlier turns otherwise once there are later ones (as those do that
+        drop thoughts): then one for each assistant message, with exactly the tokens before it that sampling sees.
+        Each part between two borders is tokenized by itself, as it is when the model is asked.
+        """
+        turns = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
+        asked = [self._text([*prompt, *answer[:i]], asking=True) for i in turns]
+        told = [self._text([*prompt, *answer[: i + 1]]) for i in turns]
+        for before, after in zip(asked, told, strict=True):
+            if not after.startswith(before):
+                raise UserError("format 'chat': the chat template writes an answer otherwise than it asks for it")
+        if all(later.startswith(earlier) for earlier, later in zip(told, asked[1:], strict=False)):
+            borders = [0, *(len(text) for pair in zip(asked, told, strict=True) for text in pair)]
+            return [self._example(told[-1], borders)]
+        return [self._example(after, [0, len(before), len(after)]) for before, after in zip(asked, told, strict=True)]
+
+    def _example(self, text: str, borders: Sequence[int]) -> Example:
+        tokens: list[int] = []
+        weights: list[float] = []
+        for i, (start, end) in enumerate(pairwise(borders)):
+            part = self._tokens(text[start:end])
+            tokens += part
+            weights += [float(i % 2)] * len(part)  # read, learnt, read, learnt, ...
+        return Example(np.array(tokens, np.int32), np.array(weights, np.float32))
+
+    def _text(self, messages: Sequence[Message], *, asking: bool = False) -> str:
+        if self._format == "text":
+            end = "" if asking else str(self._tokenizer.eos_token or "")
+            return "".join(message["content"] for message in messages) + end
+        conversation = [{"role": message["role"], "content": message["content"]} for message in messages]
+        return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=asking))
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+@task(name="render", task_run_name="render {data_digest}", cache_policy=NO_CACHE)
+def render(data_digest: str, work_url: str, renderer: Renderer, max_tokens: int) -> Rendered:
+    """The data set as tokens; made once for each content, tokenizer and length.
+
+    Sequences longer than `max_tokens` are left out; UserError when none is left.
+    """
+    work = open_work(work_url)
+    key = f"rendered/{digest(data_digest, renderer.fingerprint, str(max_tokens))}.npz"
+    try:
+        data = work.read(key)
+    except FileNotFoundError:
+        rows = load_rows(work_url, data_digest)
+        data = _pack(_render(rows, renderer), max_tokens)
+        create_once(work, key, data)
+    with np.load(io.BytesIO(data)) as arrays:
+        lengths, weights, left_out = arrays["lengths"], arrays["weights"], int(arrays["left_out"])
+    if not len(lengths):
+        raise UserError(f"max_tokens {max_tokens}: all {left_out} sequences of the data are longer")
+    return Rendered(
+        key=key,
+        examples=len(lengths),
+        tokens=int(lengths.sum()),
+        learnt_tokens=int((weights > 0).sum()),
+        left_out=left_out,
+        longest=int(lengths.max()),
+    )
+
+
+def load_examples(work_url: str, key: str) -> list[Example]:
+    """The sequences that `render` kept."""
+    with np.load(io.BytesIO(open_work(work_url).read(key))) as arrays:
+        tokens, weights, ends = arrays["tokens"], arrays["weights"], np.cumsum(arrays["lengths"])
+    starts = [0, *ends[:-1]]
+    return [Example(tokens[a:b], weights[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+def _render(rows: Sequence[Row], renderer: Renderer) -> list[Example]:
+    return [example for row in rows if row.chosen for example in renderer.examples(row.prompt, row.chosen)]
+
+
+def _pack(examples: Sequence[Example], max_tokens: int) -> bytes:
+    kept = [example for example in examples if len(example.tokens) <= max_tokens]
+    out = io.BytesIO()
+    np.savez_compressed(
+        out,
+        tokens=np.concatenate([np.zeros(0, np.int32), *(one.tokens for one in kept)]),
+        weights=np.concatenate([np.zeros(0, np.float32), *(one.weights for one in kept)]),
+        lengths=np.array([len(one.tokens) for one in kept], np.int64),
+        left_out=np.int64(len(examples) - len(kept)),
+    )
+    return out.getvalue()

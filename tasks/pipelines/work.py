@@ -1,0 +1,78 @@
+"""The work folder: what pipelines keep between runs, on any store that `backend.store` can write (file, gs, memory).
+
+    data/<digest>.jsonl           rows that passed their check
+    quarantine/<digest>.jsonl     rows that did not, each with its error
+    rendered/<key>.npz            rows as tokens
+    progress/<run>/<task>/<n>     what a segmented task has done
+    champions/<name>/<n>.json     which checkpoint is served under a name, and was before
+
+Objects are written once and never change, so a second writer of equal content does no harm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cache
+from typing import Any
+
+import orjson
+
+from backend.errors import UserError
+from backend.settings import Settings
+from backend.store.blobs import Blobs, open_blobs
+
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def default_work_url() -> str:
+    """The work folder of the settings: TINKERFLOW_PIPELINES, or `pipelines` in the data dir."""
+    return Settings().pipelines_url
+
+
+@cache
+def open_work(url: str) -> Blobs:
+    """The work folder at `url`; one object per URL and process."""
+    return open_blobs(url)
+
+
+def read_json(work: Blobs, key: str) -> Any | None:
+    """The value that was written as `key`, None when nothing was."""
+    try:
+        return orjson.loads(work.read(key))
+    except FileNotFoundError:
+        return None
+
+
+def create_json(work: Blobs, key: str, value: object) -> None:
+    """Write a value as a new object; FileExistsError when there is one with other content."""
+    data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    try:
+        work.create(key, data)
+    except FileExistsError:
+        if work.read(key) != data:
+            raise
+
+
+def create_once(work: Blobs, key: str, data: bytes) -> None:
+    """Write an object whose key says what it holds; one that is there already is as good."""
+    try:
+        work.create(key, data)
+    except FileExistsError:
+        return
+
+
+def digest(*parts: bytes | str) -> str:
+    """A name for content, 32 hex digits: equal for equal parts."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        hashed.update(len(data).to_bytes(8, "little") + data)
+    return hashed.hexdigest()[:32]
+
+
+def checked_name(field: str, value: str) -> str:
+    """A name that is used as a key's part; UserError when it could mean another place."""
+    if not _KEY.fullmatch(value):
+        raise UserError(f"{field} {value!r}: must be 1 to 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")
+    return value
