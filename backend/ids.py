@@ -21,6 +21,11 @@ def model_id(session_id: str, model_seq_id: int) -> str:
     return f"{session_id}:train:{model_seq_id}"
 
 
+def session_of(model: str) -> str:
+    """The session in which a model was made, from the model's id."""
+    return model.partition(":train:")[0]
+
+
 def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
     """`{session}:sample:{n}`."""
     return f"{session_id}:sample:{sampling_session_seq_id}"

@@ -40,6 +40,9 @@ class Settings(BaseSettings):
     snapshot_steps: int = Field(default=50, ge=1, description="optimizer steps between a model's recovery snapshots")
     snapshot_seconds: float = Field(default=60.0, gt=0, description="seconds between them at most, while it changes")
 
+    keep_last: int = Field(default=0, ge=0, description="checkpoints kept of each run and kind; 0 = all")
+    keep_every: int = Field(default=0, ge=0, description="steps; beyond keep_last, those of every so many stay")
+
     session_timeout: float = Field(default=300.0, gt=0, description="seconds without heartbeat until a session expires")
     gap_timeout: float = Field(
         default=60.0, gt=0, description="seconds until a sequence id that never came counts as used"

@@ -1,21 +1,112 @@
-"""`tinkerflow checkpoint`: tokens that let others load or copy a checkpoint."""
+"""`tinkerflow checkpoint`: looking after what is stored, and tokens that let others load or copy a checkpoint."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from backend.clock import SystemClock
+from backend.errors import StoreError
 from backend.settings import Settings
+from backend.store import Store
 from deployments.parts import open_journal
 
-app = typer.Typer(help="Checkpoints: tokens by which others can load or copy one.", no_args_is_help=True)
+app = typer.Typer(help="Checkpoints: look after the store, and let others load or copy one.", no_args_is_help=True)
 
 DataDir = Annotated[Path | None, typer.Option(help="database, models, caches and logs [default: ~/.tinkerflow]")]
-_TITLES = ("id", "checkpoint", "made", "expires", "revoked")
+StoreUrl = Annotated[
+    str | None, typer.Option("--store", help="URL of the checkpoint store [default: <data-dir>/store]")
+]
+Run = Annotated[str | None, typer.Option("--run", help="of this training run alone")]
+
+
+@app.command("list")
+def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
+    """List what is committed in the store, whether or not the database knows of it."""
+    table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
+    for saved in Store.open(_settings(data_dir, store).store_url).checkpoints(run):
+        meta, until = saved.meta, saved.meta.expires_at
+        table.add_row(
+            saved.path,
+            meta.owner,
+            meta.base_model,
+            str(saved.step),
+            f"{saved.size_bytes / 2**20:.1f}",
+            f"{saved.created_at:%Y-%m-%d %H:%M} UTC",
+            f"{until:%Y-%m-%d %H:%M} UTC" if until else "",
+            "yes" if meta.public else "",
+        )
+    # A path must come out whole, to be copied or piped: a narrow table would fold it.
+    Console(width=max(Console().width, 240)).print(table)
+
+
+@app.command()
+def verify(
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="tinker://run/kind/name [default: all in the store]")
+    ] = None,
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Read every byte of what is committed, and compare it with what was saved; exit status 1 when one differs."""
+    opened = Store.open(_settings(data_dir, store).store_url)
+    found = whole = 0
+    for path in paths or opened.paths():
+        wrong = opened.problems(path)
+        if paths and not wrong and not opened.exists(path):
+            wrong = [f"checkpoint {path}: there is none in the store"]
+        for problem in wrong:
+            print(problem)
+        found, whole = found + bool(wrong), whole + (not wrong and opened.exists(path))
+    print(f"{whole} whole, {found} damaged")
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    older_than: Annotated[
+        float, typer.Option(min=1, help="hours without a write after which a save that was not committed is dead")
+    ] = 24,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="remove them, instead of only saying what would be removed")
+    ] = False,
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Find files that belong to no checkpoint: of saves that were interrupted, and of deletions that were."""
+    opened, before = Store.open(_settings(data_dir, store).store_url), SystemClock().now() - timedelta(hours=older_than)
+    removed = 0
+    for orphan in opened.orphans(before):
+        print(f"{orphan.path}: attempt {orphan.attempt}, last written {orphan.written_at:%Y-%m-%d %H:%M} UTC")
+        removed += yes and opened.remove_orphan(orphan)
+    if not yes:
+        print("nothing was removed: to do it, give --yes")
+        return
+    print(f"removed {removed} attempt(s) and {opened.clear_drafts(before)} draft(s)")
+
+
+@app.command("rebuild-index")
+def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
+    """Make the database know every checkpoint of the store again, as after its loss; what it knows stays as it is.
+
+    Lost with a database: keys, tokens that were made for checkpoints, names and labels of sessions, usage, audit log.
+    """
+    from backend.index import rebuild
+
+    settings = _settings(data_dir, store)
+    with open_journal(settings) as journal:
+        done = rebuild(journal, Store.open(settings.store_url))
+    for path in done.restored:
+        print(path)
+    print(f"restored {len(done.restored)}, known {done.known}, damaged {len(done.damaged)}")
+    if done.damaged:
+        raise StoreError("; ".join(done.damaged))
 
 
 @app.command()
@@ -36,7 +127,7 @@ def shares(
     data_dir: DataDir = None,
 ) -> None:
     """List the tokens that were made, without the tokens themselves."""
-    table = Table(*_TITLES)
+    table = Table("id", "checkpoint", "made", "expires", "revoked")
     with open_journal(_settings(data_dir)) as journal:
         found = journal.shares(path)
     for one in found:
@@ -54,5 +145,6 @@ def unshare(
         print(f"revoked the token for {journal.unshare(share_id).path}")
 
 
-def _settings(data_dir: Path | None) -> Settings:
-    return Settings() if data_dir is None else Settings(data_dir=data_dir)
+def _settings(data_dir: Path | None, store: str | None = None) -> Settings:
+    given: dict[str, Any] = {"data_dir": data_dir, "store": store}
+    return Settings(**{name: value for name, value in given.items() if value is not None})

@@ -10,9 +10,9 @@ from sqlalchemy.exc import OperationalError
 
 from backend.commands import Done, DropSnapshot
 from backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
-from backend.journal import Journal, ModelEnded, ModelState
+from backend.journal import Journal, ModelEnded, ModelState, Retention
 from backend.settings import Settings
-from flows.expiry import delete_checkpoints, delete_snapshots
+from flows.expiry import delete_checkpoints, delete_snapshots, note_changes
 from flows.groups import ServedModel
 from flows.lane import Lane, Shared
 from flows.training_run import serve_model
@@ -177,7 +177,9 @@ class Dispatcher:
                     await model.sampling.cancel_ended()
                     await self._drop_snapshots(model)
                 store = next(iter(self._served.values())).runtime.store  # all of them have the same one
-                await asyncio.to_thread(delete_checkpoints, self._journal, store)
+                keep = Retention(self._settings.keep_last, self._settings.keep_every)
+                await asyncio.to_thread(delete_checkpoints, self._journal, store, keep)
+                await asyncio.to_thread(note_changes, self._journal, store)
                 await asyncio.to_thread(delete_snapshots, self._journal, store)
             except (TinkerflowError, OperationalError):
                 log.warning("a sweep failed; the next one is in %.0f s", SWEEP_SECONDS, exc_info=True)

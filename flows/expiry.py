@@ -1,27 +1,43 @@
-"""Checkpoints that are over: marked in the journal first, so that nobody reads them; then their files go."""
+"""What was decided of checkpoints reaches the store: those that are over lose their files, others have it written down.
+
+The journal comes first: what is marked as deleted there cannot be read, whether or not its files are gone.
+"""
 
 from __future__ import annotations
 
 import logging
 
 from backend.errors import StoreError
-from backend.journal import Journal
+from backend.journal import Journal, Retention
 from backend.store import Store
 
 log = logging.getLogger(__name__)
 
 
-def delete_checkpoints(journal: Journal, store: Store) -> None:
-    """Delete what has expired, and the files of all that is deleted, including what an earlier life left undone."""
-    for path in journal.delete_expired_checkpoints():
+def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
+    """Delete what has expired or is not kept, and the files of all that is deleted, an earlier life's too."""
+    for path in journal.upkeep.delete_expired():
         log.info("checkpoint %s expired", path)
-    for path, attempt in journal.unpurged_checkpoints():
+    for path in journal.upkeep.delete_retired(keep):
+        log.info("checkpoint %s is not kept: %s", path, keep)
+    for path, attempt in journal.upkeep.unpurged():
         try:
             store.delete(path, attempt)
         except StoreError:
             log.warning("checkpoint %s is deleted, but its files stay for now", path, exc_info=True)
         else:
-            journal.checkpoint_purged(path, attempt)
+            journal.upkeep.purged(path, attempt)
+
+
+def note_changes(journal: Journal, store: Store) -> None:
+    """Write into the commits what was decided of checkpoints after their save, so that the store alone knows it."""
+    for seen in journal.upkeep.unnoted():
+        try:
+            store.amend(seen.path, seen.attempt, public=seen.public, expires_at=seen.expires_at)
+        except StoreError:
+            log.warning("checkpoint %s: its commit cannot be written to now", seen.path, exc_info=True)
+        else:
+            journal.upkeep.noted(seen)
 
 
 def delete_snapshots(journal: Journal, store: Store) -> None:

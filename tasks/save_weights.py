@@ -8,8 +8,9 @@ from datetime import timedelta
 from functools import partial
 
 from backend.commands import AdapterState, ExportAdapter
+from backend.index import row_of
 from backend.journal import CheckpointKind, CheckpointSaved, Outcome, Pending, UsageKind, Used
-from backend.store import CheckpointMeta, CheckpointPath, Saved
+from backend.store import CheckpointMeta, CheckpointPath
 from backend.wire import decode_save_weights, encode_saved
 from tasks.runtime import Runtime
 from tasks.turns import Turn
@@ -61,6 +62,7 @@ async def save(
         expires_at=expires,
         request_id=request.id,
         generation=runtime.pool.generation,
+        run_metadata=(await runtime.read(runtime.journal.model, run_id, None)).user_metadata,
     )
     path = str(CheckpointPath(run_id, kind, name))
     over = overwrite or await runtime.read(runtime.journal.checkpoint_is_gone, path)
@@ -68,30 +70,9 @@ async def save(
         write = partial(runtime.store.export, run_id, name, state, meta, recipients=recipients, overwrite=over)
     else:
         write = partial(runtime.store.save, run_id, kind, name, state, meta, overwrite=over)
-    return _row(await asyncio.to_thread(write))
+    return row_of(await asyncio.to_thread(write))
 
 
 def one_checkpoint(runtime: Runtime, request: Pending) -> Used:
     """That the request saved one."""
     return Used(request.session_id, runtime.card.name, UsageKind.CHECKPOINT, 1)
-
-
-def _row(saved: Saved) -> CheckpointSaved:
-    return CheckpointSaved(
-        path=saved.path,
-        run_id=saved.run_id,
-        kind=CheckpointKind(saved.kind),
-        name=saved.name,
-        owner=saved.meta.owner,
-        base_model=saved.meta.base_model,
-        rank=saved.spec.rank,
-        train_attn=saved.spec.train_attn,
-        train_mlp=saved.spec.train_mlp,
-        train_unembed=saved.spec.train_unembed,
-        step=saved.step,
-        size_bytes=saved.size_bytes,
-        user_metadata=saved.meta.user_metadata,
-        expires_at=saved.meta.expires_at,
-        optimizer=saved.optimizer,
-        attempt=saved.attempt,
-    )

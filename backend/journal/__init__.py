@@ -20,6 +20,7 @@ from backend.journal.kinds import (
 from backend.journal.limits import Limits
 from backend.journal.migrate import migrate
 from backend.journal.records import (
+    CheckpointFound,
     CheckpointSaved,
     CopyMade,
     Effect,
@@ -40,6 +41,7 @@ from backend.journal.records import (
     Used,
 )
 from backend.journal.recovery import Recovery
+from backend.journal.retention import Retention
 from backend.journal.search import SessionQuery, SessionStatus, plain_metadata
 from backend.journal.shares import access_hash
 from backend.journal.views import (
@@ -73,6 +75,7 @@ __all__ = [
     "AuditView",
     "BaseModelView",
     "Bell",
+    "CheckpointFound",
     "CheckpointKind",
     "CheckpointSaved",
     "CheckpointView",
@@ -103,6 +106,7 @@ __all__ = [
     "Recovery",
     "RequestState",
     "Result",
+    "Retention",
     "RunView",
     "SamplerEnded",
     "SamplerLoaded",

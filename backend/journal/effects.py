@@ -137,6 +137,7 @@ def checkpoint_row(connection: sa.Connection, saved: CheckpointSaved, now: datet
         "public": False,
         "deleted_at": None,
         "purged_at": None,
+        "noted": True,
     }
     if not insert_if_absent(connection, Checkpoint, values):
         connection.execute(sa.update(Checkpoint).where(col(Checkpoint.path) == saved.path).values(**values))

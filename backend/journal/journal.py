@@ -15,6 +15,7 @@ from backend.clock import Clock, SystemClock
 from backend.commands import StabilityInfo
 from backend.errors import UserError
 from backend.journal import (
+    adopting,
     audit,
     cancelling,
     completions,
@@ -47,6 +48,7 @@ from backend.journal.recovery import Recovery
 from backend.journal.search import SessionQuery
 from backend.journal.statements import get_owned
 from backend.journal.tables import Model, Sampler, Session
+from backend.journal.upkeep import Upkeep
 from backend.journal.views import (
     AuditView,
     BaseModelView,
@@ -83,6 +85,7 @@ class Journal:
         self._bell = bell
         self._owns_bell = owns_bell
         self.recovery = Recovery(database, clock, bell)
+        self.upkeep = Upkeep(database, clock)
 
     @classmethod
     def open(cls, url: str, *, clock: Clock | None = None, bell: Bell | None = None) -> Self:
@@ -400,9 +403,9 @@ class Journal:
         with self._database.read() as connection:
             return checkpoint_rows.checkpoints(connection, owner, run_id, limit=limit, offset=offset, now=now)
 
-    # -------------------------------------------------------------- what becomes of them: keeping.py, shares.py
+    # -------------------------------------------------------------- keeping.py, adopting.py, shares.py
     def delete_checkpoint(self, path: str, owner: str | None) -> CheckpointView:
-        """Mark a checkpoint as deleted; what it was. Its files are for whoever asks for the `unpurged`."""
+        """Mark a checkpoint as deleted; what it was. Its files are for whoever asks for `upkeep.unpurged`."""
         with self._database.write() as connection:
             return keeping.delete_checkpoint(connection, path, owner, self._clock.now())
 
@@ -417,21 +420,6 @@ class Journal:
         expires_at = None if seconds is None else now + timedelta(seconds=seconds)
         with self._database.write() as connection:
             return keeping.set_expiry(connection, path, owner, expires_at, now)
-
-    def delete_expired_checkpoints(self, limit: int = 100) -> list[str]:
-        """Mark at most `limit` checkpoints past their time as deleted; their paths."""
-        with self._database.write() as connection:
-            return keeping.delete_expired(connection, self._clock.now(), limit)
-
-    def unpurged_checkpoints(self, limit: int = 100) -> list[tuple[str, str]]:
-        """(path, attempt) of deleted checkpoints whose files may still be in the store."""
-        with self._database.read() as connection:
-            return keeping.unpurged(connection, limit)
-
-    def checkpoint_purged(self, path: str, attempt: str) -> None:
-        """Note that the files of a deleted checkpoint are gone."""
-        with self._database.write() as connection:
-            keeping.purged(connection, path, attempt, self._clock.now())
 
     def checkpoint_is_gone(self, path: str) -> bool:
         """Whether there was a checkpoint at `path` which was deleted or expired: its name may be used again."""
@@ -448,7 +436,7 @@ class Journal:
     def record_copy(self, copy: CopyMade) -> str:
         """Make the rows of a copied checkpoint, in a run and session made for it; its path. Repeating is fine."""
         with self._database.write() as connection:
-            return keeping.record_copy(connection, copy, self._clock.now())
+            return adopting.record_copy(connection, copy, self._clock.now())
 
     def share_checkpoint(self, path: str, owner: str | None, seconds: float | None = None) -> tuple[ShareView, str]:
         """Make a token that opens a checkpoint for so many seconds, None: until revoked; it is never shown again."""

@@ -1,4 +1,4 @@
-"""What becomes of checkpoints after their save: published, kept for a time, copied, deleted.
+"""What becomes of checkpoints after their save: published, kept for a time, deleted.
 
 A checkpoint is deleted row first: from then on nobody can read it. Its files follow (`unpurged`, `purged`), at once or
 after a crash, by whoever sweeps.
@@ -6,7 +6,7 @@ after a crash, by whoever sweeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -15,11 +15,8 @@ from sqlmodel import col
 
 from backend.journal import audit
 from backend.journal.checkpoints import exists, missing
-from backend.journal.effects import checkpoint_row
-from backend.journal.kinds import ModelState, SessionState
-from backend.journal.records import CopyMade
-from backend.journal.statements import insert_if_absent, owned_by
-from backend.journal.tables import Checkpoint, Model, Session
+from backend.journal.statements import owned_by
+from backend.journal.tables import Checkpoint
 from backend.journal.views import CheckpointView, checkpoint_view
 
 _ALL = sa.inspect(Checkpoint).local_table.columns
@@ -33,7 +30,7 @@ def delete_checkpoint(connection: sa.Connection, path: str, owner: str | None, n
 def publish(connection: sa.Connection, path: str, owner: str | None, public: bool, now: datetime) -> CheckpointView:
     """Let all keys read an owner's checkpoint, or its owner's alone again; repeating changes nothing."""
     event = audit.Event.CHECKPOINT_PUBLISHED if public else audit.Event.CHECKPOINT_UNPUBLISHED
-    return _change(connection, path, owner, now, event, {"public": public})
+    return _change(connection, path, owner, now, event, {"public": public, "noted": False})
 
 
 def set_expiry(
@@ -43,7 +40,7 @@ def set_expiry(
     when = None if expires_at is None else expires_at.isoformat()
     details = {"expires_at": when}
     event = audit.Event.CHECKPOINT_TTL_SET
-    return _change(connection, path, owner, now, event, {"expires_at": expires_at}, details)
+    return _change(connection, path, owner, now, event, {"expires_at": expires_at, "noted": False}, details)
 
 
 def delete_expired(connection: sa.Connection, now: datetime, limit: int) -> list[str]:
@@ -52,10 +49,20 @@ def delete_expired(connection: sa.Connection, now: datetime, limit: int) -> list
     is_due = (col(Checkpoint.deleted_at).is_(None), due <= now)
     chosen = sa.select(col(Checkpoint.path)).where(*is_due).order_by(due, col(Checkpoint.path)).limit(limit)
     # Asked for again, because an owner may have cleared the time since the look.
-    statement = sa.update(Checkpoint).where(col(Checkpoint.path).in_(chosen), *is_due).values(deleted_at=now)
+    return delete_these(connection, (col(Checkpoint.path).in_(chosen), *is_due), now)
+
+
+def delete_these(
+    connection: sa.Connection,
+    which: Sequence[sa.ColumnElement[bool]],
+    now: datetime,
+    details: Mapping[str, object] | None = None,
+) -> list[str]:
+    """Mark `which` checkpoints as deleted, as ones whose time is over; their paths."""
+    statement = sa.update(Checkpoint).where(*which).values(deleted_at=now)
     rows = connection.execute(statement.returning(*_ALL)).all()
     for row in rows:
-        _note(connection, row, audit.Event.CHECKPOINT_EXPIRED, now)
+        _note(connection, row, audit.Event.CHECKPOINT_EXPIRED, now, details)
     return [row.path for row in rows]
 
 
@@ -81,59 +88,23 @@ def is_free(connection: sa.Connection, path: str, now: datetime) -> bool:
     return connection.execute(there).scalar() is False
 
 
-def record_copy(connection: sa.Connection, copy: CopyMade, now: datetime) -> str:
-    """Make the rows of a copied checkpoint, its run and that run's session; its path. Repeating changes nothing.
+def unnoted(connection: sa.Connection, limit: int) -> list[CheckpointView]:
+    """Checkpoints that were published or given a time since their commit was written, and it does not say so yet."""
+    # The condition of the partial index, word for word.
+    changed = sa.text("deleted_at IS NULL AND NOT noted")
+    rows = connection.execute(sa.select(Checkpoint).where(changed).order_by(col(Checkpoint.path)).limit(limit))
+    return [checkpoint_view(row) for row in rows]
 
-    Run and session are over from the start: nobody trains or samples in them, they only hold the copy.
-    """
-    saved, detail = copy.checkpoint, f"it holds a copy of {copy.source_path}"
-    session: dict[str, object] = {
-        "id": copy.session_id,
-        "owner": saved.owner,
-        "key_id": copy.key_id,
-        "project_id": copy.project_id,
-        "tags": [],
-        "user_metadata": {},
-        "sdk_version": "",
-        "state": SessionState.FINISHED,
-        "detail": detail,
-        "finish_reason": "success",
-        "created_at": now,
-        "last_seen_at": now,
-        "ended_at": now,
-    }
-    if not insert_if_absent(connection, Session, session):
-        return saved.path
-    model: dict[str, object] = {
-        "id": saved.run_id,
-        "session_id": copy.session_id,
-        "owner": saved.owner,
-        "base_model": saved.base_model,
-        "rank": saved.rank,
-        "train_attn": saved.train_attn,
-        "train_mlp": saved.train_mlp,
-        "train_unembed": saved.train_unembed,
-        "optimizer": saved.optimizer,
-        "user_metadata": {},
-        "state": ModelState.UNLOADED,
-        "detail": detail,
-        "next_seq": 0,
-        "step": saved.step,
-        "created_at": now,
-        "last_request_at": now,
-    }
-    insert_if_absent(connection, Model, model)
-    checkpoint_row(connection, saved, now)
-    audit.note(
-        connection,
-        now,
-        owner=saved.owner,
-        event=audit.Event.CHECKPOINT_COPIED,
-        model_id=saved.run_id,
-        tinker_path=saved.path,
-        details={"source_path": copy.source_path, "size_bytes": saved.size_bytes},
+
+def noted(connection: sa.Connection, seen: CheckpointView) -> None:
+    """The commit says what `seen` says; of a row that was changed again since, it does not."""
+    same = (
+        col(Checkpoint.path) == seen.path,
+        col(Checkpoint.attempt) == seen.attempt,
+        col(Checkpoint.public) == seen.public,
+        col(Checkpoint.expires_at).is_not_distinct_from(seen.expires_at),
     )
-    return saved.path
+    connection.execute(sa.update(Checkpoint).where(*same).values(noted=True))
 
 
 def _change(

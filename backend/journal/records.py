@@ -243,6 +243,16 @@ class CopyMade:
 
 
 @dataclass(frozen=True)
+class CheckpointFound:
+    """A checkpoint as the store's commit describes it, with what else the commit knows of it and of its run."""
+
+    checkpoint: CheckpointSaved
+    created_at: datetime
+    public: bool
+    run_metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The answer to one request: result bytes, or an error with its category. Pending.done / Pending.failed make them.
 

@@ -29,9 +29,13 @@ def access_hash(token: str) -> str:
 
 def opens(access: str, now: datetime) -> sa.ColumnElement[bool]:
     """The filter for checkpoints that the token behind the hash `access` opens now."""
+    return sa.exists().where(col(WeightsShare.token_hash) == access, opens_any(now))
+
+
+def opens_any(now: datetime) -> sa.ColumnElement[bool]:
+    """The filter for tokens that open the checkpoint of the query around it now."""
     due = col(WeightsShare.expires_at)
-    return sa.exists().where(
-        col(WeightsShare.token_hash) == access,
+    return sa.and_(
         col(WeightsShare.path) == col(Checkpoint.path),
         col(WeightsShare.attempt) == col(Checkpoint.attempt),
         col(WeightsShare.revoked_at).is_(None),

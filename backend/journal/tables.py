@@ -267,7 +267,8 @@ class Checkpoint(Table, table=True):
     """A committed checkpoint. The store's commit object is the truth; this row follows it and can be rebuilt.
 
     attempt: the store's, so that deleting files late never meets those of a later save under the same path. purged_at:
-    when the files of a deleted checkpoint were gone from the store.
+    when the files of a deleted checkpoint were gone from the store. noted: the commit says of `public` and `expires_at`
+    what the row says, so that they are not lost with it.
     """
 
     __tablename__ = "checkpoint"
@@ -294,6 +295,12 @@ class Checkpoint(Table, table=True):
             sqlite_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
             postgresql_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
         ),
+        sa.Index(
+            "ix_checkpoint_to_note",
+            "path",
+            sqlite_where=sa.text("deleted_at IS NULL AND NOT noted"),
+            postgresql_where=sa.text("deleted_at IS NULL AND NOT noted"),
+        ),
     )
 
     path: str = Field(primary_key=True)
@@ -316,6 +323,7 @@ class Checkpoint(Table, table=True):
     deleted_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
     attempt: str
     purged_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
+    noted: bool
 
 
 class CustomLoss(Table, table=True):

@@ -51,6 +51,10 @@ class Blobs(Protocol):
         """Remove all objects directly below `prefix`; none is fine."""
         ...
 
+    def clear_drafts(self, prefix: str, before: datetime) -> int:
+        """Remove what writers that died before then left directly below `prefix` of their own; how many."""
+        ...
+
     def children(self, prefix: str) -> list[str]:
         """The next segments of the keys below `prefix`, sorted."""
         ...

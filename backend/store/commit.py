@@ -29,6 +29,7 @@ class CheckpointMeta:
 
     request_id: the request that asked for it; a save repeated under it gives the same checkpoint. expires_at: aware, or
     None for never. generation: the worker group's. topology: mesh axes and sizes, e.g. {"fsdp": 2, "tensor": 1}.
+    run_metadata: what its run's maker said of the run. public and expires_at change after the save (`Store.amend`).
     """
 
     base_model: str
@@ -38,6 +39,8 @@ class CheckpointMeta:
     request_id: str = ""
     generation: int = 0
     topology: Mapping[str, int] = field(default_factory=dict)
+    run_metadata: Mapping[str, str] = field(default_factory=dict)
+    public: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def to_json(saved: Saved) -> bytes:
         "user_metadata": dict(saved.meta.user_metadata),
         "expires_at": saved.meta.expires_at and saved.meta.expires_at.isoformat(),
         "topology": dict(saved.meta.topology),
+        "run_metadata": dict(saved.meta.run_metadata),
     }
     commit = {
         "format": FORMAT,
@@ -95,7 +99,13 @@ def to_json(saved: Saved) -> bytes:
         "files": {name: asdict(digest) for name, digest in saved.files.items()},
         "versions": _versions(),
     }
-    return (json.dumps(commit, indent=2, sort_keys=True) + "\n").encode()
+    return seal(commit)
+
+
+def seal(commit: Mapping[str, object]) -> bytes:
+    """The bytes of a commit object: its JSON with the SHA-256 of the rest of it."""
+    sealed = {**commit, "sha256": _sha256(commit)}
+    return (json.dumps(sealed, indent=2, sort_keys=True) + "\n").encode()
 
 
 def from_json(data: bytes, path: CheckpointPath) -> Saved:
@@ -108,6 +118,8 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
             )
         if commit["path"] != str(path):
             raise StoreError(f"checkpoint {path}: its commit.json belongs to {commit['path']!r}")
+        if commit.pop("sha256") != _sha256(commit):
+            raise StoreError(f"checkpoint {path}: commit.json does not have the SHA-256 that it was saved with")
         expires_at = commit["meta"]["expires_at"]
         saved = Saved(
             path=str(path),
@@ -130,6 +142,10 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
             f"checkpoint {path}: commit.json names attempt {saved.attempt!r} and files {sorted(saved.files)}"
         )
     return saved
+
+
+def _sha256(commit: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(commit, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _are_files_of(kind: str, names: set[str]) -> bool:

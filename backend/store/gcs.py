@@ -116,6 +116,10 @@ class GcsBlobs:
         for name in self.children(prefix):
             self.remove(f"{prefix}/{name}")
 
+    def clear_drafts(self, prefix: str, before: datetime) -> int:
+        """An upload that was not finished is no object; the service forgets it after a week."""
+        return 0
+
     def children(self, prefix: str) -> list[str]:
         """The next segments of the keys below `prefix`."""
         own = self._path(prefix).strip("/")  # gcsfs lists an object as its own child

@@ -72,6 +72,16 @@ class LocalBlobs:
                 path.unlink(missing_ok=True)
             folder.rmdir()
 
+    def clear_drafts(self, prefix: str, before: datetime) -> int:
+        """Remove old drafts: the file's writer died, or took longer than any does."""
+        folder, cleared = self._root / prefix, 0
+        for path in folder.glob(".*") if folder.is_dir() else ():
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < before.timestamp():
+                    path.unlink()
+                    cleared += 1
+        return cleared
+
     def children(self, prefix: str) -> list[str]:
         """The names in a folder, without drafts."""
         folder = self._root / prefix

@@ -78,6 +78,10 @@ class ObjectBlobs:
         for name in self.children(prefix):
             self.remove(f"{prefix}/{name}")
 
+    def clear_drafts(self, prefix: str, before: datetime) -> int:
+        """There are none: an object is written at once."""
+        return 0
+
     def children(self, prefix: str) -> list[str]:
         """The next segments of the keys below `prefix`."""
         try:

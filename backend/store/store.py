@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,22 +13,15 @@ from typing import Self
 from backend.clock import Clock, SystemClock
 from backend.commands import AdapterState, LoraSpec, Optimizer
 from backend.errors import ConflictError, NotFoundError, StoreError, UserError
-from backend.ids import is_name, new_id
-from backend.store import commit, tensors
+from backend.ids import new_id
+from backend.store import commit, reading, tensors, upkeep
 from backend.store.blobs import Blobs, open_blobs
 from backend.store.commit import OPTIMIZER, CheckpointMeta, Digest, Saved
 from backend.store.encryption import encrypt
-from backend.store.paths import (
-    EXTERNAL_WEIGHTS,
-    KINDS,
-    RUNS,
-    SAMPLER_WEIGHTS,
-    WEIGHTS,
-    CheckpointPath,
-    check_run_id,
-    is_run_id,
-)
+from backend.store.paths import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, check_run_id
 from backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
+from backend.store.tensors import Floats
+from backend.store.upkeep import Orphan
 
 _log = logging.getLogger(__name__)
 
@@ -94,8 +87,10 @@ class Store:
         """
         where = CheckpointPath.parse(source)
         with self._failures(f"copy {where}"):
-            saved, files = self._files_of(where, lambda file: True)
-        meta = replace(saved.meta, owner=owner, expires_at=expires_at, request_id=request_id)
+            saved, files = reading.files_of(self._blobs, where, lambda file: True)
+        meta = replace(
+            saved.meta, owner=owner, expires_at=expires_at, request_id=request_id, run_metadata={}, public=False
+        )
         path = CheckpointPath(run_id, where.kind, where.name)
         return self._save(path, saved.spec, saved.step, saved.optimizer, meta, lambda: files, overwrite=False)
 
@@ -110,7 +105,7 @@ class Store:
         overwrite: bool,
     ) -> Saved:
         with self._failures(f"save {path}"):
-            before = self._commit(path)
+            before = reading.commit_of(self._blobs, path)
             if before is not None and (_same_request(before, meta) or not overwrite):
                 return _same_or_conflict(before, meta)
             files = make_files()
@@ -143,19 +138,16 @@ class Store:
         if where.kind == EXTERNAL_WEIGHTS:
             raise UserError(f"checkpoint {where}: external weights are for downloads; load what save_state saved")
         with self._failures(f"load {where}"):
-            saved, files = self._files_of(where, lambda file: optimizer or file != OPTIMIZER)
-            try:
-                weights = tensors.decode(files[ADAPTER])
-                moments = tensors.decode(files[OPTIMIZER]) if OPTIMIZER in files else {}
-            except StoreError as error:
-                raise StoreError(f"checkpoint {where}: {error}") from error
+            saved, files = reading.files_of(self._blobs, where, lambda file: optimizer or file != OPTIMIZER)
+        weights = _decoded(where, ADAPTER, files)
+        moments = _decoded(where, OPTIMIZER, files) if OPTIMIZER in files else {}
         return AdapterState(saved.spec, saved.step, weights, moments, saved.optimizer), saved
 
     def find(self, path: str) -> Saved | None:
         """The commit of `path`, or None; UserError for a malformed path."""
         where = CheckpointPath.parse(path)
         with self._failures(f"look up {where}"):
-            return self._commit(where)
+            return reading.commit_of(self._blobs, where)
 
     def exists(self, path: str) -> bool:
         """Whether something is saved under `path`."""
@@ -179,6 +171,19 @@ class Store:
         with self._failures(f"sign {file} of {where}"):
             return self._blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
 
+    def amend(self, path: str, attempt: str, *, public: bool, expires_at: datetime | None) -> bool:
+        """Let the commit of `path` say so of itself from now on; False when it is not of this attempt, or is gone."""
+        where = CheckpointPath.parse(path)
+        with self._failures(f"amend {where}"):
+            while (data := reading.commit_bytes(self._blobs, where)) is not None:
+                saved = commit.from_json(data, where)
+                if saved.attempt != attempt:
+                    return False
+                now = commit.to_json(replace(saved, meta=replace(saved.meta, public=public, expires_at=expires_at)))
+                if now == data or self._blobs.replace(where.commit, data, now):
+                    return True
+            return False
+
     def delete(self, path: str, attempt: str = "") -> bool:
         """Remove a checkpoint, the commit first; whether there was one.
 
@@ -187,19 +192,20 @@ class Store:
         """
         where = CheckpointPath.parse(path)
         with self._failures(f"delete {where}"):
-            data = self._commit_bytes(where)
-            try:
-                saved = None if data is None else commit.from_json(data, where)
-            except StoreError as error:
-                _log.warning("deleted although it cannot be read: %s", error)
-                ours = True
-            else:
-                ours = saved is not None and attempt in ("", saved.attempt)
-                attempt = attempt or (saved.attempt if saved is not None else "")
-            # Only the commit that we looked at: another process may have saved anew under this path since.
-            found = ours and self._blobs.remove(where.commit, data)
-            if attempt and (found or not ours):
-                self._blobs.remove_folder(where.attempt(attempt))
+            found, of = False, attempt
+            # Only the commit that we looked at: another process may have saved anew, or amended it, since.
+            while not found and (data := reading.commit_bytes(self._blobs, where)) is not None:
+                try:
+                    saved = commit.from_json(data, where)
+                except StoreError as error:
+                    _log.warning("deleted although it cannot be read: %s", error)
+                else:
+                    if attempt not in ("", saved.attempt):
+                        break
+                    of = saved.attempt
+                found = self._blobs.remove(where.commit, data)
+            if of:
+                self._blobs.remove_folder(where.attempt(of))
             return found
 
     def checkpoints(self, run_id: str | None = None) -> list[Saved]:
@@ -207,22 +213,45 @@ class Store:
 
         A damaged commit is logged and left out, so that it does not hide the others. UserError for a malformed run id.
         """
+        if run_id is not None:
+            check_run_id(run_id)
         with self._failures("list checkpoints"):
-            runs = filter(is_run_id, self._blobs.children(RUNS)) if run_id is None else [check_run_id(run_id)]
             found = []
-            for run in runs:
-                for kind in KINDS:
-                    for name in filter(is_name, self._blobs.children(f"{RUNS}/{run}/{kind}")):
-                        found += self._listed(CheckpointPath(run, kind, name))
+            for path in reading.paths(self._blobs, run_id):
+                try:
+                    saved = reading.commit_of(self._blobs, path)
+                except StoreError as error:
+                    _log.warning("left out of the list: %s", error)
+                else:
+                    found += [] if saved is None else [saved]
             return sorted(found, key=lambda saved: (saved.created_at, saved.path))
 
-    def _listed(self, path: CheckpointPath) -> list[Saved]:
-        try:
-            saved = self._commit(path)
-        except StoreError as error:
-            _log.warning("left out of the list: %s", error)
-            return []
-        return [] if saved is None else [saved]
+    def paths(self, run_id: str | None = None) -> list[str]:
+        """The paths of all that was begun, the service's own snapshots too; what has no commit does not exist."""
+        with self._failures("list paths"):
+            return [str(path) for path in reading.paths(self._blobs, run_id, upkeep.ALL_KINDS)]
+
+    def problems(self, path: str) -> list[str]:
+        """What is wrong with a checkpoint, all of whose bytes are read: one sentence each, which names the file."""
+        where = CheckpointPath.parse(path)
+        with self._failures(f"verify {where}"):
+            return upkeep.problems(self._blobs, where)
+
+    def orphans(self, before: datetime) -> list[Orphan]:
+        """What saves that never were have left, if nobody has written to it since `before`: longer than any takes."""
+        with self._failures("look for what was left behind"):
+            return list(upkeep.orphans(self._blobs, before))
+
+    def clear_drafts(self, before: datetime) -> int:
+        """Remove what writers of commits that died before then have left of their own; how many."""
+        with self._failures("clear drafts"):
+            paths = reading.paths(self._blobs, kinds=upkeep.ALL_KINDS)
+            return sum(self._blobs.clear_drafts(path.folder, before) for path in paths)
+
+    def remove_orphan(self, orphan: Orphan) -> bool:
+        """Remove it, unless it has been committed since; whether it was removed."""
+        with self._failures(f"remove attempt {orphan.attempt} of {orphan.path}"):
+            return upkeep.remove(self._blobs, orphan)
 
     def _write(self, path: CheckpointPath, saved: Saved, files: dict[str, bytes]) -> None:
         """Write all files at once, then see that each is there whole."""
@@ -243,7 +272,7 @@ class Store:
                 self._blobs.create(path.commit, data)
                 return saved
             except FileExistsError:
-                there = self._commit_bytes(path)
+                there = reading.commit_bytes(self._blobs, path)
             if there is None:
                 continue  # deleted since
             before = commit.from_json(there, path)
@@ -257,7 +286,7 @@ class Store:
     def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
         """After a failure: it may have come after the commit, and then the files are needed."""
         try:
-            now = self._commit(path)
+            now = reading.commit_of(self._blobs, path)
         except (OSError, StoreError) as error:
             _log.warning("attempt %s of %s is left behind: %s", saved.attempt, path, error)
             return
@@ -270,41 +299,6 @@ class Store:
             self._blobs.remove_folder(prefix)
         except OSError as error:
             _log.warning("store %s: %s is left behind: %s", self.url, prefix, error)
-
-    def _commit(self, path: CheckpointPath) -> Saved | None:
-        data = self._commit_bytes(path)
-        return None if data is None else commit.from_json(data, path)
-
-    def _commit_bytes(self, path: CheckpointPath) -> bytes | None:
-        try:
-            return self._blobs.read(path.commit)
-        except FileNotFoundError:
-            return None
-
-    def _files_of(self, path: CheckpointPath, wanted: Callable[[str], bool]) -> tuple[Saved, dict[str, bytes]]:
-        saved = self._found(path)
-        while True:
-            try:
-                return saved, {file: self._read(path, saved, file) for file in saved.files if wanted(file)}
-            except FileNotFoundError as error:
-                # An overwrite or a deletion may have passed between the commit and its files: then look again.
-                before, saved = saved, self._found(path)
-                if saved.attempt == before.attempt:
-                    raise StoreError(f"checkpoint {path}: a file of attempt {saved.attempt} is missing") from error
-
-    def _found(self, path: CheckpointPath) -> Saved:
-        saved = self._commit(path)
-        if saved is None:
-            raise NotFoundError(f"checkpoint {path}: there is none in store {self.url}")
-        return saved
-
-    def _read(self, path: CheckpointPath, saved: Saved, file: str) -> bytes:
-        data, digest = self._blobs.read(f"{path.attempt(saved.attempt)}/{file}"), saved.files[file]
-        if len(data) != digest.size:
-            raise StoreError(f"checkpoint {path}: {file} has {len(data)} bytes; {digest.size} were saved")
-        if Digest.of(data) != digest:
-            raise StoreError(f"checkpoint {path}: {file} does not have the SHA-256 {digest.sha256} that was saved")
-        return data
 
     @contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
@@ -321,6 +315,13 @@ def _files(state: AdapterState, meta: CheckpointMeta) -> dict[str, bytes]:
         ADAPTER_CONFIG: adapter_config(meta.base_model, state.spec, state.weights),
     }
     return files | ({OPTIMIZER: tensors.encode(state.moments)} if state.moments else {})
+
+
+def _decoded(path: CheckpointPath, file: str, files: Mapping[str, bytes]) -> dict[str, Floats]:
+    try:
+        return tensors.decode(files[file])
+    except StoreError as error:
+        raise StoreError(f"checkpoint {path}: {file} is {error}") from error
 
 
 def _same_request(saved: Saved, meta: CheckpointMeta) -> bool:

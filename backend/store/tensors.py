@@ -33,5 +33,5 @@ def decode(data: bytes) -> dict[str, Floats]:
         raise StoreError(f"not a safetensors file ({error})") from error
     for name, array in tensors.items():
         if array.dtype != np.float32:
-            raise StoreError(f"tensor {name!r} is {array.dtype}; checkpoints hold float32")
+            raise StoreError(f"not of a checkpoint: tensor {name!r} is {array.dtype}; checkpoints hold float32")
     return tensors

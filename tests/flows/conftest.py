@@ -127,7 +127,7 @@ class Client:
 
     def submit_create(self, number: int = 0) -> tuple[str, str]:
         model = model_id(self.session, number)
-        new = NewModel(model, self.session, "local", self.base_model, rank=1, seed=7)
+        new = NewModel(model, self.session, "local", self.base_model, rank=1, seed=7, user_metadata={"made": "here"})
         self.seqs[model] = 0
         return model, self.journal.submit_new_model(new, self.request(Kind.CREATE_MODEL, {}, model=model))
 

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 
 from backend.errors import StoreError
-from backend.journal import Kind, access_hash
+from backend.journal import Kind, Retention, access_hash
 from backend.wire import hash_token
-from flows.expiry import delete_checkpoints
+from flows.expiry import delete_checkpoints, note_changes
 from flows.lane import Lane, Shared
 
 
@@ -75,7 +75,7 @@ async def test_the_name_of_a_deleted_checkpoint_is_free_before_its_files_are_gon
     assert "exists already" in (await save()).error
     client.journal.delete_checkpoint(path, "local")
     assert (await save()).error is None
-    delete_checkpoints(client.journal, runtime.store)
+    delete_checkpoints(client.journal, runtime.store, Retention())
     assert runtime.store.find(path).attempt == client.journal.checkpoint(path, "local").attempt
     client.journal.set_ttl(path, "local", 0)
     assert (await save()).error is None  # an expired one is as good as deleted
@@ -98,12 +98,45 @@ async def test_files_that_cannot_be_deleted_are_tried_again_and_hold_up_nobody(
         return bool(delete(path, attempt))
 
     monkeypatch.setattr(store, "delete", failing)
-    delete_checkpoints(client.journal, store)
-    assert [path for path, _ in client.journal.unpurged_checkpoints()] == [paths[0]]
+    delete_checkpoints(client.journal, store, Retention())
+    assert [path for path, _ in client.journal.upkeep.unpurged()] == [paths[0]]
     monkeypatch.undo()
-    delete_checkpoints(client.journal, store)
-    assert client.journal.unpurged_checkpoints() == []
+    delete_checkpoints(client.journal, store, Retention())
+    assert client.journal.upkeep.unpurged() == []
     assert store.checkpoints() == []
+
+
+async def test_what_is_decided_later_is_written_into_the_commit(
+    model: str, client: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
+    path = orjson.loads(saved.result)["path"]
+    assert runtime.store.find(path).meta.run_metadata == {"made": "here"}
+    client.journal.publish(path, "local")
+    client.journal.set_ttl(path, "local", 3600)
+    amend, store = runtime.store.amend, runtime.store
+
+    def failing(*args: Any, **more: Any) -> bool:
+        raise StoreError("the line is down")
+
+    monkeypatch.setattr(store, "amend", failing)
+    note_changes(client.journal, store)
+    assert not store.find(path).meta.public
+    monkeypatch.setattr(store, "amend", amend)
+    note_changes(client.journal, store)
+    meta, row = store.find(path).meta, client.journal.checkpoint(path, "local")
+    assert (meta.public, meta.expires_at) == (True, row.expires_at)
+    assert client.journal.upkeep.unnoted() == []
+
+
+async def test_what_is_not_kept_loses_its_files(model: str, client: Any, runtime: Any) -> None:
+    for name in ("a", "b", "c"):
+        await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": name}))
+    delete_checkpoints(client.journal, runtime.store, Retention())
+    assert len(runtime.store.checkpoints()) == 3
+    delete_checkpoints(client.journal, runtime.store, Retention(last=2))
+    assert [saved.name for saved in runtime.store.checkpoints()] == ["b", "c"]
+    assert client.journal.upkeep.unpurged() == []
 
 
 async def test_a_token_lets_a_stranger_load(

@@ -16,6 +16,7 @@ import pytest
 from backend.errors import UserError
 from backend.journal import Journal, Kind, ModelState
 from backend.settings import Settings
+from backend.store import Store
 from backend.wire import tinker_pb2 as pb
 from deployments.tiny_model import make_tiny
 from flows.engine import run_engine
@@ -155,10 +156,10 @@ async def test_a_base_model_that_is_not_served_fails_by_name(engine: Engine, con
         assert journal.model(model, None).state == ModelState.FAILED
 
 
-async def test_expired_checkpoints_are_deleted(
+async def test_checkpoints_that_are_over_are_deleted_and_published_ones_say_so(
     engine: Engine, connect: Any, base_model: str, until: Any, tmp_path: Path
 ) -> None:
-    async with engine() as journal:
+    async with engine(keep_last=1) as journal:
         client = await connect(journal, base_model)
         model = await client.create(0)
         assert (await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "short"}))).error is None
@@ -167,8 +168,14 @@ async def test_expired_checkpoints_are_deleted(
         assert (folder / saved.attempt).is_dir()
         journal.set_ttl(saved.path, "local", 0.01)
         await until(lambda: not folder.exists() or not list(folder.iterdir()))
-        await until(lambda: journal.unpurged_checkpoints() == [] and journal.delete_expired_checkpoints() == [])
+        await until(lambda: journal.upkeep.unpurged() == [] and journal.upkeep.delete_expired() == [])
         assert journal.checkpoints("local").total == 0
+        for name in ("old", "new"):
+            assert (await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": name}))).error is None
+        await until(lambda: [row.name for row in journal.checkpoints("local").rows] == ["new"])
+        journal.publish(f"tinker://{model}/weights/new", "local")
+        await until(lambda: journal.upkeep.unnoted() == [])
+        assert [saved.meta.public for saved in Store.open(f"file://{tmp_path}/store").checkpoints()] == [True]
 
 
 async def test_what_cannot_be_served_is_refused_at_the_start(engine: Engine, tmp_path: Path) -> None:

@@ -179,10 +179,12 @@ def scene(journal: Journal) -> Scene:
 
 @pytest.fixture
 def save(scene: Scene, clock: ManualClock) -> Callable[..., str]:
-    """save(model, name, kind, ttl): saves a checkpoint through a request; its path. Its attempt is {name}-{number}."""
+    """save(model, name, kind, ttl, step): saves a checkpoint by a request; its path. Its attempt is {name}-{number}."""
     seqs: dict[str, int] = {}
 
-    def saving(model: str, name: str, kind: CheckpointKind = CheckpointKind.WEIGHTS, ttl: float | None = None) -> str:
+    def saving(
+        model: str, name: str, kind: CheckpointKind = CheckpointKind.WEIGHTS, ttl: float | None = None, step: int = 1
+    ) -> str:
         seqs[model] = seqs.get(model, 0) + 1
         scene.submit(model, seqs[model])
         (pending,) = scene.journal.ready(model)
@@ -204,7 +206,7 @@ def save(scene: Scene, clock: ManualClock) -> Callable[..., str]:
                         True,
                         True,
                         True,
-                        1,
+                        step,
                         100,
                         expires_at=expires,
                         attempt=f"{name}-{seqs[model]}",

@@ -22,14 +22,14 @@ def test_expired_ones_are_invisible_at_once_and_deleted_row_first(scene, save, c
             scene.journal.checkpoint(short, owner)
     assert [view.path for view in scene.journal.checkpoints("local").rows] == [long]
     assert scene.journal.checkpoint_is_gone(short)
-    assert scene.journal.unpurged_checkpoints() == []
-    assert scene.journal.delete_expired_checkpoints() == [short]
-    assert scene.journal.delete_expired_checkpoints() == []
-    assert scene.journal.unpurged_checkpoints() == [(short, "short-1")]
-    scene.journal.checkpoint_purged(short, "another attempt")
-    assert scene.journal.unpurged_checkpoints() == [(short, "short-1")]
-    scene.journal.checkpoint_purged(short, "short-1")
-    assert scene.journal.unpurged_checkpoints() == []
+    assert scene.journal.upkeep.unpurged() == []
+    assert scene.journal.upkeep.delete_expired() == [short]
+    assert scene.journal.upkeep.delete_expired() == []
+    assert scene.journal.upkeep.unpurged() == [(short, "short-1")]
+    scene.journal.upkeep.purged(short, "another attempt")
+    assert scene.journal.upkeep.unpurged() == [(short, "short-1")]
+    scene.journal.upkeep.purged(short, "short-1")
+    assert scene.journal.upkeep.unpurged() == []
     assert events(scene.journal) == ["checkpoint_saved", "checkpoint_saved", "checkpoint_expired"]
 
 
@@ -42,10 +42,10 @@ def test_a_name_can_be_saved_again_while_the_files_of_its_deleted_checkpoint_wai
     assert scene.journal.checkpoint_is_gone(path)
     assert save(model, "a") == path
     assert scene.journal.checkpoint(path, "local").attempt == "a-2"
-    assert scene.journal.unpurged_checkpoints() == []
-    scene.journal.checkpoint_purged(path, "a-1")  # a slow sweep of the first one
+    assert scene.journal.upkeep.unpurged() == []
+    scene.journal.upkeep.purged(path, "a-1")  # a slow sweep of the first one
     scene.journal.delete_checkpoint(path, "local")
-    assert scene.journal.unpurged_checkpoints() == [(path, "a-2")]
+    assert scene.journal.upkeep.unpurged() == [(path, "a-2")]
 
 
 def test_publishing_is_for_owners_repeatable_and_ends_with_the_bytes(scene, save):
@@ -79,7 +79,7 @@ def test_a_ttl_is_set_cleared_and_for_owners(scene, save, clock):
     assert scene.journal.checkpoint(path, "local").expires_at is None
     scene.journal.set_ttl(path, "local", 100)
     clock.advance(100)
-    assert scene.journal.delete_expired_checkpoints() == [path]
+    assert scene.journal.upkeep.delete_expired() == [path]
     with pytest.raises(NotFoundError):
         scene.journal.set_ttl(path, "local", None)
 

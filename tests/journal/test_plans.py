@@ -17,8 +17,10 @@ WAITING_OF_MODEL, WAITING_SAMPLES = "ix_request_pending_of_model", "ix_request_p
         (lambda journal, model: journal.gaps(1), WAITING_OF_MODEL),
         (lambda journal, model: journal.pending_samples(10), WAITING_SAMPLES),
         (lambda journal, model: journal.expire_results(10), "ix_request_finished_with_bytes"),
+        (lambda journal, model: journal.upkeep.unnoted(), "ix_checkpoint_to_note"),
+        (lambda journal, model: journal.upkeep.unpurged(), "ix_checkpoint_to_purge"),
     ],
-    ids=["pending_models", "ready", "gaps", "pending_samples", "expire_results"],
+    ids=["pending_models", "ready", "gaps", "pending_samples", "expire_results", "unnoted", "unpurged"],
 )
 def test_the_partial_index_is_used(scene, url, statements, call, index):
     model = scene.model()

@@ -72,7 +72,16 @@ def upgrade() -> None:
         sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True),
         sa.Column("attempt", sa.String(), nullable=False),
         sa.Column("purged_at", sa.DateTime(timezone=True), nullable=True),
+        sa.Column("noted", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("path", name="pk_checkpoint"),
+    )
+    op.create_index(
+        "ix_checkpoint_to_note",
+        "checkpoint",
+        ["path"],
+        unique=False,
+        sqlite_where=sa.text("deleted_at IS NULL AND NOT noted"),
+        postgresql_where=sa.text("deleted_at IS NULL AND NOT noted"),
     )
     op.create_index(
         "ix_checkpoint_to_expire",

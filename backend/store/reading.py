@@ -1,0 +1,66 @@
+"""What is in a store: which checkpoints there are, and their commits and files, believed only when they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from backend.errors import NotFoundError, StoreError
+from backend.ids import is_name
+from backend.store import commit
+from backend.store.blobs import Blobs
+from backend.store.commit import Digest, Saved
+from backend.store.paths import KINDS, RUNS, CheckpointPath, is_run_id
+
+
+def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KINDS) -> Iterator[CheckpointPath]:
+    """The paths of a run, or of all, under which something was begun; whether it was committed is another question."""
+    runs = filter(is_run_id, blobs.children(RUNS)) if run_id is None else [run_id]
+    for run in runs:
+        for kind in kinds:
+            for name in filter(is_name, blobs.children(f"{RUNS}/{run}/{kind}")):
+                yield CheckpointPath(run, kind, name)
+
+
+def commit_bytes(blobs: Blobs, path: CheckpointPath) -> bytes | None:
+    """The commit object of `path`, None when there is none."""
+    try:
+        return blobs.read(path.commit)
+    except FileNotFoundError:
+        return None
+
+
+def commit_of(blobs: Blobs, path: CheckpointPath) -> Saved | None:
+    """What is committed under `path`; StoreError when the commit object is damaged, or not of this checkpoint."""
+    data = commit_bytes(blobs, path)
+    return None if data is None else commit.from_json(data, path)
+
+
+def committed(blobs: Blobs, path: CheckpointPath) -> Saved:
+    """The same; NotFoundError when there is none."""
+    saved = commit_of(blobs, path)
+    if saved is None:
+        raise NotFoundError(f"checkpoint {path}: there is none in the store")
+    return saved
+
+
+def file_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> bytes:
+    """A file's bytes; FileNotFoundError when it is missing, StoreError when they are not those that were saved."""
+    data, digest = blobs.read(f"{path.attempt(saved.attempt)}/{file}"), saved.files[file]
+    if len(data) != digest.size:
+        raise StoreError(f"checkpoint {path}: {file} has {len(data)} bytes; {digest.size} were saved")
+    if Digest.of(data) != digest:
+        raise StoreError(f"checkpoint {path}: {file} does not have the SHA-256 {digest.sha256} that was saved")
+    return data
+
+
+def files_of(blobs: Blobs, path: CheckpointPath, wanted: Callable[[str], bool]) -> tuple[Saved, dict[str, bytes]]:
+    """The files of `path` that are `wanted`, all of one save, and its commit; errors as above."""
+    saved = committed(blobs, path)
+    while True:
+        try:
+            return saved, {file: file_of(blobs, path, saved, file) for file in saved.files if wanted(file)}
+        except FileNotFoundError as error:
+            # An overwrite or a deletion may have passed between the commit and its files: then look again.
+            before, saved = saved, committed(blobs, path)
+            if saved.attempt == before.attempt:
+                raise StoreError(f"checkpoint {path}: a file of attempt {saved.attempt} is missing") from error

@@ -1,0 +1,91 @@
+"""Looking after a store: what is wrong with what is committed, and what was left behind by saves that never were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from backend.errors import StoreError
+from backend.store import reading
+from backend.store.blobs import Blobs
+from backend.store.paths import KINDS, RECOVERY, CheckpointPath
+
+ALL_KINDS = (*KINDS, RECOVERY)
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """Files that no commit names, under the key prefix of an attempt of `path`; the newest was written then."""
+
+    path: str
+    attempt: str
+    written_at: datetime
+
+
+def problems(blobs: Blobs, path: CheckpointPath) -> list[str]:
+    """What is wrong with the commit of `path` and each of its files, all of which are read; [] when nothing is.
+
+    Nothing is wrong with what is not committed. A save or deletion that passes meanwhile is not mistaken for damage.
+    """
+    try:
+        saved = reading.commit_of(blobs, path)
+    except StoreError as error:
+        return [error.message]
+    if saved is None:
+        return []
+    found = []
+    for file in saved.files:
+        try:
+            reading.file_of(blobs, path, saved, file)
+        except StoreError as error:
+            found.append(error.message)
+        except FileNotFoundError:
+            found.append(f"checkpoint {path}: {file} of attempt {saved.attempt} is missing")
+    attempt = path.attempt(saved.attempt)
+    found += [
+        f"checkpoint {path}: {file} of attempt {saved.attempt} is foreign: the commit does not name it"
+        for file in blobs.children(attempt)
+        if file not in saved.files
+    ]
+    if not found:
+        return []
+    try:
+        now = reading.commit_of(blobs, path)
+    except StoreError as error:
+        return [error.message]
+    if now is not None and now.attempt == saved.attempt:
+        return found
+    return problems(blobs, path)
+
+
+def orphans(blobs: Blobs, before: datetime) -> Iterator[Orphan]:
+    """Attempts that no commit names and that nobody has written to since `before`.
+
+    A save is an orphan until its commit is written: `before` must be longer ago than any save takes. Attempts beside a
+    commit that cannot be read are left alone: one of them may be its own.
+    """
+    for path in reading.paths(blobs, kinds=ALL_KINDS):
+        attempts = [name for name in blobs.children(path.folder) if name.startswith("attempt-")]
+        if not attempts:
+            continue
+        try:
+            saved = reading.commit_of(blobs, path)
+        except StoreError:
+            continue
+        for attempt in attempts:
+            if saved is not None and attempt == saved.attempt:
+                continue
+            written_at = blobs.written_at(path.attempt(attempt))
+            if written_at is not None and written_at < before:
+                yield Orphan(str(path), attempt, written_at)
+
+
+def remove(blobs: Blobs, orphan: Orphan) -> bool:
+    """Remove an orphan's files, whether it still was one."""
+    path = CheckpointPath.parse(orphan.path)
+    saved = reading.commit_of(blobs, path)
+    if saved is not None and saved.attempt == orphan.attempt:
+        return False
+    blobs.remove_folder(path.attempt(orphan.attempt))
+    return True

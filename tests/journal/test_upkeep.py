@@ -1,0 +1,156 @@
+"""What the sweeper asks the journal: what is not kept, what the store is to be told, and what only the store knew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from backend.journal import (
+    CheckpointFound,
+    CheckpointKind,
+    CheckpointSaved,
+    ModelState,
+    Retention,
+    SamplerState,
+    SessionState,
+)
+
+RUN = "lost-1:train:0"
+PATH = f"tinker://{RUN}/weights/a"
+SAVED = CheckpointSaved(
+    PATH, RUN, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, False, True, 3, 10, {"k": "v"}, attempt="t-1"
+)
+
+
+# ------------------------------------------------------------------ retention
+@pytest.fixture
+def steps(scene, save, clock):
+    """A model with checkpoints at steps 1 to 6, of both kinds; paths by step and kind."""
+    model, found = scene.model(), {}
+    for step in range(1, 7):
+        for kind in (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS):
+            found[kind, step] = save(model, f"s{step}", kind, step=step)
+        clock.advance(1)
+    return found
+
+
+def left(scene):
+    return [view.path for view in scene.journal.checkpoints("local").rows]
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        (Retention(), {1, 2, 3, 4, 5, 6}),
+        (Retention(0, 2), {1, 2, 3, 4, 5, 6}),
+        (Retention(1), {6}),
+        (Retention(2), {5, 6}),
+        (Retention(2, 3), {3, 5, 6}),
+        (Retention(1, 2), {2, 4, 6}),
+        (Retention(9), {1, 2, 3, 4, 5, 6}),
+    ],
+)
+def test_the_last_and_every_nth_are_kept_of_each_kind(scene, steps, rule, kept):
+    gone = scene.journal.upkeep.delete_retired(rule)
+    assert set(gone) == {path for (_, step), path in steps.items() if step not in kept}
+    assert set(left(scene)) == {path for (_, step), path in steps.items() if step in kept}
+    assert {path for path, _ in scene.journal.upkeep.unpurged()} == set(gone)
+    assert scene.journal.upkeep.delete_retired(rule) == []
+
+
+def test_a_bite_is_bounded_and_takes_the_oldest_first(scene, steps):
+    assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s1", "s2"}
+    assert {path[-2:] for path in scene.journal.upkeep.delete_retired(Retention(1), limit=4)} == {"s3", "s4"}
+
+
+def test_what_others_rely_on_is_kept(scene, save, clock):
+    """Published, opened by a token, sampled now, given a time of its own, exported: each, and nothing else."""
+    model = scene.model()
+    names = ("public", "shared", "revoked", "over", "sampled", "unsampled", "ttl", "plain", "newest")
+    path = {name: save(model, name, ttl=3600 if name == "ttl" else None) for name in names}
+    export = save(model, "export", CheckpointKind.EXTERNAL_WEIGHTS)
+    scene.journal.publish(path["public"], "local")
+    scene.journal.share_checkpoint(path["shared"], "local")
+    scene.journal.unshare(scene.journal.share_checkpoint(path["revoked"], "local")[0].id)
+    scene.journal.share_checkpoint(path["over"], "local", 10)
+    session = scene.session()
+    scene.sampler(session, model_path=path["sampled"])
+    other = scene.session()
+    ended = scene.sampler(other, model_path=path["unsampled"])
+    scene.journal.finish_session(other, "local")
+    assert scene.journal.sampler(ended, None).state != SamplerState.LIVE
+    clock.advance(10)
+    save(model, "last")
+    kept = {path[name] for name in ("public", "shared", "sampled", "ttl")} | {export}
+    scene.journal.upkeep.delete_retired(Retention(1))
+    assert set(left(scene)) == kept | {f"tinker://{model}/weights/last"}
+    assert scene.journal.audit_log("local", resource="checkpoint")[-1].event == "checkpoint_expired"
+
+
+def test_runs_are_counted_apart(scene, save):
+    models = [scene.model(), scene.model()]
+    paths = [save(model, "a") for model in models]
+    assert scene.journal.upkeep.delete_retired(Retention(1)) == []
+    assert set(left(scene)) == set(paths)
+
+
+# ------------------------------------------------------------------ what the commit is to be told
+def test_changes_are_told_to_the_store_once(scene, save, clock):
+    model = scene.model()
+    one, two = save(model, "a"), save(model, "b")
+    assert scene.journal.upkeep.unnoted() == []
+    scene.journal.publish(one, "local")
+    scene.journal.set_ttl(two, "local", 100)
+    seen = scene.journal.upkeep.unnoted()
+    assert [(view.path, view.public, view.expires_at) for view in seen] == [
+        (one, True, None),
+        (two, False, clock.now() + timedelta(seconds=100)),
+    ]
+    scene.journal.publish(one, "local", False)  # changed again while the first change was being written
+    for view in seen:
+        scene.journal.upkeep.noted(view)
+    assert [(view.path, view.public) for view in scene.journal.upkeep.unnoted()] == [(one, False)]
+    scene.journal.delete_checkpoint(one, "local")
+    assert scene.journal.upkeep.unnoted() == []
+    assert save(model, "a") == one
+    assert scene.journal.upkeep.unnoted() == []
+
+
+# ------------------------------------------------------------------ what only the store knows
+def test_a_lost_row_is_made_again_with_its_run(scene, clock):
+    found = CheckpointFound(SAVED, clock.now() - timedelta(days=3), True, {"renderer": "qwen3"})
+    assert scene.journal.upkeep.restore(found)
+    assert not scene.journal.upkeep.restore(found)
+    row = scene.journal.checkpoint(PATH, "team")
+    assert (row.step, row.user_metadata, row.attempt, row.public) == (3, {"k": "v"}, "t-1", True)
+    assert row.created_at == found.created_at
+    assert scene.journal.checkpoint(PATH, "stranger").path == PATH
+    run = scene.journal.training_run(RUN, "team")
+    assert run.model.user_metadata == {"renderer": "qwen3"} and run.model.state == ModelState.UNLOADED
+    assert [view.path for view in scene.journal.checkpoints("team", run_id=RUN).rows] == [PATH]
+    assert scene.journal.session("lost-1", "team").state == SessionState.FINISHED
+    assert scene.journal.upkeep.unnoted() == []
+
+
+def test_what_the_journal_knows_stays(scene, save, clock):
+    model = scene.model()
+    path = save(model, "a")
+    scene.journal.set_ttl(path, "local", 100)
+    known = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-1")
+    assert not scene.journal.upkeep.restore(CheckpointFound(known, clock.now(), True, {}))
+    assert scene.journal.checkpoint(path, "local").expires_at is not None
+    scene.journal.delete_checkpoint(path, "local")
+    assert not scene.journal.upkeep.restore(CheckpointFound(known, clock.now(), False, {}))
+    assert left(scene) == []
+
+
+def test_the_commit_is_the_truth_about_a_row_of_an_earlier_save(scene, save, clock):
+    model = scene.model()
+    path = save(model, "a")
+    newer = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-9")
+    assert scene.journal.upkeep.restore(CheckpointFound(newer, clock.now(), False, {"lost": "run"}))
+    assert scene.journal.checkpoint(path, "local").attempt == "a-9"
+    assert scene.journal.model(model, "local").state == ModelState.LIVE
+    assert scene.journal.model(model, "local").user_metadata == {}

@@ -1,0 +1,167 @@
+"""Damaged, cut and foreign objects: refused by name, never loaded, and found by `problems`; on every kind of store."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save as save_safetensors
+
+from backend.commands import AdapterState
+from backend.errors import StoreError
+from backend.store import RECOVERY, CheckpointMeta, Digest, Store
+from backend.store.blobs import Blobs
+from backend.store.commit import seal
+
+RUN = "sess-1:train:0"
+FOLDER = f"runs/{RUN}/weights/x"
+FILES = ["adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"]
+Make = Callable[..., AdapterState]
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def put(store: Store, key: str, data: bytes) -> Blobs:
+    blobs = store._blobs
+    blobs.remove(key)
+    blobs.create(key, data)
+    return blobs
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "foreign", "missing"])
+def test_a_damaged_file_is_refused_by_name(
+    store: Store, meta: CheckpointMeta, make_state: Make, file: str, damage: str
+) -> None:
+    saved = store.save(RUN, "weights", "x", make_state(1), meta)
+    other = store.save(RUN, "weights", "y", make_state(2), dataclasses.replace(meta, base_model="also"))
+    assert store.problems(saved.path) == []
+    key = f"{FOLDER}/{saved.attempt}/{file}"
+    data = store._blobs.read(key)
+    if damage == "missing":
+        store._blobs.remove(key)
+    else:
+        foreign = store._blobs.read(f"runs/{RUN}/weights/y/{other.attempt}/{file}")
+        assert len(foreign) == len(data)
+        flipped = data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+        put(store, key, {"truncated": data[:-1], "empty": b"", "flipped": flipped, "foreign": foreign}[damage])
+    with pytest.raises(StoreError, match="weights/x") as caught:
+        store.load(saved.path)
+    assert (file if damage != "missing" else saved.attempt) in str(caught.value)
+    with pytest.raises(StoreError, match="weights/x"):
+        store.copy(saved.path, "copy-1:train:0", owner="me", expires_at=None, request_id="r")
+    (problem,) = store.problems(saved.path)
+    assert saved.path in problem and file in problem
+    assert store.problems(other.path) == []
+
+
+def test_a_damaged_recovery_snapshot_is_refused_too(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+    saved = store.save(RUN, RECOVERY, "seq-3", make_state(1), meta)
+    assert store.paths() == [saved.path]
+    key = f"runs/{RUN}/recovery/seq-3/{saved.attempt}/optimizer.safetensors"
+    put(store, key, store._blobs.read(key)[:-4])
+    with pytest.raises(StoreError, match=r"recovery/seq-3: optimizer\.safetensors has"):
+        store.load(saved.path)
+    assert len(store.problems(saved.path)) == 1
+
+
+def test_all_that_is_wrong_is_told(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
+    saved = store.save(RUN, "weights", "x", make_state(1), meta)
+    for file in FILES[:2]:
+        put(store, f"{FOLDER}/{saved.attempt}/{file}", b"")
+    put(store, f"{FOLDER}/{saved.attempt}/pytorch_model.bin", b"a pickle")
+    assert [next(f for f in (*FILES, "pytorch_model.bin") if f in one) for one in store.problems(saved.path)] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "pytorch_model.bin",
+    ]
+
+
+def test_what_is_not_committed_has_no_problems(store: Store) -> None:
+    put(store, f"{FOLDER}/attempt-1/adapter_config.json", b"half")
+    assert store.problems(f"tinker://{RUN}/weights/x") == []
+    assert store.problems(f"tinker://{RUN}/weights/never") == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign"])
+def test_a_damaged_commit_is_refused(store: Store, meta: CheckpointMeta, make_state: Make, damage: str) -> None:
+    """Every character of a commit counts: it says whose the checkpoint is, and of which shape."""
+    saved = store.save(RUN, "weights", "x", make_state(1), meta)
+    store.save("sess-2:train:0", "weights", "x", make_state(1), meta)
+    key = f"{FOLDER}/commit.json"
+    data = store._blobs.read(key)
+    foreign = store._blobs.read("runs/sess-2:train:0/weights/x/commit.json")
+    assert b'"owner": "local"' in data
+    flipped = data.replace(b'"owner": "local"', b'"owner": "lokal"')
+    put(store, key, {"truncated": data[:-20], "flipped": flipped, "empty": b"", "foreign": foreign}[damage])
+    for refused in (store.load, store.find, store.exists):
+        with pytest.raises(StoreError, match=r"sess-1:train:0/weights/x: .*commit\.json"):
+            refused(saved.path)
+    assert [one.run_id for one in store.checkpoints()] == ["sess-2:train:0"]
+    assert len(store.problems(saved.path)) == 1
+    with pytest.raises(StoreError, match=r"commit\.json"):
+        store.save(RUN, "weights", "x", make_state(2), meta, overwrite=True)
+    assert store.delete(saved.path)
+    assert store.save(RUN, "weights", "x", make_state(2), meta).step == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c | {"path": "tinker://other/weights/x"}, "belongs to 'tinker://other/weights/x'"),
+        (lambda c: c | {"format": "tinkerflow-checkpoint-99"}, "has format 'tinkerflow-checkpoint-99'"),
+        (lambda c: c | {"attempt": "../../other"}, "names attempt '../../other'"),
+        (lambda c: c | {"files": c["files"] | {"../../../x": {"size": 1, "sha256": ""}}}, "../../../x"),
+        (lambda c: c | {"files": {}}, "names attempt"),
+        (lambda c: {k: v for k, v in c.items() if k != "step"}, "damaged"),
+    ],
+)
+def test_a_commit_that_is_not_ours_is_refused(
+    store: Store,
+    meta: CheckpointMeta,
+    make_state: Make,
+    change: Change,
+    message: str,
+) -> None:
+    saved = store.save(RUN, "weights", "x", make_state(1), meta)
+    _recommit(store, change)
+    with pytest.raises(StoreError) as caught:
+        store.load(saved.path)
+    assert message in str(caught.value)
+    assert saved.path in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"[]", b"{}", b"null", b"1", b"\xff", b'{"format": "tinkerflow-checkpoint-1"}'])
+def test_json_that_is_no_commit_is_refused(store: Store, data: bytes) -> None:
+    put(store, f"{FOLDER}/commit.json", data)
+    with pytest.raises(StoreError, match=r"weights/x: commit\.json is damaged"):
+        store.load(f"tinker://{RUN}/weights/x")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x80\x04N.", "is not a safetensors file"),
+        (save_safetensors({"x": np.zeros(2, np.int32)}), "tensor 'x' is int32"),
+    ],
+    ids=["pickle", "integers"],
+)
+def test_a_file_of_another_kind_is_refused_even_when_its_commit_vouches_for_it(
+    store: Store, meta: CheckpointMeta, make_state: Make, data: bytes, message: str
+) -> None:
+    saved = store.save(RUN, "weights", "x", make_state(1), meta)
+    put(store, f"{FOLDER}/{saved.attempt}/optimizer.safetensors", data)
+    digest = dataclasses.asdict(Digest.of(data))
+    _recommit(store, lambda c: c | {"files": c["files"] | {"optimizer.safetensors": digest}})
+    with pytest.raises(StoreError, match=rf"weights/x: optimizer\.safetensors is .*{message.removeprefix('is ')}"):
+        store.load(saved.path)
+
+
+def _recommit(store: Store, change: Change) -> None:
+    key = f"{FOLDER}/commit.json"
+    commit = json.loads(store._blobs.read(key))
+    del commit["sha256"]
+    put(store, key, seal(change(commit)))
