@@ -265,10 +265,20 @@ class PublishSnapshot:
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """Make a sampling snapshot from saved weights. Reply: Done."""
+    """Make a sampling snapshot from saved weights, unless there is one: it has these or newer ones. Reply: Done."""
 
     snapshot_id: str
     state: AdapterState
+
+
+@dataclass(frozen=True)
+class MoveSnapshot:
+    """Rename a snapshot, over the one that `to_id` names: requests that sample that one go on with the new weights
+    from the next chunk, and keep what they have cached. Reply: Done.
+    """
+
+    snapshot_id: str
+    to_id: str
 
 
 @dataclass(frozen=True)
@@ -303,6 +313,7 @@ Command = (
     | ImportAdapter
     | PublishSnapshot
     | LoadSnapshot
+    | MoveSnapshot
     | DropSnapshot
     | SampleStep
     | Ping

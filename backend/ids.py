@@ -31,6 +31,11 @@ def sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
+def inflight_id(model_id: str) -> str:
+    """`{model}:inflight`: the sampling snapshot that all inflight samplers of a model share."""
+    return f"{model_id}:inflight"
+
+
 def custom_loss_id(session_id: str, custom_loss_seq_id: int) -> str:
     """`{session}:loss:{n}`."""
     return f"{session_id}:loss:{custom_loss_seq_id}"

@@ -205,6 +205,8 @@ class Dispatcher:
         if not snapshots.droppable:
             return
         for snapshot_id in await asyncio.to_thread(self._journal.unused_snapshots, snapshots.droppable):
+            if snapshot_id not in snapshots.droppable:
+                continue  # a sampler that uses it was opened meanwhile
             snapshots.dropped(snapshot_id)
             try:
                 await model.runtime.send(DropSnapshot(snapshot_id), Done)

@@ -18,7 +18,7 @@ from backend.commands import (
     SampleStep,
     StabilityInfo,
 )
-from backend.errors import GroupFailedError, ServerError, StateLostError, SuspectError
+from backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
 from backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
 from backend.wire import decode_sample, encode_sample, records_stability
 from tasks.load_weights import load
@@ -232,13 +232,18 @@ def _stopped(request: Pending) -> Outcome:
 
 async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
     """Load what an unnamed save has committed: the group that it was published in is gone."""
-    stored = await runtime.read(runtime.journal.recovery.sampler_snapshot, snapshot_id)
-    if stored is None:
-        raise StateLostError(
-            f"sampling snapshot {snapshot_id}: its weights are in no worker group and not in the store"
-        )
-    state, _ = await asyncio.to_thread(runtime.store.load, stored.path)
-    await runtime.send(LoadSnapshot(snapshot_id, state), Done)
+    missed = None
+    while (stored := await runtime.read(runtime.journal.recovery.sampler_snapshot, snapshot_id)) is not None:
+        try:
+            state, _ = await asyncio.to_thread(runtime.store.load, stored.path)
+        except NotFoundError:
+            if stored.path == missed:
+                raise
+            missed = stored.path  # maybe a later inflight save took its place, and it was deleted: look again
+        else:
+            await runtime.send(LoadSnapshot(snapshot_id, state), Done)
+            return
+    raise StateLostError(f"sampling snapshot {snapshot_id}: its weights are in no worker group and not in the store")
 
 
 def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:

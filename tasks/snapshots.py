@@ -39,6 +39,11 @@ class Snapshots:
         if snapshot_id in self._present:
             self._recorded.add(snapshot_id)
 
+    def moving(self, snapshot_id: str, to_id: str) -> None:
+        """The one gets the other's id. It is not dropped before the row of the sampler that wants it says so."""
+        self._present.discard(snapshot_id)
+        self._recorded.discard(to_id)
+
     @property
     def droppable(self) -> frozenset[str]:
         """Those that the journal knows of: of these it can say whether a sampler still uses them."""

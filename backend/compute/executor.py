@@ -26,6 +26,7 @@ from backend.commands import (
     GroupConfig,
     ImportAdapter,
     LoadSnapshot,
+    MoveSnapshot,
     OptimResult,
     OptimStep,
     Ping,
@@ -113,7 +114,10 @@ class Executor:
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
             case LoadSnapshot(snapshot_id, state):
-                self._sampler.publish(snapshot_id, state_lora(self._cfg, state), state.spec)
+                if not self._sampler.holds(snapshot_id):
+                    self._sampler.publish(snapshot_id, state_lora(self._cfg, state), state.spec)
+            case MoveSnapshot(snapshot_id, to_id):
+                self._sampler.move(snapshot_id, to_id)
             case DropSnapshot(snapshot_id):
                 self._sampler.drop(snapshot_id)
             case Ping():

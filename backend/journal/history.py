@@ -43,6 +43,9 @@ def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetim
     ).one()
     if model.state not in TAKES_WORK or (taken.snapshot_id is None and model.next_seq <= taken.seq_id):
         return False
+    if taken.snapshot_id is not None:  # inflight samplers of a model share one: what it held before goes
+        held = col(RecoverySnapshot.snapshot_id) == taken.snapshot_id
+        connection.execute(sa.update(RecoverySnapshot).where(held).values(snapshot_id=RecoverySnapshot.path))
     if not insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now}):
         return False
     if taken.snapshot_id is None:
@@ -71,14 +74,6 @@ def sampler_snapshot(connection: sa.Connection, snapshot_id: str) -> SnapshotVie
     of_sampler = sa.select(RecoverySnapshot).where(col(RecoverySnapshot.snapshot_id) == snapshot_id)
     row = connection.execute(of_sampler).one_or_none()
     return None if row is None else snapshot_view(row)
-
-
-def model_of_snapshot(connection: sa.Connection, snapshot_id: str) -> str | None:
-    """The model that a sampling snapshot was published from (its id is the request's that published it)."""
-    found: str | None = connection.execute(
-        sa.select(col(Request.model_id)).where(col(Request.id) == snapshot_id)
-    ).scalar()
-    return found
 
 
 def executed(connection: sa.Connection, model_id: str, after: int, limit: int) -> list[Executed]:

@@ -44,11 +44,6 @@ class Recovery:
         with self._database.read() as connection:
             return history.sampler_snapshot(connection, snapshot_id)
 
-    def model_of_snapshot(self, snapshot_id: str) -> str | None:
-        """The model that a sampling snapshot was published from."""
-        with self._database.read() as connection:
-            return history.model_of_snapshot(connection, snapshot_id)
-
     def executed(self, model_id: str, after: int, limit: int) -> list[Executed]:
         """What to replay after seq_id `after`, in order, at most `limit` requests."""
         with self._database.read() as connection:

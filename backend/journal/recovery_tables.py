@@ -13,7 +13,8 @@ from backend.journal.tables import Table, UtcDateTime
 class RecoverySnapshot(Table, table=True):
     """A committed snapshot of a model (snapshot_id None), or of what one sampler samples. Clients never see it.
 
-    seq_id: every request of the model up to it, and none after it, is in the snapshot.
+    seq_id: every request of the model up to it, and none after it, is in the snapshot. snapshot_id: as in the worker
+    group; when a later publication has taken the id over, the path stands for it, which no sampler uses.
     """
 
     __tablename__ = "recovery_snapshot"

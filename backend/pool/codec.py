@@ -43,6 +43,7 @@ CLASSES: tuple[type, ...] = (
     commands.ImportAdapter,
     commands.PublishSnapshot,
     commands.LoadSnapshot,
+    commands.MoveSnapshot,
     commands.DropSnapshot,
     commands.SampleStep,
     commands.Ping,

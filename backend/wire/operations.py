@@ -71,12 +71,16 @@ class SaveWeights:
 
 @dataclass(frozen=True)
 class SaveForSampler:
-    """save_weights_for_sampler: either `name` or `sampling_session_seq_id` is set, never both."""
+    """save_weights_for_sampler: either `name` or `sampling_session_seq_id` is set, never both.
+
+    inflight: the sampler takes up what later inflight saves of the model publish; only without a name.
+    """
 
     name: str | None
     sampling_session_seq_id: int | None
     ttl_seconds: int | None
     user_metadata: dict[str, str]
+    inflight: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,7 @@ def decode_save_weights(payload: bytes) -> SaveWeights:
 
 
 def decode_save_for_sampler(payload: bytes) -> SaveForSampler:
-    """A save_weights_for_sampler body; UserError names the field, its value and the rule.
-
-    Its kind may be `snapshot` or `inflight`; both are saved as a snapshot (PROTOCOL.md 6.5).
-    """
+    """A save_weights_for_sampler body; UserError names the field, its value and the rule."""
     body = Fields.parse(payload)
     if body.get("kind") not in (None, "snapshot", "inflight"):
         raise broken("kind", body.get("kind"), "'snapshot' or 'inflight'")
@@ -152,11 +153,15 @@ def decode_save_for_sampler(payload: bytes) -> SaveForSampler:
     if named == numbered:
         both = "both given" if named else "both absent"
         raise UserError(f"path and sampling_session_seq_id are {both}: exactly one must be given")
+    inflight = body.get("kind") == "inflight"
+    if named and inflight:
+        raise broken("kind", "inflight", "'snapshot' when path is given: what a name holds does not change")
     return SaveForSampler(
         name=_name(body) if named else None,
         sampling_session_seq_id=body.whole("sampling_session_seq_id", 0, MAX_SEQ) if numbered else None,
         ttl_seconds=ttl_seconds(body),
         user_metadata=body.metadata("user_metadata"),
+        inflight=inflight,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from backend.commands import (
     ImportAdapter,
     LoadSnapshot,
     LoraSpec,
+    MoveSnapshot,
     OptimResult,
     OptimStep,
     Ping,
@@ -54,7 +55,7 @@ class Unigram:
         self.parameters = VOCAB
         self.adapters: dict[str, AdapterState] = {}
         self.snapshots: dict[str, np.ndarray] = {}
-        self.batch: dict[str, tuple[SampleRequest, int]] = {}
+        self.batch: dict[str, Decoding] = {}
 
     def execute(self, command: Command) -> Reply:
         match command:
@@ -83,7 +84,12 @@ class Unigram:
             case PublishSnapshot():
                 self.snapshots[command.snapshot_id] = self.adapter(command.adapter_id).weights[BIAS]
             case LoadSnapshot():
-                self.snapshots[command.snapshot_id] = command.state.weights[BIAS]
+                self.snapshots.setdefault(command.snapshot_id, command.state.weights[BIAS])
+            case MoveSnapshot():
+                moved = self.snapshots[command.to_id] = self.snapshots.pop(command.snapshot_id)
+                for decoding in self.batch.values():
+                    if decoding.request.snapshot_id == command.to_id:
+                        decoding.bias = moved
             case DropSnapshot():
                 self.snapshots.pop(command.snapshot_id, None)
             case SampleStep():
@@ -118,27 +124,37 @@ class Unigram:
             self.batch.pop(request_id, None)
         finished = []
         for request in command.admit:
-            if request.snapshot_id is not None and request.snapshot_id not in self.snapshots:
+            bias = np.zeros((VOCAB, 1)) if request.snapshot_id is None else self.snapshots.get(request.snapshot_id)
+            if bias is None:
                 finished.append(SampleResult(request.request_id, error=f"snapshot {request.snapshot_id!r} is not here"))
             else:
-                self.batch[request.request_id] = (request, 0)
-        for request_id, (request, made) in tuple(self.batch.items()):
-            made = min(request.max_tokens, made + CHUNK)
-            self.batch[request_id] = (request, made)
-            if made == request.max_tokens:
+                self.batch[request.request_id] = Decoding(request, bias)
+        for request_id, decoding in tuple(self.batch.items()):
+            decoding.go_on()
+            if len(decoding.tokens) == decoding.request.max_tokens:
                 del self.batch[request_id]
-                finished.append(
-                    SampleResult(request_id, tuple(self.continuation(request) for _ in range(request.num_samples)))
-                )
+                finished.append(decoding.result())
         return SampleProgress(tuple(finished), active=len(self.batch), waiting=0)
 
-    def continuation(self, request: SampleRequest) -> SampledSequence:
-        bias_V = (
-            np.zeros(VOCAB, np.float32) if request.snapshot_id is None else self.snapshots[request.snapshot_id][:, 0]
-        )
-        token = int(np.argmax(bias_V))
-        tokens_T = np.full(request.max_tokens, token, np.int32)
-        return SampledSequence(tokens_T, np.full(request.max_tokens, log_softmax(bias_V)[token], np.float32), "length")
+
+@dataclass
+class Decoding:
+    """A request in the batch: the likeliest token again and again, by the snapshot's bias at that time."""
+
+    request: SampleRequest
+    bias: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def go_on(self) -> None:
+        token = int(np.argmax(self.bias))
+        count = min(CHUNK, self.request.max_tokens - len(self.tokens))
+        self.tokens += [token] * count
+        self.logprobs += [float(log_softmax(self.bias[:, 0])[token])] * count
+
+    def result(self) -> SampleResult:
+        one = SampledSequence(np.asarray(self.tokens, np.int32), np.asarray(self.logprobs, np.float32), "length")
+        return SampleResult(self.request.request_id, (one,) * self.request.num_samples)
 
 
 def fresh(spec: LoraSpec) -> AdapterState:

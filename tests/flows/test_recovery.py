@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
 from backend.commands import ImportAdapter, LoadSnapshot, OptimStep, SampleStep
+from backend.errors import StoreError
+from backend.ids import sampler_id
 from backend.journal import Kind, ModelState
 from backend.settings import Settings
 from backend.wire import tinker_pb2 as pb
@@ -106,6 +109,81 @@ async def test_another_engine_goes_on_where_this_one_ended(serve: Any, client: A
         assert pb.SampleResponse.FromString(again.result) == pb.SampleResponse.FromString(first.result)
         assert state(pool, model) != before
         assert any(isinstance(command, LoadSnapshot) for command in pool.log)
+
+
+async def test_inflight_samplers_come_back_with_the_last_weights_that_were_published(
+    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any
+) -> None:
+    def said(result: Any) -> set[int]:
+        assert result.error is None, result.error
+        return set(np.frombuffer(pb.SampleResponse.FromString(result.result).sequences[0].tokens, np.int32).tolist())
+
+    async with serve(pool):
+        model = await client.create()
+        for number, token in enumerate((5, 9)):
+            client.forward_backward(model, [token] * 8)
+            client.optim_step(model, 0.5 + number)
+            body = {"sampling_session_seq_id": number, "kind": "inflight"}
+            saved = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, body))
+            assert saved.error is None
+        old, new = (sampler_id(client.session, number) for number in (0, 1))
+        pool.hold = asyncio.Event()
+        requests = [client.sample(one) for one in (old, new)]
+        await until(lambda: isinstance(pool.log[-1], SampleStep))
+        pool.die()
+        pool.hold.set()
+        assert [said(one) for one in await client.results(*requests)] == [{9}, {9}]
+        # What the first one published is in the store no longer, and the second one's weights are.
+        shared = journal.sampler(old, None).snapshot_id
+        assert shared == journal.sampler(new, None).snapshot_id
+        await until(lambda: journal.recovery.superfluous() == [])
+        assert runtime.store.load(journal.recovery.sampler_snapshot(shared).path)
+        # Nobody samples it any more: it leaves the group and the store.
+        client.journal.finish_session(client.session, "local", None)
+        await until(lambda: pool.executor.snapshots == {} and journal.recovery.sampler_snapshot(shared) is None)
+
+
+async def test_a_publication_that_was_replaced_while_it_is_looked_for_is_found_again(
+    serve: Any, client: Any, pool: Any, journal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(pool):
+        model = await client.create()
+        for number in range(2):
+            body = {"sampling_session_seq_id": number, "kind": "inflight"}
+            assert (await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, body))).error is None
+            client.seqs.setdefault(sampler_id(client.session, number), 0)
+        find, found = journal.recovery.sampler_snapshot, []
+
+        def outdated(snapshot_id: str) -> Any:
+            """The first answer is a publication that was deleted meanwhile."""
+            found.append(find(snapshot_id))
+            return replace(found[0], path=f"{found[0].path}-gone") if len(found) == 1 else found[-1]
+
+        monkeypatch.setattr(journal.recovery, "sampler_snapshot", outdated)
+        pool.die()
+        assert (await client.result(client.sample(sampler_id(client.session, 0)))).error is None
+        assert len(found) >= 2
+
+
+async def test_a_save_that_cannot_be_stored_publishes_nothing(
+    serve: Any, client: Any, pool: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise StoreError("no space is left")
+
+    async with serve(pool):
+        model = await client.create()
+        saves = [{"sampling_session_seq_id": number, "kind": "inflight"} for number in (0, 1, 2)]
+        assert (await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, saves[0]))).error is None
+        before = {name: bias.tobytes() for name, bias in pool.executor.snapshots.items()}
+        await answers(client, work(client, model, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(type(runtime.store), "save", full)
+            failed = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, saves[1]))
+        assert "no space is left" in failed.error
+        assert {name: bias.tobytes() for name, bias in pool.executor.snapshots.items()} == before
+        assert (await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, saves[2]))).error is None
+        assert {name: bias.tobytes() for name, bias in pool.executor.snapshots.items()}.keys() == before.keys()
 
 
 async def test_what_failed_at_first_fails_again_and_changes_nothing(serve: Any, client: Any, pool: Any) -> None:

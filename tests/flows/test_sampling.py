@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
+from backend.commands import MoveSnapshot, SampleStep
 from backend.journal import Kind
 from backend.wire import tinker_pb2 as pb
 from flows.lane import Lane, Shared, Why
@@ -59,6 +60,52 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
     assert pool.names.count("LoadSnapshot") == 1
     row = client.journal.sampler(loaded, "local")
     assert row.snapshot_id in runtime.snapshots
+
+
+async def test_inflight_samplers_take_up_what_is_published_later_and_so_do_their_requests(
+    sampling: Any, runtime: Any, untracked: Shared, client: Any, pool: Any, running: Any, monkeypatch: Any
+) -> None:
+    model, created = client.submit_create(0)
+    lane = Lane(runtime, untracked, model, 0)
+
+    async def publish(token: int, *samplers: tuple[int, str]) -> None:
+        """Teach the model to say `token`, then save it: (number, kind) of the samplers."""
+        requests = [client.forward_backward(model, [token] * 4), client.optim_step(model)]
+        bodies = [{"sampling_session_seq_id": number, "kind": kind} for number, kind in samplers]
+        requests += [client.submit(model, Kind.SAVE_FOR_SAMPLER, body) for body in bodies]
+        lane.wake()
+        assert [result.error for result in await client.results(*requests)] == [None] * len(requests)
+
+    began, moved, submit = asyncio.Event(), asyncio.Event(), pool.submit
+
+    async def pausing(command: Any, *args: Any, **more: Any) -> Any:
+        """After its first chunk, the batch waits until the next weights have been published."""
+        if isinstance(command, SampleStep) and began.is_set():
+            async with asyncio.timeout(30):
+                await moved.wait()
+        reply = await submit(command, *args, **more)
+        if isinstance(command, SampleStep):
+            began.set()
+        if isinstance(command, MoveSnapshot):
+            moved.set()
+        return reply
+
+    old, fixed, new = (f"{client.session}:sample:{number}" for number in (100, 101, 102))
+    async with running(lane.serve(2000)):
+        assert (await client.result(created)).error is None
+        await publish(5, (100, "inflight"))
+        assert tokens(await client.result(client.sample(old)))[0] == [5] * 6
+        monkeypatch.setattr(pool, "submit", pausing)
+        spanning = client.sample(old, max_tokens=10)
+        async with asyncio.timeout(30):
+            await began.wait()
+        await publish(9, (101, "snapshot"), (102, "inflight"))
+        assert tokens(await client.result(spanning))[0] == [5] * 4 + [9] * 6
+        await publish(3)
+        await publish(3, (103, "inflight"), (104, "inflight"))
+        said = await client.results(*(client.sample(one) for one in (old, fixed, new)))
+        assert [tokens(result)[0][0] for result in said] == [3, 9, 3]
+        lane.stop()
 
 
 async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: Any, until: Any) -> None:

@@ -86,6 +86,17 @@ def test_the_last_two_snapshots_of_a_model_stay_and_those_of_used_samplers(scene
     assert journal.sampler_snapshot("other") is None
 
 
+def test_a_later_publication_of_a_shared_snapshot_takes_the_place_of_the_one_before(scene):
+    session = scene.session()
+    model, journal = scene.model(session), scene.journal.recovery
+    scene.sampler(session, 1, snapshot_id="shared")
+    first, second = taken(model, 1, snapshot_id="shared"), taken(model, 2, snapshot_id="shared")
+    assert journal.snapshot_taken(first) and journal.sampler_snapshot("shared").path == first.path
+    assert journal.superfluous() == []
+    assert journal.snapshot_taken(second) and journal.sampler_snapshot("shared").path == second.path
+    assert journal.superfluous() == [first.path]
+
+
 def test_clients_are_told_what_they_wait_for(scene):
     scene.journal.register_base_models([("tiny", "{}")])
     session = scene.session()

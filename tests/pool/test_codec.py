@@ -85,6 +85,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     c.ImportAdapter: st.builds(c.ImportAdapter, texts, states),
     c.PublishSnapshot: st.builds(c.PublishSnapshot, texts, texts),
     c.LoadSnapshot: st.builds(c.LoadSnapshot, texts, states),
+    c.MoveSnapshot: st.builds(c.MoveSnapshot, texts, texts),
     c.DropSnapshot: st.builds(c.DropSnapshot, texts),
     c.SampleStep: st.builds(
         c.SampleStep, st.lists(sample_requests, max_size=2).map(tuple), st.lists(texts, max_size=2).map(tuple)

@@ -60,3 +60,15 @@ def test_only_what_the_journal_knows_can_be_dropped() -> None:
     assert snapshots.droppable == {"a"}
     snapshots.lost()
     assert snapshots.droppable == frozenset() and "a" not in snapshots
+
+
+def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:
+    snapshots = Snapshots()
+    snapshots.published("shared")
+    snapshots.recorded("shared")
+    snapshots.published("newer")
+    snapshots.moving("newer", "shared")
+    assert snapshots.droppable == frozenset() and "newer" not in snapshots
+    snapshots.published("shared")
+    snapshots.recorded("shared")
+    assert snapshots.droppable == {"shared"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyrage
@@ -77,7 +78,10 @@ def test_loads_and_saves() -> None:
     assert saved == SaveWeights("a.b-1", 3600, True, {"k": "v"})
     assert decode_save_weights(of(path="a", ttl_seconds=None)) == SaveWeights("a", None, False, {})
     assert decode_save_for_sampler(of(path="a", kind="snapshot")) == SaveForSampler("a", None, None, {})
-    assert decode_save_for_sampler(of(sampling_session_seq_id=0, kind="inflight")) == SaveForSampler(None, 0, None, {})
+    numbered = SaveForSampler(None, 0, None, {})
+    assert decode_save_for_sampler(of(sampling_session_seq_id=0, kind="snapshot")) == numbered
+    shared = replace(numbered, inflight=True)
+    assert decode_save_for_sampler(of(sampling_session_seq_id=0, kind="inflight")) == shared
 
 
 def test_exports() -> None:
@@ -182,6 +186,7 @@ WRONG: list[Wrong] = [
     ),
     (decode_save_for_sampler, of(), "are both absent: exactly one must be given"),
     (decode_save_for_sampler, of(path="a", sampling_session_seq_id=1), "are both given"),
+    (decode_save_for_sampler, of(path="a", kind="inflight"), "kind is 'inflight': must be 'snapshot' when path is"),
     (decode_save_for_sampler, of(path="a", kind="live"), "kind is 'live': must be 'snapshot' or 'inflight'"),
 ]
 

@@ -1,5 +1,7 @@
 """The bank of snapshots: immutable copies of adapters, and the stack of those in use that one batch decodes with.
 
+A snapshot never changes, but its id may pass to another one (`move`).
+
 Adapters of any ranks lie side by side along the rank axis of one wide adapter, and each row of the batch sees only the
 columns of its own (`StackApply`): no matrices are gathered per row, the base model is a row that sees no column, and a
 new snapshot changes no shape as long as the stack has room for it.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,17 @@ class SnapshotBank:
         if not bool(to_host(finite)):
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
         self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, frozen)
+
+    def __contains__(self, snapshot_id: str) -> bool:
+        """Whether there is a snapshot of that id."""
+        return snapshot_id in self._snapshots
+
+    def move(self, snapshot_id: str, to_id: str) -> Snapshot:
+        """Give a snapshot another id, whatever had that before; NotFoundError when there is none to move."""
+        moved = replace(self.find(snapshot_id), snapshot_id=to_id)
+        del self._snapshots[snapshot_id]
+        self._snapshots[to_id] = moved
+        return moved
 
     def drop(self, snapshot_id: str) -> None:
         """Forget a snapshot, if there is one. The stack lets go of it when its columns are wanted."""

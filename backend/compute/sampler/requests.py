@@ -22,6 +22,7 @@ from backend.errors import UserError
 @dataclass(eq=False)
 class Ticket:
     """A request on its way. `snapshot` is held until the end, so that dropping it does not matter; None = base model.
+    Another one takes its place when its id passes to that (`Scheduler.adopt`).
 
     limit: tokens each sequence may have; done: finished sequences by index; scores: what is wanted of the prompt.
     """

@@ -63,6 +63,17 @@ class Sampler:
         """Keep a copy of an adapter (on the devices or the host) for sampling; ConflictError when the id is taken."""
         self._bank.publish(snapshot_id, lora, spec)
 
+    def holds(self, snapshot_id: str) -> bool:
+        """Whether there is a snapshot of that id."""
+        return snapshot_id in self._bank
+
+    def move(self, snapshot_id: str, to_id: str) -> None:
+        """Rename a snapshot, over the one that `to_id` names: whoever samples that one goes on with this one.
+
+        NotFoundError when there is none to rename.
+        """
+        self._line.adopt(self._bank.move(snapshot_id, to_id))
+
     def drop(self, snapshot_id: str) -> None:
         """Forget a snapshot; requests already admitted with it finish. Unknown ids are fine."""
         self._bank.drop(snapshot_id)
@@ -191,6 +202,7 @@ class Sampler:
             return
         steps = min(self._config.decode_chunk, max(held.remaining for _, held in self._line.decoding()))
         self._fit(steps)
+        self._bank.use(self._snapshots())  # other snapshots may have taken the place of those that were prefilled with
         assert self._cache is not None
         asked = max(held.ticket.request.topk_sample for _, held in self._line.decoding())
         self._cache, on_devices = decode(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backend.commands import Int32, SampleResult
+from backend.compute.sampler.bank import Snapshot
 from backend.compute.sampler.prompt_scores import PLAIN, Scored, Widths
 from backend.compute.sampler.requests import Sequence, Ticket
 from backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece
@@ -144,6 +145,12 @@ class Scheduler:
                     job.score = False
             if not any(job.sequences for job in self.group.jobs):
                 self.group = None
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """From now on every request that samples a snapshot of this id samples this one."""
+        for ticket in self._tickets.values():
+            if ticket.snapshot is not None and ticket.snapshot.snapshot_id == snapshot.snapshot_id:
+                ticket.snapshot = snapshot
 
     def clear(self) -> list[str]:
         """Forget everybody; returns whose requests those were."""

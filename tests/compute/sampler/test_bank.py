@@ -91,3 +91,16 @@ def test_columns_are_reused_and_cleaned(qwen: Any, bank: SnapshotBank, random_lo
     assert bank.width == 128 and bank.columns(b) == kept
     bank.reset()
     assert bank.width == 0 and not bank.lora.layers
+
+
+def test_an_id_may_pass_to_another_snapshot(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+    spec = LoraSpec(8)
+    for seed, name in enumerate(("old", "new")):
+        bank.publish(name, random_lora(qwen.cfg, spec, seed), spec)
+    old, new = bank.find("old"), bank.find("new")
+    moved = bank.move("new", "old")
+    assert "new" not in bank and bank.find("old") is moved and moved.lora is new.lora
+    bank.use([old, moved])
+    assert bank.columns(old) != bank.columns(moved), "who holds the old one still finds it"
+    with pytest.raises(NotFoundError, match="'new'"):
+        bank.move("new", "old")

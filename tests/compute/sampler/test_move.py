@@ -1,0 +1,51 @@
+"""A snapshot that takes over another's id, while that is being sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.commands import LoraSpec, SampleStep
+from backend.compute.compiles import CompileCounter
+from backend.errors import NotFoundError
+
+
+def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
+) -> None:
+    # Adapters of the unembedding only: what is cached is then the same for both, and the outcome can be said exactly.
+    sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8, train_attn=False, train_mlp=False)
+    for seed, name in enumerate(("shared", "newer", "same")):
+        sampler.publish(name, random_lora(qwen.cfg, spec, min(seed, 1)), spec)
+    # Never fewer than two requests at once: so few shapes are compiled.
+    start, bystander = prompt(20), ask("bystander", prompt(20, 1), 40)
+    running = ask("running", start, 40, snapshot_id="shared")
+    undisturbed = run_all(sampler, running, bystander)
+    before = undisturbed["running"].sequences[0]
+    sampler.step(SampleStep(admit=(running, bystander)))  # prefill, and the first chunk
+    sampler.step(SampleStep())
+    compiled = CompileCounter()
+    sampler.move("newer", "shared")
+    sampler.step(SampleStep())
+    assert compiled.count == 0
+    late = [ask(f"late {tokens}", start, tokens, snapshot_id="shared") for tokens in (4, 5)]
+    results = run_all(sampler, *late, ask("gone", start, 5, snapshot_id="newer"))
+    one = results["running"].sequences[0]
+    np.testing.assert_array_equal(one.tokens_T[:16], before.tokens_T[:16])
+    expected = run_all(
+        sampler,
+        ask("rest", [*start, *one.tokens_T[:16].tolist()], 24, snapshot_id="same"),
+        ask("late", start, 5, snapshot_id="same"),
+    )
+    rest = expected["rest"].sequences[0]
+    np.testing.assert_array_equal(one.tokens_T[16:], rest.tokens_T)
+    np.testing.assert_allclose(one.logprobs_T[16:], rest.logprobs_T, atol=1e-4)
+    assert one.tokens_T[16:].tolist() != before.tokens_T[16:].tolist()
+    others = [(results["bystander"], undisturbed["bystander"]), (results["late 5"], expected["late"])]
+    for result, same in others:
+        np.testing.assert_array_equal(result.sequences[0].tokens_T, same.sequences[0].tokens_T)
+    assert "'newer'" in (results["gone"].error or "")
+    with pytest.raises(NotFoundError):
+        sampler.move("newer", "shared")
