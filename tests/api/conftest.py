@@ -84,13 +84,26 @@ class Engine:
     steps: dict[str, int] = field(default_factory=dict)
     executed: list[tuple[Kind, int | None]] = field(default_factory=list)
     next_outcome: Callable[[Pending], Outcome] | None = None  # answers one request in our place
-    paused: bool = False
     stopped: bool = False
+    _paused: bool = False
+    _working: Any = field(default_factory=threading.RLock)
+
+    @property
+    def paused(self) -> bool:
+        """Whether it takes nothing; set, it takes nothing more, also nothing that it had begun to look for."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        with self._working:
+            self._paused = paused
 
     def run(self) -> None:
         """Work until stopped."""
         while not self.stopped:
-            if self.paused or not self._work():
+            with self._working:
+                busy = not self._paused and self._work()
+            if not busy:
                 time.sleep(0.002)
 
     def _work(self) -> bool:

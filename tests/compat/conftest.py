@@ -16,18 +16,19 @@ from tests.e2e.conftest import Server, running
 TOKENS = [11, 22, 33, 44, 55, 66]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> Iterator[Server]:
     """One service for the room, without Prefect: nothing here is about tracking."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TINKERFLOW_PREFECT", "off")
-        with running(tmp_path_factory.mktemp("compat"), compiled=compiled_programs) as found:
-            environment.setenv("TINKER_BASE_URL", found.api_url)
-            environment.setenv("TINKER_API_KEY", "tml-test")
-            yield found
+    with (
+        running(tmp_path_factory.mktemp("compat"), compiled=compiled_programs, prefect="off") as found,
+        pytest.MonkeyPatch.context() as environment,
+    ):
+        environment.setenv("TINKER_BASE_URL", found.api_url)
+        environment.setenv("TINKER_API_KEY", "tml-test")
+        yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def base_model(server: Server) -> str:
     return server.base_model
 

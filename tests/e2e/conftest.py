@@ -75,7 +75,7 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextmanager
-def running(data_dir: Path, *options: str, compiled: Path) -> Iterator[Server]:
+def running(data_dir: Path, *options: str, compiled: Path, prefect: str = "embedded") -> Iterator[Server]:
     """`tinkerflow up` on free ports until the block ends; afterwards none of its processes is left."""
     (data_dir / "jax-cache").symlink_to(compiled)
     process = subprocess.Popen(
@@ -83,7 +83,7 @@ def running(data_dir: Path, *options: str, compiled: Path) -> Iterator[Server]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"TINKERFLOW_PREFECT_PORT": "0"},
+        env={"TINKERFLOW_PREFECT": prefect} | os.environ | {"TINKERFLOW_PREFECT_PORT": "0"},
     )
     try:
         said = []
