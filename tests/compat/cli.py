@@ -1,4 +1,4 @@
-"""The SDK's command line as users run it: a process of its own, told by its environment where our server is."""
+"""The SDK's command line against our server, told by its environment where that is, as users run it."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from click.testing import CliRunner
+from tinker.cli.__main__ import main
 
 from tests.compat.registry import commands
 
 
 @dataclass
 class Cli:
-    """Runs `tinker ...` against one server; `home` holds its credentials. `ran` is which commands have been run."""
+    """Runs `tinker ...` against one server; `home` holds its credentials. `ran` is which commands have been run.
+
+    Commands run in this process, by the function that the `tinker` script calls: a process of its own takes five
+    seconds of a processor to import the SDK. With `own_process` they have one all the same.
+    """
 
     url: str
     home: Path
     key: str = "tml-test"
+    own_process: bool = False
+    more: dict[str, str] = field(default_factory=dict)  # variables of the environment
     ran: set[str] = field(default_factory=set)
 
     def __call__(self, *words: str, fails: bool = False, stdin: str | None = None) -> str:
         """What the command prints; it must exit with 0, or not with 0 when it `fails`."""
-        ended = subprocess.run(
-            [sys.executable, "-m", "tinker.cli", *words],
-            env=self._environment(),
-            cwd=self.home,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        said = ended.stdout + ended.stderr
-        assert (ended.returncode != 0) is fails, f"tinker {' '.join(words)} exited with {ended.returncode}: {said}"
+        code, said = self._in_a_process(words) if self.own_process else self._here(words, stdin)
+        assert (code != 0) is fails, f"tinker {' '.join(words)} exited with {code}: {said}"
         self.ran.update(name for name in commands() if _is_run_by(name, words))
         return said
 
@@ -45,16 +46,42 @@ class Cli:
         said = self("-f", "json", *words)
         return json.loads(said[said.index("{") : said.rindex("}") + 1])
 
+    def _here(self, words: tuple[str, ...], stdin: str | None) -> tuple[int, str]:
+        runner = CliRunner()
+        with self._surroundings(), patch.object(sys, "argv", ["tinker", *words]), runner.isolation(stdin) as streams:
+            try:
+                main()
+                code = 0
+            except SystemExit as end:
+                code = int(end.code or 0)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            return code, streams[0].getvalue().decode() + streams[1].getvalue().decode()
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        with patch.dict(os.environ, self._environment(), clear=True), chdir(self.home):
+            yield
+
+    def _in_a_process(self, words: tuple[str, ...]) -> tuple[int, str]:
+        ended = subprocess.run(
+            [sys.executable, "-m", "tinker.cli", *words],
+            env=self._environment(),
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return ended.returncode, ended.stdout + ended.stderr
+
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
         ours = {"TINKER_BASE_URL": self.url, "TINKER_TELEMETRY": "0", "HOME": str(self.home), "COLUMNS": "300"}
-        return kept | ours | ({"TINKER_API_KEY": self.key} if self.key else {})
+        return kept | ours | ({"TINKER_API_KEY": self.key} if self.key else {}) | self.more
 
 
 def _is_run_by(name: str, words: tuple[str, ...]) -> bool:
     said = [word for word in words if word not in {"-f", "json"}]
     wanted = name.split()[1:]
     return said[: len(wanted)] == wanted
-
-
-MakeCli = Callable[..., Cli]

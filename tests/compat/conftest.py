@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import tinker
 from tinker import types
 
 from tests.compat.cli import Cli
-from tests.compat.registry import watched
+from tests.compat.registry import is_method, watched
 from tests.e2e.conftest import Server, running
 
 TOKENS = [11, 22, 33, 44, 55, 66]
@@ -54,6 +55,18 @@ def trainer(service: tinker.ServiceClient, base_model: str) -> tinker.TrainingCl
     return model
 
 
+@pytest.fixture(scope="module")
+def sampler(trainer: tinker.TrainingClient) -> tinker.SamplingClient:
+    """A sampler of that model's weights."""
+    return trainer.save_weights_and_get_sampling_client().result()
+
+
+@pytest.fixture(scope="module")
+def run(trainer: tinker.TrainingClient) -> str:
+    """That model's id."""
+    return trainer.get_info().model_id
+
+
 @pytest.fixture
 def cli(request: pytest.FixtureRequest, server: Server, tmp_path: Path) -> Iterator[Cli]:
     """The command line; the test must run the commands that it declares."""
@@ -69,7 +82,7 @@ def watch(request: pytest.FixtureRequest) -> Iterator[None]:
     names = getattr(request.function, "exercises", ())
     with watched(names) as called:
         yield
-    wanted = {name for name in names if not name.startswith("tinker ")}
+    wanted = set(filter(is_method, names))
     assert called >= wanted, f"declared but not called: {sorted(wanted - called)}"
 
 
@@ -80,3 +93,9 @@ def datum(tokens: list[int] = TOKENS, **inputs: object) -> types.Datum:
     ones = types.TensorData(data=[1.0] * n, dtype="float32", shape=[n])
     given = {"target_tokens": targets, "weights": ones, **inputs}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=given)  # type: ignore[arg-type]
+
+
+def window() -> tuple[str, str]:
+    """The hours, as the SDK's usage takes them, from the one before this until the one after."""
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    return (hour - timedelta(hours=1)).isoformat(), (hour + timedelta(hours=2)).isoformat()

@@ -1,4 +1,4 @@
-"""What the SDK offers, and which test exercises it.
+"""What the SDK offers, which test exercises it, and what is refused: the three must add up (test_table.py).
 
 A test says `@exercises("RestClient.list_sessions")`, and while it runs the named methods are watched: it fails unless
 it has called every one of them itself (what the SDK calls inside does not count). What it then asserts is its own
@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 from unittest.mock import patch
 
 import click
 import pytest
 import tinker
+from tinker import types
 from tinker.cli.__main__ import main_cli
 from tinker.lib.public_interfaces.admin_client import AdminClient
 
@@ -37,7 +38,10 @@ _TESTS: dict[str, list[str]] = {}
 
 
 def exercises(*names: str) -> Callable[[F], F]:
-    """Declare that the decorated test calls these methods ("Class.method") or CLI commands ("tinker run list")."""
+    """Declare that the decorated test calls these methods ("Class.method") or CLI commands ("tinker run list").
+
+    Or that it shows what a kind of chunk does ("types.EncodedTextChunk"), which nothing watches.
+    """
 
     def declare(test: F) -> F:
         test.__dict__["exercises"] = names
@@ -65,9 +69,20 @@ def methods() -> list[str]:
     return [f"{client.__name__}.{name}" for client in CLIENTS for name in dir(client) if _is_method(client, name)]
 
 
+def chunks() -> list[str]:
+    """Every kind of chunk that a prompt may be made of, as "types.ImageChunk"."""
+    union = get_args(types.ModelInputChunk)[0]  # of an Annotated, whose rest says how to tell them apart
+    return [f"types.{kind.__name__}" for kind in get_args(union)]
+
+
 def commands() -> list[str]:
     """Every command of the SDK's command line, as "tinker run list"."""
     return sorted(_below(main_cli, "tinker"))
+
+
+def is_method(name: str) -> bool:
+    """Whether it is "Class.method", not a command and not a kind of chunk."""
+    return not name.startswith(("tinker ", "types."))
 
 
 def _is_method(client: type, name: str) -> bool:
@@ -88,11 +103,11 @@ def _below(command: click.Command, path: str) -> Iterator[str]:
 
 @contextmanager
 def watched(names: tuple[str, ...]) -> Iterator[set[str]]:
-    """While inside, the set holds which of the methods `names` code of this folder has called (commands: cli.py)."""
+    """While inside, the set holds which of the methods among `names` code of this folder has called."""
     called: set[str] = set()
     patches = []
     for name in names:
-        if name.startswith("tinker "):
+        if not is_method(name):
             continue
         owner, attribute = name.split(".")
         client = next(c for c in CLIENTS if c.__name__ == owner)

@@ -1,4 +1,4 @@
-"""AdminClient: the audit log; and the same under the RestClient's old names."""
+"""AdminClient: the audit log and usage; and the same under the RestClient's old names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import tinker
 from tinker.lib.public_interfaces.admin_client import AdminClient
 
+from tests.compat.conftest import TOKENS, datum, window
 from tests.compat.registry import exercises
 
 
@@ -36,3 +37,47 @@ async def test_the_audit_log_tells_of_a_save(
     assert rest.get_audit_log("checkpoints", today).result() == log
     assert await rest.get_audit_log_async("checkpoints", today) == log
     assert admin.get_telemetry() is None
+
+
+@exercises(
+    "AdminClient.get_billing_usage",
+    "AdminClient.get_billing_usage_async",
+    "RestClient.get_billing_usage",
+    "RestClient.get_billing_usage_async",
+)
+async def test_tokens_are_counted(admin: AdminClient, rest: tinker.RestClient, base_model: str) -> None:
+    with tinker.ServiceClient() as service:
+        model = service.create_lora_training_client(base_model, rank=4).result()
+        for _ in range(2):
+            model.forward_backward([datum(), datum()], "cross_entropy").result()
+        session = service.holder.get_session_id()
+    found = admin.get_billing_usage(*window()).result()
+    (event,) = [one for one in found.data if (one.session_id, one.event_info.type) == (session, "training")]
+    assert (event.event_info.token_count, event.base_model) == (4 * len(TOKENS), base_model)
+    assert event.estimated_cost_usd is None  # no prices are configured
+    assert session in found.sessions
+    for twin in (
+        await admin.get_billing_usage_async(*window()),
+        rest.get_billing_usage(*window()).result(),
+        await rest.get_billing_usage_async(*window()),
+    ):
+        assert event in twin.data
+
+
+@exercises(
+    "AdminClient.get_current_checkpoint_storage_usage",
+    "AdminClient.get_current_checkpoint_storage_usage_async",
+    "RestClient.get_current_checkpoint_storage_usage",
+    "RestClient.get_current_checkpoint_storage_usage_async",
+)
+async def test_bytes_are_counted(admin: AdminClient, rest: tinker.RestClient, trainer: tinker.TrainingClient) -> None:
+    (before,) = admin.get_current_checkpoint_storage_usage().result().data or [None]
+    path = trainer.save_state("weighed").result().path
+    size = {each.tinker_path: each.size_bytes for each in rest.list_user_checkpoints(limit=1000).result().checkpoints}
+    found = admin.get_current_checkpoint_storage_usage().result()
+    (now,) = found.data
+    assert now.checkpoint_count == (before.checkpoint_count if before else 0) + 1
+    assert now.size_bytes == (before.size_bytes if before else 0) + (size[path] or 0)
+    assert found == await admin.get_current_checkpoint_storage_usage_async()
+    assert found == rest.get_current_checkpoint_storage_usage().result()
+    assert found == await rest.get_current_checkpoint_storage_usage_async()

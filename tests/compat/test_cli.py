@@ -1,17 +1,18 @@
-"""Every command of the SDK's command line, as a process of its own."""
+"""Every command of the SDK's command line."""
 
 from __future__ import annotations
 
-import pytest
+import json
+
 import tinker
+from safetensors.numpy import load
 
 from tests.compat.cli import Cli
+from tests.compat.conftest import TOKENS, window
+from tests.compat.hub import hub
 from tests.compat.registry import exercises
 
-
-@pytest.fixture(scope="module")
-def run(trainer: tinker.TrainingClient) -> str:
-    return trainer.get_info().model_id
+FOLDERS = ("by-an-export-of-its-own", "as-exported")
 
 
 @exercises("tinker version", "tinker model list", "tinker auth status")
@@ -65,6 +66,56 @@ def test_checkpoints(cli: Cli, trainer: tinker.TrainingClient, run: str) -> None
     cli("checkpoint", "delete", "--yes", path)
     assert not any(_is(each, path) for each in cli.json("checkpoint", "list")["checkpoints"])
     assert "by-hand" in cli("checkpoint", "info", path, fails=True)
+
+
+@exercises("tinker checkpoint download")
+def test_a_training_checkpoint_is_downloaded_as_an_adapter(cli: Cli, trainer: tinker.TrainingClient, run: str) -> None:
+    path = trainer.save_state("downloaded").result().path
+    exported = trainer.save_weights_external("downloaded").result().path
+    for source, folder in ((path, FOLDERS[0]), (exported, FOLDERS[1])):
+        cli("checkpoint", "download", source, "--output", folder)
+    first, second = ({file.name: file.read_bytes() for file in cli.home.glob(f"{each}/**/*.*")} for each in FOLDERS)
+    assert first.keys() >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert first["adapter_model.safetensors"] == second["adapter_model.safetensors"]
+    assert json.loads(first["adapter_config.json"])["r"] == 4
+    assert not any(
+        "created_by" in (each["user_metadata"] or {}) for each in cli.json("checkpoint", "list")["checkpoints"]
+    )
+
+
+@exercises("tinker checkpoint push-hf")
+def test_an_adapter_is_pushed_to_a_hub(cli: Cli, trainer: tinker.TrainingClient, base_model: str) -> None:
+    path = trainer.save_weights_external("pushed").result().path
+    with hub() as there:
+        cli.more, cli.own_process = there.environment() | {"HF_HOME": str(cli.home)}, True
+        cli("checkpoint", "push-hf", path, "--repo", "somebody/adapter")
+    assert there.repositories == ["somebody/adapter"]
+    assert json.loads(there.files["adapter_config.json"])["base_model_name_or_path"] == base_model
+    assert load(there.files["adapter_model.safetensors"]).keys()
+    assert f"tinker_path: {path}" in there.files["README.md"].decode()
+
+
+@exercises("tinker session export-trace")
+def test_a_trace_of_the_session(cli: Cli, run: str) -> None:
+    session = run.split(":", maxsplit=1)[0]
+    cli("session", "export-trace", session, "--output", "here.pftrace")
+    events = json.loads((cli.home / "here.pftrace").read_text())["traceEvents"]
+    assert run in [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert {"create_model 0", "forward_backward 1", "optim_step 2"} <= {event["name"] for event in events}
+
+
+@exercises("tinker billing usage", "tinker billing checkpoint-storage")
+def test_bills(cli: Cli, trainer: tinker.TrainingClient, run: str) -> None:
+    trainer.save_state("billed").result()
+    session = run.split(":", maxsplit=1)[0]
+    events = cli.json("billing", "usage", *window())["data"]
+    trained = [event["event_info"] for event in events if event["session_id"] == session]
+    assert sum(info["token_count"] for info in trained if info["type"] == "training") >= len(TOKENS)
+    assert session in cli("billing", "usage", *window(), "--csv", "-")
+    listed = cli.json("checkpoint", "list", "--limit", "0")["checkpoints"]
+    stored = cli.json("billing", "checkpoint-storage")["data"]
+    assert sum(row["checkpoint_count"] for row in stored) == len(listed)
+    assert sum(row["size_bytes"] for row in stored) == sum(each["size_bytes"] for each in listed)
 
 
 def _is(checkpoint: dict[str, object], path: str) -> bool:

@@ -15,11 +15,6 @@ from tests.compat.registry import exercises
 PROMPT = types.ModelInput.from_ints(TOKENS)
 
 
-@pytest.fixture(scope="module")
-def sampler(trainer: tinker.TrainingClient) -> tinker.SamplingClient:
-    return trainer.save_weights_and_get_sampling_client().result()
-
-
 @exercises("SamplingClient.sample", "SamplingClient.sample_async")
 async def test_a_seed_decides_what_is_sampled(sampler: tinker.SamplingClient) -> None:
     params = types.SamplingParams(max_tokens=8, seed=3, temperature=1.0, stop=[])
@@ -33,13 +28,15 @@ async def test_a_seed_decides_what_is_sampled(sampler: tinker.SamplingClient) ->
     assert scored[len(TOKENS) :] == pytest.approx(first.sequences[0].logprobs, abs=2e-3)
 
 
-@exercises("SamplingClient.compute_logprobs", "SamplingClient.compute_logprobs_async")
+@exercises("SamplingClient.compute_logprobs", "SamplingClient.compute_logprobs_async", "types.EncodedTextChunk")
 async def test_logprobs_of_a_prompt(sampler: tinker.SamplingClient, trainer: tinker.TrainingClient) -> None:
     sync = sampler.compute_logprobs(PROMPT).result()
     assert sync == await sampler.compute_logprobs_async(PROMPT)
     assert sync[0] is None
     assert len(sync) == len(TOKENS)
     assert all(logprob < 0 for logprob in sync[1:])
+    parts = [types.EncodedTextChunk(tokens=TOKENS[:4]), types.EncodedTextChunk(tokens=TOKENS[4:])]
+    assert sampler.compute_logprobs(types.ModelInput(chunks=parts)).result() == sync
 
 
 @exercises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import tinker
 from tinker import types
 
@@ -66,3 +67,48 @@ async def test_capabilities(service: tinker.ServiceClient, base_model: str) -> N
     (model,) = sync.supported_models
     assert (model.model_name, model.trainable, model.sampleable) == (base_model, True, True)
     assert (model.max_context_length or 0) > 0
+
+
+@exercises("ServiceClient.create_custom_loss")
+def test_a_custom_loss(service: tinker.ServiceClient, trainer: tinker.TrainingClient) -> None:
+    def weighted(logprobs, weights):
+        loss = -(logprobs * weights).sum()
+        return loss, {"custom/weighted:sum": loss}
+
+    handle = service.create_custom_loss(weighted, {"logprobs": 1, "weights": 1}).result()
+    given = trainer.forward_backward_custom([datum()], handle).result()
+    assert given.metrics["custom/weighted:sum"] == pytest.approx(loss_of(trainer), rel=1e-5)
+    trainer.optim_step(types.AdamParams(learning_rate=0.0)).result()  # clears the gradient
+
+
+@exercises(
+    "ServiceClient.holder",
+    "ServiceClient.create_rest_client",
+    "ServiceClient.get_console_url",
+    "ServiceClient.get_telemetry",
+    "ServiceClient.close",
+)
+def test_a_session_from_its_start_to_its_end(server, rest: tinker.RestClient, base_model: str) -> None:
+    service = tinker.ServiceClient(base_url=server.api_url, user_metadata={"purpose": "closing"})
+    service.create_sampling_client(base_model=base_model).result()
+    session = service.holder.get_session_id()
+    assert session in service.get_console_url()
+    assert service.get_telemetry() is None  # TINKER_TELEMETRY=0
+    own = service.create_rest_client()  # ends with the service
+    assert own.get_session(session).result().user_metadata == {"purpose": "closing"}
+    service.close("errored", "the test says so").result()
+    found = rest.search_sessions(types.SessionSearchRequest(session_id=session)).result().sessions
+    status = found[0].status
+    assert status is not None
+    assert (status.type, status.reason.type, status.detail) == ("client_finished", "errored", "the test says so")
+
+
+@exercises("ServiceClient.copy_weights")
+def test_a_copy_has_the_same_weights(
+    service: tinker.ServiceClient, trainer: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = trainer.save_state("copied").result().path
+    monkeypatch.setenv("TINKER_PROJECT_ID", "archive")  # where the SDK has it from
+    copy = service.copy_weights(source).result()
+    assert copy != source
+    assert loss_of(service.create_training_client_from_state(copy).result()) == loss_of(trainer)

@@ -114,6 +114,14 @@ async def test_all_ways_to_sample_the_weights_give_the_same(trainer: tinker.Trai
     assert first[1:] == pytest.approx(trained[:-1], abs=2e-3)
 
 
+@exercises("TrainingClient.save_weights_external", "TrainingClient.save_weights_external_async")
+async def test_exports(trainer: tinker.TrainingClient) -> None:
+    first = trainer.save_weights_external("export-1").result()
+    twin = await settled(await trainer.save_weights_external_async("export-2", ttl_seconds=3600))
+    assert first.path.endswith("/external_weights/export-1")
+    assert twin.path.endswith("/external_weights/export-2")
+
+
 @exercises(
     "TrainingClient.get_info",
     "TrainingClient.get_info_async",

@@ -1,0 +1,39 @@
+"""What is refused fails by name, in the future of the request that asked for it; the next request works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.compat.conftest import TOKENS, datum
+from tests.compat.refused import REFUSED
+
+PNG = b"\x89PNG\r\n\x1a\n"
+CHUNKS = {
+    "types.ImageChunk": types.ImageChunk(data=PNG, format="png", expected_tokens=2),
+    "types.ImageAssetPointerChunk": types.ImageAssetPointerChunk(
+        location="http://127.0.0.1:1/never-fetched.png", format="png", expected_tokens=2
+    ),
+    "types.DmelChunk": types.DmelChunk(dmel=bytes([0, 2, 2, 80]) + bytes(160)),  # int8 [2, 80]
+}
+
+
+def test_every_refused_name_has_its_request() -> None:
+    assert CHUNKS.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_fails_by_name(name: str, trainer: tinker.TrainingClient, sampler: Any) -> None:
+    chunk = CHUNKS[name]
+    mixed = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=TOKENS[:4]), chunk])
+    with pytest.raises(tinker.RequestFailedError, match=rf"prompt.chunks\[1\].type is '?{chunk.type}'?: must be"):
+        sampler.compute_logprobs(mixed).result()
+    if name != "types.ImageAssetPointerChunk":  # the SDK refuses to train on pointers by itself
+        wanted = types.Datum(model_input=mixed, loss_fn_inputs=datum().loss_fn_inputs)
+        with pytest.raises(tinker.RequestFailedError, match=rf"data\[0\].model_input.chunks\[1\] is {chunk.type}:"):
+            trainer.forward([wanted], "cross_entropy").result()
+    assert len(sampler.compute_logprobs(datum().model_input).result()) == len(TOKENS)
+    trainer.forward([datum()], "cross_entropy").result()
