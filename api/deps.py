@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, HTTPException, Query, Request
 from pydantic import BaseModel, ValidationError
 
 from api.auth import Identity
@@ -52,6 +53,8 @@ class Call:
     async def parsed(self, model: type[M]) -> M:
         """The JSON body as `model`; UserError names the field and the rule."""
         body = await self.body()
+        if rb"\u0000" in body and _holds_nul(body):
+            raise UserError("the request body holds a NUL character (\\u0000): must not, the database cannot store it")
         try:
             return model.model_validate_json(body)
         except ValidationError as e:
@@ -66,7 +69,18 @@ async def authorised(request: Request) -> Call:
     One dependency that does it all: each further one costs a tenth of a millisecond per request.
     """
     services: Services = request.app.state.services
-    return Call(request, await services.auth.identity(request.headers.get("x-api-key")), services)
+    call = Call(request, await services.auth.identity(request.headers.get("x-api-key")), services)
+    if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
+        raise HTTPException(404, "the URL holds a NUL character (%00): the database has no such name")
+    return call
+
+
+def _holds_nul(body: bytes) -> bool:
+    """Whether a JSON text holds a NUL character, and not just the six characters of its escape, escaped themselves."""
+    return re.search(rb"(?<!\\)(?:\\\\)*\\u0000", body) is not None
 
 
 Authorised = Annotated[Call, Depends(authorised)]
+
+PageLimit = Annotated[int, Query(ge=1, le=1000)]
+PageOffset = Annotated[int, Query(ge=0, lt=2**63)]  # as far as databases count

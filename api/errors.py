@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
 from backend.errors import BodyTooLargeError, ConflictError, NotFoundError, TinkerflowError, TooManyError, UserError
 
@@ -27,6 +28,7 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
 def install(app: FastAPI) -> None:
     """Answer errors in our form."""
     app.add_exception_handler(TinkerflowError, _ours)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unknown)
 
 
@@ -35,6 +37,12 @@ def _ours(request: Request, error: Exception) -> JSONResponse:
     if status == 503:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return JSONResponse({"detail": str(error)}, status, {"Retry-After": "1"} if status == 429 else None)
+
+
+def _gone(request: Request, error: Exception) -> Response:
+    # The client left before we had its whole request: nothing was done with it, and nobody reads this answer.
+    log.debug("%s %s: the client went away", request.method, request.url.path)
+    return Response(status_code=499)
 
 
 def _unknown(request: Request, error: Exception) -> JSONResponse:

@@ -12,6 +12,7 @@ from fastapi import APIRouter
 
 from api.deps import Authorised, Call
 from api.models import WeightsCopied
+from api.openapi import takes_object
 from backend.errors import NotFoundError
 from backend.ids import model_id
 from backend.journal import CheckpointSaved, CopyMade, access_hash
@@ -24,7 +25,7 @@ _TOKEN = "x-tinker-weights-access-token"
 _KEY = "x-idempotency-key"
 
 
-@router.post("/copy_weights")
+@router.post("/copy_weights", openapi_extra=takes_object())
 async def copy_weights(call: Authorised) -> WeightsCopied:
     """Copy a checkpoint of one's own, a public one, or one that a weights access token opens; the copy's path.
 

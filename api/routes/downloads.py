@@ -57,7 +57,8 @@ async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Autho
     return Response(status_code=302, headers={"location": url, "expires": format_datetime(expires, usegmt=True)})
 
 
-@link_router.api_route(f"/{_FILE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}/{{file}}", methods=["GET", "HEAD"])
+@link_router.head(f"/{_FILE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}/{{file}}")
+@link_router.get(f"/{_FILE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}/{{file}}")
 async def read_file(
     run_id: str, kind: CheckpointKind, name: str, attempt: str, file: str, services: Linked, request: Request
 ) -> Response:
@@ -69,7 +70,8 @@ async def read_file(
     return send(request, [_segment(services.store, saved, file)], headers, saved.files[file].sha256)
 
 
-@link_router.api_route(f"/{_ARCHIVE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}", methods=["GET", "HEAD"])
+@link_router.head(f"/{_ARCHIVE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}")
+@link_router.get(f"/{_ARCHIVE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}")
 async def read_archive(
     run_id: str, kind: CheckpointKind, name: str, attempt: str, services: Linked, request: Request
 ) -> Response:

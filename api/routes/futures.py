@@ -12,13 +12,14 @@ from fastapi.responses import Response
 
 from api.deps import Authorised, Call
 from api.models import CancelFuture, RetrieveFuture, RetrieveFutures
+from api.openapi import takes
 from api.refusals import reason_of
 from backend.journal import Completions, Result
 
 router = APIRouter()
 
 
-@router.post("/retrieve_future")
+@router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))
 async def retrieve_future(call: Authorised) -> Response:
     """The answer; while there is none the poll is held, because the SDK asks again without any pause.
 
@@ -41,7 +42,7 @@ async def retrieve_future(call: Authorised) -> Response:
     return _answer(result, body.request_id)
 
 
-@router.post("/retrieve_futures")
+@router.post("/retrieve_futures", openapi_extra=takes(RetrieveFutures))
 async def retrieve_futures(call: Authorised) -> Response:
     """Which requests of one copy of a sampling client were answered since its cursor; held while there are none.
 
@@ -88,7 +89,7 @@ async def _completions(call: Call, body: RetrieveFutures) -> Completions:
                 return found
 
 
-@router.post("/cancel_future")
+@router.post("/cancel_future", openapi_extra=takes(CancelFuture))
 async def cancel_future(call: Authorised) -> dict[str, object]:
     """Give up a sample: it fails as `cancelled by the client`, and its place in the decode batch is free soon after.
 

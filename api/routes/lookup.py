@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, date, datetime
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from fastapi.responses import Response
 
 from api import session_models as models
-from api.deps import Authorised
+from api.deps import Authorised, PageLimit, PageOffset
 from api.links import Linked, link
+from api.openapi import takes
 from api.scope import AccessScope, visible
 from api.trace import trace
 from backend.journal import (
@@ -39,8 +40,8 @@ _RESOURCES = {
 @router.get("/sessions")
 async def sessions(
     call: Authorised,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: PageLimit = 20,
+    offset: PageOffset = 0,
     access_scope: AccessScope = "owned",
 ) -> models.SessionIds:
     """Ids of sessions, newest first."""
@@ -49,7 +50,7 @@ async def sessions(
     return models.SessionIds(sessions=found)
 
 
-@router.post("/sessions/search", response_model_exclude_none=True)
+@router.post("/sessions/search", response_model_exclude_none=True, openapi_extra=takes(models.SearchSessions))
 async def search(call: Authorised) -> models.FoundSessions:
     """Sessions that match all filters, newest first. A project that no visible session is in answers 404."""
     asked = await call.parsed(models.SearchSessions)
@@ -88,7 +89,7 @@ async def session(session_id: str, call: Authorised, access_scope: AccessScope =
     return await asyncio.to_thread(read)
 
 
-@router.put("/sessions/{session_id}/project")
+@router.put("/sessions/{session_id}/project", openapi_extra=takes(models.AssignProject))
 async def assign_project(session_id: str, call: Authorised) -> dict[str, object]:
     """Put a session, and what it made, under a project label. Any label is good: the owner stays what it is."""
     asked = await call.parsed(models.AssignProject)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 
-from api.deps import Authorised
+from api.deps import Authorised, PageLimit, PageOffset
 from api.models import Cursor, TrainingRun, TrainingRuns
 from api.routes.weights import checkpoint
 from api.scope import AccessScope, visible
@@ -19,8 +18,8 @@ router = APIRouter()
 @router.get("/training_runs", response_model_exclude_none=True)
 async def training_runs(
     call: Authorised,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: PageLimit = 20,
+    offset: PageOffset = 0,
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
 ) -> TrainingRuns:

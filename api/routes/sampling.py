@@ -15,6 +15,7 @@ from api.models import (
     SamplingSessionCreated,
     SamplingSessionJoined,
 )
+from api.openapi import takes, takes_object
 from api.submit import accepted, content_hash
 from backend.errors import NotFoundError, UserError
 from backend.ids import sampler_id
@@ -26,7 +27,7 @@ router = APIRouter()
 _MAX_SAMPLE_SEQ = 2**63 - 1  # clones count from clone id times a billion
 
 
-@router.post("/asample")
+@router.post("/asample", openapi_extra=takes_object())
 async def asample(call: Authorised) -> Response:
     """Store a sample request, and name every sequence to come: without those names the SDK refuses the result.
 
@@ -56,7 +57,7 @@ def _submit_sample(call: Call, body: bytes) -> Response:
     return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
 
 
-@router.post("/create_sampling_session")
+@router.post("/create_sampling_session", openapi_extra=takes(CreateSamplingSession))
 async def create_sampling_session(call: Authorised) -> SamplingSessionCreated:
     """Open a sampler on a base model or on a saved checkpoint."""
     body = await call.parsed(CreateSamplingSession)
@@ -79,7 +80,7 @@ def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
     return journal.open_sampler(NewSampler(new_id, body.session_id, owner, base_model, body.model_path))
 
 
-@router.post("/join_sampling_session")
+@router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))
 async def join_sampling_session(call: Authorised) -> SamplingSessionJoined:
     """Give a copy of a sampling client its own block of sequence ids."""
     body = await call.parsed(JoinSamplingSession)

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 
 from api.deps import Authorised
 from api.models import Capabilities, SupportedModel, Telemetry, TelemetryAccepted
+from api.openapi import takes
 from backend.model_card import ModelCard
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ async def client_dynamic_config() -> dict[str, object]:
     return {"sample_cancel_enabled": True}
 
 
-@router.post("/telemetry")
+@router.post("/telemetry", openapi_extra=takes(Telemetry))
 async def telemetry(call: Authorised) -> TelemetryAccepted:
     """Note what happened in the client. Events hold request headers, keys among them: those are never looked at."""
     body = await call.parsed(Telemetry)

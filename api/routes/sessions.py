@@ -8,12 +8,13 @@ from fastapi import APIRouter, HTTPException
 
 from api.deps import Authorised
 from api.models import CreateSession, Finish, Heartbeat, HeartbeatHeard, SessionCreated
+from api.openapi import takes
 from backend.journal import NewSession, SessionState
 
 router = APIRouter()
 
 
-@router.post("/create_session")
+@router.post("/create_session", openapi_extra=takes(CreateSession))
 async def create_session(call: Authorised) -> SessionCreated:
     """Begin a session."""
     body = await call.parsed(CreateSession)
@@ -29,7 +30,7 @@ async def create_session(call: Authorised) -> SessionCreated:
     return SessionCreated(session_id=await asyncio.to_thread(call.journal.create_session, session))
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
 async def heartbeat(call: Authorised) -> HeartbeatHeard:
     """Keep a session alive. 410 once it is over: the client then stops beating, quietly."""
     body = await call.parsed(Heartbeat)
@@ -40,7 +41,7 @@ async def heartbeat(call: Authorised) -> HeartbeatHeard:
     return HeartbeatHeard()
 
 
-@router.post("/sessions/{session_id}/finish")
+@router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
 async def finish(session_id: str, call: Authorised) -> dict[str, object]:
     """End a session; ending it again changes nothing."""
     body = await call.parsed(Finish)

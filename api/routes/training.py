@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from api.deps import Authorised, Call
 from api.models import GetInfo, ModelData, ModelInfo, optimizer_config
+from api.openapi import takes, takes_object, takes_protobuf
 from api.refusals import refuse
 from api.submit import accepted, content_hash, submit_for_model
 from backend.commands import LoraSpec, Optimizer
@@ -40,7 +41,7 @@ _SEED_BITS = 31
 
 
 # The busiest endpoints come first: routes are tried in order.
-@router.post("/forward_backward")
+@router.post("/forward_backward", openapi_extra=takes_protobuf())
 async def forward_backward(call: Authorised) -> Response:
     """Store a chunk. Never a 4xx, which would hang the client: what cannot be stored gets the id of a failure."""
     try:
@@ -51,8 +52,11 @@ async def forward_backward(call: Authorised) -> Response:
 
 def _submit_chunk(call: Call, body: bytes) -> Response:
     header, limits = forward_backward_header(body), call.services.limits
-    if not header.model_id or header.seq_id < 1:
-        raise UserError(f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, seq_id from 1")
+    if not header.model_id or "\0" in header.model_id or header.seq_id < 1:
+        raise UserError(
+            f"model_id is {header.model_id!r}, seq_id {header.seq_id}: both must be given, model_id without NUL "
+            "characters, seq_id from 1"
+        )
     new = NewRequest(
         kind=Kind.FORWARD if header.forward_only else Kind.FORWARD_BACKWARD,
         owner=call.owner,
@@ -66,13 +70,13 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
     return accepted(call.journal.submit(new, limits), model_id=header.model_id)
 
 
-@router.post("/optim_step")
+@router.post("/optim_step", openapi_extra=takes_object())
 async def optim_step(call: Authorised) -> Response:
     """Store an optimizer step."""
     return await asyncio.to_thread(submit_for_model, call, Kind.OPTIM_STEP, await call.body(), decode_optim_step)
 
 
-@router.post("/create_custom_loss")
+@router.post("/create_custom_loss", openapi_extra=takes_object())
 async def create_custom_loss(call: Authorised) -> Response:
     """Keep a traced loss for its session; what is wrong with the graph fails the future."""
     return await asyncio.to_thread(_keep_loss, call, await call.body())
@@ -99,13 +103,13 @@ def _keep_loss(call: Call, body: bytes) -> Response:
     return accepted(call.journal.submit_custom_loss(new))
 
 
-@router.post("/create_model")
+@router.post("/create_model", openapi_extra=takes_object())
 async def create_model(call: Authorised) -> Response:
     """Make a model with a fresh adapter; its id is `{session}:train:{n}`."""
     return await asyncio.to_thread(_create, call, await call.body(), Kind.CREATE_MODEL)
 
 
-@router.post("/load_weights")
+@router.post("/load_weights", openapi_extra=takes_object())
 async def load_weights(call: Authorised) -> Response:
     """With session_id, make a model from a checkpoint (the client works out its id); with model_id, load into that."""
     body = hash_token(await call.body(), access_hash)
@@ -186,7 +190,7 @@ def _must_be_served(journal: Journal, base_model: str) -> None:
         raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
 
 
-@router.post("/get_info")
+@router.post("/get_info", openapi_extra=takes(GetInfo))
 async def get_info(call: Authorised) -> ModelInfo:
     """What a model is: the SDK asks once, right after making it."""
     body = await call.parsed(GetInfo)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Authorised
+from api.deps import Authorised, PageLimit, PageOffset
 from api.models import Checkpoint, Checkpoints, CheckpointType, Cursor, WeightsInfo, WeightsPath, optimizer_config
+from api.openapi import takes, takes_object
 from api.submit import submit_for_model
 from backend.errors import UserError
 from backend.journal import CheckpointKind, CheckpointView, Kind
@@ -28,13 +28,13 @@ _TYPES: dict[CheckpointKind, CheckpointType] = {
 }
 
 
-@router.post("/save_weights")
+@router.post("/save_weights", openapi_extra=takes_object())
 async def save_weights(call: Authorised) -> Response:
     """Store a save of the training state."""
     return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_WEIGHTS, await call.body(), decode_save_weights)
 
 
-@router.post("/save_weights_for_sampler")
+@router.post("/save_weights_for_sampler", openapi_extra=takes_object())
 async def save_weights_for_sampler(call: Authorised) -> Response:
     """Store a save for sampling: named, or unnamed and then opening a sampling session."""
     body = await call.body()
@@ -43,7 +43,7 @@ async def save_weights_for_sampler(call: Authorised) -> Response:
     )
 
 
-@router.post("/save_weights_external")
+@router.post("/save_weights_external", openapi_extra=takes_object())
 async def save_weights_external(call: Authorised) -> Response:
     """Store an export of the weights, to be downloaded."""
     return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_EXTERNAL, await call.body(), decode_save_external)
@@ -52,8 +52,8 @@ async def save_weights_external(call: Authorised) -> Response:
 @router.get("/checkpoints", response_model_exclude_none=True)
 async def user_checkpoints(
     call: Authorised,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    offset: Annotated[int, Query(ge=0)] = 0,
+    limit: PageLimit = 100,
+    offset: PageOffset = 0,
 ) -> Checkpoints:
     """All checkpoints of the owner, newest first."""
     page = await asyncio.to_thread(call.journal.checkpoints, call.owner, limit=limit, offset=offset)
@@ -88,7 +88,7 @@ async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authoris
     await asyncio.to_thread(call.journal.publish, _path(run_id, kind, name), call.owner, False)
 
 
-@router.put(f"{_ONE}/ttl", status_code=204)
+@router.put(f"{_ONE}/ttl", status_code=204, openapi_extra=takes_object())
 async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let a checkpoint expire `ttl_seconds` from now; null: never."""
     body = Fields.parse(await call.body())
@@ -97,7 +97,7 @@ async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised
     await asyncio.to_thread(call.journal.set_ttl, _path(run_id, kind, name), call.owner, ttl_seconds(body))
 
 
-@router.post("/weights_info")
+@router.post("/weights_info", openapi_extra=takes(WeightsPath))
 async def weights_info(call: Authorised) -> WeightsInfo:
     """What one must know to load a checkpoint."""
     body = await call.parsed(WeightsPath)

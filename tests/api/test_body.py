@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from typing import Any
+
 import pytest
 import zstandard
 from fastapi import Request
@@ -10,6 +14,7 @@ from hypothesis import strategies as st
 
 from api.body import BodyTooLargeError, read_body
 from backend.errors import UserError
+from tests.api.conftest import KEY
 
 LIMIT = 1000
 
@@ -59,3 +64,19 @@ async def test_too_large() -> None:
 async def test_other_encodings() -> None:
     with pytest.raises(UserError, match="Content-Encoding is 'gzip': must be zstd or absent"):
         await read_body(request(b"", "gzip"), LIMIT)
+
+
+def test_a_client_that_goes_away_is_no_error(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "api.errors")
+    port = int(server.url.rsplit(":", 1)[1])
+    for path in ("optim_step", "forward_backward", "create_session"):
+        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: a\r\nX-API-Key: {KEY}\r\nContent-Length: 1000\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + b"half")
+        said = f"POST /api/v1/{path}: the client went away"
+        deadline = time.monotonic() + 30
+        while said not in caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert said in caplog.messages
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+    assert server.get("training_runs").json()["training_runs"] == []

@@ -1,0 +1,60 @@
+"""Whatever is sent: no 5xx, no hang, nothing left held. The long run is tests/benchmarks/fuzz.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.api.fuzz import KEY, PROTO, Target, attacks
+
+quick = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_broken_bodies_are_answered_and_harm_nothing(start: Any, engine: Any) -> None:
+    server = start(poll_hold=0.2)
+    target = Target(server.http, server.url)
+    target.prepare()
+
+    @settings(quick, max_examples=250)
+    @given(attacks(target.endpoints()))
+    def attack(one: Any) -> None:
+        target.launch(one)
+
+    attack()
+    assert target.sent > 240
+    assert {200, 400, 404} <= set(target.statuses), "some are good, some are not"
+    assert not server.app.state.services.holds._held
+    assert not server.app.state.services.waiters._waiting
+
+
+def test_what_the_openapi_document_allows_is_answered(start: Any, engine: Any) -> None:
+    server = start(poll_hold=0.2)
+    schema = schemathesis.openapi.from_dict(server.app.openapi())
+    # schemathesis writes no protobuf: that one is attacked above
+    operations = [one.ok() for one in schema.exclude(path_regex=PROTO).get_all_operations()]
+    target = Target(server.http, server.url)
+
+    @settings(quick, max_examples=250)
+    @given(st.one_of([operation.as_strategy() for operation in operations]))
+    def ask(case: Any) -> None:
+        case.headers = {"X-API-Key": KEY}
+        try:
+            sent = case.call(base_url=server.url, timeout=60)
+        except httpx.InvalidURL:
+            return
+        target.note(sent.status_code)
+        assert sent.status_code < 500, (case.method, case.path, sent.status_code, sent.text)
+
+    ask()
+    assert target.sent > 240
+    assert {200, 404} <= set(target.statuses)
