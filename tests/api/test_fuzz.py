@@ -25,13 +25,13 @@ def test_broken_bodies_are_answered_and_harm_nothing(start: Any, engine: Any) ->
     target = Target(server.http, server.url)
     target.prepare()
 
-    @settings(quick, max_examples=250)
+    @settings(quick, max_examples=150)
     @given(attacks(target.endpoints()))
     def attack(one: Any) -> None:
         target.launch(one)
 
     attack()
-    assert target.sent > 240
+    assert target.sent >= 140
     assert {200, 400, 404} <= set(target.statuses), "some are good, some are not"
     assert not server.app.state.services.holds._held
     assert not server.app.state.services.waiters._waiting
@@ -44,7 +44,7 @@ def test_what_the_openapi_document_allows_is_answered(start: Any, engine: Any) -
     operations = [one.ok() for one in schema.exclude(path_regex=PROTO).get_all_operations()]
     target = Target(server.http, server.url)
 
-    @settings(quick, max_examples=250)
+    @settings(quick, max_examples=150)
     @given(st.one_of([operation.as_strategy() for operation in operations]))
     def ask(case: Any) -> None:
         case.headers = {"X-API-Key": KEY}
@@ -56,5 +56,5 @@ def test_what_the_openapi_document_allows_is_answered(start: Any, engine: Any) -
         assert sent.status_code < 500, (case.method, case.path, sent.status_code, sent.text)
 
     ask()
-    assert target.sent > 240
+    assert target.sent >= 140
     assert {200, 404} <= set(target.statuses)
