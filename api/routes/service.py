@@ -23,6 +23,8 @@ _SECRET = re.compile(r"tml-[\w.~+/=-]+|eyJ[\w.~+/=-]+")
 async def client_config() -> dict[str, object]:
     """Each flag promises an endpoint or an encoding. What is not named has the SDK's default (PROTOCOL.md 2.2)."""
     return {
+        # For older SDKs, 0.25 to 0.36 at least: a model made from a checkpoint is one request, not three.
+        "create_model_via_load_weights": True,
         "custom_loss_server_side": True,
         # Also where no key is needed: `whoami` reads the token, and one way is easier to trust than two.
         "pjwt_auth_enabled": True,

@@ -43,6 +43,7 @@ def lesson(url: str, base_model: str) -> dict[str, Any]:
         "losses": losses,
         "trained": trained,
         "resumed": scored(resumed),
+        "next_step": resumed.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["optimizer_step"],
         "sampled": [(sequence.tokens, sequence.logprobs, sequence.stop_reason) for sequence in sampled.sequences],
         "scored": sampler.compute_logprobs(prompt).result(),
         "scored_again": again.compute_logprobs(prompt).result(),

@@ -68,6 +68,7 @@ def test_the_lesson_teaches(expected: dict[str, Any], server: Server) -> None:
     assert expected["losses"] == sorted(expected["losses"], reverse=True)
     assert -sum(expected["trained"]) < last
     assert expected["resumed"] == expected["trained"]
+    assert expected["next_step"] == 4.0  # with its optimizer, which had made three
     assert expected["scored"][0] is None
     assert expected["scored"][1:] == pytest.approx(expected["trained"][:-1], abs=2e-3)
     assert len(expected["scored"]) == len(TOKENS)
