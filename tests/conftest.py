@@ -28,11 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before plugins that import at this moment: an error within a collection ends that
 def pytest_sessionfinish() -> None:
-    """Collect what the SDK left open while that is no error, and collect nothing of it later, when it is one."""
+    """Collect what the SDK left open while that is no error: pytest collects once more after this, and it is one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

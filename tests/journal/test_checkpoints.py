@@ -54,6 +54,23 @@ def test_a_run_knows_its_newest_checkpoint_of_each_kind(scene, save):
         scene.journal.training_run(model, "stranger")
 
 
+def test_pages_of_runs_made_at_once_join_without_gap_or_repetition(scene, as_owner):
+    session, apart = scene.session(), scene.session()
+    made = {scene.model(session, n) for n in range(4)} | {scene.model(apart)}
+    foreign = as_owner("stranger").model()
+    whole = scene.journal.training_runs("local", limit=20, offset=0)
+    listed = [run.model.id for run in whole.rows]
+    assert (set(listed), whole.total) == (made, 5)
+    pages = [scene.journal.training_runs("local", limit=2, offset=offset) for offset in (0, 2, 4, 6)]
+    assert [run.model.id for page in pages for run in page.rows] == listed
+    assert [(len(page.rows), page.total) for page in pages] == [(2, 5), (2, 5), (1, 5), (0, 5)]
+    scene.journal.assign_project(apart, "local", "lab")
+    in_lab = scene.journal.training_runs("local", limit=20, offset=0, project_id="lab")
+    assert ([run.model.session_id for run in in_lab.rows], in_lab.total) == ([apart], 1)
+    everybodys = scene.journal.training_runs(None, limit=20, offset=0)
+    assert {run.model.id for run in everybodys.rows} == made | {foreign}
+
+
 def test_lists_take_few_statements(scene, save, statements):
     session = scene.session()
     for n in range(5):

@@ -38,6 +38,25 @@ def test_usage_is_added_up_by_hour_and_only_with_the_first_answer(scene, clock):
     assert [row.project for row in scene.journal.usage("local", start, start + HOUR)] == ["local"]
 
 
+def test_usage_is_told_apart_by_session_base_model_and_owner(scene, clock, as_owner):
+    start, other = floor(clock.now()), as_owner("stranger")
+    sessions = [scene.session(), scene.session(), other.session()]
+    for owned, session, base, quantity in zip((scene, scene, other), sessions, ("a", "b", "a"), (1, 2, 4), strict=True):
+        model = owned.model(session)
+        owned.submit(model, 1)
+        (request,) = owned.journal.ready(model)
+        owned.journal.finish([request.done(b"", "json", Used(session, base, UsageKind.SAMPLE, quantity))])
+
+    def found(owner, end):
+        return {(row.session_id, row.base_model, row.quantity) for row in scene.journal.usage(owner, start, end)}
+
+    first, second, foreign = ((s, b, q) for s, b, q in zip(sessions, "aba", (1, 2, 4), strict=True))
+    assert found("local", start + HOUR) == {first, second}
+    assert found("stranger", start + HOUR) == {foreign}
+    assert found(None, start + HOUR) == {first, second, foreign}
+    assert found(None, start) == set()  # the end is outside
+
+
 def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
     session, start = scene.session(), floor(clock.now())
     model = scene.model(session)
