@@ -180,7 +180,7 @@ class Store:
                 if saved.attempt != attempt:
                     return False
                 now = commit.to_json(replace(saved, meta=replace(saved.meta, public=public, expires_at=expires_at)))
-                if now == data or self._blobs.replace(where.commit, data, now):
+                if now == data or self._put(where, data, now):
                     return True
             return False
 
@@ -268,20 +268,45 @@ class Store:
         """Write the commit; with `overwrite` over what is there by now, so the last of many who overwrite stays."""
         data = commit.to_json(saved)
         while True:
-            try:
-                self._blobs.create(path.commit, data)
+            if self._put(path, None, data):
                 return saved
-            except FileExistsError:
-                there = reading.commit_bytes(self._blobs, path)
+            there = reading.commit_bytes(self._blobs, path)
             if there is None:
                 continue  # deleted since
             before = commit.from_json(there, path)
             if not overwrite or _same_request(before, saved.meta):
                 self._tidy(path.attempt(saved.attempt))
                 return _same_or_conflict(before, saved.meta)
-            if self._blobs.replace(path.commit, there, data):
+            if self._put(path, there, data):
                 self._tidy(path.attempt(before.attempt))
                 return saved
+
+    def _put(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
+        """Create a commit (`old` None), or replace one; False when another is there. One that arrived cut is undone."""
+        try:
+            if old is not None:
+                done = self._blobs.replace(path.commit, old, new)
+            else:
+                try:
+                    self._blobs.create(path.commit, new)
+                    done = True
+                except FileExistsError:
+                    done = False
+        except OSError:
+            self._undo_cut(path, old, new)
+            raise
+        if done and self._undo_cut(path, old, new):
+            raise OSError(f"{path.commit} arrived cut")
+        return done
+
+    def _undo_cut(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
+        """Where the beginning of `new` is all that arrived, put back what was there before; whether it was so."""
+        there = reading.commit_bytes(self._blobs, path)
+        if there is None or there == new or not new.startswith(there):
+            return False
+        if old is None:
+            return self._blobs.remove(path.commit, there)
+        return self._blobs.replace(path.commit, there, old)
 
     def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
         """After a failure: it may have come after the commit, and then the files are needed."""
