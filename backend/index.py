@@ -37,6 +37,7 @@ def row_of(saved: Saved) -> CheckpointSaved:
         expires_at=saved.meta.expires_at,
         optimizer=saved.optimizer,
         attempt=saved.attempt,
+        created_at=saved.created_at,
     )
 
 
@@ -57,7 +58,7 @@ def rebuild(journal: Journal, store: Store) -> Rebuilt:
             continue
         if saved is None:
             continue
-        found = CheckpointFound(row_of(saved), saved.created_at, saved.meta.public, saved.meta.run_metadata)
+        found = CheckpointFound(row_of(saved), saved.meta.public, saved.meta.run_metadata)
         if journal.upkeep.restore(found):
             restored.append(path)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 
 from fastapi import APIRouter
@@ -15,7 +15,8 @@ from api.models import WeightsCopied
 from api.openapi import takes_object
 from backend.errors import NotFoundError
 from backend.ids import model_id
-from backend.journal import CheckpointSaved, CopyMade, access_hash
+from backend.index import row_of
+from backend.journal import CopyMade, access_hash
 from backend.store import CheckpointPath
 from backend.wire import Fields, ttl_seconds
 
@@ -64,19 +65,9 @@ def _copy(call: Call, wanted: _Wanted) -> str:
     saved = call.services.store.copy(
         source.path, model_id(session_id, 0), owner=owner, expires_at=expires_at, request_id=session_id
     )
-    same = {field.name: getattr(source, field.name) for field in fields(CheckpointSaved)}
-    row = CheckpointSaved(
-        **same
-        | {
-            "path": saved.path,
-            "run_id": saved.run_id,
-            "owner": owner,
-            "size_bytes": saved.size_bytes,
-            "expires_at": saved.meta.expires_at,
-            "attempt": saved.attempt,
-        }
+    return call.journal.record_copy(
+        CopyMade(session_id, row_of(saved), source.path, key_id=call.key_id, project_id=label)
     )
-    return call.journal.record_copy(CopyMade(session_id, row, source.path, key_id=call.key_id, project_id=label))
 
 
 def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:

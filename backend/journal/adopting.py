@@ -40,15 +40,16 @@ def record_copy(connection: sa.Connection, copy: CopyMade, now: datetime) -> str
     return saved.path
 
 
-def restore(connection: sa.Connection, found: CheckpointFound) -> bool:
+def restore(connection: sa.Connection, found: CheckpointFound, now: datetime) -> bool:
     """Make the rows of what the store holds and the journal does not know, or knows another save of; whether it did.
 
     A deleted checkpoint's row is known: its files are only waiting to be removed. A run or session that is there stays.
     """
-    saved, at = found.checkpoint, found.created_at
+    saved = found.checkpoint
     known = connection.execute(sa.select(col(Checkpoint.attempt)).where(col(Checkpoint.path) == saved.path)).scalar()
     if known == saved.attempt:
         return False
+    at = saved.created_at or now
     session_id, detail = session_of(saved.run_id), "its row was made again from what the store holds"
     _session(connection, session_id, saved.owner, detail, at, {"key_id": "", "project_id": None})
     _run(connection, session_id, saved, found.run_metadata, detail, at)

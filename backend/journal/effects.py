@@ -133,7 +133,7 @@ def checkpoint_row(connection: sa.Connection, saved: CheckpointSaved, now: datet
     values = {
         **asdict(saved),
         "user_metadata": dict(saved.user_metadata),
-        "created_at": now,
+        "created_at": saved.created_at or now,
         "public": False,
         "deleted_at": None,
         "purged_at": None,

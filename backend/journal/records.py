@@ -161,6 +161,7 @@ class CheckpointSaved:
     """A checkpoint was committed to the store under `path` (tinker://...). Saving a path again replaces its row.
 
     size_bytes: all its files together. expires_at: aware, or None for never. attempt: the store's, "" when unknown.
+    created_at: when it was committed, None: now.
     """
 
     path: str
@@ -179,6 +180,7 @@ class CheckpointSaved:
     expires_at: datetime | None = None
     optimizer: Optimizer = "adamw"
     attempt: str = ""
+    created_at: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,6 @@ class CheckpointFound:
     """A checkpoint as the store's commit describes it, with what else the commit knows of it and of its run."""
 
     checkpoint: CheckpointSaved
-    created_at: datetime
     public: bool
     run_metadata: Mapping[str, str]
 

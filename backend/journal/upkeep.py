@@ -51,4 +51,4 @@ class Upkeep:
     def restore(self, found: CheckpointFound) -> bool:
         """Make the rows of what the store holds and the journal does not know; whether it did."""
         with self._database.write() as connection:
-            return adopting.restore(connection, found)
+            return adopting.restore(connection, found, self._clock.now())

@@ -120,12 +120,13 @@ def test_changes_are_told_to_the_store_once(scene, save, clock):
 
 # ------------------------------------------------------------------ what only the store knows
 def test_a_lost_row_is_made_again_with_its_run(scene, clock):
-    found = CheckpointFound(SAVED, clock.now() - timedelta(days=3), True, {"renderer": "qwen3"})
+    saved_at = clock.now() - timedelta(days=3)
+    found = CheckpointFound(replace(SAVED, created_at=saved_at), True, {"renderer": "qwen3"})
     assert scene.journal.upkeep.restore(found)
     assert not scene.journal.upkeep.restore(found)
     row = scene.journal.checkpoint(PATH, "team")
     assert (row.step, row.user_metadata, row.attempt, row.public) == (3, {"k": "v"}, "t-1", True)
-    assert row.created_at == found.created_at
+    assert row.created_at == saved_at
     assert scene.journal.checkpoint(PATH, "stranger").path == PATH
     run = scene.journal.training_run(RUN, "team")
     assert run.model.user_metadata == {"renderer": "qwen3"} and run.model.state == ModelState.UNLOADED
@@ -139,10 +140,10 @@ def test_what_the_journal_knows_stays(scene, save, clock):
     path = save(model, "a")
     scene.journal.set_ttl(path, "local", 100)
     known = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-1")
-    assert not scene.journal.upkeep.restore(CheckpointFound(known, clock.now(), True, {}))
+    assert not scene.journal.upkeep.restore(CheckpointFound(known, True, {}))
     assert scene.journal.checkpoint(path, "local").expires_at is not None
     scene.journal.delete_checkpoint(path, "local")
-    assert not scene.journal.upkeep.restore(CheckpointFound(known, clock.now(), False, {}))
+    assert not scene.journal.upkeep.restore(CheckpointFound(known, False, {}))
     assert left(scene) == []
 
 
@@ -150,7 +151,7 @@ def test_the_commit_is_the_truth_about_a_row_of_an_earlier_save(scene, save, clo
     model = scene.model()
     path = save(model, "a")
     newer = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-9")
-    assert scene.journal.upkeep.restore(CheckpointFound(newer, clock.now(), False, {"lost": "run"}))
+    assert scene.journal.upkeep.restore(CheckpointFound(newer, False, {"lost": "run"}))
     assert scene.journal.checkpoint(path, "local").attempt == "a-9"
     assert scene.journal.model(model, "local").state == ModelState.LIVE
     assert scene.journal.model(model, "local").user_metadata == {}
