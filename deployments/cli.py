@@ -104,6 +104,26 @@ def quickstart(
 
 
 @app.command()
+def run(
+    pipeline: Annotated[str, typer.Argument(help="sft, ...")],
+    config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters")] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="our example data, on a service that is started for it")
+    ] = False,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", help="a parameter on top, as in training.steps=10; may be repeated")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Run a fine-tuning pipeline now, with a progress bar; with the Prefect server that is there, or one of its own."""
+    from deployments.run import run as run_pipeline
+
+    completed = run_pipeline(Console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir)
+    sys.stdout.flush()
+    os._exit(0 if completed else 1)  # as in quickstart: the SDK's threads can abort an interpreter that shuts down
+
+
+@app.command()
 def doctor(data_dir: DataDir = None) -> None:
     """Check this machine and the settings: devices, database, store, Prefect, base models."""
     from deployments.doctor import examine

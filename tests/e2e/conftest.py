@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import tinker
+
+from backend.store import Store
 
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -141,3 +144,33 @@ def datum(tokens: list[int], weights: list[float] | None = None) -> tinker.Datum
 def make_datum() -> Callable[..., tinker.Datum]:
     """tokens -> a cross_entropy datum that predicts each next token."""
     return datum
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Pipelines run in this process, on the shared server and its Prefect server."""
+
+    server: Server
+    work: str
+
+    async def artifacts(self, prefix: str) -> dict[str, dict]:
+        """The newest artifact of each key that begins with `prefix`."""
+        async with httpx.AsyncClient(base_url=f"{self.server.prefect_url}/api") as http:
+            body = {"artifacts": {"key": {"like_": f"{prefix}%"}}, "limit": 100}
+            found = (await http.post("/artifacts/latest/filter", json=body)).raise_for_status().json()
+        return {one["key"].removeprefix(prefix): one for one in found}
+
+    def weights(self, path: str) -> dict[str, object]:
+        """The tensors of a checkpoint, as the server's store holds them."""
+        return Store.open(f"file://{self.server.data_dir / 'store'}").load(path)[0].weights
+
+
+@pytest.fixture
+def pipelines(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipelines]:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+    monkeypatch.setenv("PREFECT_API_URL", f"{server.prefect_url}/api")  # for processes that a test starts
+    with temporary_settings({PREFECT_API_URL: f"{server.prefect_url}/api"}):
+        yield Pipelines(server, f"file://{tmp_path / 'work'}")

@@ -1,0 +1,191 @@
+"""`tinkerflow run`: one run of a pipeline, now, in this process, with a progress bar."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import yaml
+from pydantic import BaseModel
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from backend.errors import UserError
+from backend.processes import free_port
+from backend.settings import Settings
+
+if TYPE_CHECKING:
+    from prefect import Flow
+    from prefect.client.schemas.objects import State
+
+
+def run(
+    console: Console,
+    pipeline: str,
+    config: Path | None,
+    *,
+    example: bool,
+    changes: Sequence[str],
+    data_dir: Path | None,
+) -> bool:
+    """Run `pipeline` as the YAML file `config` says, with `changes` (`training.steps=10`) on top; whether it completed.
+
+    example: with our example data and file, on a service of its own in `data_dir` (default: a scratch folder).
+    Otherwise the service at TINKER_BASE_URL does the work.
+    """
+    if example == (config is not None):
+        raise UserError("run: give either --config FILE or --example")
+    if not example:
+        assert config is not None
+        settings = Settings(data_dir=data_dir) if data_dir else Settings()
+        with _prefect(console, settings) as url:
+            return _run(console, pipeline, read_config(config, changes), url)
+    from deployments.up import Stack
+
+    with tempfile.TemporaryDirectory(prefix="tinkerflow-example-") as scratch:
+        settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0)
+        with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
+            console.print(stack.ready_line, highlight=False)
+            os.environ |= {"TINKER_BASE_URL": stack.api_url, "TINKER_API_KEY": "tml-example"}
+            found = read_config(example_file(f"{pipeline}.yaml"), changes)
+            found.setdefault("work", settings.pipelines_url)
+            return _run(console, pipeline, found, f"{stack.prefect_url}/api")
+
+
+def example_file(name: str) -> Path:
+    """A file of our examples."""
+    return Path(str(resources.files("deployments").joinpath("examples", name)))
+
+
+def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """The parameters that a YAML file gives. Relative paths of data in it are relative to the file.
+
+    UserError when it cannot be read, or a change is not NAME.NAME=VALUE.
+    """
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"config {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"config {file}: must hold names and values")
+    for change in changes:
+        names, separator, value = change.partition("=")
+        if not separator:
+            raise UserError(f"--set {change!r}: must be NAME=VALUE, as in training.steps=10")
+        *outer, last = names.split(".")
+        inner = found
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = yaml.safe_load(value)
+    _beside(file.resolve().parent, found)
+    return found
+
+
+def _beside(folder: Path, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _beside(folder, value)
+        elif name == "url" and isinstance(value, str) and "://" not in value:
+            values[name] = str(folder / value)
+
+
+@contextmanager
+def _prefect(console: Console, settings: Settings) -> Iterator[str]:
+    """The Prefect API to use: the one at PREFECT_API_URL, the one of this machine, or one for the time being."""
+    local = f"http://127.0.0.1:{settings.prefect_port}/api"
+    if url := os.environ.get("PREFECT_API_URL"):
+        yield url
+    elif settings.prefect_port and _answers(local):
+        yield local
+    else:
+        from flows import start_server
+
+        console.print("  no Prefect server: one is started for this run", style="dim")
+        server = asyncio.run(start_server(settings.data_dir, free_port()))
+        try:
+            yield server.url
+        finally:
+            asyncio.run(server.stop())
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2.0).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _run(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> bool:
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")  # read when Prefect is imported
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.pipelines import PIPELINES
+    from tasks.pipelines.board import follower
+
+    if pipeline not in PIPELINES:
+        raise UserError(f"pipeline {pipeline!r}: must be one of {', '.join(PIPELINES)}")
+    flow, parameters = PIPELINES[pipeline]
+    given = parameters.model_validate(config)
+    logging.getLogger("tinker").setLevel(logging.ERROR)  # it says that it asks again whenever an answer takes long
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[values]}"),
+        console=console,
+    )
+    with temporary_settings({PREFECT_API_URL: prefect_url}), bar:
+        shown = bar.add_task(pipeline, total=None, values="")
+
+        def follow(step: int, steps: int, values: Mapping[str, float]) -> None:
+            bar.update(shown, completed=step, total=steps, values=_numbers(values))
+
+        token = follower.set(follow)
+        try:
+            state = asyncio.run(_state(flow, given))
+        finally:
+            follower.reset(token)
+        page = f"{prefect_url.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}"
+    if state.is_completed():
+        _show(console, asyncio.run(state.aresult()))
+    else:
+        console.print(f"{pipeline}: {state.name}: {state.message}", markup=False, highlight=False)
+    console.print(f"see it in Prefect: {page}", highlight=False, soft_wrap=True)
+    return state.is_completed()
+
+
+async def _state(flow: Flow[..., Any], parameters: BaseModel) -> State[BaseModel]:
+    """Run the flow; its final state."""
+    call: Callable[..., Awaitable[State[BaseModel]]] = flow
+    return await call(parameters, return_state=True)
+
+
+def _show(console: Console, result: BaseModel) -> None:
+    """What a pipeline made, a line for each value."""
+    table = Table(show_header=False, box=None)
+    for name, value in result.model_dump().items():
+        table.add_row(name, Text(_told(value)))
+    console.print(table, highlight=False)
+
+
+def _told(value: object) -> str:
+    if isinstance(value, dict):
+        return _numbers(value) if value else "none"
+    if isinstance(value, list):
+        return "\n".join(map(_told, value))
+    return str(value)
+
+
+def _numbers(values: Mapping[str, object]) -> str:
+    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k}: {v!s}" for k, v in values.items())

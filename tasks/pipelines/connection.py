@@ -1,0 +1,70 @@
+"""The way to the server: a Prefect block, or the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefect.blocks.core import Block
+from pydantic import Field, SecretStr
+
+from backend.errors import UserError
+from backend.settings import Settings
+
+if TYPE_CHECKING:
+    import tinker
+
+API_KEY = "tml-local"  # what a server on loopback without keys takes
+
+
+class TinkerflowConnection(Block):
+    """Where a Tinkerflow server is, and the key for it; kept by Prefect, the key encrypted."""
+
+    _block_type_name = "Tinkerflow Connection"
+    _block_type_slug = "tinkerflow-connection"
+
+    base_url: str = Field(description="URL of the API, as `tinkerflow up` says it.")
+    api_key: SecretStr = Field(description="A key by `tinkerflow key create`.")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Tinkerflow server, by the two clients that the SDK has for one."""
+
+    service: tinker.ServiceClient
+    rest: tinker.RestClient
+
+    async def base_model(self, wanted: str) -> str:
+        """The name of the base model to use; UserError when the server does not offer `wanted`."""
+        capabilities = await self.rest.get_server_capabilities()
+        offered = [model.model_name for model in capabilities.supported_models if model.model_name]
+        if wanted and wanted not in offered:
+            raise UserError(f"model.base_model {wanted!r}: the server offers {', '.join(offered)}")
+        return wanted or offered[0]
+
+
+@asynccontextmanager
+async def connect(block: str = "") -> AsyncIterator[Server]:
+    """Clients of the server that the block `block` names; without a block, of TINKER_BASE_URL and TINKER_API_KEY.
+
+    Where these are not set: the server on this machine, at the port of the settings.
+    """
+    os.environ.setdefault("TINKER_TELEMETRY", "0")
+    import tinker
+
+    if block:
+        found: TinkerflowConnection = await TinkerflowConnection.aload(block)
+        url, key = found.base_url, found.api_key.get_secret_value()
+    else:
+        settings = Settings()
+        url = os.environ.get("TINKER_BASE_URL") or f"http://{settings.host}:{settings.port}"
+        key = os.environ.get("TINKER_API_KEY") or API_KEY
+    service = tinker.ServiceClient(base_url=url, api_key=key)
+    try:
+        yield Server(service, tinker.RestClient(base_url=url, api_key=key))
+    finally:
+        await asyncio.to_thread(lambda: service.close("success").result())

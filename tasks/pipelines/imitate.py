@@ -1,0 +1,88 @@
+"""The recipe of supervised fine-tuning: cross entropy of the answers' tokens, a mean over the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tasks.pipelines.progress import Sample
+from tasks.pipelines.render import Example, Renderer
+from tasks.pipelines.rows import Row
+from tasks.pipelines.sampling import answer
+from tasks.pipelines.schedule import batch_of
+from tasks.pipelines.trainer import Values
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    import tinker
+
+HELD_OUT_BATCH = 64
+
+
+class Imitate:
+    """Answers of data are learnt; see `tasks.pipelines.trainer.Recipe`."""
+
+    ahead = 1
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        *,
+        batch_size: int,
+        seed: int,
+        renderer: Renderer,
+        held_out: Sequence[Example] = (),
+        sampled: Sequence[Row] = (),
+        sample_tokens: int = 48,
+    ) -> None:
+        """sampled: rows whose prompts are asked after each segment, with answers of at most `sample_tokens`."""
+        self._examples = examples
+        self._batch_size = batch_size
+        self._seed = seed
+        self._renderer = renderer
+        self._held_out = held_out
+        self._sampled = sampled
+        self._sample_tokens = sample_tokens
+
+    def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
+        """A step on the batch of its number."""
+        picked = batch_of(step, size=self._batch_size, rows=len(self._examples), seed=self._seed)
+        batch = [self._examples[i] for i in picked]
+        learnt = sum(float(example.weights.sum()) for example in batch)
+        forward = client.forward_backward([scaled(example, 1 / learnt).datum() for example in batch], "cross_entropy")
+        update = client.optim_step(params)
+
+        async def metrics() -> Values:
+            loss, made = await forward, await update
+            return {"loss": loss.metrics["loss:sum"], "grad_norm": (made.metrics or {})["grad_norm"], "tokens": learnt}
+
+        return metrics()
+
+    async def held_out(self, client: tinker.TrainingClient) -> Values:
+        """The mean loss of a token of the held-out answers."""
+        if not self._held_out:
+            return {}
+        return {"held_out_loss": await mean_loss(client, self._held_out)}
+
+    async def samples(self, client: tinker.TrainingClient) -> list[Sample]:
+        """Greedy answers to the prompts that were given."""
+        if not self._sampled:
+            return []
+        sampler = await client.save_weights_and_get_sampling_client()
+        return await answer(sampler, self._renderer, self._sampled, max_tokens=self._sample_tokens)
+
+
+async def mean_loss(client: tinker.TrainingClient, examples: Sequence[Example]) -> float:
+    """Mean negative log probability of the learnt tokens; nothing is learnt from them."""
+    parts = [examples[i : i + HELD_OUT_BATCH] for i in range(0, len(examples), HELD_OUT_BATCH)]
+    futures = [client.forward([example.datum() for example in part], "cross_entropy") for part in parts]
+    total = sum([(await future).metrics["loss:sum"] for future in futures])
+    return float(total / sum(float(example.weights.sum()) for example in examples))
+
+
+def scaled(example: Example, factor: float) -> Example:
+    """The example with its weights times `factor`."""
+    return Example(example.tokens, (example.weights * np.float32(factor)).astype(np.float32))

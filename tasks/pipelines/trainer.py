@@ -1,0 +1,219 @@
+"""Training in segments: some steps, then a saved state and a record of it, from which any process can go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from backend.errors import UserError
+from tasks.pipelines.control import Control
+from tasks.pipelines.parameters import ModelParameters, TrainingParameters
+from tasks.pipelines.progress import Progress, Sample, Segment, StepMetrics
+from tasks.pipelines.schedule import learning_rate
+
+if TYPE_CHECKING:
+    import tinker
+
+Values = Mapping[str, float]
+
+
+class Recipe(Protocol):
+    """How a pipeline makes its steps. Steps count from 0 and depend on nothing but their number and the weights."""
+
+    ahead: int
+    """Steps that may be submitted before the one before them is answered: 0 where a step looks at its result."""
+
+    def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
+        """Submit a step's gradients and its optimizer step, at once; the awaitable gives its metrics."""
+        ...
+
+    async def held_out(self, client: tinker.TrainingClient) -> Values:
+        """Measure on what is not trained on; {} when there is nothing."""
+        ...
+
+    async def samples(self, client: tinker.TrainingClient) -> list[Sample]:
+        """What the model answers now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where a checkpoint comes from; kept with it on the server."""
+
+    pipeline: str
+    run: str
+    data: str
+    code: str
+    parent: str = ""
+
+    def metadata(self, step: int) -> dict[str, str]:
+        """As a checkpoint's user metadata."""
+        return {
+            "pipeline": self.pipeline,
+            "run": self.run,
+            "data": self.data,
+            "code": self.code,
+            "parent": self.parent,
+            "step": str(step),
+        }
+
+
+class Trainer:
+    """A model being trained, and the record of its training. After any failure it is opened again at the last record.
+
+    Steps after the last record that a lost process made are not in any later weights: they belong to an adapter that
+    nobody uses any more.
+    """
+
+    def __init__(
+        self,
+        service: tinker.ServiceClient,
+        base_model: str,
+        model: ModelParameters,
+        training: TrainingParameters,
+        recipe: Recipe,
+        progress: Progress,
+        lineage: Lineage,
+    ) -> None:
+        """Nothing is asked of the server yet."""
+        self.training = training
+        self.progress = progress
+        self.lineage = lineage
+        self.recipe = recipe
+        self._service = service
+        self._base_model = base_model
+        self._model = model
+        self._live: tuple[int, tinker.TrainingClient] | None = None
+
+    async def at(self, step: int) -> tinker.TrainingClient:
+        """The model after `step` steps."""
+        if self._live is not None and self._live[0] == step:
+            return self._live[1]
+        metadata = self.lineage.metadata(step)
+        client: tinker.TrainingClient
+        if step == 0 and self._model.start_from:
+            client = await self._service.create_training_client_from_state(
+                self._model.start_from, user_metadata=metadata
+            )
+        elif step == 0:
+            client = await self._service.create_lora_training_client(
+                self._base_model, rank=self._model.rank, seed=self._model.seed, user_metadata=metadata
+            )
+        else:
+            state = next(segment.state for segment in self.progress.segments() if segment.last_step == step)
+            client = await self._service.create_training_client_from_state_with_optimizer(state, user_metadata=metadata)
+        self._live = (step, client)
+        return self._live[1]
+
+    def moved(self, step: int) -> None:
+        """The live model has made all steps up to `step`."""
+        assert self._live is not None
+        self._live = (step, self._live[1])
+
+    def drop(self) -> None:
+        """The live model may have made steps that nobody counted: forget it."""
+        self._live = None
+
+    def params(self, step: int) -> tinker.AdamParams:
+        """Of the optimizer step `step`, from 0."""
+        import tinker
+
+        return tinker.AdamParams(
+            learning_rate=learning_rate(step, self.training),
+            weight_decay=self.training.weight_decay,
+            grad_clip_norm=self.training.grad_clip,
+        )
+
+
+def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
+    """Whether another try may go better: not when something that was given is wrong."""
+    return not isinstance(state.data, UserError)
+
+
+@task(
+    name="train segment",
+    task_run_name="train steps {first_step} to {last_step}",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=_may_help,
+)
+async def train_segment(
+    trainer: Trainer, first_step: int, last_step: int, control: Control, on_step: Callable[[StepMetrics], None]
+) -> Segment | None:
+    """Make the steps first_step..last_step (from 1), measure, save the state, and record all that.
+
+    Asked to stop, it ends with the step that is being made; None when that is none of them. A failure leaves nothing
+    behind: the same call makes the steps again, on the state before them.
+    """
+    try:
+        client = await trainer.at(first_step - 1)
+        made = await _steps(trainer, client, first_step, last_step, control, on_step)
+        if not made:
+            return None
+        segment = Segment(
+            first_step=first_step,
+            last_step=made[-1].step,
+            state=await _save(trainer, client, made[-1].step),
+            steps=made,
+            held_out=dict(await trainer.recipe.held_out(client)),
+            samples=await trainer.recipe.samples(client),
+        )
+        trainer.progress.add(segment)
+        trainer.moved(segment.last_step)
+    except BaseException:
+        trainer.drop()
+        raise
+    return segment
+
+
+async def _steps(
+    trainer: Trainer,
+    client: tinker.TrainingClient,
+    first: int,
+    last: int,
+    control: Control,
+    on_step: Callable[[StepMetrics], None],
+) -> list[StepMetrics]:
+    """The steps until `last`, or until somebody asks to stop; what was submitted is always waited for."""
+    made: list[StepMetrics] = []
+    pending: list[asyncio.Future[Values]] = []
+    try:
+        for step in range(first, last + 1):
+            if not await control.may_go_on():
+                break
+            params = trainer.params(step - 1)
+            pending.append(asyncio.ensure_future(trainer.recipe.submit(client, step - 1, params)))
+            while len(pending) > trainer.recipe.ahead:
+                made.append(await _metrics(trainer, first + len(made), pending.pop(0)))
+                on_step(made[-1])
+        while pending:
+            made.append(await _metrics(trainer, first + len(made), pending.pop(0)))
+            on_step(made[-1])
+    finally:
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+    return made
+
+
+async def _metrics(trainer: Trainer, step: int, values: Awaitable[Values]) -> StepMetrics:
+    rate = {"learning_rate": learning_rate(step - 1, trainer.training)}
+    return StepMetrics(step=step, values=dict(await values) | rate)
+
+
+async def _save(trainer: Trainer, client: tinker.TrainingClient, step: int) -> str:
+    """A state to go on from, its path. The last one stays, the others expire."""
+    last = step == trainer.training.steps
+    saved = await client.save_state(
+        f"step-{step:08d}",
+        ttl_seconds=None if last else trainer.training.state_days * 24 * 3600,
+        user_metadata=trainer.lineage.metadata(step),
+    )
+    return str(saved.path)

@@ -1,0 +1,170 @@
+"""The pipeline `sft` on the real service: it learns, shows what it does, and goes on where it was stopped or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelling, Paused
+
+from deployments.run import example_file, read_config
+from flows.pipelines import sft
+from tasks.pipelines.parameters import SftParameters
+from tasks.pipelines.progress import Progress
+from tasks.pipelines.work import open_work, read_json
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+def config(pipelines, name: str, **training) -> dict:
+    """The example, smaller; with the rank that other tests use, so that its programs are compiled already."""
+    found = read_config(example_file("sft.yaml"))
+    found |= {"name": name, "work": pipelines.work, "model": {"rank": 8}, "samples": {"rows": 2, "max_tokens": 8}}
+    found["training"] = {"steps": 6, "segment_steps": 2, "batch_size": 8, "learning_rate": 0.005} | training
+    return found
+
+
+async def run(values: dict, **options):
+    return await sft(SftParameters.model_validate(values), **options)
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+async def test_it_learns_and_shows_what_it_did(pipelines):
+    trained = await run(config(pipelines, "shown", steps=12, segment_steps=4))
+    assert trained.last["loss"] < 0.7 * trained.first["loss"]
+    assert len(trained.samples) == 2
+
+    found = await pipelines.artifacts("sft-shown-")
+    assert found.keys() == {"data", "progress", "curves", "steps", "samples", "checkpoints"}
+    assert {one["type"] for one in found.values()} == {"markdown", "progress", "image", "table"}
+    assert found["progress"]["data"] == 100
+    assert "| good rows | 36 |" in found["data"]["data"]
+    svg = base64.b64decode(found["curves"]["data"].partition(",")[2]).decode()
+    assert svg.startswith("<svg") and all(f">{name}<" in svg for name in ("loss", "grad_norm", "learning_rate"))
+    assert [row["step"] for row in json.loads(found["steps"]["data"])] == list(range(1, 13))
+    assert "after step 12" in json.loads(found["samples"]["data"])[0]
+    page = found["checkpoints"]["data"]
+    assert trained.state in page and trained.weights in page and "data digest" in page
+
+    rest = pipelines.server.rest()
+    info = rest.get_weights_info_by_tinker_path(trained.state).result()
+    assert info.lora_rank == 8
+    async with get_client() as client:  # one version for each key, though it was updated all the time
+        every = await client.read_artifacts(limit=200)
+    assert sum(one.key == "sft-shown-curves" for one in every) == 1
+
+
+async def test_killed_and_run_again_it_ends_as_if_nothing_had_happened(pipelines, tmp_path):
+    undisturbed = await run(config(pipelines, "undisturbed"))
+    values = config(pipelines, "killed") | {"resume": "killed"}
+    file = tmp_path / "killed.yaml"
+    file.write_text(yaml.safe_dump(values))
+    # On a thread, because the loop of this test must stay free for what the first run left running.
+    died = await asyncio.to_thread(
+        subprocess.run, [sys.executable, str(HERE / "killed_sft.py"), str(file), "4"], capture_output=True, text=True,
+        env=os.environ | {"PREFECT_LOGGING_LEVEL": "ERROR"}, check=False,
+    )  # fmt: skip
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    plan = read_json(open_work(pipelines.work), "progress/killed/plan.json")["plan"]
+    progress = Progress(pipelines.work, "killed", plan)
+    (before,) = progress.segments()  # steps 1 and 2; step 3 was made, and is lost with its adapter
+    assert before.last_step == 2
+
+    resumed = await run(values)
+    segments = progress.segments()
+    assert segments[0] == before
+    assert [one.step for segment in segments for one in segment.steps] == [1, 2, 3, 4, 5, 6]
+    assert same(pipelines.weights(resumed.weights), pipelines.weights(undisturbed.weights))
+    assert resumed.held_out == undisturbed.held_out
+    again = await run(values)  # finished: no step is made
+    assert progress.segments() == segments
+    assert again.state == resumed.state
+    with pytest.raises(Exception, match="begun with other parameters or data"):
+        await run(values | {"training": values["training"] | {"learning_rate": 0.001}})
+
+
+async def flow_run_in(name: str, *states: StateType):
+    """The run of `sft` by its name, as soon as it is in one of the states."""
+    async with get_client() as client:
+        for _ in range(600):
+            filters = FlowRunFilter.model_validate({"name": {"any_": [f"sft {name}"]}})
+            for one in await client.read_flow_runs(flow_run_filter=filters):
+                if one.state_type in states:
+                    return one
+            await asyncio.sleep(0.1)
+    raise AssertionError(f"{name}: never {states}")
+
+
+async def step_of(pipelines, name: str) -> str:
+    found = await pipelines.artifacts(f"sft-{name}-")
+    return found.get("progress", {}).get("description", "")
+
+
+async def changed(pipelines, name: str, before: str) -> str:
+    for _ in range(600):
+        if (now := await step_of(pipelines, name)) != before:
+            return now
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{name}: stays at {before!r}")
+
+
+async def settled(pipelines, name: str) -> str:
+    """The step at which a run stands still: what was submitted before it noticed the pause is still made."""
+    now = await step_of(pipelines, name)
+    for _ in range(20):
+        await asyncio.sleep(6)  # a going run says its step every two seconds
+        if (later := await step_of(pipelines, name)) == now:
+            return now
+        now = later
+    raise AssertionError(f"{name}: did not pause; it is at {now!r}")
+
+
+async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines):
+    values = config(pipelines, "buttons", steps=100_000, segment_steps=100_000, schedule="constant")
+    values["resume"] = "buttons"
+    running = asyncio.create_task(run(values, return_state=True))
+    await changed(pipelines, "buttons", "")
+    flow_run = await flow_run_in("buttons", StateType.RUNNING)
+    async with get_client() as client:
+        await client.set_flow_run_state(flow_run.id, Paused(timeout_seconds=3600))
+        now = await settled(pipelines, "buttons")
+        assert not running.done()
+        await client.resume_flow_run(flow_run.id)
+        await changed(pipelines, "buttons", now)
+        await client.set_flow_run_state(flow_run.id, Cancelling())
+    state = await asyncio.wait_for(running, 60)
+    assert state.is_cancelled(), state
+    plan = read_json(open_work(pipelines.work), "progress/buttons/plan.json")["plan"]
+    (segment,) = Progress(pipelines.work, "buttons", plan).segments()
+    assert f"stopped after step {segment.last_step}" in state.message
+    with pipelines.server.client() as service:
+        client = service.create_training_client_from_state_with_optimizer(segment.state).result()
+        assert client.get_info().model_data.model_name == pipelines.server.base_model
+
+
+def test_a_wrong_parameter_is_refused_by_its_name(pipelines, tmp_path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text("data: {url: rows.jsonl}\ntraining: {steps: 0}\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "deployments.cli", "run", "sft", "--config", str(file)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "training.steps: Input should be greater than or equal to 1" in ended.stderr

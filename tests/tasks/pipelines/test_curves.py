@@ -1,0 +1,30 @@
+"""The picture of curves is well-formed and holds what it was given."""
+
+from __future__ import annotations
+
+import base64
+from xml.etree import ElementTree
+
+from tasks.pipelines.curves import HEIGHT, WIDTH, data_url, picture
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_each_line_is_drawn_inside_its_panel() -> None:
+    falling = [(step, 1 / step) for step in range(1, 50)]
+    svg = picture({"loss <&>": {"train": falling, "held out": [(10, 0.5)]}, "rate": {"rate": [(1, 3.0), (2, 3.0)]}})
+    root = ElementTree.fromstring(base64.b64decode(data_url(svg).partition(",")[2]))
+    panels = root.findall(f"{SVG}g")
+    assert [panel.find(f"{SVG}text").text for panel in panels] == ["loss <&>", "rate"]  # type: ignore[union-attr]
+    lines = [line.attrib["points"].split() for panel in panels for line in panel.iter(f"{SVG}polyline")]
+    assert [len(line) for line in lines] == [49, 1, 2]
+    points = [tuple(map(float, point.split(","))) for line in lines for point in line]
+    assert all(0 < x < WIDTH and 0 < y < HEIGHT for x, y in points)
+    heights = [float(point.split(",")[1]) for point in lines[0]]
+    assert heights == sorted(heights)  # falling on the screen, where y grows downwards
+
+
+def test_what_is_not_a_number_is_left_out() -> None:
+    svg = picture({"loss": {"loss": [(1, float("nan")), (2, float("inf"))]}})
+    assert "no values yet" in svg
+    assert "nan" not in svg

@@ -1,0 +1,47 @@
+"""The record of a segmented training: nothing twice, nothing missing, nobody else's."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend.errors import ServerError, UserError
+from tasks.pipelines.progress import Progress, Segment, StepMetrics
+from tasks.pipelines.work import open_work
+
+
+def segment(first: int, last: int, loss: float = 1.0) -> Segment:
+    steps = [StepMetrics(step=step, values={"loss": loss}) for step in range(first, last + 1)]
+    return Segment(first_step=first, last_step=last, state=f"tinker://m/weights/step-{last}", steps=steps)
+
+
+def test_segments_are_read_in_order_by_whoever_goes_on(work: str) -> None:
+    progress = Progress(work, "run", "plan")
+    progress.add(segment(1, 9))
+    progress.add(segment(10, 10))
+    progress.add(segment(11, 110))
+    assert Progress(work, "run", "plan").segments() == [segment(1, 9), segment(10, 10), segment(11, 110)]
+    assert Progress(work, "other", "plan").segments() == []
+
+
+def test_of_two_processes_one_goes_on(work: str) -> None:
+    Progress(work, "run", "plan").add(segment(1, 5))
+    for late in (segment(1, 5, loss=2.0), segment(1, 3)):
+        with pytest.raises(UserError, match="step 1 was made by another process"):
+            Progress(work, "run", "plan").add(late)
+
+
+def test_another_plan_or_a_strange_name_is_refused(work: str) -> None:
+    Progress(work, "run", "plan")
+    with pytest.raises(UserError, match="resume 'run': this run was begun with other parameters or data"):
+        Progress(work, "run", "other plan")
+    with pytest.raises(UserError, match=r"run '\.\./x': must be 1 to 128 of"):
+        Progress(work, "../x", "plan")
+
+
+def test_a_missing_piece_is_noticed(work: str) -> None:
+    progress = Progress(work, "run", "plan")
+    for one in (segment(1, 5), segment(6, 9)):
+        progress.add(one)
+    open_work(work).remove("progress/run/segments/00000005.json")
+    with pytest.raises(ServerError, match="the segment that begins with step 1 is missing"):
+        progress.segments()
