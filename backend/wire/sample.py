@@ -106,9 +106,8 @@ def _prompt(values: Fields, vocab_size: int, max_context: int) -> Int32:
     for i, chunk in enumerate(chunks):
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else chunk
         if kind != "encoded_text":
-            raise UserError(
-                f"prompt.chunks[{i}].type is {shown(kind)}: must be encoded_text, the model takes text only"
-            )
+            takes = "no images" if kind in ("image", "image_asset_pointer") else "text only"
+            raise UserError(f"prompt.chunks[{i}].type is {shown(kind)}: must be encoded_text, the model takes {takes}")
         parts.append(_token_array(chunk.get("tokens"), f"prompt.chunks[{i}].tokens", vocab_size))
     prompt_T = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if not 1 <= len(prompt_T) < max_context:

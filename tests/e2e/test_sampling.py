@@ -1,0 +1,204 @@
+"""What can be asked of a sampler, through the real SDK: each answer is checked by another way to the same numbers."""
+
+from __future__ import annotations
+
+import math
+import socket
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
+
+TOKENS = [17, 45, 99, 23, 23, 150, 7, 81, 140, 3]
+PROMPT = types.ModelInput.from_ints(TOKENS)
+CLOSE = {"rel": 1e-3, "abs": 2e-3}  # logprobs: sampling and training sum in another order
+NEXT = types.SamplingParams(max_tokens=1, temperature=1.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def trainer(server, make_datum) -> tinker.TrainingClient:
+    """A model that has learnt a little, so that it is not the base model."""
+    made = server.client().create_lora_training_client(base_model=server.base_model, rank=8, seed=1).result()
+    learn(made, make_datum, [5, 6, 7, 8])
+    return made
+
+
+@pytest.fixture(scope="module")
+def sampler(trainer) -> tinker.SamplingClient:
+    return trainer.save_weights_and_get_sampling_client().result()
+
+
+def learn(trainer, make_datum, tokens):
+    """A big step, towards saying these tokens again and again."""
+    step = trainer.forward_backward([make_datum(tokens * 10)], "cross_entropy")
+    trainer.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+    step.result()
+
+
+def greedy(sampler, length=12):
+    params = types.SamplingParams(max_tokens=length, temperature=0.0, stop=[])
+    return sampler.sample(PROMPT, 1, params).result().sequences[0].tokens
+
+
+def test_tokens_are_among_the_most_likely_that_they_were_drawn_from(sampler):
+    params = types.SamplingParams(max_tokens=12, temperature=1.0, top_k=5, seed=2, stop=[])
+    plain = sampler.sample(PROMPT, 2, params).result()
+    listed = sampler.sample(PROMPT, 2, params, topk_sample_logprobs=5).result()
+    for one, same in zip(listed.sequences, plain.sequences, strict=True):
+        assert one.tokens == same.tokens and same.topk_logprobs is None
+        for token, logprob, row in zip(one.tokens, one.logprobs, one.topk_logprobs, strict=True):
+            assert len(row) == 5 and [value for _, value in row] == sorted((v for _, v in row), reverse=True)
+            assert dict(row)[token] == pytest.approx(logprob, abs=1e-6)
+    params = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[])
+    one, _ = sampler.sample(PROMPT, 2, params, topk_sample_logprobs=5).result().sequences
+    assert one.tokens == [row[0][0] for row in one.topk_logprobs]
+
+
+def test_scores_of_a_prompt_are_those_of_compute_logprobs_and_of_training(sampler, trainer, make_datum):
+    own = np.array(TOKENS[1:])
+    ids = np.stack([own, np.where(np.arange(len(own)) % 2, 11, -1)], axis=1)
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 4}  # few combinations: each is compiled
+    dense = sampler.sample(PROMPT, 1, NEXT, **asked, target_prompt_logprobs=types.TensorData.from_numpy(ids)).result()
+    scored = sampler.compute_logprobs(PROMPT).result()
+    assert scored[0] is None and dense.prompt_logprobs[1:] == pytest.approx(scored[1:], **CLOSE)
+    targets = dense.target_prompt_logprobs.to_numpy()
+    assert targets[:, 0].tolist() == pytest.approx(scored[1:], **CLOSE)
+    forward = trainer.forward([make_datum(TOKENS)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    assert targets[:, 0].tolist() == pytest.approx(forward.to_numpy().tolist(), **CLOSE)
+    # Token 11 in the place of every second one: the same as a prompt that has it there.
+    assert [value == 0.0 for value in targets[:, 1]] == [cell == -1 for cell in ids[:, 1]]
+    for place in (1, len(own) - 1 - len(own) % 2):
+        altered = types.ModelInput.from_ints([*TOKENS[: place + 1], 11])
+        assert targets[place, 1] == pytest.approx(sampler.compute_logprobs(altered).result()[-1], **CLOSE)
+    sparse = types.TensorData.from_torch_sparse(torch.tensor(ids), pad_value=-1)
+    again = sampler.sample(PROMPT, 1, NEXT, **asked, target_prompt_logprobs=sparse).result().target_prompt_logprobs
+    assert again.sparse_crow_indices == sparse.sparse_crow_indices
+    np.testing.assert_allclose(again.to_numpy(), targets, atol=2e-3)
+    assert dense.topk_prompt_logprobs[0] is None
+    for token, logprob, row in zip(TOKENS[1:], scored[1:], dense.topk_prompt_logprobs[1:], strict=True):
+        assert dict(row).get(token, logprob) == pytest.approx(logprob, **CLOSE)
+        assert token in dict(row) or logprob <= row[-1][1] + 2e-3
+
+
+def test_the_last_scores_of_a_prompt_are_the_tail_of_all(sampler):
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 4, "prompt_alt_tokens_k": 2}
+    whole = sampler.sample(PROMPT, 1, NEXT, **asked).result()
+    tail = sampler.sample(PROMPT, 1, NEXT, **asked, prompt_logprobs_last_n=4).result()
+    before = len(TOKENS) - 4
+    assert tail.prompt_logprobs[:before] == [None] * before and tail.topk_prompt_logprobs[:before] == [None] * before
+    assert tail.prompt_logprobs[before:] == pytest.approx(whole.prompt_logprobs[before:], **CLOSE)
+    for row, full in zip(tail.topk_prompt_logprobs[before:], whole.topk_prompt_logprobs[before:], strict=True):
+        assert [token for token, _ in row] == [token for token, _ in full]
+        assert [value for _, value in row] == pytest.approx([value for _, value in full], **CLOSE)
+
+
+def test_alternatives_have_the_logprobs_of_the_prompt_they_would_make(sampler, trainer, make_datum):
+    asked = {"topk_prompt_logprobs": 4, "prompt_alt_tokens_k": 2}
+    drawn = sampler.sample(PROMPT, 1, NEXT, **asked).result().prompt_alt_tokens
+    tokens, logprobs = drawn.tokens.to_numpy(), drawn.logprobs.to_numpy()
+    assert tokens.shape == logprobs.shape == (len(TOKENS) - 1, 2)
+    altered = [make_datum([*TOKENS[: row + 1], int(token)]) for row, cells in enumerate(tokens) for token in cells]
+    outputs = trainer.forward(altered, "cross_entropy").result().loss_fn_outputs
+    assert logprobs.ravel().tolist() == pytest.approx([o["logprobs"].to_numpy()[-1] for o in outputs], **CLOSE)
+    again = sampler.sample(PROMPT, 1, NEXT, **asked).result().prompt_alt_tokens
+    assert again.tokens.to_numpy().tolist() == tokens.tolist(), "the seed decides"
+    cold = types.SamplingParams(max_tokens=1, temperature=0.0)
+    likely = sampler.sample(PROMPT, 1, cold, **asked).result()
+    assert likely.prompt_alt_tokens.tokens.to_numpy().tolist() == [
+        [row[0][0]] * 2 for row in likely.topk_prompt_logprobs[1:]
+    ]
+
+
+def rollout(sequence, advantage):
+    """A sequence as a datum whose every token says where it came from."""
+    whole, sampled, name = [*TOKENS, *sequence.tokens], len(sequence.tokens), sequence.sequence_id
+    n = len(TOKENS)
+    inputs = {
+        "target_tokens": whole[1:],
+        "advantages": np.full(len(whole) - 1, advantage, np.float32),
+        "logprobs": np.full(len(whole) - 1, -9.0, np.float32),  # what was recorded is used in its place
+    }
+    datum = types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+
+    def span(kind, offset, length):
+        return kind(sequence_id=name, offset=offset, length=length)
+
+    return datum.with_provenance(
+        [span(PromptProvenanceSpan, 0, n), span(SampledProvenanceSpan, 0, sampled - 1)],
+        [span(PromptProvenanceSpan, 1, n - 1), span(SampledProvenanceSpan, 0, sampled)],
+    )
+
+
+def test_stable_reinforce_weighs_by_what_was_recorded_at_sampling(server):
+    service = server.client()
+    trainer = service.create_lora_training_client(base_model=server.base_model, rank=8, seed=4).result()
+    recording = trainer.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=3, stop=[])
+    good, bad = recording.sample(PROMPT, 2, params).result().sequences
+    n, beta = len(TOKENS) - 1, 0.5
+
+    def loss(config):
+        """The result of a pass over both, and of each sequence its logprobs now and then."""
+        result = trainer.forward_backward([rollout(good, 1.0), rollout(bad, -1.0)], "stable_reinforce", config).result()
+        now = [output["logprobs"].to_numpy()[n:].astype(np.float64) for output in result.loss_fn_outputs]
+        return result.metrics["loss:sum"], zip(now, (np.array(one.logprobs) for one in (good, bad)), strict=True)
+
+    first, ((g, g_then), (b, b_then)) = loss({"kl_coeff": beta})
+    assert g.tolist() == pytest.approx(g_then.tolist(), **CLOSE)  # on policy: neither taper nor penalty
+    assert first == pytest.approx(b.sum() - g.sum(), rel=1e-3, abs=0.02)
+    moved = trainer.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
+    assert moved.metrics["grad_norm"] > 0
+    second, ((g, g_then), (b, b_then)) = loss({"kl_coeff": beta})
+    assert g.sum() > g_then.sum() and b.sum() < b_then.sum(), "it learnt to say the good one and not the bad one"
+    taper = math.exp(min(0.0, float((b - b_then).sum())))
+    assert taper < 0.9
+    k3 = sum(float((np.exp(now - then) - 1 - (now - then)).sum()) for now, then in ((g, g_then), (b, b_then)))
+    assert second == pytest.approx(taper * b.sum() - g.sum() + beta * k3, rel=2e-3, abs=0.05)
+
+    silent = trainer.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, params).result().sequences[0]
+    stranger = server.client().create_sampling_client(base_model=server.base_model, record_stability_info=True)
+    foreign = stranger.result().sample(PROMPT, 1, params).result().sequences[0]
+    for one in (silent, foreign):
+        with pytest.raises(tinker.TinkerError, match=one.sequence_id):
+            trainer.forward_backward([rollout(one, 1.0)], "stable_reinforce").result()
+
+
+def test_images_are_refused_by_name_and_never_fetched(server, sampler, trainer):
+    text = types.EncodedTextChunk(tokens=TOKENS)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        where = f"http://127.0.0.1:{nobody.getsockname()[1]}/cat.png"
+        pointer = types.ImageAssetPointerChunk(format="png", location=where, expected_tokens=4)
+        picture = types.ImageChunk(data=b"\x89PNG\r\n\x1a\n", format="png", expected_tokens=4)
+        for chunk in (pointer, picture):
+            prompt = types.ModelInput(chunks=[text, chunk])
+            told = rf"prompt\.chunks\[1\]\.type is '{chunk.type}'.*takes no images"
+            for future in (sampler.sample(prompt, 1, NEXT), sampler.compute_logprobs(prompt)):
+                with pytest.raises(tinker.TinkerError, match=told):
+                    future.result()
+        picture_first = types.Datum(model_input=types.ModelInput(chunks=[picture, text]), loss_fn_inputs={})
+        with pytest.raises(tinker.TinkerError, match="takes no images"):
+            trainer.forward([picture_first], "cross_entropy").result()
+        nobody.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            nobody.accept()  # a connection would wait here, whether or not somebody had read from it
+    assert len(greedy(sampler)) == 12
+
+
+def test_an_inflight_sampler_takes_up_later_weights_and_a_snapshot_does_not(server, make_datum):
+    trainer = server.client().create_lora_training_client(base_model=server.base_model, rank=8, seed=5).result()
+    learn(trainer, make_datum, [5, 6, 7, 8])
+    old = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
+    fixed = trainer.save_weights_and_get_sampling_client().result()
+    before = greedy(old)
+    assert before == greedy(fixed)
+    spanning = old.sample(PROMPT, 2, types.SamplingParams(max_tokens=100, temperature=1.0, seed=1, stop=[]))
+    for _ in range(2):
+        learn(trainer, make_datum, [30, 31, 32, 33])
+    new = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
+    now = trainer.save_weights_and_get_sampling_client().result()
+    assert greedy(old) == greedy(new) == greedy(now) != before
+    assert greedy(fixed) == before
+    assert [len(one.tokens) for one in spanning.result().sequences] == [100] * 2
