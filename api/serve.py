@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
@@ -26,20 +27,25 @@ _STOP_SECONDS = 3  # for answers still being written
 _KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client is the one to close it
 _BACKLOG = 2048  # the SDK opens one connection for each of up to 2,000 samples
 _BEAT_SECONDS = 5.0
+_TURN_SECONDS = 1.0
 _THREADS = 16  # journal calls at once; with SQLite they take turns anyway
 
 
-def serve(settings: Settings) -> None:
+def serve(
+    settings: Settings, *, on_ready: Callable[[], None] = lambda: None, on_turn: Callable[[], None] = lambda: None
+) -> None:
     """Serve until SIGTERM or SIGINT, and then return within a few seconds: held polls are told to try again.
 
     Waits first for the engine to migrate the journal's database and to register a base model. Only logs.
+    on_ready: called when requests are taken. on_turn: called every second by the event loop, as long as that turns.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings))
+        runner.run(_serve(settings, on_ready, on_turn))
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Callable[[], None]) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "journal"))
+    turning = asyncio.create_task(_turn(on_turn), name="turns")
     journal = await _opened(settings)
     try:
         await _base_model_registered(journal)
@@ -57,11 +63,18 @@ async def _serve(settings: Settings) -> None:
             )
             beating = asyncio.create_task(_beat(journal), name="beat")
             try:
-                await Server(config, app.state.services).serve()
+                await Server(config, app.state.services, on_ready).serve()
             finally:
                 beating.cancel()
     finally:
+        turning.cancel()
         journal.close()
+
+
+async def _turn(on_turn: Callable[[], None]) -> None:
+    while True:
+        on_turn()
+        await asyncio.sleep(_TURN_SECONDS)
 
 
 async def _beat(journal: Journal) -> None:
@@ -100,10 +113,17 @@ async def _base_model_registered(journal: Journal) -> None:
 class Server(uvicorn.Server):
     """uvicorn that lets held polls go when it stops, and ends like a program that did what it was told."""
 
-    def __init__(self, config: uvicorn.Config, services: Services) -> None:
-        """Serve `config`'s app, whose services these are."""
+    def __init__(self, config: uvicorn.Config, services: Services, on_ready: Callable[[], None]) -> None:
+        """Serve `config`'s app, whose services these are; `on_ready` is called when it listens."""
         super().__init__(config)
         self._services = services
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop soon."""

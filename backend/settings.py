@@ -36,7 +36,7 @@ class Settings(BaseSettings):
     command_deadline: float = Field(default=600.0, gt=0, description="seconds a pool command may take")
     start_deadline: float = Field(default=600.0, gt=0, description="seconds a worker group may take to start")
 
-    heartbeat_timeout: float = Field(default=30.0, gt=0, description="seconds until a silent worker counts as stopped")
+    heartbeat_timeout: float = Field(default=30.0, gt=0, description="seconds until a silent process counts as stopped")
     snapshot_steps: int = Field(default=50, ge=1, description="optimizer steps between a model's recovery snapshots")
     snapshot_seconds: float = Field(default=60.0, gt=0, description="seconds between them at most, while it changes")
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from backend.journal import Journal, migrate
 from backend.processes import die_with_parent
 from backend.settings import Settings
-
-READY = "ready"
+from deployments.pulse import READY, Pulse, say
 
 
 def run_engine_part(settings: Settings, parent: int) -> None:
-    """Run the engine until SIGTERM; stdout gets its progress, and READY when it executes requests."""
-    _begin(parent)
+    """Run the engine until SIGTERM; stdout gets its progress, READY when it executes requests, and beats for `up`."""
+    pulse = _begin(parent)
     from flows.engine import run_engine
 
     async def main() -> None:
@@ -27,7 +26,7 @@ def run_engine_part(settings: Settings, parent: int) -> None:
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, this.cancel)
         served = with_base_models(settings)
-        await run_engine(served, on_progress=_say, on_ready=lambda: _say(READY))
+        await run_engine(served, on_progress=say, on_ready=lambda: say(READY), on_turn=pulse.turns)
 
     try:
         asyncio.run(main())
@@ -36,11 +35,11 @@ def run_engine_part(settings: Settings, parent: int) -> None:
 
 
 def run_api_part(settings: Settings, parent: int) -> None:
-    """Run the API until SIGTERM."""
-    _begin(parent)
+    """Run the API until SIGTERM; stdout gets READY when it listens, and beats for `up`."""
+    pulse = _begin(parent)
     from api.serve import serve
 
-    serve(settings)
+    serve(settings, on_ready=lambda: say(READY), on_turn=pulse.turns)
 
 
 def with_base_models(settings: Settings) -> Settings:
@@ -51,7 +50,7 @@ def with_base_models(settings: Settings) -> Settings:
 
     folder = embedded_model(settings)
     if not (folder / "config.json").exists():
-        _say(f"making the embedded tiny model in {folder}")
+        say(f"making the embedded tiny model in {folder}")
         folder.parent.mkdir(parents=True, exist_ok=True)
         make_tiny(folder)
     return Settings(**(settings.model_dump() | {"base_models": (str(folder),)}))
@@ -74,14 +73,13 @@ def open_journal(settings: Settings) -> Iterator[Journal]:
         journal.close()
 
 
-def _begin(parent: int) -> None:
-    """What every part does first: end with its parent, and log to stderr."""
+def _begin(parent: int) -> Pulse:
+    """What every part does first: end with its parent and tell it that all is well, and log to stderr."""
+    pulse = Pulse()
     if parent:
         die_with_parent(parent)
+        pulse.start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "alembic"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    return pulse

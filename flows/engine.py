@@ -35,6 +35,7 @@ from tasks.runtime import Runtime
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 5.0
+TURN_SECONDS = 1.0
 
 Say = Callable[[str], None]
 
@@ -44,11 +45,13 @@ async def run_engine(
     *,
     on_ready: Callable[[], None],
     on_progress: Say,
+    on_turn: Callable[[], None] = lambda: None,
     executor: str = "backend.compute.executor:Executor",
 ) -> None:
     """Serve `settings.base_models` until cancelled; then stop cleanly and raise CancelledError.
 
     on_ready: called once requests are executed. on_progress: gets lines for people about the start and compilation.
+    on_turn: called every second by the engine's event loop, in its thread, as long as that turns.
     executor: what the worker processes run.
 
     It goes on where an earlier engine ended, however that ended: models are restored when they are first needed
@@ -66,19 +69,27 @@ async def run_engine(
             stop,
             lambda: _call(loop, on_ready),
             lambda line: _call(loop, on_progress, line),
+            on_turn,
             executor,
         )
     )
 
 
 async def _run(
-    settings: Settings, stop: asyncio.Event, on_ready: Callable[[], None], on_progress: Say, executor: str
+    settings: Settings,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None],
+    on_progress: Say,
+    on_turn: Callable[[], None],
+    executor: str,
 ) -> None:
     if not settings.base_models:
         raise UserError("base_models is empty: the engine must be given at least one base model")
     clock = SystemClock()
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
+        turning = asyncio.create_task(_turn(on_turn), name="turns")
+        stack.callback(turning.cancel)
         await asyncio.to_thread(migrate, settings.journal_url)
         journal = Journal.open(settings.journal_url, clock=clock)
         stack.callback(journal.close)
@@ -118,6 +129,12 @@ async def _run(
         await asyncio.to_thread(journal.register_base_models, [(card.name, card.to_json()) for card in cards])
         dispatcher = Dispatcher(settings, journal, shared, served)
         await _serve_until(stop, dispatcher, on_ready, lease)
+
+
+async def _turn(on_turn: Callable[[], None]) -> None:
+    while True:
+        on_turn()
+        await asyncio.sleep(TURN_SECONDS)
 
 
 async def _serve_until(

@@ -157,7 +157,7 @@ class Lane:
         model = await runtime.read(runtime.journal.model, self.model_id, None)
         if model.state is ModelState.LIVE and any(request.seq_id is not None for request in fresh):
             try:
-                await restore(runtime, self.model_id)
+                self._journey.restored(await restore(runtime, self.model_id))
             except GroupFailedError as error:
                 self._crashes += isinstance(error, SuspectError) and error.crashed
                 if self._crashes < MOST_CRASHES:

@@ -18,7 +18,9 @@ from backend.errors import ServerError
 
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
+SILENT_SECONDS = 60.0  # far longer than a busy machine makes it wait
 _LOOK_SECONDS = 0.5
+_ASKED = 6  # times it is asked meanwhile
 _RETENTION_DAYS = 30
 # Seconds between writes. The recorder cuts fractions off (prefect 3.8.8): below 1 it spins, and takes a whole core.
 _BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}
@@ -49,11 +51,19 @@ class PrefectServer:
         """What PREFECT_API_URL is for the clients of this server."""
         return f"http://127.0.0.1:{self.port}/api"
 
-    async def ended(self) -> int:
-        """Wait until the server ends; its exit status."""
-        while (status := self.process.poll()) is None:  # noqa: ASYNC110  a process sets no event
-            await asyncio.sleep(_LOOK_SECONDS)
-        return status
+    async def ended(self, silence: float = SILENT_SECONDS) -> str:
+        """Wait until the server ends, or has answered nothing for `silence` seconds (it was stopped): what happened."""
+        loop = asyncio.get_running_loop()
+        heard = asked = loop.time()
+        async with httpx.AsyncClient(timeout=silence / _ASKED) as client:
+            while (now := loop.time()) - heard < silence:
+                if (status := self.process.poll()) is not None:
+                    return f"ended with status {status}"
+                if now - asked >= silence / _ASKED:
+                    asked = now
+                    heard = loop.time() if await is_healthy(client, self.url) else heard
+                await asyncio.sleep(min(_LOOK_SECONDS, silence / _ASKED))
+        return f"did not answer for {silence:g} s (stopped?)"
 
     async def stop(self) -> None:
         """End the server: SIGTERM, and SIGKILL when it does not go within STOP_SECONDS. Repeating is fine."""

@@ -193,7 +193,7 @@ def _impatient_events(api_url: str) -> Iterator[None]:
 async def open_tracking(settings: Settings, say: Callable[[str], None]) -> AsyncIterator[Tracking]:
     """Tracking as the settings want it, with its server where that is embedded, and Prefect's settings inside.
 
-    A server that does not start, or ends, is started again and again; meanwhile work goes on untracked.
+    A server that does not start, ends or is silent is started again and again; meanwhile work goes on untracked.
     """
     if settings.prefect == "external" and not os.environ.get("PREFECT_API_URL"):
         raise UserError("prefect is 'external': the variable PREFECT_API_URL must name the server to use")
@@ -227,7 +227,7 @@ async def _keep_server(data_dir: Path, port: int, first: asyncio.Future[bool]) -
             if not first.done():
                 first.set_result(True)
             try:
-                log.error("the Prefect server ended with status %d", await server.ended())
+                log.error("the Prefect server %s: it is started again", await server.ended())
             finally:
                 await server.stop()
         if not first.done():

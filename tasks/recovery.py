@@ -30,7 +30,7 @@ from sqlalchemy.exc import OperationalError
 
 from backend.commands import AdapterState, Done, ExportAdapter, ImportAdapter
 from backend.errors import FencedError, GroupFailedError, ServerError, TinkerflowError, UserError
-from backend.journal import Executed
+from backend.journal import Executed, Kind
 from tasks.commit import commit
 from tasks.operation import EXECUTE
 from tasks.runtime import Runtime
@@ -65,6 +65,10 @@ class Journey:
         self.seq_id = seq_id
         self._steps += step
 
+    def restored(self, replayed: int) -> None:
+        """So many steps were replayed after the last snapshot: they count, lest deaths in a row replay ever more."""
+        self._steps = replayed
+
     def due(self, now: float) -> bool:
         """Whether a snapshot should be taken now."""
         late = self._steps >= self._policy.steps or now - self._since >= self._policy.seconds
@@ -98,9 +102,10 @@ async def take(runtime: Runtime, model_id: str, seq_id: int, turn: Turn) -> None
         log.warning("no snapshot of model %s at request %d", model_id, seq_id, exc_info=True)
 
 
-async def restore(runtime: Runtime, model_id: str) -> None:
+async def restore(runtime: Runtime, model_id: str) -> int:
     """Make a live model in the worker group that `runtime` is bound to, as its answered requests have left it.
 
+    Returns how many optimizer steps were replayed.
     GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
     """
     began, recovery = runtime.clock.monotonic(), runtime.journal.recovery
@@ -112,11 +117,12 @@ async def restore(runtime: Runtime, model_id: str) -> None:
         await runtime.send(ImportAdapter(model_id, state), Done)
         after = snapshots[0].seq_id
     loaded, total = runtime.clock.monotonic(), await runtime.read(recovery.count_executed, model_id, after)
-    done = 0
+    done = steps = 0
     while page := await runtime.read(recovery.executed, model_id, after, _PAGE):
         await _tell(runtime, model_id, f"replaying {done} of {total}")
         await _replay(runtime, page)
         done += len(page)
+        steps += sum(one.request.kind == Kind.OPTIM_STEP for one in page)
         after = int(page[-1].request.seq_id or 0)
     await runtime.read(recovery.note_progress, model_id, None)
     log.info(
@@ -128,6 +134,7 @@ async def restore(runtime: Runtime, model_id: str) -> None:
         loaded - began,
         f"its snapshot at request {snapshots[0].seq_id}" if snapshots else "a look for snapshots: none",
     )
+    return steps
 
 
 async def _tell(runtime: Runtime, model_id: str, what: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import signal
 import socket
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
+_START_SECONDS = 60.0  # a starting process may be silent so long: until it connects, and while it imports and loads
 _LAST_WORDS_SECONDS = 0.1
 _BEATS = 6  # this many beats in a row without any frame from a rank: it is stopped
 _REPLIES = Reply.__args__
@@ -93,6 +95,7 @@ class Group:
         self._watch: asyncio.TimerHandle | None = None
         self._accused: int | None = None
         self.failure: TinkerflowError | None = None
+        self.crashed = False  # it ended by itself, once it has ended
 
     @classmethod
     async def launch(cls, plan: Plan, generation: int) -> tuple[Group, GroupInfo]:
@@ -150,7 +153,7 @@ class Group:
         """
         if self.failure is not None:
             return
-        self.failure = error
+        self.failure, self.crashed = error, crashed
         if self._watch is not None:
             self._watch.cancel()
         for member in self._members:
@@ -179,6 +182,8 @@ class Group:
                 self._members.append(_Member(rank, process))
             for member in self._members:
                 self._do(self._notice_death(member))
+            self._do(self._notice_absence())
+            self._do(self._beat())
             coordinator = f"127.0.0.1:{free_port()}" if plan.processes > 1 else ""
             start = codec.encode(Start(plan.config, plan.processes, coordinator, plan.executor))
             doorman = self._loop.create_task(self._welcome(listener, secret, start))
@@ -188,7 +193,6 @@ class Group:
             finally:
                 doorman.cancel()
                 await asyncio.gather(doorman, return_exceptions=True)  # before its socket is closed under it
-        self._do(self._beat())
 
     async def _welcome(self, listener: socket.socket, secret: bytes, start: Sequence[codec.Buffer]) -> None:
         while any(m.link is None for m in self._members):
@@ -296,17 +300,24 @@ class Group:
                 self._members[rank].process.send_signal(signal.SIGUSR1)  # stacks of all threads to its log
         self._loop.call_later(_LAST_WORDS_SECONDS, self._fail, f"rank {silent} missed the deadline of a command")
 
+    async def _notice_absence(self) -> None:
+        await asyncio.sleep(_START_SECONDS)
+        if absent := [m.rank for m in self._members if m.link is None]:
+            self._fail(f"rank {absent} did not connect in {_START_SECONDS:g} s (stopped?)", crashed=False)
+
     async def _beat(self) -> None:
-        beat = codec.encode(Beat())
+        beat, pause = codec.encode(Beat()), self._plan.heartbeat_timeout / _BEATS
         while True:
-            for member in self._members:
+            connected = [m for m in self._members if m.link is not None]
+            for member in connected:
                 member.heard = False
                 member.outbox.put_nowait((0, beat))
-            await asyncio.sleep(self._plan.heartbeat_timeout / _BEATS)
-            for member in self._members:
+            await asyncio.sleep(pause)
+            for member in connected:
                 member.silent_beats = 0 if member.heard else member.silent_beats + 1
-                if member.silent_beats >= _BEATS:
-                    cause = f"rank {member.rank} was silent for {self._plan.heartbeat_timeout:g} s (stopped?)"
+                most = _BEATS if member.ready else max(_BEATS, math.ceil(_START_SECONDS / pause))
+                if member.silent_beats >= most:
+                    cause = f"rank {member.rank} was silent for {member.silent_beats * pause:g} s (stopped?)"
                     self._fail(cause, crashed=False)
 
     def _ended_itself(self, rank: int, why: Failed) -> None:

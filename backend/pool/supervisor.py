@@ -234,7 +234,8 @@ class Pool:
             assert self._group is not None
             since = loop.time()
             error = await asyncio.shield(self._group.ended)
-            self._failures = 1 if loop.time() - since > _STEADY_SECONDS else self._failures + 1
+            steady = loop.time() - since > _STEADY_SECONDS or not self._group.crashed  # killed: not its fault
+            self._failures = 1 if steady else self._failures + 1
             self._losses.put_nowait(GroupLost(self._group.generation, error.message))
             self._last_error = error
             self._group = None

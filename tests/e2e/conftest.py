@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,15 +23,51 @@ from backend.store import Store
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+PREFECT = "prefect.server.api.server"  # in the command line of the embedded server
 
-@dataclass(frozen=True)
+
+@dataclass
 class Server:
-    """A running `tinkerflow up`."""
+    """A `tinkerflow up`, which can be started again on its data dir and port when it was killed."""
 
-    api_url: str
-    prefect_url: str
     data_dir: Path
-    process: subprocess.Popen[str]
+    options: tuple[str, ...]
+    prefect: str = "embedded"
+    port: int = 0
+    api_url: str = ""
+    prefect_url: str = ""
+
+    def start(self) -> None:
+        """Return when it is ready."""
+        log = self.data_dir / "up.log"  # and no pipe: nobody reads what it says later
+        said = log.stat().st_size if log.exists() else 0
+        options = ("--port", str(self.port), "--data-dir", str(self.data_dir), *self.options)
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deployments.cli", "up", *options],
+                stdout=output,
+                stderr=output,
+                env={"TINKERFLOW_PREFECT": self.prefect} | os.environ | {"TINKERFLOW_PREFECT_PORT": "0"},
+            )
+        while (match := re.search(r"^ready: (\S+)  prefect: (\S+)$", log.read_text()[said:], re.M)) is None:
+            if self.process.poll() is not None:
+                pytest.fail(f"tinkerflow up ended before it was ready:\n{log.read_text()[said:]}")
+            time.sleep(0.05)
+        self.api_url, self.prefect_url = match[1], match[2]
+        self.port = int(self.api_url.rsplit(":", 1)[1])
+
+    def stop(self) -> None:
+        """SIGTERM; afterwards none of its processes is left."""
+        below = descendants(self.process.pid)
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(180)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        left = [f"{pid} {cmdline(pid)}" for pid in below if cmdline(pid)]
+        assert not left, f"processes left running: {left}"
 
     def client(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.api_url, api_key="tml-test")
@@ -47,9 +84,13 @@ class Server:
         """Pids of the pool's processes, found from outside: descendants whose command line names the worker."""
         return [pid for pid in descendants(self.process.pid) if "backend.pool.worker" in cmdline(pid)]
 
+    def descendants(self) -> list[int]:
+        """Pids of all that it started, and of what those started."""
+        return descendants(self.process.pid)
+
     def parts(self, *names: str) -> list[int]:
-        """Pids of the parts (`engine`, `api`) that run now."""
-        commands = [f"deployments.cli {name} " for name in names]
+        """Pids of the parts (`engine`, `api`, `prefect`) that run now."""
+        commands = [PREFECT if name == "prefect" else f"deployments.cli {name} " for name in names]
         return [pid for pid in descendants(self.process.pid) if any(one in cmdline(pid) for one in commands)]
 
 
@@ -81,36 +122,12 @@ def descendants(pid: int) -> list[int]:
 def running(data_dir: Path, *options: str, compiled: Path, prefect: str = "embedded") -> Iterator[Server]:
     """`tinkerflow up` on free ports until the block ends; afterwards none of its processes is left."""
     (data_dir / "jax-cache").symlink_to(compiled)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", str(data_dir), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={"TINKERFLOW_PREFECT": prefect} | os.environ | {"TINKERFLOW_PREFECT_PORT": "0"},
-    )
+    server = Server(data_dir, options, prefect)
+    server.start()
     try:
-        said = []
-        assert process.stdout is not None
-        for line in process.stdout:
-            said.append(line)
-            if match := re.match(r"ready: (\S+)  prefect: (\S+)", line):
-                break
-        else:
-            pytest.fail("tinkerflow up ended before it was ready:\n" + "".join(said))
-        yield Server(match[1], match[2], data_dir, process)
+        yield server
     finally:
-        below = descendants(process.pid)
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(180)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-        assert process.stdout is not None
-        process.stdout.close()
-        left = [f"{pid} {cmdline(pid)}" for pid in below if cmdline(pid)]
-        assert not left, f"processes left running: {left}"
+        server.stop()
 
 
 @pytest.fixture(scope="session")

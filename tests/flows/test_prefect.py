@@ -221,6 +221,18 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
     assert any("is back" in record.message for record in caplog.records)
 
 
+async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
+    server = await start_server(tmp_path, free_port())
+    try:
+        watching = asyncio.create_task(server.ended(silence=6.0))
+        server.process.send_signal(signal.SIGSTOP)
+        assert await asyncio.wait_for(watching, 60) == "did not answer for 6 s (stopped?)"
+    finally:
+        server.process.kill()  # what stop() comes to; it would first wait for the SIGTERM to be heard
+        await server.stop()
+    assert await server.ended() == "ended with status -9"
+
+
 async def test_what_began_untracked_gets_a_flow_run_when_prefect_is_back(
     tracking: Tracking, runtime: Any, client: Any
 ) -> None:

@@ -93,6 +93,17 @@ async def test_deaths_at_any_moment_change_nothing(
         assert 1 <= len(journal.recovery.snapshots(disturbed)) <= 6
 
 
+async def test_deaths_in_a_row_do_not_replay_ever_more(serve: Any, client: Any, pool: Any, journal: Any) -> None:
+    async with serve(pool, steps=4):
+        model = await client.create()
+        for _ in range(4):  # never four steps in one life
+            await answers(client, work(client, model, 2))
+            pool.die()
+        await answers(client, work(client, model, 2))
+    (newest, *_) = journal.recovery.snapshots(model)
+    assert journal.recovery.count_executed(model, newest.seq_id) <= 3 * 4
+
+
 async def test_another_engine_goes_on_where_this_one_ended(serve: Any, client: Any, pool: Any, journal: Any) -> None:
     async with serve(pool, steps=2):
         model = await client.create()
