@@ -17,7 +17,10 @@ from tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
-    """Copy the state at this point of the line, then write it; training goes on meanwhile. A name is never reused."""
+    """Copy the state at this point of the line, then write it. A name is never reused.
+
+    Training goes on meanwhile; what is behind the save in its model's line is executed, and answered after it.
+    """
     wanted = decode_save_weights(request.payload)
     async with turn:
         reply = runtime.send(ExportAdapter(str(request.model_id), optimizer=True), AdapterState)
