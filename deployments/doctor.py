@@ -11,6 +11,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from backend.clock import SystemClock
 from backend.errors import TinkerflowError
 from backend.settings import Settings
 from deployments.parts import open_journal
@@ -22,6 +23,7 @@ def examine(settings: Settings, console: Console) -> bool:
         ("settings", _settings),
         ("devices", _devices),
         ("journal", _journal),
+        ("processes", _processes),
         ("recovery", _recovery),
         ("store", _store),
         ("base models", _base_models),
@@ -57,6 +59,18 @@ def _journal(settings: Settings) -> str:
     with open_journal(settings) as journal:
         runs = journal.training_runs(None, limit=1, offset=0).total
         return f"{settings.journal_url.split('@')[-1]}: {runs} training run(s), {len(journal.keys())} key(s)"
+
+
+def _processes(settings: Settings) -> str:
+    """When the parts last said that they work, what is waited for, and whether requests are suspects."""
+    with open_journal(settings) as journal:
+        found = journal.recovery.condition()
+    now = SystemClock().now()
+    said = [f"{name} beat {max(0.0, (now - at).total_seconds()):.0f} s ago" for name, at in sorted(found.beats.items())]
+    said += [f"{name} waits: {text}" for name, text in sorted(found.waits.items())]
+    if found.suspects:
+        said.append(f"{found.suspects} pending request(s) were being executed when a worker group ended")
+    return "; ".join(said) or "none runs"
 
 
 def _recovery(settings: Settings) -> str:

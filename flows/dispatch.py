@@ -153,6 +153,7 @@ class Dispatcher:
             text = f"worker group {lost.generation} ended ({lost.cause}); another one is being started"
             log.error("%s: %s", name, text)
             await asyncio.to_thread(self._journal.recovery.note_group, name, text)
+            self._shared.tracking.tell("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
             if back is None or back.done():
                 back = asyncio.create_task(self._cheer(model), name="next group")
 
@@ -160,6 +161,7 @@ class Dispatcher:
         generation = await model.pool.serving()
         await asyncio.to_thread(self._journal.recovery.note_group, model.card.name, None)
         log.info("%s: worker group %d serves; models are restored as they are needed", model.card.name, generation)
+        self._shared.tracking.tell("tinkerflow.group.serves", model.card.name, generation=generation)
         for lane in self._lanes.values():
             if lane is not None:
                 lane.wake()

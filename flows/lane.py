@@ -156,6 +156,7 @@ class Lane:
         runtime = replace(self._unbound, generation=generation)
         model = await runtime.read(runtime.journal.model, self.model_id, None)
         if model.state is ModelState.LIVE and any(request.seq_id is not None for request in fresh):
+            self._show("Restoring", f"in worker group {generation}, from its last snapshot and the journal")
             try:
                 self._journey.restored(await restore(runtime, self.model_id))
             except GroupFailedError as error:
@@ -168,9 +169,16 @@ class Lane:
                 log.exception("model %s cannot be restored", self.model_id)
                 await self._fail(f"{type(error).__name__}: {error}")
                 return False
+            self._show("Running", f"restored in worker group {generation}")
         self._crashes = 0
         self._runtime = runtime
         return True
+
+    def _show(self, state: str, text: str) -> None:
+        """Give the flow run that we are served in a state that people see."""
+        context = FlowRunContext.get()
+        if context is not None and context.flow_run is not None:
+            self._shared.tracking.show(context.flow_run.id, state, text)
 
     async def _fail(self, why: str) -> None:
         detail = f"it could not be restored after its worker group ended: {why}"
@@ -178,6 +186,7 @@ class Lane:
 
     async def _begin_anew(self) -> None:
         """What was in flight went with its group: take it from the journal again."""
+        self._show("Interrupted", "its worker group ended; what was in flight is executed again by the next one")
         self._interrupted = False
         model = await self._unbound.read(self._unbound.journal.model, self.model_id, None)
         self._steps_made, self._cursor, self._unloading, self._turn = model.step, 0, False, None

@@ -11,12 +11,14 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from uuid import UUID
 
 import httpx
 from prefect import Flow, get_client, tags
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State
 from prefect.context import TagsContext
+from prefect.events import emit_event
 from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.exceptions import PrefectSignal
@@ -26,7 +28,7 @@ from prefect.settings import (
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
-from prefect.states import Crashed
+from prefect.states import Crashed, Running
 
 from backend.errors import ServerError, UserError
 from backend.processes import free_port
@@ -71,6 +73,7 @@ class Tracking:
         self.untracked = 0
         self._mark = "tinkerflow:" + hashlib.sha256(deployment.encode()).hexdigest()[:8]
         self._ending: set[asyncio.Task[object]] = set()
+        self._shown: dict[UUID, asyncio.Task[None]] = {}
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -150,6 +153,37 @@ class Tracking:
         except Exception as error:  # noqa: BLE001  the picture may be wrong, the work goes on
             self._found(False, f"{type(error).__name__}: {error}")
         return count
+
+    def tell(self, event: str, name: str, **payload: object) -> None:
+        """Emit a Prefect event about the base model `name`, such as `tinkerflow.group.ended`; never waits."""
+        if not self.api_url:
+            return
+        resource = {"prefect.resource.id": f"tinkerflow.base-model.{name}", "prefect.resource.name": name}
+        emit_event(event, resource, payload=payload)
+
+    def show(self, flow_run: UUID, state: str, text: str) -> None:
+        """Give a running flow run a state's name and a sentence; never waits, and a run that has ended stays ended."""
+        if not self.reachable:
+            return
+        before = self._shown.get(flow_run)
+        showing = asyncio.create_task(self._show(flow_run, Running(name=state, message=text), before))
+        self._shown[flow_run] = showing
+        self._ending.add(cast("asyncio.Task[object]", showing))
+        showing.add_done_callback(lambda _: self._was_shown(flow_run, showing))
+
+    async def _show(self, flow_run: UUID, state: State[None], before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait((before,))
+        try:
+            async with get_client() as client:
+                await client.set_flow_run_state(flow_run, state)
+        except Exception as error:  # noqa: BLE001  whatever Prefect raises, the work goes on
+            self._found(False, f"{type(error).__name__}: {error}")
+
+    def _was_shown(self, flow_run: UUID, showing: asyncio.Task[None]) -> None:
+        self._ending.discard(cast("asyncio.Task[object]", showing))
+        if self._shown.get(flow_run) is showing:
+            del self._shown[flow_run]
 
     async def close(self) -> None:
         """Give flow runs that are ending END_SECONDS to say so, and what was not sent yet END_SECONDS to be sent."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from backend.clock import Clock
-from backend.journal import history, leases
+from backend.journal import condition, history, leases
 from backend.journal.bell import Bell
+from backend.journal.condition import Condition
 from backend.journal.database import Database
 from backend.journal.effects import end_models
 from backend.journal.kinds import ModelState
@@ -83,6 +84,11 @@ class Recovery:
         """Note that a worker group ended while it executed these; of each, how many did, and how many by crashing."""
         with self._database.write() as connection:
             return history.suspect(connection, request_ids, crashed)
+
+    def condition(self) -> Condition:
+        """What works, what is waited for, and what is suspected, for people."""
+        with self._database.read() as connection:
+            return condition.condition(connection)
 
     def fail_model(self, model_id: str, detail: str) -> None:
         """The model cannot be restored: it and what waits for it fail."""

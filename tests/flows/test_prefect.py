@@ -18,6 +18,8 @@ from prefect.client.schemas.objects import State
 from backend.clock import SystemClock
 from backend.processes import free_port
 from backend.settings import Settings
+from flows.dispatch import Dispatcher
+from flows.groups import ServedModel
 from flows.lane import Lane, Shared, Why
 from flows.pacing import Pacing
 from flows.prefect_server import PrefectServer, start_server
@@ -219,6 +221,38 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
         (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
         assert flow_run["state_type"] == "COMPLETED"
     assert any("is back" in record.message for record in caplog.records)
+
+
+async def test_the_end_of_a_group_and_the_recovery_are_seen(
+    tracking: Tracking, runtime: Any, client: Any, pool: Any, tmp_path: Path, running: Any
+) -> None:
+    shared = Shared(Pacing(1000.0, SystemClock()), tracking)
+    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, shared, most_waiting=8))
+    dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
+    async with running(dispatcher.serve(lambda: None)):
+        model = await client.create()
+        await client.result(client.optim_step(model))
+        pool.die()
+        assert (await client.result(client.optim_step(model))).error is None
+
+        async def found() -> tuple[list[str], list[str]]:
+            (run,) = (await http.post(f"{url}/flow_runs/filter", json=named(model))).json()
+            states = (await http.get(f"{url}/flow_run_states/", params={"flow_run_id": run["id"]})).json()
+            events = await http.post(f"{url}/events/filter", json={"filter": {"event": {"prefix": ["tinkerflow."]}}})
+            return [state["name"] for state in states], sorted(event["event"] for event in events.json()["events"])
+
+        url = tracking.api_url
+        async with httpx.AsyncClient() as http, asyncio.timeout(120):
+            while True:
+                states, events = await found()
+                if states[-2:] == ["Restoring", "Running"] and len(events) == 2:
+                    break
+                await asyncio.sleep(0.5)
+    assert events == ["tinkerflow.group.ended", "tinkerflow.group.serves"]
+
+
+def named(model: str) -> dict[str, Any]:
+    return {"flow_runs": {"name": {"any_": [model]}}}
 
 
 async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
