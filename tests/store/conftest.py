@@ -16,7 +16,7 @@ from backend.store import CheckpointMeta, Store
 from tests.store.fake_gcs import FakeGcs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gcs() -> Iterator[FakeGcs]:
     """The fake of Google Cloud Storage, to which gs:// goes meanwhile."""
     with FakeGcs() as fake, pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,7 @@ from backend.store import CheckpointMeta, CheckpointPath, Store
 from backend.store.objects import ObjectBlobs
 from tests.store.faulty_fs import Crash, Fault, FaultyFileSystem, Wrong
 
-RUNS, NAMES, KINDS = ("run-a", "run-b"), ("x", "y"), ("weights", "recovery")
+RUNS, NAMES, KINDS = ("run-a", "run-b"), ("x",), ("weights", "recovery")
 LATER = datetime(2027, 1, 1, tzinfo=UTC)
 DAMAGED = "damaged"
 FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "commit.json")
@@ -51,6 +51,7 @@ FAULTS = st.one_of(
     st.builds(Fault, st.sampled_from(["remove", "read"]), st.sampled_from(FILES), st.sampled_from(LOST)),
 )
 PATHS = st.builds(CheckpointPath, st.sampled_from(RUNS), st.sampled_from(KINDS), st.sampled_from(NAMES))
+PLANS = st.lists(FAULTS, max_size=2)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -66,12 +67,9 @@ class StoreMachine(RuleBasedStateMachine):
         return self.model.get(path, {None})
 
     # -------------------------------------------------------------- what is done
-    @rule(planned=st.lists(FAULTS, min_size=1, max_size=3))
-    def plan(self, planned: list[Fault]) -> None:
+    @rule(path=PATHS, overwrite=st.booleans(), planned=PLANS)
+    def save(self, path: CheckpointPath, overwrite: bool, planned: list[Fault]) -> None:
         self.fs.faults += planned
-
-    @rule(path=PATHS, overwrite=st.booleans())
-    def save(self, path: CheckpointPath, overwrite: bool) -> None:
         self.fill += 1
         self._save(path, self.fill, overwrite)
 
@@ -99,8 +97,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.model[path] = mine or {Kept(fill)}
             self.failed = None
 
-    @rule(path=PATHS)
-    def delete(self, path: CheckpointPath) -> None:
+    @rule(path=PATHS, planned=PLANS)
+    def delete(self, path: CheckpointPath, planned: list[Fault]) -> None:
+        self.fs.faults += planned
         before = self.of(path)
         try:
             found = self.store.delete(str(path))
@@ -110,8 +109,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert found or None in before
             self.model[path] = {None}
 
-    @rule(path=PATHS, public=st.booleans())
-    def amend(self, path: CheckpointPath, public: bool) -> None:
+    @rule(path=PATHS, public=st.booleans(), planned=PLANS)
+    def amend(self, path: CheckpointPath, public: bool, planned: list[Fault]) -> None:
+        self.fs.faults += planned
         before = self.of(path)
         attempt = self._attempt(path)
         after = {replace(one, public=public) if isinstance(one, Kept) else one for one in before}
@@ -251,7 +251,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=50,
     stateful_step_count=25,
     derandomize=True,
     phases=[Phase.generate],  # shrinking takes minutes; a failure prints its steps
