@@ -18,6 +18,18 @@ from tinker.cli.__main__ import main
 
 from tests.compat.registry import commands
 
+# Threads of the SDK's transport that still run can abort an interpreter that ends: this one does not end by itself.
+_MAIN = """
+import os, sys
+from tinker.cli.__main__ import main
+try:
+    main()
+except SystemExit as end:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(end.code or 0)
+"""
+
 
 @dataclass
 class Cli:
@@ -65,7 +77,7 @@ class Cli:
 
     def _in_a_process(self, words: tuple[str, ...]) -> tuple[int, str]:
         ended = subprocess.run(
-            [sys.executable, "-m", "tinker.cli", *words],
+            [sys.executable, "-c", _MAIN, *words],
             env=self._environment(),
             cwd=self.home,
             capture_output=True,

@@ -107,14 +107,24 @@ def run_lesson(sdk: Path, server: Server) -> dict[str, Any]:
     script = Path(__file__).with_name("lesson.py")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", WITHOUT_TORCH, str(script), server.api_url, server.base_model],
+        [
+            sys.executable,
+            "-P",
+            "-X",
+            "faulthandler",
+            "-c",
+            WITHOUT_TORCH,
+            str(script),
+            server.api_url,
+            server.base_model,
+        ],
         env=kept | {"PYTHONPATH": str(sdk), "TINKER_TELEMETRY": "0"},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     return dict(json.loads(ended.stdout.splitlines()[-1]))
 
 
