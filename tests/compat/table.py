@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from tests.compat.refused import REFUSED
 from tests.compat.registry import HERE, chunks, commands, methods, tests_of
+from tests.compat.test_versions import VERSIONS
 
 README = HERE.parents[1] / "README.md"
 BEGIN, END = "<!-- compatibility: made by `python -m tests.compat.table` -->", "<!-- end of compatibility -->"
@@ -28,6 +29,7 @@ def table() -> str:
         f"Of SDK {version('tinker')}'s {len(names)} public methods, commands and kinds of prompt chunks, "
         f"{len(names) - len(refused)} work:",
         "the test named beside each (in `tests/compat`) calls it against the real service and checks what it does.",
+        f"Training, saving, loading, sampling and listing give the same under SDKs {', '.join(VERSIONS)}.",
         "",
         "<details><summary>All of them</summary>",
         "",
