@@ -105,7 +105,7 @@ def quickstart(
 
 @app.command()
 def run(
-    pipeline: Annotated[str, typer.Argument(help="sft, ...")],
+    pipeline: Annotated[str, typer.Argument(help="sft, evaluate or nightly")],
     config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters")] = None,
     example: Annotated[
         bool, typer.Option("--example", help="our example data, on a service that is started for it")
@@ -121,6 +121,18 @@ def run(
     completed = run_pipeline(Console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir)
     sys.stdout.flush()
     os._exit(0 if completed else 1)  # as in quickstart: the SDK's threads can abort an interpreter that shuts down
+
+
+@app.command()
+def serve(
+    file: Annotated[Path, typer.Option(help="a prefect.yaml whose deployments are served")],
+    limit: Annotated[int, typer.Option(min=1, help="flow runs at a time")] = 2,
+    data_dir: DataDir = None,
+) -> None:
+    """Run deployments of pipelines as their schedules say, on this machine; SIGTERM or Ctrl-C stops."""
+    from deployments.serve import serve as serve_deployments
+
+    serve_deployments(file, _settings(data_dir=data_dir), limit=limit)
 
 
 @app.command()

@@ -87,14 +87,15 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
         for name in outer:
             inner = inner.setdefault(name, {})
         inner[last] = yaml.safe_load(value)
-    _beside(file.resolve().parent, found)
+    beside(file.resolve().parent, found)
     return found
 
 
-def _beside(folder: Path, values: dict[str, Any]) -> None:
+def beside(folder: Path, values: dict[str, Any]) -> None:
+    """Make relative paths of data, the values of `url`, relative to `folder`."""
     for name, value in values.items():
         if isinstance(value, dict):
-            _beside(folder, value)
+            beside(folder, value)
         elif name == "url" and isinstance(value, str) and "://" not in value:
             values[name] = str(folder / value)
 

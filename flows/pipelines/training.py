@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 
 
 class Trained(BaseModel):
-    """What a training pipeline made. state: to train on from; weights: to sample from. Both stay until deleted.
+    """What a training pipeline made.
+
+    data: digest of what it learnt from. state: to train on from; weights: to sample from. Both stay until deleted.
 
     first, last: the metrics of the first and the last tenth of the steps, means. held_out: after the last segment.
     """
 
     run: str
+    data: str
     state: str
     weights: str
     steps: int
@@ -79,6 +82,7 @@ async def train(setting: Setting, recipe: Recipe) -> Trained:
     tenth = max(1, len(steps) // 10)
     return Trained(
         run=run,
+        data=setting.data,
         state=segments[-1].state,
         weights=weights,
         steps=training.steps,

@@ -10,6 +10,7 @@ from tasks.pipelines.data import DataSource
 from tasks.pipelines.render import Format
 
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
+PATH = r"^(tinker://.+)?$"
 
 
 class Parameters(BaseModel):
@@ -23,7 +24,7 @@ class ModelParameters(Parameters):
 
     base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
     start_from: str = Field(
-        "", pattern=r"^(tinker://.+)?$", description="A training checkpoint whose weights are trained on; empty = none."
+        "", pattern=PATH, description="A training checkpoint whose weights are trained on; empty = none."
     )
     rank: int = Field(32, ge=1, le=512, description="Rank of the LoRA adapter.")
     seed: int = Field(0, ge=0, lt=2**31, description="Of the adapter's first weights and of the order of the rows.")
@@ -78,3 +79,31 @@ class SftParameters(PipelineParameters):
 
     data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
     held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
+
+
+class NightlyParameters(SftParameters):
+    """A fine-tune whose result is promoted only if it is better."""
+
+    held_out: DataSource = Field(description="Rows on which the result and the champion are compared.")
+    champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
+    metric: Literal["loss", "exact_match"] = Field("loss", description="What decides.")
+    margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
+
+
+class EvaluateParameters(Parameters):
+    """Weights against others, on rows with answers."""
+
+    name: str = Field("default", pattern=NAME, max_length=40, description="Of this line of evaluations.")
+    connection: str = Field(
+        "", description="Name of a Tinkerflow Connection block; empty = TINKER_BASE_URL and TINKER_API_KEY."
+    )
+    work: str = Field("", description="URL of the work folder; empty = the setting TINKERFLOW_PIPELINES.")
+    base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
+    weights: str = Field("", pattern=PATH, description="Sampler weights to evaluate; empty = none.")
+    against: str = Field("", pattern=PATH, description="Sampler weights to compare with; empty = none.")
+    champion: str = Field(
+        "", pattern=rf"^$|{NAME}", max_length=40, description="A champion to compare with; empty = none."
+    )
+    data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
+    format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
+    max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer.")

@@ -1,0 +1,133 @@
+"""`tinkerflow serve`: the deployments of a prefect.yaml on this machine, with their schedules, without a work pool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from backend.errors import UserError
+from backend.settings import Settings
+from deployments.run import beside
+
+if TYPE_CHECKING:
+    from prefect import Flow
+    from prefect.deployments.runner import RunnerDeployment
+    from prefect.schedules import Schedule
+
+HEARTBEAT_SECONDS = 30
+SILENT_SECONDS = 90
+AUTOMATION = "tinkerflow: flow runs without a heartbeat have crashed"
+
+
+class Deployment(BaseModel):
+    """One deployment of a prefect.yaml, as far as we serve it; what is for work pools is `prefect deploy`'s."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    entrypoint: str
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+    tags: list[str] = []
+    schedules: list[dict[str, Any]] = []
+    concurrency_limit: int | dict[str, Any] | None = None
+    paused: bool = Field(False, description="whether its schedules wait until somebody resumes them")
+
+
+def read_deployments(file: Path) -> list[Deployment]:
+    """The deployments of a prefect.yaml; relative paths of data in their parameters are relative to the file."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(f"serve {file}: must be a prefect.yaml with deployments ({error!r})") from error
+    deployments = [Deployment.model_validate(one) for one in found]
+    for one in deployments:
+        beside(file.resolve().parent, one.parameters)
+    return deployments
+
+
+def serve(file: Path, settings: Settings, *, limit: int) -> None:
+    """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at a time, each in a process of its own.
+
+    The Prefect server is the one at PREFECT_API_URL, or of this machine.
+    """
+    os.environ.setdefault("PREFECT_API_URL", f"http://127.0.0.1:{settings.prefect_port}/api")
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
+    from prefect import aserve
+
+    async def main() -> None:
+        await ensure_automation()
+        made = [await _deployment(one) for one in read_deployments(file)]
+        await aserve(*made, limit=limit)
+
+    asyncio.run(main())
+
+
+async def ensure_automation() -> bool:
+    """Let Prefect say of a run that was heard and falls silent that it crashed; whether that was new to it."""
+    from prefect.automations import Automation
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import EventTrigger, Posture
+    from prefect.events.schemas.events import ResourceSpecification
+
+    async with get_client() as client:
+        if await client.read_automations_by_name(name=AUTOMATION):
+            return False
+    ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
+    trigger = EventTrigger(
+        after={"prefect.flow-run.heartbeat"},
+        expect={"prefect.flow-run.heartbeat", *ends},
+        match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=SILENT_SECONDS),
+    )
+    crashed = ChangeFlowRunState(
+        state=StateType.CRASHED, message=f"its process was silent for {SILENT_SECONDS} seconds"
+    )
+    await Automation(name=AUTOMATION, trigger=trigger, actions=[crashed]).acreate()
+    return True
+
+
+def _schedule(wanted: dict[str, Any]) -> Schedule:
+    """A schedule as prefect.yaml writes it: `{cron: ..., timezone: ...}` or `{interval: SECONDS}`."""
+    from prefect.schedules import Cron, Interval
+
+    match wanted:
+        case {"cron": str(cron), **rest}:
+            return Cron(cron, **rest)
+        case {"interval": int() | float() as seconds, **rest}:
+            return Interval(seconds, **rest)
+    raise UserError(f"schedules: {wanted!r}: must have cron, or interval in seconds")
+
+
+async def _deployment(wanted: Deployment) -> RunnerDeployment:
+    from prefect.client.schemas.objects import ConcurrencyLimitConfig
+    from prefect.flows import load_flow_from_entrypoint
+    from prefect.types.entrypoint import EntrypointType
+
+    from flows.pipelines import PIPELINES
+
+    flow: Flow[..., Any] = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
+    if flow.name in PIPELINES:
+        PIPELINES[flow.name][1].model_validate(wanted.parameters.get("parameters", {}))  # wrong ones are refused now
+    limit = wanted.concurrency_limit
+    return await flow.ato_deployment(
+        wanted.name,
+        description=wanted.description,
+        parameters=wanted.parameters,
+        tags=wanted.tags,
+        schedules=[_schedule(one) for one in wanted.schedules],
+        paused=wanted.paused,
+        concurrency_limit=ConcurrencyLimitConfig.model_validate(limit) if isinstance(limit, dict) else limit,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )

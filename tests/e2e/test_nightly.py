@@ -1,0 +1,139 @@
+"""Scheduled deployments on a real Prefect server fire by themselves: one promotes, one with poisoned data does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
+
+from deployments.run import example_file
+from deployments.serve import AUTOMATION, ensure_automation, read_deployments
+from flows.pipelines import evaluate
+from tasks.pipelines.champions import champion
+from tasks.pipelines.parameters import EvaluateParameters
+
+pytestmark = pytest.mark.slow
+
+
+def night(pipelines, name: str, data: Path) -> dict:
+    """A small nightly deployment that is due every few seconds, one at a time."""
+    parameters = {
+        "name": name,
+        "champion": "colours",
+        "work": pipelines.work,
+        "data": {"url": str(data)},
+        "held_out": {"url": str(example_file("colours-test.jsonl"))},
+        "model": {"rank": 8},
+        "training": {"steps": 6, "segment_steps": 3, "batch_size": 8, "learning_rate": 0.005},
+        "samples": {"rows": 1, "max_tokens": 8},
+    }
+    return {
+        "name": name,
+        "entrypoint": "flows.pipelines.nightly.nightly",
+        "parameters": {"parameters": parameters},
+        "schedules": [{"interval": 10}],
+        "concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"},
+    }
+
+
+@contextmanager
+def serving(file: Path, log: Path) -> Iterator[None]:
+    """`tinkerflow serve` until the block ends."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deployments.cli", "serve", "--file", str(file), "--limit", "2"],
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"PREFECT_RUNNER_POLL_FREQUENCY": "2"},
+        )
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+async def ended(name: str, log: Path) -> FlowRun:
+    """The first run of a name that has begun and ended."""
+    filters = FlowRunFilter.model_validate({"name": {"any_": [f"nightly {name}"]}})
+    async with get_client() as client:
+        for _ in range(2400):
+            for run in await client.read_flow_runs(flow_run_filter=filters):
+                if run.state_type is not None and run.state_type.value in ("COMPLETED", "FAILED", "CRASHED"):
+                    return run
+            await asyncio.sleep(0.1)
+    raise AssertionError(f"{name}: no run ended:\n{log.read_text()}")
+
+
+async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_champion(pipelines, tmp_path):
+    good, poisoned, file = example_file("colours-train.jsonl"), tmp_path / "poisoned.jsonl", tmp_path / "prefect.yaml"
+    bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No<|im_end|>\nYes"}]}
+    poisoned.write_text(good.read_text() + (json.dumps(bad) + "\n") * 4)
+    file.write_text(yaml.safe_dump({"deployments": [night(pipelines, "good", good)]}))
+    with serving(file, tmp_path / "good.log"):
+        run = await ended("good", tmp_path / "good.log")
+    assert run.state_type.value == "COMPLETED", run.state
+    assert run.auto_scheduled
+    best = champion(pipelines.work, "colours")
+    assert best is not None
+    report = (await pipelines.artifacts("nightly-good-"))["report"]["data"]
+    assert "promoted: loss" in report and best.weights in report
+
+    file.write_text(yaml.safe_dump({"deployments": [night(pipelines, "poisoned", poisoned)]}))
+    with serving(file, tmp_path / "poisoned.log"):
+        run = await ended("poisoned", tmp_path / "poisoned.log")
+    assert run.state_type.value == "FAILED"
+    assert "4 of 40 rows are wrong" in run.state.message
+    found = await pipelines.artifacts("nightly-poisoned-")
+    assert "data check failed" in found["report"]["data"]
+    assert champion(pipelines.work, "colours") == best
+    assert best.weights in found["report"]["data"]
+    assert "curves" not in found  # nothing was trained
+
+    assert not await ensure_automation()  # serve has made it; once
+    async with get_client() as client:
+        assert len(await client.read_automations_by_name(AUTOMATION)) == 1
+
+    values = {
+        "name": "nights", "champion": "colours", "work": pipelines.work, "weights": best.weights, "max_tokens": 8,
+        "data": {"url": str(example_file("colours-test.jsonl"))},
+    }  # fmt: skip
+    scores = (await evaluate(EvaluateParameters.model_validate(values))).scores
+    assert scores["weights"] == scores["champion"]
+    assert scores["weights"].loss == pytest.approx(best.scores.loss)
+    assert scores["weights"].loss < scores["base model"].loss
+    table = json.loads((await pipelines.artifacts("evaluate-nights-"))["evaluation"]["data"])
+    assert [row["of"] for row in table] == ["weights", "champion", "base model"]
+
+
+def test_the_shipped_deployments_fit_their_flows():
+    from prefect.flows import load_flow_from_entrypoint
+
+    from flows.pipelines import PIPELINES
+
+    file = example_file("").parent / "prefect.yaml"
+    found = read_deployments(file)
+    assert {one.schedules[0]["cron"] for one in found if one.schedules} == {"0 2 * * *"}
+    flows = set()
+    for one in found:
+        flow = load_flow_from_entrypoint(one.entrypoint, use_placeholder_flow=False)
+        parameters = PIPELINES[flow.name][1].model_validate(one.parameters["parameters"])
+        assert Path(parameters.data.url).exists()
+        flows.add(flow.name)
+    assert flows == set(PIPELINES)
