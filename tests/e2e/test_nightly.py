@@ -73,11 +73,11 @@ async def ended(name: str, log: Path) -> FlowRun:
     """The first run of a name that has begun and ended."""
     filters = FlowRunFilter.model_validate({"name": {"any_": [f"nightly {name}"]}})
     async with get_client() as client:
-        for _ in range(2400):
+        for _ in range(3000):
             for run in await client.read_flow_runs(flow_run_filter=filters):
                 if run.state_type is not None and run.state_type.value in ("COMPLETED", "FAILED", "CRASHED"):
                     return run
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
     raise AssertionError(f"{name}: no run ended:\n{log.read_text()}")
 
 
