@@ -149,7 +149,7 @@ async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines):
         await client.resume_flow_run(flow_run.id)
         await changed(pipelines, "buttons", now)
         await client.set_flow_run_state(flow_run.id, Cancelling())
-    state = await asyncio.wait_for(running, 60)
+    state = await asyncio.wait_for(running, 300)
     assert state.is_cancelled(), state
     plan = read_json(open_work(pipelines.work), "progress/buttons/plan.json")["plan"]
     (segment,) = Progress(pipelines.work, "buttons", plan).segments()
