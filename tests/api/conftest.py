@@ -327,22 +327,22 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
     stops: list[Callable[[], None]] = []
 
     def begin(**more: Any) -> Running:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        listening = socket.create_server(("127.0.0.1", 0))  # ours from now on
+        port = listening.getsockname()[1]
         bound = more.pop("host", "127.0.0.1")
         settings = settings_for(host=bound, port=port, **more)
         # It stands still at the real time: the SDK compares the times in tokens with its own.
         store, clock = Store.open(settings.store_url), ManualClock(datetime.now(UTC))
         started: dict[str, Any] = {}
+        ready = threading.Event()
 
         async def main() -> None:
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
             async with Waiters(journal) as waiters:
                 started["app"] = app = create_app(settings, journal, waiters, store, clock=clock)
                 config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, timeout_graceful_shutdown=1)
-                started["server"] = server = Server(config, app.state.services)
-                await server.serve()
+                started["server"] = server = Server(config, app.state.services, ready.set)
+                await server.serve([listening])
 
         thread = threading.Thread(target=lambda: asyncio.run(main()))
         thread.start()
@@ -352,8 +352,8 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
             thread.join(10)
 
         stops.append(stop)
-        while not ("server" in started and started["server"].started):
-            time.sleep(0.01)
+        while not ready.wait(0.01):
+            assert thread.is_alive(), "the server did not start"
         return Running(f"http://127.0.0.1:{port}", journal, store, started["app"], settings, http, clock)
 
     with httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_connections=None)) as http:
