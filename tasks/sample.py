@@ -252,13 +252,13 @@ def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:
         return request.failed(result.error, result.category)
     assert request.sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
     session, base = request.session_id, request.sampler.base_model
-    cached = result.prompt_cache_hit_tokens
+    cached, sharing = result.prompt_cache_hit_tokens, len(result.sequences) - 1
     sampled = sum(len(sequence.tokens_T) for sequence in result.sequences)
     outcome = request.done(
         encode_sample(result, request.payload),
         "proto",
         Used(session, base, UsageKind.PREFILL, prompt - cached),
-        Used(session, base, UsageKind.CACHED_PREFILL, cached),
+        Used(session, base, UsageKind.CACHED_PREFILL, cached + sharing * prompt),
         Used(session, base, UsageKind.SAMPLE, sampled),
     )
     if not records_stability(request.payload):

@@ -66,8 +66,8 @@ class UsageKind(StrEnum):
     """What is counted: tokens, or for the last one checkpoints that were saved."""
 
     TRAINING = "training"  # of forward_backward and forward alike: the SDK knows no other kind for either
-    PREFILL = "prefill"  # of prompts; once, however many sequences are sampled from one
-    CACHED_PREFILL = "cached_prefill"  # those of them that a cache spared
+    PREFILL = "prefill"  # of prompts, that were computed: once for all sequences of a request
+    CACHED_PREFILL = "cached_prefill"  # of prompts, that were not: all but the first sequence's, as the SDK tells users
     SAMPLE = "sample"
     CHECKPOINT = "checkpoint"
 

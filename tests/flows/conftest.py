@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,8 +165,9 @@ class Client:
         new = NewSampler(sampler_id(self.session, number), self.session, "local", self.base_model, model_path=path)
         return self.journal.open_sampler(new)
 
-    def sample(self, sampler: str, **params: object) -> str:
+    def sample(self, sampler: str, of: Mapping[str, object] | None = None, **params: object) -> str:
         body = {
+            **(of or {}),
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
             "sampling_params": {"seed": 1, "max_tokens": 6, **params},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import orjson
 import pytest
 
 from backend.commands import MoveSnapshot, SampleStep
-from backend.journal import Kind
+from backend.journal import Kind, UsageKind
 from backend.wire import tinker_pb2 as pb
 from flows.lane import Lane, Shared, Why
 from flows.sampling import SamplingLane
@@ -106,6 +107,16 @@ async def test_inflight_samplers_take_up_what_is_published_later_and_so_do_their
         said = await client.results(*(client.sample(one) for one in (old, fixed, new)))
         assert [tokens(result)[0][0] for result in said] == [3, 9, 3]
         lane.stop()
+
+
+async def test_samples_of_one_prompt_are_counted_as_one_prefill_and_hits(sampling: Any, client: Any) -> None:
+    request = client.sample(client.sampler(0), of={"num_samples": 8})
+    assert len(tokens(await client.result(request))) == 8
+    day = timedelta(days=1)
+    now = datetime.now(UTC)
+    counted = {row.kind: row.quantity for row in client.journal.usage("local", now - day, now + day)}
+    # A prompt of 3 tokens, and 6 sampled after each.
+    assert counted == {UsageKind.PREFILL: 3, UsageKind.CACHED_PREFILL: 7 * 3, UsageKind.SAMPLE: 8 * 6}
 
 
 async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: Any, until: Any) -> None:
