@@ -1,0 +1,381 @@
+"""The tenant matrix: every route of the app, with another project's id of every kind, answers as if there were none.
+
+Made from the app's own routes: one that is new and not in the tables below fails here until it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.errors import NotFoundError
+from backend.wire import tinker_pb2 as pb
+from tests.api.conftest import BASE, Running
+from tests.api.test_auth import routes_of
+from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
+
+NOBODYS = {"sess-": "sess-" + "0" * 16, "req-": "req-" + "0" * 16, "team-": "team-none"}
+_late = itertools.count(100)  # sequence ids of operations that need not be executed
+
+
+@dataclass
+class Person:
+    """A key with a project of its own, and one of everything."""
+
+    server: Running
+    key: str
+    ids: dict[str, str] = field(default_factory=dict)
+    seq: int = 0
+
+    def next_seq(self) -> int:
+        """Of their model."""
+        self.seq += 1
+        return self.seq
+
+    def send(self, method: str, path: str, body: Any = None) -> Any:
+        """Any request; bytes are protobuf."""
+        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        url, headers = f"{self.server.url}/api/v1/{path}", {"X-API-Key": self.key}
+        return self.server.http.request(method, url, headers=headers, follow_redirects=False, **content)
+
+    def outcome(self, method: str, path: str, body: Any = None, *, follow: bool = False) -> tuple[int, str]:
+        """What comes of it: status and text; with `follow`, of the future that it opens."""
+        answer = self.send(method, path, body)
+        if answer.status_code == 200 and (follow or "refused-" in answer.text):
+            return self.poll(answer.json()["request_id"])
+        return answer.status_code, answer.text
+
+    def poll(self, request_id: str) -> tuple[int, str]:
+        """The answer of an operation."""
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            answer = self.send("POST", "retrieve_future", {"request_id": request_id})
+            if "try_again" not in answer.text:
+                return answer.status_code, answer.text
+        raise AssertionError(f"request {request_id} was never answered")
+
+    def furnish(self, project: str) -> None:
+        """Make one of everything that has an id."""
+        model = self.server.model(self.key)
+        session = model.split(":")[0]
+        self.ids = {"project": project, "session": session, "model": model}
+        for kind, path in (
+            ("weights", "save_weights"),
+            ("sampler_weights", "save_weights_for_sampler"),
+            ("external_weights", "save_weights_external"),
+        ):
+            saved = self.send("POST", path, {"model_id": model, "seq_id": self.next_seq(), "path": "ck"}).json()
+            assert kind in self.poll(saved["request_id"])[1]
+            self.ids[kind] = f"tinker://{model}/{kind}/ck"
+        step = {"model_id": model, "seq_id": self.next_seq(), "adam_params": {}}
+        self.ids["request"] = self.send("POST", "optim_step", step).json()["request_id"]
+        self.poll(self.ids["request"])
+        opening = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+        self.ids["sampler"] = self.send("POST", "create_sampling_session", opening).json()["sampling_session_id"]
+        sampled = self.send("POST", "asample", sample(self.ids["sampler"], 0)).json()
+        self.ids["sample"] = sampled["request_id"]
+        self.poll(self.ids["sample"])
+        loss = {**CUSTOM_LOSS, "session_id": session, "custom_loss_seq_id": 0}
+        self.ids["loss_request"] = self.send("POST", "create_custom_loss", loss).json()["request_id"]
+        self.ids["loss"] = f"{session}:loss:0"
+
+
+def sample(sampler: str, seq: int) -> dict[str, Any]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]}
+    return {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+
+
+def chunk(model: str) -> bytes:
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=next(_late), loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1], np.int32).tobytes()
+    return bytes(message.SerializeToString())
+
+
+CHECKPOINTS = ("weights", "sampler_weights", "external_weights")
+Body = Callable[[str, Person], Any]  # of an id to ask about, and of who asks
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A body that names something of this kind. follow: what is wrong is told by a future that is stored, failed.
+
+    found: a search; it finds nothing, with a 200.
+    """
+
+    kind: str
+    body: Body
+    follow: bool = False
+    found: bool = False
+
+
+def on_model(**more: Any) -> list[Probe]:
+    return [Probe("model", lambda it, me: {"model_id": it, "seq_id": next(_late), **more})]
+
+
+def in_session(**more: Any) -> Probe:
+    return Probe("session", lambda it, me: {"session_id": it, **more})
+
+
+def of_checkpoint(body: Body, *kinds: str, follow: bool = False) -> list[Probe]:
+    return [Probe(kind, body, follow=follow) for kind in kinds or CHECKPOINTS]
+
+
+# ------------------------------------------------------------------ the tables
+IN_BODY: dict[str, list[Probe]] = {
+    "retrieve_future": [
+        Probe(kind, lambda it, me: {"request_id": it}) for kind in ("request", "sample", "loss_request")
+    ],
+    "retrieve_futures": [
+        Probe("sampler", lambda it, me: {"target": {"sampling_session_id": it}, "timeout": 0.0}),
+        Probe(
+            "sample",  # what one says to have read of another's is simply not there
+            lambda it, me: {
+                "target": {"sampling_session_id": me.ids["sampler"]},
+                "retrieved_request_ids": [it],
+                "prev_cursor": 2**40,
+                "timeout": 0.0,
+            },
+            found=True,
+        ),
+    ],
+    "cancel_future": [Probe("sample", lambda it, me: {"request_id": it})],  # what trains cannot be given up
+    "forward_backward": [Probe("model", lambda it, me: chunk(it), follow=True)],
+    "optim_step": on_model(adam_params={}),
+    "create_custom_loss": [
+        Probe("session", lambda it, me: {**CUSTOM_LOSS, "session_id": it, "custom_loss_seq_id": 7})
+    ],
+    "create_model": [in_session(model_seq_id=7, base_model=BASE)],
+    "load_weights": [
+        in_session(model_seq_id=8, path="tinker://a/weights/b", optimizer=False),
+        *on_model(path="tinker://a/weights/b", optimizer=False),
+        *of_checkpoint(
+            lambda it, me: {
+                "session_id": me.ids["session"], "model_seq_id": next(_late), "path": it, "optimizer": False,
+            },
+            "weights", "sampler_weights",
+            follow=True,
+        ),
+        *of_checkpoint(
+            lambda it, me: {"model_id": me.ids["model"], "seq_id": me.next_seq(), "path": it, "optimizer": False},
+            "weights", "sampler_weights",
+            follow=True,
+        ),
+    ],
+    "get_info": [Probe("model", lambda it, me: {"model_id": it})],
+    "asample": [Probe("sampler", lambda it, me: sample(it, next(_late)))],
+    "create_sampling_session": [
+        in_session(sampling_session_seq_id=7, base_model=BASE),
+        *of_checkpoint(
+            lambda it, me: {
+                "session_id": me.ids["session"], "sampling_session_seq_id": next(_late), "model_path": it,
+            },
+            "weights", "sampler_weights",
+        ),
+    ],
+    "join_sampling_session": [Probe("sampler", lambda it, me: {"sampling_session_id": it})],
+    "session_heartbeat": [in_session()],
+    "save_weights": on_model(path="x"),
+    "save_weights_for_sampler": on_model(path="x"),
+    "save_weights_external": on_model(path="x"),
+    "weights_info": of_checkpoint(lambda it, me: {"tinker_path": it}),
+    "copy_weights": of_checkpoint(lambda it, me: {"source_path": it}),
+    "sessions/search": [
+        Probe("session", lambda it, me: {"session_id": it}, found=True),
+        Probe("project", lambda it, me: {"project_ids": [it]}),
+        Probe(
+            "project",
+            lambda it, me: {"owner": {"type": "user", "owner_urns": [it]}},
+            found=True,
+        ),
+    ],
+}  # fmt: skip
+# Ids in a path are filled in by name; what else such a route must be sent.
+WITH_PATH = {
+    "sessions/{session_id}/finish": {"reason": {"type": "success"}},
+    "sessions/{session_id}/project": {"project_id": "p"},
+    "training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": None},
+}
+IN_QUERY = {"training_runs": "project_id", "billing/usage/checkpoints/current": "project_id"}
+NO_ID = {
+    "healthz", "client/config", "client/dynamic_config", "get_server_capabilities", "create_session", "auth/token",
+    "auth/apikey/me", "checkpoints", "sessions", "audit", "billing/usage/events",
+    "telemetry",  # its session_id is written to the log, and never looked up
+}  # fmt: skip
+ONLY_EXTERNAL = {"training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls"}
+
+
+@dataclass(frozen=True)
+class Try:
+    """One cell of the matrix: a request by `me` that names the thing `it`."""
+
+    route: tuple[str, str]
+    kind: str
+    path: Callable[[str], str]
+    body: Body
+    follow: bool = False
+    found: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.route[0]} {self.route[1]} with a {self.kind}"
+
+
+def tries(method: str, path: str) -> list[Try]:
+    """The cells of one route; KeyError for one that is in no table."""
+    route = (method, path)
+    if path in IN_BODY:
+        probes = IN_BODY[path]
+        return [Try(route, one.kind, lambda it: path, one.body, one.follow, one.found) for one in probes]
+    if path in IN_QUERY:
+        return [Try(route, "project", lambda it: f"{path}?{IN_QUERY[path]}={it}", lambda it, me: None, found=True)]
+    body = WITH_PATH.get(path)
+    if "{kind}" in path:
+        kinds = ("external_weights",) if path in ONLY_EXTERNAL else CHECKPOINTS
+        return [Try(route, kind, lambda it: of_parts(path, it), lambda it, me: body) for kind in kinds]
+    if "{" not in path:
+        if path not in NO_ID:
+            raise KeyError(f"{method} {path} is new: say in the tables which ids it takes, or that it takes none")
+        return []
+    name = path[path.index("{") + 1 : path.index("}")]
+    kind = {"session_id": "session", "run_id": "model", "wanted": "sampler"}[name]
+    return [Try(route, kind, lambda it: path.replace("{" + name + "}", it), lambda it, me: body)]
+
+
+def of_parts(path: str, checkpoint: str) -> str:
+    run, kind, name = checkpoint.removeprefix("tinker://").split("/")
+    return path.format(run_id=run, kind=kind, name=name)
+
+
+def nobodys(some_id: str) -> str:
+    """An id of the same form that does not exist."""
+    prefix = next(prefix for prefix in NOBODYS if prefix in some_id)
+    start = some_id.index(prefix)
+    mine = some_id[start : start + len(NOBODYS[prefix])] if prefix != "team-" else some_id
+    return some_id.replace(mine, NOBODYS[prefix])
+
+
+@pytest.fixture
+def people(server: Running, engine: Any, journal: Any) -> tuple[Person, Person]:
+    """Two, of different projects; the first one's things are asked about by the second."""
+    found = []
+    for name in ("ann", "bob"):
+        _, secret = journal.create_key(name, f"team-{name}")
+        server.clock.advance(1.0)
+        found.append(Person(server, secret))
+        found[-1].furnish(f"team-{name}")
+    return found[0], found[1]
+
+
+def cells(server: Running) -> list[Try]:
+    """The whole matrix; what ends things comes last, a session last of all."""
+    prefix = "/api/v1/"
+    routes = [(method, path.removeprefix(prefix)) for method, path, by_link in routes_of(server.app) if not by_link]
+    found = [one for method, path in sorted(routes) for one in tries(method, path)]
+    ends = {"finish": 3, "DELETE training_runs/{run_id}/checkpoints/{kind}/{name} ": 2, "cancel_future": 1}
+    return sorted(found, key=lambda one: max(n * (word in str(one)) for word, n in ends.items()))
+
+
+def everything(person: Person) -> list[str]:
+    """All that their project can see of itself."""
+    ids = person.ids
+    asked = [
+        "training_runs", "checkpoints", "sessions", "audit", f"sessions/{ids['session']}", f"samplers/{ids['sampler']}",
+        f"training_runs/{ids['model']}", f"training_runs/{ids['model']}/checkpoints",
+    ]  # fmt: skip
+    polls = [person.poll(ids[name])[1] for name in ("request", "sample", "loss_request")]
+    return [person.send("GET", path).text for path in asked] + polls
+
+
+def test_what_is_anothers_looks_like_nothing_on_every_route(server: Running, people: tuple[Person, Person]) -> None:
+    ann, bob = people
+    matrix = cells(server)
+    assert len(matrix) >= 60
+    before = everything(ann)
+    theirs: dict[int, tuple[int, str]] = {}
+    for n, one in enumerate(matrix):
+        it = ann.ids[one.kind]
+        none = nobodys(it)
+        assert none != it
+        foreign = bob.outcome(one.route[0], one.path(it), one.body(it, bob), follow=one.follow)
+        missing = bob.outcome(one.route[0], one.path(none), one.body(none, bob), follow=one.follow)
+        assert (foreign[0], foreign[1].replace(it, none)) == missing, str(one)
+        if one.follow:
+            assert foreign[0] == 200 and '"category":"user"' in foreign[1], (str(one), foreign)
+            assert "does not exist" in foreign[1], (str(one), foreign)
+        else:
+            assert foreign[0] == (200 if one.found else 404), (str(one), foreign)
+        theirs[n] = missing
+    assert everything(ann) == before, "none of it changed anything"
+    # The same requests by their owner do something: none of the cells above is empty.
+    for n, one in enumerate(matrix):
+        it = ann.ids[one.kind]
+        mine = ann.outcome(one.route[0], one.path(it), one.body(it, ann), follow=one.follow and one.kind != "model")
+        assert "does not exist" not in mine[1], (str(one), mine)
+        if not one.found:
+            assert mine[0] < 400, (str(one), mine)
+            assert mine != theirs[n]
+
+
+def test_lists_hold_nothing_of_others(people: tuple[Person, Person]) -> None:
+    ann, bob = people
+    hour = "2020-01-01T00:00:00Z"
+    paths = [
+        f"{path}?access_scope={scope}" for path in ("training_runs", "sessions") for scope in ("owned", "accessible")
+    ]
+    paths += ["checkpoints", "audit", "billing/usage/checkpoints/current"]
+    assert (
+        ann.send("GET", f"billing/usage/events?starting_on={hour}&ending_before=2020-01-02T00:00:00Z").json()["data"]
+        == []
+    )
+    for path in paths:
+        mine, yours = bob.send("GET", path), ann.send("GET", path)
+        assert (mine.status_code, yours.status_code) == (200, 200)
+        assert mine.text != yours.text
+        assert ann.ids["session"] not in mine.text and "team-ann" not in mine.text, path
+        assert "team-ann" in yours.text or ann.ids["session"] in yours.text, path
+    found = bob.send("POST", "sessions/search", {"owner": {"type": "accessible"}})
+    assert [one["owner"] for one in found.json()["sessions"]] == ["team-bob"]
+
+
+def test_signed_routes_are_shut_without_their_signature(server: Running, people: tuple[Person, Person]) -> None:
+    ann, bob = people
+    shut = [(method, path) for method, path, by_link in routes_of(server.app) if by_link]
+    assert len(shut) >= 5
+    for method, path in shut:
+        for it in (ann.ids["weights"], nobodys(ann.ids["weights"])):
+            run, kind, name = it.removeprefix("tinker://").split("/")
+            where = path.removeprefix("/api/v1/").format(
+                run_id=run, kind=kind, name=name, attempt="a", file="f", session_id=run.split(":")[0]
+            )
+            assert bob.send(method, f"{where}?expires=99999999999&signature=x").status_code == 403
+
+
+def test_what_a_forward_backward_names_is_of_its_own_session(journal: Any, people: tuple[Person, Person]) -> None:
+    ann, bob = people
+    assert "placeholder" in journal.custom_loss(ann.ids["loss"], ann.ids["session"])
+    for it in (ann.ids["loss"], nobodys(ann.ids["loss"])):
+        with pytest.raises(NotFoundError, match="this session has no custom loss of that id"):
+            journal.custom_loss(it, bob.ids["session"])
+
+
+def test_published_checkpoints_are_read_by_all_keys_and_changed_by_their_owner(people: tuple[Person, Person]) -> None:
+    ann, bob = people
+    reads = [one for path in ("weights_info", "copy_weights", "create_sampling_session", "load_weights")
+             for one in tries("POST", path) if one.kind in ("weights", "sampler_weights")]  # fmt: skip
+    for kind in CHECKPOINTS:
+        one = of_parts("training_runs/{run_id}/checkpoints/{kind}/{name}", ann.ids[kind])
+        assert ann.send("POST", f"{one}/publish").status_code == 204
+        assert bob.send("DELETE", one).status_code == 404
+        assert bob.send("DELETE", f"{one}/publish").status_code == 404
+        assert bob.send("PUT", f"{one}/ttl", {"ttl_seconds": 3600}).status_code == 404
+        assert bob.send("GET", f"{one}/archive").status_code == 302
+    for one in reads:
+        it = ann.ids[one.kind]
+        status, text = bob.outcome(one.route[0], one.path(it), one.body(it, bob), follow=one.follow)
+        assert (status, "error" in text) == (200, False), (str(one), text)
