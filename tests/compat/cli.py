@@ -18,7 +18,7 @@ from tinker.cli.__main__ import main
 
 from tests.compat.registry import commands
 
-# Threads of the SDK's transport that still run can abort an interpreter that ends: this one does not end by itself.
+# Threads of the SDK's transport that still run are suspected to abort an interpreter that ends: this one does not.
 _MAIN = """
 import os, sys
 from tinker.cli.__main__ import main

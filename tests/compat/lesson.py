@@ -75,4 +75,4 @@ def scored(trainer: Any) -> list[float]:
 
 if __name__ == "__main__":
     print(json.dumps(lesson(*sys.argv[1:])), flush=True)
-    os._exit(0)  # threads of the SDK's transport that still run can abort an interpreter that ends (seen with 0.36)
+    os._exit(0)  # threads of the SDK's transport that still run are suspected to abort an interpreter that ends
