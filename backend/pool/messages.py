@@ -9,7 +9,9 @@ from backend.commands import GroupConfig
 
 
 def _tree(kind: type[errors.TinkerflowError]) -> list[type[errors.TinkerflowError]]:
-    return [kind, *(each for child in kind.__subclasses__() for each in _tree(child))]
+    # Only of backend.errors: what other rooms derive is made otherwise than of a message, and no executor raises it.
+    children = [child for child in kind.__subclasses__() if child.__module__ == errors.__name__]
+    return [kind, *(each for child in children for each in _tree(child))]
 
 
 # What an executor may raise by name: it cannot pretend that its group failed.
