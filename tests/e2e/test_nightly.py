@@ -115,8 +115,9 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
         "data": {"url": str(example_file("colours-test.jsonl"))},
     }  # fmt: skip
     scores = (await evaluate(EvaluateParameters.model_validate(values))).scores
-    assert scores["weights"] == scores["champion"]
-    assert scores["weights"].loss == pytest.approx(best.scores.loss)
+    # The same weights: a logprob moves in its last bits with the batch it was computed in.
+    assert scores["champion"].loss == pytest.approx(scores["weights"].loss, rel=1e-4)
+    assert scores["weights"].loss == pytest.approx(best.scores.loss, rel=1e-4)
     assert scores["weights"].loss < scores["base model"].loss
     table = json.loads((await pipelines.artifacts("evaluate-nights-"))["evaluation"]["data"])
     assert [row["of"] for row in table] == ["weights", "champion", "base model"]
