@@ -24,7 +24,8 @@ def test_quickstart_teaches_pig_latin(tmp_path):
     assert re.search(r"http://127\.0\.0\.1:\d+/runs/flow-run/[0-9a-f-]{36}", run.stdout)
 
 
-def test_too_few_steps_fail(tmp_path):
+def test_too_few_steps_fail(tmp_path, compiled_programs):
+    (tmp_path / "jax-cache").symlink_to(compiled_programs)
     run = subprocess.run(
         [sys.executable, "-m", "deployments.cli", "quickstart", "--data-dir", str(tmp_path), "--steps", "2"],
         capture_output=True,
