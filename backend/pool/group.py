@@ -25,7 +25,7 @@ from backend.errors import DeadlineError, GroupFailedError, SuspectError, Tinker
 from backend.pool import codec
 from backend.pool.messages import Ack, Beat, Failed, Fatal, Progress, Ready, Start, same_outcome, to_error
 from backend.pool.spawn import how_it_ended, spawn_worker
-from backend.pool.transport import DriverLink
+from backend.pool.transport import DriverLink, next_connection
 from backend.processes import free_port
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class Group:
 
     async def _welcome(self, listener: socket.socket, secret: bytes, start: Sequence[codec.Buffer]) -> None:
         while any(m.link is None for m in self._members):
-            sock, _ = await self._loop.sock_accept(listener)
+            sock = await next_connection(listener)
             try:
                 # one after the other: our workers answer within milliseconds, and a stranger is not given long
                 async with asyncio.timeout(_HANDSHAKE_SECONDS):

@@ -10,6 +10,7 @@ both sides, with the role in it, so that neither side's proof serves as the othe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import os
@@ -117,6 +118,24 @@ def _read(sock: socket.socket, size: int) -> bytearray:
 
 
 # ------------------------------------------------------------------ the driver's end: asyncio
+async def next_connection(listener: socket.socket) -> socket.socket:
+    """Wait for a connection on `listener` (which does not block) and accept it.
+
+    `loop.sock_accept` accepts in a callback: cancelled in the same turn of the loop, it loses the accepted socket.
+    Here nothing lies between accepting and returning.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        readable = asyncio.Event()
+        loop.add_reader(listener, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(listener)
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it went away again
+            return listener.accept()[0]
+
+
 class DriverLink:
     """The driver's connection to one worker. One task may read while another writes."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backend.pool import codec
-from backend.pool.transport import DriverLink, WorkerLink, header
+from backend.pool.transport import DriverLink, WorkerLink, header, next_connection
 
 SECRET = b"a secret of this generation"
 
@@ -31,7 +31,7 @@ async def meet(
     worker = asyncio.to_thread(WorkerLink.connect, port, theirs, generation, rank, timeout=5.0)
 
     async def drive() -> DriverLink:
-        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        sock = await next_connection(listener)
         return await DriverLink.accept(sock, SECRET, 3, 2)
 
     driver_end, worker_end = await asyncio.gather(drive(), worker, return_exceptions=True)
@@ -91,15 +91,30 @@ async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket
             assert sock.recv(1) == b""
 
     reflected = asyncio.create_task(asyncio.to_thread(mirror, listener.getsockname()[1]))
-    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+    sock = await next_connection(listener)
     with pytest.raises(PermissionError, match="does not know the secret"):
         await DriverLink.accept(sock, SECRET, 3, 1)
     await reflected
 
 
+async def test_a_connection_is_not_lost_when_nobody_waits_for_it_any_more(listener: socket.socket) -> None:
+    waiting = asyncio.create_task(next_connection(listener))
+    await asyncio.sleep(0)
+    with socket.create_connection(listener.getsockname()) as client:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the loop has seen it, the task has not yet gone on
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with asyncio.timeout(10):
+            sock = await next_connection(listener)
+        assert sock.getpeername() == client.getsockname()
+        sock.close()
+
+
 async def test_a_stranger_that_hangs_up_is_an_end_of_file(listener: socket.socket) -> None:
     socket.create_connection(listener.getsockname()).close()
-    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+    sock = await next_connection(listener)
     with pytest.raises(EOFError):
         await DriverLink.accept(sock, SECRET, 3, 1)
     assert sock.fileno() == -1

@@ -16,7 +16,7 @@ from backend.commands import GroupConfig, Ping
 from backend.pool import codec
 from backend.pool.messages import Beat, Progress, Ready, Start
 from backend.pool.spawn import how_it_ended, spawn_worker
-from backend.pool.transport import DriverLink
+from backend.pool.transport import DriverLink, next_connection
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -74,7 +74,7 @@ async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[asy
         process = await spawn_worker(
             port=listener.getsockname()[1], secret=SECRET, generation=5, rank=0, log_dir=tmp_path
         )
-        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        sock = await next_connection(listener)
     link = await DriverLink.accept(sock, SECRET, 5, 1)
     await link.write(0, codec.encode(Start(config, 1, "", f"pool_executors:{executor}")))
     return process, link
@@ -129,7 +129,7 @@ async def test_a_worker_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
         process = await spawn_worker(
             port=listener.getsockname()[1], secret=b"wrong", generation=5, rank=0, log_dir=tmp_path
         )
-        sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+        sock = await next_connection(listener)
         with pytest.raises((PermissionError, EOFError)):  # it finds out first, from our proof
             await DriverLink.accept(sock, SECRET, 5, 1)
     assert await process.wait() == 1
