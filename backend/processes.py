@@ -1,4 +1,4 @@
-"""What every child process needs: to end with its parent, and a free port to bind."""
+"""What every child process needs: to end with its parent, a free port, a pause before it starts again, a log."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_BACKOFF_FIRST = 0.1
+_BACKOFF_LONGEST = 30.0
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -29,3 +32,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def backoff(failures: int) -> float:
+    """Seconds to wait before the next start after `failures` >= 1 failures in a row: 0.1, 0.2, 0.4, … up to 30."""
+    return float(min(_BACKOFF_LONGEST, _BACKOFF_FIRST * 2 ** min(failures - 1, 20)))
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The last lines of a log, for the message about the process that wrote it."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

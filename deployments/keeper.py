@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from backend.processes import backoff
 from deployments.pulse import BEAT, READY
 
 STOP_SECONDS = 20.0
@@ -21,8 +22,6 @@ LOOK_SECONDS = 0.1
 BIRTH_SECONDS = 60.0  # until a part's first line: it has hardly imported anything by then
 ASLEEP_SECONDS = 5.0  # we did not look for so long: the machine slept, or we were stopped
 STEADY_SECONDS = 60.0  # a part that ran this long ends a row of failures
-FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 30.0
 
 
 @dataclass
@@ -122,7 +121,7 @@ class Keeper:
     def _ended(self, part: Part, status: int, now: float) -> None:
         steady = part.ready or now - part.began > STEADY_SECONDS
         failures = self._failures[part.name] = 0 if steady else self._failures[part.name] + 1
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures)
+        pause = backoff(failures + 1)
         self._due[part.name] = now + pause
         self._report(f"{part.name} ended with status {status} (its log is {part.log}): started again in {pause:.1f} s")
 

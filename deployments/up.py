@@ -6,12 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from backend.errors import ServerError
-from backend.processes import free_port
+from backend.processes import free_port, tail
 from backend.settings import Settings
 from deployments.keeper import LOOK_SECONDS, Keeper
 
@@ -86,7 +85,7 @@ class Stack:
         while waits_for := [name for name, part in self._keeper.parts.items() if not part.ready]:
             for name, part in self._keeper.parts.items():
                 if (status := part.process.poll()) is not None:
-                    raise ServerError(f"{name} ended with status {status} at the start:\n{_tail(part.log)}")
+                    raise ServerError(f"{name} ended with status {status} at the start:\n{tail(part.log)}")
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"not ready in {self.settings.start_deadline:.0f} s (start_deadline): {', '.join(waits_for)}"
@@ -104,7 +103,3 @@ def _with_ports(settings: Settings) -> Settings:
     elif settings.prefect == "embedded" and settings.prefect_port == 0:
         changes["prefect_port"] = free_port()
     return Settings(**(settings.model_dump() | changes))
-
-
-def _tail(log: Path, lines: int = 20) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from backend.errors import ServerError
+from backend.processes import tail
 
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
@@ -142,11 +143,11 @@ async def _wait_until_healthy(server: PrefectServer) -> None:
         while loop.time() < deadline:
             if server.process.poll() is not None:
                 status = server.process.returncode
-                raise ServerError(f"the Prefect server ended with status {status}:\n{_tail(server.log)}")
+                raise ServerError(f"the Prefect server ended with status {status}:\n{tail(server.log)}")
             if await is_healthy(client, server.url):
                 return
             await asyncio.sleep(0.1)
-    raise ServerError(f"the Prefect server did not answer within {START_SECONDS:.0f} s:\n{_tail(server.log)}")
+    raise ServerError(f"the Prefect server did not answer within {START_SECONDS:.0f} s:\n{tail(server.log)}")
 
 
 async def is_healthy(client: httpx.AsyncClient, url: str) -> bool:
@@ -155,7 +156,3 @@ async def is_healthy(client: httpx.AsyncClient, url: str) -> bool:
         return (await client.get(f"{url}/health")).is_success
     except httpx.HTTPError:
         return False
-
-
-def _tail(log: Path, lines: int = 20) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

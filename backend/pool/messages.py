@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from backend import errors
 from backend.commands import GroupConfig
 
-
-def _tree(kind: type[errors.TinkerflowError]) -> list[type[errors.TinkerflowError]]:
-    # Only of backend.errors: what other rooms derive is made otherwise than of a message, and no executor raises it.
-    children = [child for child in kind.__subclasses__() if child.__module__ == errors.__name__]
-    return [kind, *(each for child in children for each in _tree(child))]
-
-
-# What an executor may raise by name: it cannot pretend that its group failed.
+# What an executor may raise by name: it cannot pretend that its group failed. Only of backend.errors: what other rooms
+# derive is made otherwise than of a message, and no executor raises it.
 _ERRORS: dict[str, type[errors.TinkerflowError]] = {
-    kind.__name__: kind
-    for kind in (*_tree(errors.UserError), errors.StateLostError, errors.StoreError, errors.ServerError)
+    name: kind
+    for name, kind in vars(errors).items()
+    if (isinstance(kind, type) and issubclass(kind, errors.UserError))
+    or kind in (errors.StateLostError, errors.StoreError, errors.ServerError)
 }
 _LONGEST_MESSAGE = 10_000
 

@@ -14,13 +14,12 @@ from typing import Self
 from backend.commands import Command, GroupConfig, GroupInfo, Reply
 from backend.errors import GroupFailedError, TinkerflowError, UserError
 from backend.pool.group import Group, Plan
+from backend.processes import backoff
 
 log = logging.getLogger(__name__)
 
 FIRST_STARTS = 3  # attempts before Pool.start gives up: a port may be taken between probing and binding it
 _STEADY_SECONDS = 60.0  # a generation that served this long ends a row of failures
-_BACKOFF_FIRST = 0.1
-_BACKOFF_LONGEST = 30.0
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,6 @@ def _quietly(show: Callable[[str], None]) -> Callable[[str], None]:
             log.exception("on_progress failed for %r", text)
 
     return shown
-
-
-def backoff(failures: int) -> float:
-    """Seconds to wait before the next start after `failures` >= 1 failures in a row: 0.1, 0.2, 0.4, … up to 30."""
-    return float(min(_BACKOFF_LONGEST, _BACKOFF_FIRST * 2 ** min(failures - 1, 20)))
 
 
 class Pool:

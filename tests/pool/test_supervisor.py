@@ -34,7 +34,6 @@ from backend.commands import (
 )
 from backend.pool import GroupLost, Pool
 from backend.pool.spawn import spawn_worker
-from backend.pool.supervisor import backoff
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 WaitUntil = Callable[..., Awaitable[None]]
@@ -457,11 +456,6 @@ async def test_a_mesh_that_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"fsdp 2 x tensor 1 cannot be divided among {processes} processes"):
         await start_pool(processes=processes, config=group_config(fsdp=2))
-
-
-def test_back_off_doubles_up_to_a_limit() -> None:
-    assert [backoff(n) for n in (1, 2, 3, 4)] == [0.1, 0.2, 0.4, 0.8]
-    assert backoff(50) == backoff(5000) == 30.0
 
 
 # ------------------------------------------------------------------ the end
