@@ -84,6 +84,7 @@ class Journey:
 
 async def take(runtime: Runtime, model_id: str, seq_id: int, turn: Turn) -> None:
     """Take a snapshot of the model at this turn of its line. A failure is logged, and costs a longer replay."""
+    began = runtime.clock.monotonic()
     try:
         try:
             async with turn:
@@ -96,6 +97,14 @@ async def take(runtime: Runtime, model_id: str, seq_id: int, turn: Turn) -> None
         taken = await commit(runtime, model_id, model.owner, seq_id, state)
         if not await runtime.read(runtime.journal.recovery.snapshot_taken, taken):
             await asyncio.to_thread(runtime.store.delete, taken.path)
+            return
+        log.info(
+            "snapshot of model %s at request %d: %.1f MiB, in %.2f s",
+            model_id,
+            seq_id,
+            taken.size_bytes / 2**20,
+            runtime.clock.monotonic() - began,
+        )
     except (GroupFailedError, FencedError) as error:
         log.info("no snapshot of model %s: %s", model_id, error)
     except (TinkerflowError, OperationalError):

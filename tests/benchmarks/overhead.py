@@ -1,0 +1,142 @@
+"""What recovery costs a training step: a server with the default snapshots beside one that takes none, by turns.
+
+    python -m tests.benchmarks.overhead [--model FOLDER] [--rounds 4] [--seconds 75] [--batch 8] [--tokens 128]
+
+Each round runs one server's client for so many seconds, then the other's: longer than the time between two snapshots.
+Counted are the CPU-seconds of a server's whole tree (engine, API, worker) while it is its turn, and the wall of each
+step. The record of what was executed is the journal's own row of each request, which both write. Without --model the
+small-qwen3 shape is made in a scratch folder (small_model.py). RESULTS.md keeps the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import tinker
+from tinker import types
+
+from tests.benchmarks.control_plane import cpu_seconds
+from tests.benchmarks.small_model import make_small
+
+NEVER = "1000000000"
+WAYS = {"default snapshots": {}, "no snapshots": {"SNAPSHOT_STEPS": NEVER, "SNAPSHOT_SECONDS": NEVER}}
+
+
+@dataclass
+class Side:
+    """One of the two servers, its client, and what was measured of it."""
+
+    name: str
+    pid: int
+    data_dir: Path
+    client: tinker.TrainingClient
+    walls: list[float] = field(default_factory=list)
+    cpu: float = 0.0
+    snapshots: int = 0
+
+    def turn(self, seconds: float, data: list[types.Datum]) -> None:
+        """Make steps for so long."""
+        cpu, taken, began = self.spent(), self.taken(), time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            self.walls.append(step(self.client, data))
+        self.cpu += self.spent() - cpu
+        self.snapshots += self.taken() - taken
+
+    def spent(self) -> float:
+        """CPU-seconds of the server's processes so far."""
+        return sum(cpu_seconds(self.pid).values())
+
+    def taken(self) -> int:
+        """Recovery snapshots so far: each has a name of its own, and its number of them is in the engine's log."""
+        return len(re.findall(r"tasks\.recovery: snapshot of model", (self.data_dir / "logs/engine.log").read_text()))
+
+
+@contextmanager
+def server(name: str, model: str, data_dir: Path) -> Iterator[tuple[str, int]]:
+    """`tinkerflow up`, Prefect off; its URL and pid."""
+    up = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "deployments.cli", "up", "--port", "0"),
+            *("--data-dir", str(data_dir), "--base-model", model),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TINKERFLOW_PREFECT": "off"} | {f"TINKERFLOW_{k}": v for k, v in WAYS[name].items()},
+    )
+    try:
+        assert up.stdout is not None
+        yield next(match[1] for line in up.stdout if (match := re.match(r"ready: (\S+)", line))), up.pid
+    finally:
+        up.terminate()
+        up.wait()
+
+
+def step(client: tinker.TrainingClient, data: list[types.Datum]) -> float:
+    """One forward_backward and optim_step; seconds."""
+    began = time.perf_counter()
+    forward = client.forward_backward(data, "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+    forward.result()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Parse the command line, measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face folder")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=75.0, help="of one turn")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    args = parser.parse_args()
+    row = [1 + i * 7 % 1000 for i in range(args.tokens + 1)]
+    inputs = {"target_tokens": row[1:], "weights": [1.0] * args.tokens}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)] * args.batch
+    print(
+        f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, steps of {args.batch} x {args.tokens} tokens"
+    )
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = args.model or str(make_small(scratch / "small-qwen3"))
+        sides = []
+        for number, name in enumerate(WAYS):
+            data_dir = scratch / str(number)
+            url, pid = stack.enter_context(server(name, model, data_dir))
+            service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench"))
+            client = service.create_lora_training_client(base_model=model, rank=32, seed=1).result()
+            step(client, data), step(client, data)  # compiles
+            sides.append(Side(name, pid, data_dir, client))
+        for number in range(args.rounds):
+            for side in sides if number % 2 == 0 else reversed(sides):
+                side.turn(args.seconds, data)
+                print(f"round {number + 1}, {side.name}: {report(side)}; load {os.getloadavg()[0]:.1f}", flush=True)
+        on, off = sides
+        cpu = on.cpu / len(on.walls) / (off.cpu / len(off.walls)) - 1
+        wall = statistics.mean(on.walls) / statistics.mean(off.walls) - 1
+        print(f"snapshots cost {cpu:+.1%} of a step's CPU and {wall:+.1%} of its wall time")
+
+
+def report(side: Side) -> str:
+    """All that was measured of a side so far."""
+    spent, mean, median = side.cpu / len(side.walls), statistics.mean(side.walls), statistics.median(side.walls)
+    return (
+        f"{len(side.walls)} steps so far, {spent:.2f} CPU-s each, wall mean {mean:.2f} s, median {median:.2f} s, "
+        f"{side.snapshots} snapshots"
+    )
+
+
+if __name__ == "__main__":
+    main()
