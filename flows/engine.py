@@ -116,6 +116,14 @@ async def _run(
         for pool in pools:
             if isinstance(pool, BaseException):
                 raise pool
+        epoch = journal.recovery.epoch or 0  # how many engines have held the lease of this journal
+        tracking.tell(
+            "tinkerflow.engine.restarted" if epoch > 1 else "tinkerflow.engine.started",
+            str(settings.data_dir),
+            of="engine",
+            engine=epoch,
+            base_models=[card.name for card in cards],
+        )
         snapshots = Policy(settings.snapshot_steps, settings.snapshot_seconds)
         shared = Shared(Pacing(settings.tracked_runs_per_second, clock), tracking, snapshots)
         store = Store.open(settings.store_url, clock=clock)

@@ -16,7 +16,8 @@ from flows.pacing import Pacing
 from flows.tracking import Tracking
 from tasks.operation import Operation, begin
 from tasks.poison import MOST_CRASHES
-from tasks.recovery import Journey, Policy, restore, take
+from tasks.recovery import Journey, Policy, take
+from tasks.restore import Restored, restore
 from tasks.runtime import Runtime
 from tasks.turns import Turn
 from tasks.window import MOST, STEPS, TASKS, Tracked, Window, track
@@ -158,7 +159,7 @@ class Lane:
         if model.state is ModelState.LIVE and any(request.seq_id is not None for request in fresh):
             self._show("Restoring", f"in worker group {generation}, from its last snapshot and the journal")
             try:
-                self._journey.restored(await restore(runtime, self.model_id))
+                restored = await restore(runtime, self.model_id)
             except GroupFailedError as error:
                 self._crashes += isinstance(error, SuspectError) and error.crashed
                 if self._crashes < MOST_CRASHES:
@@ -169,10 +170,27 @@ class Lane:
                 log.exception("model %s cannot be restored", self.model_id)
                 await self._fail(f"{type(error).__name__}: {error}")
                 return False
-            self._show("Running", f"restored in worker group {generation}")
+            self._journey.restored(restored.steps)
+            self._tell_restored(generation, restored)
         self._crashes = 0
         self._runtime = runtime
         return True
+
+    def _tell_restored(self, generation: int, restored: Restored) -> None:
+        self._show("Running", f"restored in worker group {generation}: {restored.requests} requests replayed")
+        tracking, snapshot = self._shared.tracking, restored.snapshot
+        for why in restored.unreadable:
+            tracking.tell("tinkerflow.snapshot.unreadable", self.model_id, of="model", why=why)
+        tracking.tell(
+            "tinkerflow.model.restored",
+            self.model_id,
+            of="model",
+            generation=generation,
+            snapshot_at_request=None if snapshot is None else snapshot.seq_id,
+            replayed_requests=restored.requests,
+            replayed_steps=restored.steps,
+            seconds=round(restored.seconds, 3),
+        )
 
     def _show(self, state: str, text: str) -> None:
         """Give the flow run that we are served in a state that people see."""

@@ -154,11 +154,11 @@ class Tracking:
             self._found(False, f"{type(error).__name__}: {error}")
         return count
 
-    def tell(self, event: str, name: str, **payload: object) -> None:
-        """Emit a Prefect event about the base model `name`, such as `tinkerflow.group.ended`; never waits."""
+    def tell(self, event: str, name: str, of: str = "base-model", **payload: object) -> None:
+        """Emit a Prefect event about the `of` that is called `name`, such as `tinkerflow.group.ended`; never waits."""
         if not self.api_url:
             return
-        resource = {"prefect.resource.id": f"tinkerflow.base-model.{name}", "prefect.resource.name": name}
+        resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
         emit_event(event, resource, payload=payload)
 
     def show(self, flow_run: UUID, state: str, text: str) -> None:

@@ -68,9 +68,11 @@ async def load(runtime: Runtime, owner: str, path: str, *, optimizer: bool, acce
     if row.base_model != runtime.card.name:
         raise UserError(f"path {path!r}: it belongs to base model {row.base_model!r}, not {runtime.card.name!r}")
     try:
-        state, _ = await asyncio.to_thread(runtime.store.load, path)
+        state, saved = await asyncio.to_thread(runtime.store.load, path)
     except NotFoundError as error:
         raise NotFoundError(f"path {path!r}: the store has it no longer") from error
+    if runtime.as_of is not None and saved.created_at > runtime.as_of:
+        raise NotFoundError(f"path {path!r}: what was loaded from it was replaced since")
     if not optimizer:
         return replace(state, moments={}, step=0)
     if not state.moments:

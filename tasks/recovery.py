@@ -8,14 +8,17 @@ What must hold: the weights, gradients and moments after a recovery are those of
 - Snapshots. After so many steps or seconds, and before a planned stop, the lane gives a turn to `take`: the export is
   a command in the model's line; encoding, writing and committing happen in a thread while the model trains on. The
   journal learns of it after the commit, and only when every request in it is answered: a request is either in the
-  snapshot or executed again, never both.
+  snapshot or executed again, never both. What came after the snapshot before the newest one stays in the journal, so a
+  newest one that cannot be read costs a longer replay (restore.py).
 - Loading. A load (create-via-load too) commits the state it loaded as a snapshot before it is answered, so no replay
-  depends on a checkpoint that was deleted or overwritten since.
+  depends on a checkpoint that was deleted or overwritten since: one that begins before the load, because that snapshot
+  cannot be read, takes the checkpoint only if it is the one of then.
 - Samplers. An unnamed save commits what it published before it is answered; named ones are in the store by nature. So
   samplers come back by themselves, when they are next used.
 - Death. What was in flight is not answered (operation.py): its effects ended with the group. The lane waits until the
-  next group serves, calls `restore`, and takes from the journal again. All commands of a lane are bound to the group
-  that the model was restored in; an older or newer one refuses them. A restarted engine does the same, from nothing.
+  next group serves, has restore.py make the model again, and takes from the journal again. All commands of a lane are
+  bound to the group that the model was restored in; an older or newer one refuses them. A restarted engine does the
+  same, from nothing.
 - Failure. A model that cannot be restored is failed by name; the others never notice.
 """
 
@@ -23,22 +26,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sqlalchemy.exc import OperationalError
 
-from backend.commands import AdapterState, Done, ExportAdapter, ImportAdapter
-from backend.errors import FencedError, GroupFailedError, ServerError, TinkerflowError, UserError
-from backend.journal import Executed, Kind
+from backend.commands import AdapterState, ExportAdapter
+from backend.errors import FencedError, GroupFailedError, TinkerflowError
 from tasks.commit import commit
-from tasks.operation import EXECUTE
 from tasks.runtime import Runtime
 from tasks.turns import Turn
 
 log = logging.getLogger(__name__)
-
-_PAGE = 16  # requests replayed at once; their payloads are in memory
 
 
 @dataclass(frozen=True)
@@ -109,73 +107,3 @@ async def take(runtime: Runtime, model_id: str, seq_id: int, turn: Turn) -> None
         log.info("no snapshot of model %s: %s", model_id, error)
     except (TinkerflowError, OperationalError):
         log.warning("no snapshot of model %s at request %d", model_id, seq_id, exc_info=True)
-
-
-async def restore(runtime: Runtime, model_id: str) -> int:
-    """Make a live model in the worker group that `runtime` is bound to, as its answered requests have left it.
-
-    Returns how many optimizer steps were replayed.
-    GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
-    """
-    began, recovery = runtime.clock.monotonic(), runtime.journal.recovery
-    snapshots = await runtime.read(recovery.snapshots, model_id)
-    after = -1
-    if snapshots:
-        await _tell(runtime, model_id, "loading its snapshot")
-        state, _ = await asyncio.to_thread(runtime.store.load, snapshots[0].path)
-        await runtime.send(ImportAdapter(model_id, state), Done)
-        after = snapshots[0].seq_id
-    loaded, total = runtime.clock.monotonic(), await runtime.read(recovery.count_executed, model_id, after)
-    done = steps = 0
-    while page := await runtime.read(recovery.executed, model_id, after, _PAGE):
-        await _tell(runtime, model_id, f"replaying {done} of {total}")
-        await _replay(runtime, page)
-        done += len(page)
-        steps += sum(one.request.kind == Kind.OPTIM_STEP for one in page)
-        after = int(page[-1].request.seq_id or 0)
-    await runtime.read(recovery.note_progress, model_id, None)
-    log.info(
-        "model %s is restored in worker group %s: %d requests replayed in %.2f s after %.2f s for %s",
-        model_id,
-        runtime.generation,
-        done,
-        runtime.clock.monotonic() - loaded,
-        loaded - began,
-        f"its snapshot at request {snapshots[0].seq_id}" if snapshots else "a look for snapshots: none",
-    )
-    return steps
-
-
-async def _tell(runtime: Runtime, model_id: str, what: str) -> None:
-    await runtime.read(runtime.journal.recovery.note_progress, model_id, f"restoring model {model_id}: {what}")
-
-
-async def _replay(runtime: Runtime, page: Sequence[Executed]) -> None:
-    turn: Turn | None = None
-    running = []
-    for one in page:
-        turn = Turn(turn)
-        running.append(asyncio.create_task(_again(runtime, one, turn)))
-    try:
-        for task in running:
-            await task
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-
-async def _again(runtime: Runtime, one: Executed, turn: Turn) -> None:
-    """Execute a request again; its answer is in the journal already, and stays."""
-    request = one.request
-    try:
-        outcome = await EXECUTE[request.kind](replace(runtime), request, turn)
-        if one.succeeded is False and outcome.error is None:
-            raise ServerError(f"{request.kind} (seq_id {request.seq_id}) had failed, and succeeds when it is replayed")
-    except GroupFailedError:
-        raise
-    except TinkerflowError as error:
-        if one.succeeded or (one.succeeded is None and not isinstance(error, UserError)):
-            raise ServerError(f"the replay of {request.kind} (seq_id {request.seq_id}) failed: {error}") from error
-    finally:
-        await turn.end()

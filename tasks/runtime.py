@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import ParamSpec, Protocol, TypeVar, cast
 
 from backend.clock import Clock
@@ -48,7 +49,8 @@ class Runtime:
     """One base model: its worker group, its snapshots, and the journal, store and clock that all of them share.
 
     generation: the only worker group that may execute what is sent through this; None: whichever serves. note: is told
-    of every command that is sent.
+    of every command that is sent. as_of: in a replay, when what is done again was first answered: what was saved later
+    is not there.
     """
 
     journal: Journal
@@ -59,6 +61,7 @@ class Runtime:
     answers: Answers
     snapshots: Snapshots = field(default_factory=Snapshots)
     generation: int | None = None
+    as_of: datetime | None = None
     note: Callable[[Command], None] = lambda _: None
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 

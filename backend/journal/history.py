@@ -5,7 +5,8 @@ the whole record of how a model came to be, and nothing more is written before a
 sent and not answered is still pending; it is executed again, because what it did ended with its worker group.
 
 Payloads stay exactly as long as a replay may need them: `replays` is set with the answer of a request that changed its
-model, and taken back when a snapshot that holds it is committed, or when the model ends.
+model, and taken back when two snapshots that hold it are committed (the newer one may turn out to be damaged), or when
+the model ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from backend.journal.statements import insert_if_absent
 from backend.journal.tables import BaseModelRow, Model, Request, Sampler
 from backend.journal.views import Executed, SnapshotView, pending_view, snapshot_view
 
-KEPT = 2  # snapshots of a model: the newest one restores it, the one before stays until the next
+KEPT = 2  # snapshots of a model: the newest one restores it, or if that cannot be read the one before
 
 _IS_MODEL = col(RecoverySnapshot.snapshot_id).is_(None)
 _LET_GO = {
@@ -49,9 +50,16 @@ def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetim
     if not insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now}):
         return False
     if taken.snapshot_id is None:
-        of_model = (col(Request.model_id) == taken.model_id, col(Request.seq_id) <= taken.seq_id)
-        connection.execute(sa.update(Request).where(*of_model, col(Request.replays)).values(**_LET_GO))
+        _let_go(connection, taken.model_id)
     return True
+
+
+def _let_go(connection: sa.Connection, model_id: str) -> None:
+    """Of the requests that all KEPT snapshots hold."""
+    newest = sa.select(col(RecoverySnapshot.seq_id)).where(col(RecoverySnapshot.model_id) == model_id, _IS_MODEL)
+    oldest_kept = newest.order_by(col(RecoverySnapshot.seq_id).desc()).offset(KEPT - 1).limit(1).scalar_subquery()
+    of_model = (col(Request.model_id) == model_id, col(Request.seq_id) <= oldest_kept)
+    connection.execute(sa.update(Request).where(*of_model, col(Request.replays)).values(**_LET_GO))
 
 
 def forget(connection: sa.Connection, model_id: str) -> None:
@@ -80,7 +88,10 @@ def executed(connection: sa.Connection, model_id: str, after: int, limit: int) -
     """Requests to replay with a seq_id above `after`, in order, at most `limit`."""
     of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays))
     rows = connection.execute(sa.select(Request).where(*of_model).order_by(col(Request.seq_id)).limit(limit))
-    return [Executed(pending_view(row), None if row.dropped_at else row.state == RequestState.DONE) for row in rows]
+    return [
+        Executed(pending_view(row), None if row.dropped_at else row.state == RequestState.DONE, row.finished_at)
+        for row in rows
+    ]
 
 
 def count_executed(connection: sa.Connection, model_id: str, after: int) -> int:

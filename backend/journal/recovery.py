@@ -40,6 +40,10 @@ class Recovery:
         with self._database.read() as connection:
             return history.snapshots(connection, model_id)
 
+    def restorable(self, model_id: str) -> list[SnapshotView]:
+        """The model's snapshots after which everything is still there to be replayed, newest first."""
+        return self.snapshots(model_id)[: history.KEPT]
+
     def sampler_snapshot(self, snapshot_id: str) -> SnapshotView | None:
         """Where the weights of a sampling snapshot are stored, if they are."""
         with self._database.read() as connection:

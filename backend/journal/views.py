@@ -299,6 +299,7 @@ class Executed:
 
     request: Pending
     succeeded: bool | None
+    answered_at: datetime
 
 
 @dataclass(frozen=True)

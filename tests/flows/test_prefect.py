@@ -235,20 +235,30 @@ async def test_the_end_of_a_group_and_the_recovery_are_seen(
         pool.die()
         assert (await client.result(client.optim_step(model))).error is None
 
-        async def found() -> tuple[list[str], list[str]]:
+        async def found() -> tuple[list[str], dict[str, Any]]:
             (run,) = (await http.post(f"{url}/flow_runs/filter", json=named(model))).json()
             states = (await http.get(f"{url}/flow_run_states/", params={"flow_run_id": run["id"]})).json()
             events = await http.post(f"{url}/events/filter", json={"filter": {"event": {"prefix": ["tinkerflow."]}}})
-            return [state["name"] for state in states], sorted(event["event"] for event in events.json()["events"])
+            told = {event["event"]: event for event in events.json()["events"]}
+            return [state["name"] for state in states], dict(sorted(told.items()))
 
         url = tracking.api_url
         async with httpx.AsyncClient() as http, asyncio.timeout(120):
             while True:
                 states, events = await found()
-                if states[-2:] == ["Restoring", "Running"] and len(events) == 2:
+                if states[-2:] == ["Restoring", "Running"] and len(events) == 3:
                     break
                 await asyncio.sleep(0.5)
-    assert events == ["tinkerflow.group.ended", "tinkerflow.group.serves"]
+    assert list(events) == ["tinkerflow.group.ended", "tinkerflow.group.serves", "tinkerflow.model.restored"]
+    told = events["tinkerflow.model.restored"]
+    assert told["resource"] == {"prefect.resource.id": f"tinkerflow.model.{model}", "prefect.resource.name": model}
+    assert told["payload"].pop("seconds") >= 0
+    assert told["payload"] == {
+        "generation": 2,
+        "snapshot_at_request": None,
+        "replayed_requests": 2,
+        "replayed_steps": 1,
+    }
 
 
 def named(model: str) -> dict[str, Any]:

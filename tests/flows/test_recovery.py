@@ -226,6 +226,71 @@ async def test_a_loaded_model_needs_its_checkpoint_no_more(
         assert state(pool, model) == before
 
 
+def damage(runtime: Any, path: str) -> None:
+    """Change a byte of the weights in the store."""
+    saved = runtime.store.find(path)
+    (file,) = Path(runtime.store.url.removeprefix("file://")).rglob(f"{saved.attempt}/adapter_model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("older", ["snapshot", "creation"])
+async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
+    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any, older: str, caplog: Any
+) -> None:
+    async def steps(model: str, snapshots: int) -> None:
+        """Three steps, after which there are so many snapshots."""
+        await answers(client, work(client, model, 3))
+        await until(lambda: snapshots == 0 or len(journal.recovery.snapshots(model)) == snapshots)
+
+    times = 2 if older == "snapshot" else 1
+    async with serve(pool, steps=3):
+        model = await client.create(0)
+        for number in range(times + 1):
+            await steps(model, number)
+        await answers(client, [client.forward_backward(model, [2])])
+        before = state(pool, model)
+    newest, *rest = journal.recovery.snapshots(model)
+    assert len(rest) == times - 1
+    damage(runtime, newest.path)
+    pool.die()
+    with caplog.at_level("ERROR"):
+        async with serve(pool):
+            await answers(client, [client.forward_backward(model, [1], forward_only=True)])
+            assert state(pool, model) == before
+    assert "adapter_model.safetensors does not have the SHA-256" in caplog.text
+    assert journal.recovery.snapshots(model) == rest
+    assert runtime.store.exists(newest.path), "it is left for people to look at"
+
+
+@pytest.mark.parametrize("since", ["unchanged", "overwritten"])
+async def test_a_load_is_replayed_from_its_checkpoint_only_if_that_is_the_one_of_then(
+    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, since: str
+) -> None:
+    async with serve(pool):
+        model = await client.create(0)
+        await answers(client, work(client, model, 2))
+        saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one"}))
+        path = orjson.loads(saved.result)["path"]
+        await answers(client, [*work(client, model, 1), client.submit(model, Kind.LOAD_WEIGHTS, {"path": path})])
+        await answers(client, work(client, model, 1))
+        before = state(pool, model)
+        (of_load,) = journal.recovery.snapshots(model)
+        damage(runtime, of_load.path)
+        if since == "overwritten":
+            again = client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one", "overwrite": True})
+            await answers(client, [again])
+        pool.die()
+        if since == "overwritten":
+            assert "was replaced since" in (await client.result(client.optim_step(model))).error
+            return
+        await answers(client, [client.forward_backward(model, [1], forward_only=True)])
+        assert state(pool, model) == before
+        (again,) = journal.recovery.snapshots(model)
+        assert again.path != of_load.path and runtime.store.problems(again.path) == []
+
+
 async def test_a_model_that_cannot_be_restored_fails_alone(
     serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any
 ) -> None:
@@ -235,10 +300,14 @@ async def test_a_model_that_cannot_be_restored_fails_alone(
             await answers(client, [*work(client, model, 1)])
             await answers(client, [client.forward_backward(model, [1])])
             await until(lambda model=model: bool(journal.recovery.snapshots(model)))
-        runtime.store.delete(journal.recovery.snapshots(bad)[0].path)
+        await answers(client, [*work(client, bad, 1)])
+        await answers(client, [client.forward_backward(bad, [1])])
+        await until(lambda: len(journal.recovery.snapshots(bad)) >= 2)
+        for view in journal.recovery.snapshots(bad):
+            runtime.store.delete(view.path)
         pool.die()
         failed = await client.result(client.optim_step(bad))
-        assert "could not be restored" in failed.error
+        assert "could not be restored" in failed.error and "none of its snapshots can be read" in failed.error
         assert journal.model(bad, None).state is ModelState.FAILED
         await answers(client, [client.optim_step(good)])
 
@@ -293,4 +362,4 @@ async def test_a_planned_stop_takes_snapshots(
     dispatcher.stop()
     await asyncio.wait_for(serving, 60)
     assert [view.seq_id for view in journal.recovery.snapshots(model)] == [3]
-    assert journal.recovery.executed(model, -1, 10) == []
+    assert journal.recovery.executed(model, 3, 10) == [], "nothing is left to be replayed"

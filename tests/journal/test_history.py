@@ -22,26 +22,45 @@ def taken(model, seq, **more):
     return SnapshotTaken(f"tinker://{model}/recovery/{seq}{more.get('snapshot_id', '')}", model, seq, 1, 10, **more)
 
 
-def test_a_snapshot_takes_the_place_of_the_requests_before_it(scene):
+def test_two_snapshots_take_the_place_of_the_requests_that_both_hold(scene):
+    model, journal = scene.model(), scene.journal.recovery
+    executed(scene, model, 1, 2, 3, 4, 5)
+    assert replayed(scene, model) == [1, 2, 3, 4, 5]
+    assert journal.snapshot_taken(taken(model, 2))
+    assert replayed(scene, model) == [1, 2, 3, 4, 5], "it is the only one, and it may turn out to be damaged"
+    assert journal.count_executed(model, 2) == 3
+    assert journal.snapshot_taken(taken(model, 4))
+    assert replayed(scene, model) == [3, 4, 5]
+    assert journal.snapshot_taken(taken(model, 3)), "a slow one, that is recorded late"
+    assert replayed(scene, model) == [4, 5]
+    assert [view.seq_id for view in journal.snapshots(model)] == [4, 3, 2]
+    assert [view.seq_id for view in journal.restorable(model)] == [4, 3]
+    assert not journal.snapshot_taken(taken(model, 6)), "request 6 is not answered: it would be executed twice"
+
+
+def test_a_snapshot_that_was_forgotten_does_not_count(scene):
     model, journal = scene.model(), scene.journal.recovery
     executed(scene, model, 1, 2, 3)
-    assert replayed(scene, model) == [1, 2, 3]
-    assert journal.snapshot_taken(taken(model, 2))
-    assert replayed(scene, model) == [3]
-    assert journal.count_executed(model, 2) == 1
-    assert [view.seq_id for view in journal.snapshots(model)] == [2]
-    assert not journal.snapshot_taken(taken(model, 4)), "request 4 is not answered: it would be executed twice"
+    journal.snapshot_taken(taken(model, 1))
+    journal.snapshot_taken(taken(model, 2))
+    journal.forget_snapshot(taken(model, 2).path)
+    journal.snapshot_taken(taken(model, 3))
+    assert replayed(scene, model) == [2, 3]
+    assert journal.superfluous() == []
 
 
 def test_payloads_stay_as_long_as_a_replay_needs_them(scene, clock):
     model, journal = scene.model(), scene.journal
     executed(scene, model, 1, 2)
+    answered_at = clock.now()
     clock.advance(200)
     assert journal.expire_results(100) == 3
     kept = journal.recovery.executed(model, 0, 10)
     assert [one.request.payload for one in kept] == [b"payload 1", b"payload 2"]
     assert [one.succeeded for one in kept] == [None, None]
+    assert [one.answered_at for one in kept] == [answered_at] * 2
     assert journal.recovery.snapshot_taken(taken(model, 1))
+    assert journal.recovery.snapshot_taken(taken(model, 2))
     with journal._database.read() as connection:
         payloads = dict(connection.exec_driver_sql("SELECT seq_id, payload FROM request WHERE seq_id > 0").all())
     assert {seq: bytes(payload) for seq, payload in payloads.items()} == {1: b"", 2: b"payload 2"}

@@ -1,0 +1,143 @@
+"""A live model made again in a worker group: a snapshot of it, and what was executed since, in order (recovery.py).
+
+The newest snapshot that can be read is taken, of those after which the journal still has everything: the two newest,
+and the model's creation before there are two. One that cannot be read is forgotten, so that the next one does not
+count on it; its files stay in the store, for people to look at (`tinkerflow checkpoint gc` removes them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from backend.commands import Done, ImportAdapter
+from backend.errors import GroupFailedError, NotFoundError, ServerError, StoreError, TinkerflowError, UserError
+from backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
+from tasks.operation import EXECUTE
+from tasks.runtime import Runtime
+from tasks.turns import Turn
+
+log = logging.getLogger(__name__)
+
+_PAGE = 16  # requests replayed at once; their payloads are in memory
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What it took: the snapshot (None: from the model's creation), and how much was replayed after it.
+
+    steps: optimizer steps among the `requests`. unreadable: newer snapshots that could not be read, and why.
+    """
+
+    snapshot: SnapshotView | None
+    requests: int
+    steps: int
+    seconds: float
+    unreadable: tuple[str, ...]
+
+
+async def restore(runtime: Runtime, model_id: str) -> Restored:
+    """Make a live model in the worker group that `runtime` is bound to, as its answered requests have left it.
+
+    GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
+    """
+    began = runtime.clock.monotonic()
+    snapshot, unreadable = await _load(runtime, model_id)
+    loaded = runtime.clock.monotonic()
+    requests, steps = await _replay_all(runtime, model_id, snapshot, unreadable)
+    await runtime.read(runtime.journal.recovery.note_progress, model_id, None)
+    ended = runtime.clock.monotonic()
+    log.info(
+        "model %s is restored in worker group %s: %d requests replayed in %.2f s after %.2f s for %s",
+        model_id,
+        runtime.generation,
+        requests,
+        ended - loaded,
+        loaded - began,
+        f"its snapshot at request {snapshot.seq_id}" if snapshot else "a look for snapshots: none",
+    )
+    return Restored(snapshot, requests, steps, ended - began, unreadable)
+
+
+async def _load(runtime: Runtime, model_id: str) -> tuple[SnapshotView | None, tuple[str, ...]]:
+    """Put the newest snapshot that can be read into the group; which one, and what is wrong with newer ones."""
+    recovery, unreadable = runtime.journal.recovery, dict[str, str]()
+    found = None
+    for snapshot in await runtime.read(recovery.restorable, model_id):
+        await _tell(runtime, model_id, "loading its snapshot")
+        try:
+            state, _ = await asyncio.to_thread(runtime.store.load, snapshot.path)
+        except (StoreError, NotFoundError) as error:
+            log.error("the snapshot of model %s at request %d cannot be read: %s", model_id, snapshot.seq_id, error)
+            unreadable[snapshot.path] = str(error)
+            continue
+        await runtime.send(ImportAdapter(model_id, state), Done)
+        found = snapshot
+        break
+    if found is None and unreadable and not await _begins_with_creation(runtime, model_id):
+        raise ServerError("none of its snapshots can be read: " + "; ".join(unreadable.values()))
+    for path in unreadable:
+        await runtime.read(recovery.forget_snapshot, path)
+    return found, tuple(unreadable.values())
+
+
+async def _begins_with_creation(runtime: Runtime, model_id: str) -> bool:
+    first = await runtime.read(runtime.journal.recovery.executed, model_id, -1, 1)
+    return bool(first) and first[0].request.seq_id == 0
+
+
+async def _replay_all(
+    runtime: Runtime, model_id: str, snapshot: SnapshotView | None, unreadable: Sequence[str]
+) -> tuple[int, int]:
+    """Execute again what came after the snapshot; how many requests, and optimizer steps among them."""
+    recovery, after = runtime.journal.recovery, -1 if snapshot is None else snapshot.seq_id
+    total = await runtime.read(recovery.count_executed, model_id, after)
+    instead = " after an older snapshot: the newest cannot be read" if unreadable else ""
+    done = steps = 0
+    while page := await runtime.read(recovery.executed, model_id, after, _PAGE):
+        await _tell(runtime, model_id, f"replaying {done} of {total}{instead}")
+        await _replay(runtime, page)
+        done += len(page)
+        steps += sum(one.request.kind == Kind.OPTIM_STEP for one in page)
+        after = int(page[-1].request.seq_id or 0)
+    return done, steps
+
+
+async def _tell(runtime: Runtime, model_id: str, what: str) -> None:
+    await runtime.read(runtime.journal.recovery.note_progress, model_id, f"restoring model {model_id}: {what}")
+
+
+async def _replay(runtime: Runtime, page: Sequence[Executed]) -> None:
+    turn: Turn | None = None
+    running = []
+    for one in page:
+        turn = Turn(turn)
+        running.append(asyncio.create_task(_again(runtime, one, turn)))
+    try:
+        for task in running:
+            await task
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _again(runtime: Runtime, one: Executed, turn: Turn) -> None:
+    """Execute a request again; its answer is in the journal already, and stays."""
+    request = one.request
+    try:
+        outcome = await EXECUTE[request.kind](replace(runtime, as_of=one.answered_at), request, turn)
+        if one.succeeded is False and outcome.error is None:
+            raise ServerError(f"{request.kind} (seq_id {request.seq_id}) had failed, and succeeds when it is replayed")
+        for effect in outcome.effects:
+            if isinstance(effect, SnapshotTaken):  # of a load, whose first one could not be read
+                await runtime.read(runtime.journal.recovery.snapshot_taken, effect)
+    except GroupFailedError:
+        raise
+    except TinkerflowError as error:
+        if one.succeeded or (one.succeeded is None and not isinstance(error, UserError)):
+            raise ServerError(f"the replay of {request.kind} (seq_id {request.seq_id}) failed: {error}") from error
+    finally:
+        await turn.end()
