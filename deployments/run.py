@@ -8,8 +8,9 @@ import os
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -45,6 +46,7 @@ def run(
     """
     if example == (config is not None):
         raise UserError("run: give either --config FILE or --example")
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")  # read when Prefect is imported
     if not example:
         assert config is not None
         settings = Settings(data_dir=data_dir) if data_dir else Settings()
@@ -52,6 +54,7 @@ def run(
             return _run(console, pipeline, read_config(config, changes), url)
     from deployments.up import Stack
 
+    Thread(target=_import, daemon=True).start()  # while other processes start
     with tempfile.TemporaryDirectory(prefix="tinkerflow-example-") as scratch:
         settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0)
         with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
@@ -126,8 +129,13 @@ def _answers(url: str) -> bool:
         return False
 
 
+def _import() -> None:
+    """Load what a run needs, some seconds' worth."""
+    for module in ("flows.pipelines", "tinker", "transformers.tokenization_utils_tokenizers"):
+        import_module(module)
+
+
 def _run(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> bool:
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")  # read when Prefect is imported
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from flows.pipelines import PIPELINES

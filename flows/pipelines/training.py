@@ -67,6 +67,8 @@ async def train(setting: Setting, recipe: Recipe) -> Trained:
     lineage = Lineage(setting.pipeline, run, setting.data, code, parameters.model.start_from)
     trainer = Trainer(setting.service, setting.base_model, parameters.model, training, recipe, progress, lineage)
     segments = progress.segments()
+    if (segments[-1].last_step if segments else 0) < training.steps:
+        await recipe.prepare(trainer)
     async with controlled() as control, _Live(setting.board, training.steps) as live:
         while (done := segments[-1].last_step if segments else 0) < training.steps:
             last = min(done + training.segment_steps, training.steps)

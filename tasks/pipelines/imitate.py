@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks.pipelines.progress import Sample
-from tasks.pipelines.render import Example, Renderer
-from tasks.pipelines.rows import Row
-from tasks.pipelines.sampling import answer
+from tasks.pipelines.render import Example
+from tasks.pipelines.sampling import Shown
 from tasks.pipelines.schedule import batch_of
-from tasks.pipelines.trainer import Values
+from tasks.pipelines.trainer import Trainer, Values
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -33,19 +32,18 @@ class Imitate:
         *,
         batch_size: int,
         seed: int,
-        renderer: Renderer,
+        shown: Shown,
         held_out: Sequence[Example] = (),
-        sampled: Sequence[Row] = (),
-        sample_tokens: int = 48,
     ) -> None:
-        """sampled: rows whose prompts are asked after each segment, with answers of at most `sample_tokens`."""
+        """held_out: examples whose loss is measured after each segment."""
         self._examples = examples
         self._batch_size = batch_size
         self._seed = seed
-        self._renderer = renderer
+        self._shown = shown
         self._held_out = held_out
-        self._sampled = sampled
-        self._sample_tokens = sample_tokens
+
+    async def prepare(self, trainer: Trainer) -> None:
+        """There is nothing to know before the first step."""
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
         """A step on the batch of its number."""
@@ -69,10 +67,7 @@ class Imitate:
 
     async def samples(self, client: tinker.TrainingClient) -> list[Sample]:
         """Greedy answers to the prompts that were given."""
-        if not self._sampled:
-            return []
-        sampler = await client.save_weights_and_get_sampling_client()
-        return await answer(sampler, self._renderer, self._sampled, max_tokens=self._sample_tokens)
+        return await self._shown.answers(client)
 
 
 async def mean_loss(client: tinker.TrainingClient, examples: Sequence[Example]) -> float:

@@ -35,7 +35,7 @@ class TrainingParameters(Parameters):
     """How long and how fast."""
 
     steps: int = Field(100, ge=1, le=1_000_000, description="Optimizer steps.")
-    batch_size: int = Field(8, ge=1, le=65536, description="Sequences of a step.")
+    batch_size: int = Field(8, ge=1, le=65536, description="Rows of a step: answers, pairs or prompts.")
     learning_rate: float = Field(1e-3, gt=0, le=1, description="The highest learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field("linear", description="How it falls to zero, if it does.")
     warmup_steps: int = Field(0, ge=0, description="Steps in which it rises from zero.")
@@ -69,6 +69,8 @@ class PipelineParameters(Parameters):
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$",
         description="Runs with the same value here go on where the one before ended; empty = only retries of this run.",
     )
+    data: DataSource = Field(description="Rows to learn from.")
+    held_out: DataSource | None = Field(None, description="Rows that are measured after each segment.")
     model: ModelParameters = Field(default_factory=ModelParameters, description="What is trained.")
     training: TrainingParameters = Field(default_factory=TrainingParameters, description="How long and how fast.")
     samples: SampleParameters = Field(default_factory=SampleParameters, description="What is sampled on the way.")
@@ -79,6 +81,16 @@ class SftParameters(PipelineParameters):
 
     data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
     held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
+
+
+class DpoParameters(PipelineParameters):
+    """Direct preference optimization: chosen answers become likelier than rejected ones."""
+
+    data: DataSource = Field(description="Preferences: a prompt, the chosen and the rejected answer.")
+    held_out: DataSource | None = Field(None, description="Preferences that are measured after each segment.")
+    beta: float = Field(
+        0.1, gt=0, le=10, description="How dear it is to leave the model that the run begins with: higher stays nearer."
+    )
 
 
 class NightlyParameters(SftParameters):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from backend.errors import ServerError, UserError
-from tasks.pipelines.work import checked_name, create_json, open_work, read_json
+from tasks.pipelines.work import checked_name, create_json, create_once, open_work, read_json
 
 
 class StepMetrics(BaseModel):
@@ -77,3 +77,15 @@ class Progress:
             )
         except FileExistsError:
             raise UserError(f"{self._folder}: step {segment.last_step} was made by another process meanwhile") from None
+
+    def kept(self, name: str) -> bytes | None:
+        """What a process of this run has kept under `name`, None when none has."""
+        try:
+            return self._work.read(f"{self._folder}/kept/{name}")
+        except FileNotFoundError:
+            return None
+
+    def keep(self, name: str, data: bytes) -> bytes:
+        """Keep what all processes of this run shall use alike: what is kept now, the first one's when there are two."""
+        create_once(self._work, f"{self._folder}/kept/{name}", data)
+        return self._work.read(f"{self._folder}/kept/{name}")

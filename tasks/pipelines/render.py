@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Format = Literal["chat", "text"]
-_VERSION = "1"  # of the rules below: it is part of the cache's keys
+_VERSION = "2"  # of the rules below: it is part of the cache's keys
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ class Example:
 
 
 class Rendered(BaseModel):
-    """A data set as tokens. key: where it is in the work folder; `load_examples` reads it."""
+    """A data set as tokens. key: where it is in the work folder; `load_examples` reads it.
+
+    Of preferences, each makes two examples, the chosen and the rejected answer, which follow one another.
+    """
 
     key: str
     examples: int
@@ -142,7 +145,7 @@ class Renderer:
 def render(data_digest: str, work_url: str, renderer: Renderer, max_tokens: int) -> Rendered:
     """The data set as tokens; made once for each content, tokenizer and length.
 
-    Sequences longer than `max_tokens` are left out; UserError when none is left.
+    Sequences longer than `max_tokens` are left out, a preference when either is; UserError when none is left.
     """
     work = open_work(work_url)
     key = f"rendered/{digest(data_digest, renderer.fingerprint, str(max_tokens))}.npz"
@@ -174,18 +177,33 @@ def load_examples(work_url: str, key: str) -> list[Example]:
     return [Example(tokens[a:b], weights[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
-def _render(rows: Sequence[Row], renderer: Renderer) -> list[Example]:
-    return [example for row in rows if row.chosen for example in renderer.examples(row.prompt, row.chosen)]
+def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[Example]]:
+    """Groups of sequences that stay together: the two of a preference, chosen and rejected; else one each."""
+    groups = []
+    for row in rows:
+        if row.rejected:
+            groups.append([_only(renderer, row.prompt, answer) for answer in (row.chosen, row.rejected)])
+        elif row.chosen:
+            groups += [[example] for example in renderer.examples(row.prompt, row.chosen)]
+    return groups
 
 
-def _pack(examples: Sequence[Example], max_tokens: int) -> bytes:
-    kept = [example for example in examples if len(example.tokens) <= max_tokens]
+def _only(renderer: Renderer, prompt: Sequence[Message], answer: Sequence[Message]) -> Example:
+    found = renderer.examples(prompt, answer)
+    if len(found) > 1:
+        raise UserError("preference: the chat template needs a sequence for each turn; give answers of one message")
+    return found[0]
+
+
+def _pack(groups: Sequence[Sequence[Example]], max_tokens: int) -> bytes:
+    fit = [group for group in groups if max(len(one.tokens) for one in group) <= max_tokens]
+    kept = [example for group in fit for example in group]
     out = io.BytesIO()
     np.savez_compressed(
         out,
         tokens=np.concatenate([np.zeros(0, np.int32), *(one.tokens for one in kept)]),
         weights=np.concatenate([np.zeros(0, np.float32), *(one.weights for one in kept)]),
         lengths=np.array([len(one.tokens) for one in kept], np.int64),
-        left_out=np.int64(len(examples) - len(kept)),
+        left_out=np.int64(len(groups) - len(fit)),
     )
     return out.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tasks.pipelines.progress import Sample
@@ -11,6 +12,22 @@ from tasks.pipelines.rows import Row
 
 if TYPE_CHECKING:
     import tinker
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is asked after each segment, to look at: the prompts of `rows`, for answers of at most `max_tokens`."""
+
+    renderer: Renderer
+    rows: Sequence[Row]
+    max_tokens: int
+
+    async def answers(self, client: tinker.TrainingClient) -> list[Sample]:
+        """The greedy answers of the model as it is now."""
+        if not self.rows:
+            return []
+        sampler = await client.save_weights_and_get_sampling_client()
+        return await answer(sampler, self.renderer, self.rows, max_tokens=self.max_tokens)
 
 
 async def answer(

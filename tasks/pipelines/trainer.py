@@ -29,6 +29,10 @@ class Recipe(Protocol):
     ahead: int
     """Steps that may be submitted before the one before them is answered: 0 where a step looks at its result."""
 
+    async def prepare(self, trainer: Trainer) -> None:
+        """Called once in every process before its first step; `trainer.at(0)` is the model that no step has changed."""
+        ...
+
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
         """Submit a step's gradients and its optimizer step, at once; the awaitable gives its metrics."""
         ...

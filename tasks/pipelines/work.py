@@ -3,7 +3,8 @@
     data/<digest>.jsonl           rows that passed their check
     quarantine/<digest>.jsonl     rows that did not, each with its error
     rendered/<key>.npz            rows as tokens
-    progress/<run>/<task>/<n>     what a segmented task has done
+    progress/<run>/segments/<n>   what a segmented training has done
+    progress/<run>/kept/<name>    what it measured before its first step
     champions/<name>/<n>.json     which checkpoint is served under a name, and was before
 
 Objects are written once and never change, so a second writer of equal content does no harm.

@@ -45,3 +45,12 @@ def test_a_missing_piece_is_noticed(work: str) -> None:
     open_work(work).remove("progress/run/segments/00000005.json")
     with pytest.raises(ServerError, match="the segment that begins with step 1 is missing"):
         progress.segments()
+
+
+def test_what_is_kept_is_the_first_ones(work: str) -> None:
+    progress = Progress(work, "run", "plan")
+    assert progress.kept("reference") is None
+    assert progress.keep("reference", b"one") == b"one"
+    assert Progress(work, "run", "plan").keep("reference", b"two") == b"one"
+    assert progress.kept("reference") == b"one"
+    assert Progress(work, "other", "plan").kept("reference") is None

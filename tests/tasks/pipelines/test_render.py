@@ -81,3 +81,17 @@ def test_rendering_is_done_once_for_each_content(tokenizer: Any, renderer: Rende
     assert (other.examples, other.key != first.key) == (2, True)
     with pytest.raises(UserError, match="max_tokens 8: all 2 sequences"):
         render.fn(digest, work, renderer, 8)
+
+
+def test_a_preference_is_two_sequences_that_stay_together(renderer: Renderer, tmp_path: Path, work: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"prompt": "Hi", "chosen": "Yes.", "rejected": "No."},
+        {"prompt": "Hi", "chosen": "Yes.", "rejected": "no " * 90},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    digest = check_data.fn(DataSource(url=str(file)), work).digest
+    found = render.fn(digest, work, renderer, 64)
+    assert (found.examples, found.left_out) == (2, 1)
+    said = [renderer.text(one.tokens[one.weights > 0].tolist()) for one in load_examples(work, found.key)]
+    assert said == ["Yes.", "No."]
