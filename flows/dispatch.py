@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from uuid import UUID
 
 from sqlalchemy.exc import OperationalError
 
@@ -12,6 +13,7 @@ from backend.commands import Done, DropSnapshot
 from backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
 from backend.journal import Journal, ModelEnded, ModelState, Retention
 from backend.settings import Settings
+from flows.buttons import Buttons
 from flows.expiry import delete_checkpoints, delete_snapshots, note_changes
 from flows.groups import ServedModel
 from flows.lane import Lane, Shared
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0  # a bell may be lost
 SWEEP_SECONDS = 5.0
 _EXPIRED_AT_ONCE = 500
+OVER = "its session is over"
 
 
 class Dispatcher:
@@ -34,6 +37,7 @@ class Dispatcher:
         self._shared = shared
         self._served = {model.card.name: model for model in served}
         self._lanes: dict[str, Lane | None] = {}  # None: it is being opened
+        self._group: asyncio.TaskGroup | None = None  # of the lanes
         self._sweep = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -48,8 +52,10 @@ class Dispatcher:
             ]
             try:
                 async with asyncio.TaskGroup() as lanes:
-                    watches.append(around.create_task(self._listen(topics, lanes), name="bell"))
-                    watches.append(around.create_task(self._look(lanes), name="look"))
+                    self._group = lanes
+                    watches.append(around.create_task(self._listen(topics), name="bell"))
+                    watches.append(around.create_task(self._look(), name="look"))
+                    watches.append(around.create_task(Buttons(self._shared.tracking, self).watch(), name="buttons"))
                     for model in self._served.values():
                         lanes.create_task(model.sampling.serve_for_ever(), name="sampling")
                     on_ready()
@@ -76,11 +82,11 @@ class Dispatcher:
             model.sampling.stop()
 
     # ------------------------------------------------------------------ who is woken
-    async def _listen(self, topics: AsyncIterator[str], lanes: asyncio.TaskGroup) -> None:
+    async def _listen(self, topics: AsyncIterator[str]) -> None:
         async for topic in topics:
             kind, _, name = topic.partition(":")
             if kind == "model":
-                self._wake(name, lanes)
+                self.wake(name)
             elif kind == "cancel":
                 for model in self._served.values():
                     model.sampling.cancel(name)
@@ -90,7 +96,7 @@ class Dispatcher:
             else:
                 self._sweep.set()
 
-    async def _look(self, lanes: asyncio.TaskGroup) -> None:
+    async def _look(self) -> None:
         while True:
             try:
                 waiting = await asyncio.to_thread(self._journal.pending_models)
@@ -98,22 +104,23 @@ class Dispatcher:
                 log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
                 waiting = []
             for model_id in waiting:
-                self._wake(model_id, lanes)
+                self.wake(model_id)
             for model in self._served.values():
                 model.sampling.wake()
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _wake(self, model_id: str, lanes: asyncio.TaskGroup) -> None:
-        if self._stopping.is_set():
+    def wake(self, model_id: str, again: UUID | None = None) -> None:
+        """There may be work for the model. again: the flow run to open its lane in, if it is not open."""
+        if self._stopping.is_set() or self._group is None:
             return
         lane = self._lanes.get(model_id)
         if lane is not None:
             lane.wake()
         elif model_id not in self._lanes:
             self._lanes[model_id] = None
-            lanes.create_task(self._serve_model(model_id), name=model_id)
+            self._group.create_task(self._serve_model(model_id, again), name=model_id)
 
-    async def _serve_model(self, model_id: str) -> None:
+    async def _serve_model(self, model_id: str, again: UUID | None) -> None:
         try:
             model = await asyncio.to_thread(self._journal.model, model_id, None)
             if model.state not in (ModelState.CREATING, ModelState.LIVE):
@@ -123,11 +130,12 @@ class Dispatcher:
                 names = ", ".join(sorted(self._served))
                 await self._give_up(model_id, UserError(f"base model {model.base_model!r} is not served here: {names}"))
                 return
-            lane = Lane(served.runtime, self._shared, model_id, model.step)
+            held = model.held is not None and bool(self._shared.tracking.api_url)  # without Prefect, nobody can end it
+            lane = Lane(served.runtime, self._shared, model_id, model.step, held=held, eager=again is not None)
             self._lanes[model_id] = lane
             if self._stopping.is_set():
                 return
-            end = await serve_model(lane, self._shared.tracking, model.base_model)
+            end = await serve_model(lane, self._shared.tracking, model.base_model, again)
             log.info("model %s: %s", model_id, end.text)
         except Exception as error:
             # One model's trouble must not end the others. When the journal itself is away, this fails too and ends us.
@@ -142,6 +150,31 @@ class Dispatcher:
         waiting = await asyncio.to_thread(self._journal.ready, model_id, 1)
         outcomes = [request.failed(error, None, ended) for request in waiting]
         await asyncio.to_thread(self._journal.finish, outcomes)
+
+    # ------------------------------------------------------------------ what people ask for (buttons.py)
+    def shown_in(self, model_id: str) -> UUID | None:
+        """The flow run that the model is served in now."""
+        lane = self._lanes.get(model_id)
+        return lane.flow_run if lane is not None else None
+
+    async def hold(self, model_id: str, why: str | None) -> None:
+        """Execute nothing of the model until it is called with None; its clients are told why."""
+        await asyncio.to_thread(self._journal.recovery.hold, model_id, why)
+        if (lane := self._lanes.get(model_id)) is not None:
+            lane.hold(why is not None)
+
+    async def cancel(self, model_id: str, why: str) -> None:
+        """End the model now: what waits is failed with the reason."""
+        await asyncio.to_thread(self._journal.recovery.end_model, model_id, ModelState.UNLOADED, why)
+        if (lane := self._lanes.get(model_id)) is not None:
+            lane.cancel()
+
+    async def retry(self, model_id: str, flow_run: UUID) -> None:
+        """Take up a model again that nobody serves, in this flow run; UserError when that cannot be."""
+        if model_id in self._lanes:
+            raise UserError(f"model {model_id} is served already")
+        await asyncio.to_thread(self._journal.recovery.revive, model_id)
+        self.wake(model_id, flow_run)
 
     # ------------------------------------------------------------------ what is lost, and what is over
     async def _mourn(self, model: ServedModel) -> None:
@@ -171,10 +204,13 @@ class Dispatcher:
         while True:
             self._sweep.clear()
             try:
-                await asyncio.to_thread(self._sweep_journal)
-                for lane in self._lanes.values():
-                    if lane is not None:
-                        lane.look_at_snapshot()
+                abandoned = await asyncio.to_thread(self._sweep_journal)
+                for model_id, lane in list(self._lanes.items()):
+                    if lane is None:
+                        continue
+                    lane.look_at_snapshot()
+                    if lane.held and model_id in abandoned:  # it would never come to its unload
+                        await self.cancel(model_id, OVER)
                 for model in self._served.values():
                     await model.sampling.cancel_ended()
                     await self._drop_snapshots(model)
@@ -191,16 +227,20 @@ class Dispatcher:
             except TimeoutError:
                 continue
 
-    def _sweep_journal(self) -> None:
+    def _sweep_journal(self) -> list[str]:
+        """What is over ends; ids of models whose session is."""
         settings, journal = self._settings, self._journal
         for session_id in journal.expire_sessions(settings.session_timeout):
             log.info("session %s expired: no heartbeat for %.0f s", session_id, settings.session_timeout)
-        for model_id in journal.abandoned_models():
-            journal.request_unload(model_id, "its session is over")
+        abandoned = journal.abandoned_models()
+        for model_id in abandoned:
+            journal.request_unload(model_id, OVER)
+        journal.recovery.let_go()
         for gap in journal.gaps(settings.gap_timeout):
             if journal.skip_gap(gap):
                 journal.bell.ring(f"model:{gap.model_id}")
         journal.expire_results(settings.result_ttl, _EXPIRED_AT_ONCE)
+        return abandoned
 
     async def _drop_snapshots(self, model: ServedModel) -> None:
         snapshots = model.runtime.snapshots

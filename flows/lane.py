@@ -6,9 +6,13 @@ import asyncio
 import logging
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from uuid import UUID
 
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
+from prefect.states import Paused, Running
 
+from backend.commands import Done, DropAdapter
 from backend.errors import GroupFailedError, SuspectError
 from backend.journal import Kind, ModelState, Outcome, Pending
 from flows.batching import Batch, batches, run_name, shared_name
@@ -35,6 +39,7 @@ class Why(StrEnum):
     FAILED = "the model was lost, or could not be made"
     ROLL_OVER = "it goes on in another flow run"
     STOPPED = "the engine was stopped"
+    CANCELLED = "somebody cancelled it"
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,25 @@ class Shared:
 class Lane:
     """Serves one model until it takes no more work. Its state outlives the flow runs that it is served in."""
 
-    def __init__(self, runtime: Runtime, shared: Shared, model_id: str, steps_made: int) -> None:
-        """`steps_made`: optimizer steps so far, for the names of task runs."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        shared: Shared,
+        model_id: str,
+        steps_made: int,
+        *,
+        held: bool = False,
+        eager: bool = False,
+    ) -> None:
+        """`steps_made`: optimizer steps so far, for the names of task runs.
+
+        held: it begins on hold. eager: the model is restored at once, and not when there is something to execute.
+        """
         self.model_id = model_id
+        self.flow_run: UUID | None = None  # that we are served in
+        self._held = held
+        self._eager = eager
+        self._cancelled = False
         self._unbound = runtime
         self._runtime = runtime  # bound to the worker group that holds the model, once one does
         self._interrupted = False
@@ -95,10 +116,29 @@ class Lane:
         self._stopping = True
         self._woken.set()
 
+    @property
+    def held(self) -> bool:
+        """Whether nothing is taken from the journal."""
+        return self._held
+
+    def hold(self, held: bool) -> None:
+        """Take nothing more from the journal until the hold ends; what is in flight is answered."""
+        self._held = held
+        self._woken.set()
+
+    def cancel(self) -> None:
+        """The model was ended from outside: drop it as soon as nothing of it is in flight."""
+        self._cancelled = True
+        self._woken.set()
+
     async def serve(self, most_runs: int) -> End:
         """Execute requests as they come. Ends after `most_runs` task runs, or when another flow run should begin."""
         runs = 0
-        tracked = FlowRunContext.get() is not None
+        context = FlowRunContext.get()
+        self.flow_run = context.flow_run.id if context is not None and context.flow_run is not None else None
+        tracked = self.flow_run is not None
+        if self._held:
+            self._show(Paused(message="it was held already when this run began"))
         async with asyncio.TaskGroup() as group:  # waits for what is in flight, and for the task runs
             try:
                 while True:
@@ -111,6 +151,7 @@ class Lane:
                         return _ROLL_OVER
             finally:
                 self._close_window()
+                self.flow_run = None
 
     async def _next(self, tracked: bool, group: asyncio.TaskGroup) -> list[Batch] | End:
         while True:
@@ -119,10 +160,18 @@ class Lane:
                 self._take_snapshot(group)
                 return _STOPPED
             self._woken.clear()
+            if self._held and not self._cancelled:
+                if not tracked and self._shared.tracking.reachable:
+                    return self._rolled()  # into a run with a button that ends the hold
+                continue
             if self._interrupted:
                 if self._flying:
                     continue  # the last of them wakes us
                 await self._begin_anew()
+            if self._eager:
+                self._eager = False
+                self._woken.set()
+                await self._is_ready(needed=True)
             if self._journey.due(self._runtime.clock.monotonic()):
                 self._take_snapshot(group)
             rows = await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
@@ -130,10 +179,9 @@ class Lane:
             if len(rows) == _LOOK:
                 self._woken.set()  # there may be more
             if fresh and not tracked and self._shared.tracking.reachable:
-                self._woken.set()
-                return _ROLL_OVER  # Prefect is back
+                return self._rolled()  # Prefect is back
             if fresh:
-                if not await self._is_ready(fresh):
+                if not await self._is_ready(needed=any(request.seq_id is not None for request in fresh)):
                     self._woken.set()
                     continue
                 return batches(fresh, self._steps_made)
@@ -142,8 +190,15 @@ class Lane:
             elif (end := await self._ended()) is not None:
                 return end
 
-    async def _is_ready(self, fresh: list[Pending]) -> bool:
-        """Have the model in the worker group that serves: restored, if an earlier group had it. False: look again."""
+    def _rolled(self) -> End:
+        self._woken.set()
+        return _ROLL_OVER
+
+    async def _is_ready(self, *, needed: bool) -> bool:
+        """Have the model in the worker group that serves: restored, if an earlier group had it. False: look again.
+
+        needed: whether there is anything to do with it but unload it.
+        """
         generation = await self._unbound.pool.serving()
         if self._runtime.generation == generation:
             return True
@@ -156,8 +211,9 @@ class Lane:
             await asyncio.wait((self._taking,))
         runtime = replace(self._unbound, generation=generation)
         model = await runtime.read(runtime.journal.model, self.model_id, None)
-        if model.state is ModelState.LIVE and any(request.seq_id is not None for request in fresh):
-            self._show("Restoring", f"in worker group {generation}, from its last snapshot and the journal")
+        if model.state is ModelState.LIVE and needed:
+            text = f"in worker group {generation}, from its last snapshot and the journal"
+            self._show(Running(name="Restoring", message=text))
             try:
                 restored = await restore(runtime, self.model_id)
             except GroupFailedError as error:
@@ -177,7 +233,8 @@ class Lane:
         return True
 
     def _tell_restored(self, generation: int, restored: Restored) -> None:
-        self._show("Running", f"restored in worker group {generation}: {restored.requests} requests replayed")
+        text = f"restored in worker group {generation}: {restored.requests} requests replayed"
+        self._show(Running(message=text))
         tracking, snapshot = self._shared.tracking, restored.snapshot
         for why in restored.unreadable:
             tracking.tell("tinkerflow.snapshot.unreadable", self.model_id, of="model", why=why)
@@ -192,19 +249,20 @@ class Lane:
             seconds=round(restored.seconds, 3),
         )
 
-    def _show(self, state: str, text: str) -> None:
+    def _show(self, state: State[None]) -> None:
         """Give the flow run that we are served in a state that people see."""
-        context = FlowRunContext.get()
-        if context is not None and context.flow_run is not None:
-            self._shared.tracking.show(context.flow_run.id, state, text)
+        if self.flow_run is not None:
+            self._shared.tracking.show(self.flow_run, state)
 
     async def _fail(self, why: str) -> None:
         detail = f"it could not be restored after its worker group ended: {why}"
-        await self._unbound.read(self._unbound.journal.recovery.fail_model, self.model_id, detail)
+        end = self._unbound.journal.recovery.end_model
+        await self._unbound.read(end, self.model_id, ModelState.FAILED, detail)
 
     async def _begin_anew(self) -> None:
         """What was in flight went with its group: take it from the journal again."""
-        self._show("Interrupted", "its worker group ended; what was in flight is executed again by the next one")
+        text = "its worker group ended; what was in flight is executed again by the next one"
+        self._show(Running(name="Interrupted", message=text))
         self._interrupted = False
         model = await self._unbound.read(self._unbound.journal.model, self.model_id, None)
         self._steps_made, self._cursor, self._unloading, self._turn = model.step, 0, False, None
@@ -239,10 +297,22 @@ class Lane:
         match model.state:
             case ModelState.CREATING | ModelState.LIVE:
                 return None
+            case ModelState.UNLOADED if self._cancelled:
+                await self._drop()
+                return End(Why.CANCELLED, model.detail or Why.CANCELLED.value)
             case ModelState.UNLOADED:
                 return End(Why.DONE, f"unloaded: {model.detail}")
             case _:
                 return End(Why.FAILED, f"{model.state}: {model.detail}")
+
+    async def _drop(self) -> None:
+        """Free what the model takes in the worker group."""
+        if self._runtime.generation is None:
+            return  # it is in none
+        try:
+            await self._runtime.send(DropAdapter(self.model_id), Done)
+        except GroupFailedError as error:
+            log.info("model %s went with its worker group: %s", self.model_id, error)
 
     async def _dispatch(self, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> int:
         """Start the batch, and have a task run follow it; how many task runs were opened for that."""

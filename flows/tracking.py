@@ -28,11 +28,12 @@ from prefect.settings import (
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
-from prefect.states import Crashed, Running
+from prefect.states import Crashed
 
 from backend.errors import ServerError, UserError
 from backend.processes import free_port
 from backend.settings import Settings
+from flows.deployed import run_deployed
 from flows.prefect_server import is_healthy, start_server
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ END_SECONDS = 5.0
 RESTART_SECONDS = 2.0  # between the end of an embedded server and the start of the next
 # Prefect's loggers for what we log ourselves, once: failed operations, and a server that cannot be reached.
 _SAID_BY_US = ("prefect.flow_runs", "prefect.task_runs", "prefect.events.clients", "prefect._internal.concurrency")
-_UNFINISHED = ("PENDING", "RUNNING", "CANCELLING", "PAUSED")
+_UNFINISHED = ("PENDING", "RUNNING", "PAUSED")  # those that are to be cancelled belong to the buttons
 
 Body = Callable[[], Awaitable[object]]
 _body: ContextVar[Body] = ContextVar("body")
@@ -66,12 +67,15 @@ class Tracking:
     """Knows whether Prefect can be reached, and counts what was tracked and what was not (task runs)."""
 
     def __init__(self, api_url: str, deployment: str = "") -> None:
-        """`api_url`: the Prefect API, empty to track nothing. `deployment`: what flow runs of this engine share."""
+        """`api_url`: the Prefect API, empty to track nothing. `deployment`: what flow runs of this engine share.
+
+        mark: the tag that says so.
+        """
         self.api_url = api_url
         self.reachable = bool(api_url)
         self.tracked = 0
         self.untracked = 0
-        self._mark = "tinkerflow:" + hashlib.sha256(deployment.encode()).hexdigest()[:8]
+        self.mark = "tinkerflow:" + hashlib.sha256(deployment.encode()).hexdigest()[:8]
         self._ending: set[asyncio.Task[object]] = set()
         self._shown: dict[UUID, asyncio.Task[None]] = {}
 
@@ -98,20 +102,30 @@ class Tracking:
                 await asyncio.sleep(HEALTH_SECONDS)
 
     async def run(
-        self, flow: Flow[..., Any], body: Callable[[], Awaitable[T]], labels: Iterable[str], **names: str
+        self,
+        flow: Flow[..., Any],
+        body: Callable[[], Awaitable[T]],
+        labels: Iterable[str],
+        *,
+        deployed: bool = False,
+        again: UUID | None = None,
+        **names: str,
     ) -> T:
         """Await `body` inside a flow run of `flow` (whose function awaits `run_body`), or without one.
 
-        labels: tags of the flow run, for people. names: the flow's parameters. Returns as soon as the body does, and
-        raises what it raises; Prefect's own failures are logged and change nothing.
+        labels: tags of the flow run, for people. names: the flow's parameters. deployed: the run gets the buttons that
+        the UI offers for runs of deployments alone. again: the id of a run that is taken up again, instead of a new
+        one. Returns as soon as the body does, and raises what it raises; Prefect's own failures are logged and change
+        nothing.
         """
         if not self.reachable:
             return await body()
         once = _Once(body)
         _body.set(once)
         call: Callable[..., Coroutine[Any, Any, object]] = flow
-        with tags(*labels, self._mark):
-            running: asyncio.Task[object] = asyncio.create_task(call(**names, return_state=True))
+        with tags(*labels, self.mark):
+            begin = run_deployed(flow, names, self.mark, again) if deployed else call(**names, return_state=True)
+            running: asyncio.Task[object] = asyncio.create_task(begin)
         begun = asyncio.create_task(once.begun.wait())
         try:
             await asyncio.wait((running, begun), timeout=BEGIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -141,7 +155,7 @@ class Tracking:
         """Say of the flow runs that an earlier engine of this deployment left behind that they crashed; how many."""
         if not self.reachable:
             return 0
-        left = FlowRunFilter.model_validate({"tags": {"all_": [self._mark]}, "state": {"type": {"any_": _UNFINISHED}}})
+        left = FlowRunFilter.model_validate({"tags": {"all_": [self.mark]}, "state": {"type": {"any_": _UNFINISHED}}})
         count = 0
         try:
             async with get_client() as client:
@@ -161,12 +175,12 @@ class Tracking:
         resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
         emit_event(event, resource, payload=payload)
 
-    def show(self, flow_run: UUID, state: str, text: str) -> None:
-        """Give a running flow run a state's name and a sentence; never waits, and a run that has ended stays ended."""
+    def show(self, flow_run: UUID, state: State[None]) -> None:
+        """Give a flow run a state if it is running then; never waits."""
         if not self.reachable:
             return
         before = self._shown.get(flow_run)
-        showing = asyncio.create_task(self._show(flow_run, Running(name=state, message=text), before))
+        showing = asyncio.create_task(self._show(flow_run, state, before))
         self._shown[flow_run] = showing
         self._ending.add(cast("asyncio.Task[object]", showing))
         showing.add_done_callback(lambda _: self._was_shown(flow_run, showing))
@@ -176,7 +190,9 @@ class Tracking:
             await asyncio.wait((before,))
         try:
             async with get_client() as client:
-                await client.set_flow_run_state(flow_run, state)
+                now = (await client.read_flow_run(flow_run)).state
+                if now is not None and now.is_running():  # what people asked for stays
+                    await client.set_flow_run_state(flow_run, state)
         except Exception as error:  # noqa: BLE001  whatever Prefect raises, the work goes on
             self._found(False, f"{type(error).__name__}: {error}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import cast
+from uuid import UUID
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -28,21 +29,24 @@ async def training_run(model_id: str, base_model: str) -> State[None]:
     match end.why:
         case Why.FAILED:
             return Failed(message=end.text)
-        case Why.STOPPED:
+        case Why.STOPPED | Why.CANCELLED:
             return Cancelled(message=end.text)
         case _:
             return Completed(message=end.text)
 
 
-async def serve_model(lane: Lane, tracking: Tracking, base_model: str) -> End:
-    """Serve a model to its end, in as many flow runs as it takes."""
+async def serve_model(lane: Lane, tracking: Tracking, base_model: str, again: UUID | None = None) -> End:
+    """Serve a model to its end, in as many flow runs as it takes; the first of them is `again`, if that is one."""
     while True:
         end = await tracking.run(
             training_run,
             lambda: lane.serve(MOST_RUNS),
             ("tinkerflow", base_model),
+            deployed=True,
+            again=again,
             model_id=lane.model_id,
             base_model=base_model,
         )
         if end.why is not Why.ROLL_OVER:
             return end
+        again = None

@@ -85,7 +85,8 @@ def end_models(
         if ended is not None:
             text, category = model_ended(model_id, state, detail)
             failed = fail_pending(connection, now, text, category, col(Request.model_id) == model_id)
-            history.forget(connection, model_id)
+            if state is ModelState.UNLOADED:  # others may be revived (holding.py)
+                history.forget(connection, model_id)
             topics += [*done(failed), f"model:{model_id}"]
     return topics
 

@@ -5,8 +5,8 @@ the whole record of how a model came to be, and nothing more is written before a
 sent and not answered is still pending; it is executed again, because what it did ended with its worker group.
 
 Payloads stay exactly as long as a replay may need them: `replays` is set with the answer of a request that changed its
-model, and taken back when two snapshots that hold it are committed (the newer one may turn out to be damaged), or when
-the model ends.
+model, and taken back when two snapshots that hold it are committed (the newer one may turn out to be damaged), when the
+model is unloaded, or when the session of a model that failed is over (holding.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal.kinds import TAKES_WORK, RequestState, SamplerState
+from backend.journal.kinds import TAKES_WORK, ModelState, RequestState, SamplerState, SessionState
 from backend.journal.records import SnapshotTaken
 from backend.journal.recovery_tables import RecoverySnapshot, Suspect
 from backend.journal.statements import insert_if_absent
-from backend.journal.tables import BaseModelRow, Model, Request, Sampler
+from backend.journal.tables import BaseModelRow, Model, Request, Sampler, Session
 from backend.journal.views import Executed, SnapshotView, pending_view, snapshot_view
 
 KEPT = 2  # snapshots of a model: the newest one restores it, or if that cannot be read the one before
@@ -101,14 +101,19 @@ def count_executed(connection: sa.Connection, model_id: str, after: int) -> int:
 
 
 def superfluous(connection: sa.Connection, limit: int) -> list[str]:
-    """Paths of snapshots that nothing needs: all but the newest KEPT of a model, those of models that ended, and those
-    of sampling snapshots that no live sampler uses.
+    """Paths of snapshots that nothing needs: all but the newest KEPT of a model, those of models that ended for good,
+    and those of sampling snapshots that no live sampler uses.
     """
     age = sa.func.row_number().over(
         partition_by=(col(RecoverySnapshot.model_id), _IS_MODEL), order_by=col(RecoverySnapshot.seq_id).desc()
     )
     ranked = sa.select(RecoverySnapshot, age.label("age")).subquery()
-    live_model = sa.exists().where(col(Model.id) == ranked.c.model_id, col(Model.state).in_(TAKES_WORK))
+    # One that failed can be revived (holding.py) while its session goes on.
+    in_use = sa.exists().where(col(Session.id) == col(Model.session_id), col(Session.state) == SessionState.ACTIVE)
+    may_live = sa.or_(
+        col(Model.state).in_(TAKES_WORK), sa.and_(col(Model.state) != ModelState.UNLOADED, in_use.correlate(Model))
+    )
+    live_model = sa.exists().where(col(Model.id) == ranked.c.model_id, may_live)
     used = sa.exists().where(col(Sampler.snapshot_id) == ranked.c.snapshot_id, col(Sampler.state) == SamplerState.LIVE)
     of_model = ranked.c.snapshot_id.is_(None)
     needless = sa.or_(
@@ -137,7 +142,7 @@ def waits_for(connection: sa.Connection, request_id: str) -> str | None:
     """Why a pending request is not executed at present, when that has a reason. One statement."""
     base = sa.func.coalesce(col(Model.base_model), col(Sampler.base_model))
     row = connection.execute(
-        sa.select(sa.func.coalesce(col(Model.progress), col(BaseModelRow.progress)))
+        sa.select(sa.func.coalesce(col(Model.held), col(Model.progress), col(BaseModelRow.progress)))
         .select_from(Request)
         .outerjoin(Model, col(Model.id) == col(Request.model_id))
         .outerjoin(Sampler, col(Sampler.id) == col(Request.sampler_id))

@@ -42,7 +42,7 @@ class SessionState(StrEnum):
 
 
 class ModelState(StrEnum):
-    """creating -> live | failed; creating | live -> lost | unloaded. The last three are ends: nothing leaves them."""
+    """creating -> live | failed; creating | live -> lost | unloaded, an end; lost | failed -> live when revived."""
 
     CREATING = "creating"
     LIVE = "live"

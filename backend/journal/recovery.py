@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from backend.clock import Clock
-from backend.journal import condition, history, leases
+from backend.journal import condition, history, holding, leases
 from backend.journal.bell import Bell
 from backend.journal.condition import Condition
 from backend.journal.database import Database
@@ -94,11 +94,27 @@ class Recovery:
         with self._database.read() as connection:
             return condition.condition(connection)
 
-    def fail_model(self, model_id: str, detail: str) -> None:
-        """The model cannot be restored: it and what waits for it fail."""
+    def end_model(self, model_id: str, state: ModelState, detail: str) -> None:
+        """End a model now, if it takes work still: what waits for it fails."""
         with self._database.write() as connection:
-            topics = end_models(connection, [model_id], ModelState.FAILED, detail, self._clock.now())
+            topics = end_models(connection, [model_id], state, detail, self._clock.now())
         self._bell.ring(*topics)
+
+    # -------------------------------------------------------------- holding.py
+    def hold(self, model_id: str, why: str | None) -> None:
+        """Let nothing of the model be executed, for the reason that its clients are told; None: let it go on."""
+        with self._database.write() as connection:
+            holding.hold(connection, model_id, why)
+
+    def revive(self, model_id: str) -> None:
+        """Make a model that failed or was lost live again, to be restored; UserError when that cannot be."""
+        with self._database.write() as connection:
+            holding.revive(connection, model_id)
+
+    def let_go(self) -> None:
+        """Forget what made the models that failed in sessions that are over."""
+        with self._database.write() as connection:
+            holding.let_go(connection)
 
     # -------------------------------------------------------------- leases.py
     def acquire(self, holder: str, *, force: bool = False) -> Held | None:

@@ -126,7 +126,7 @@ class Session(Table, table=True):
 class Model(Table, table=True):
     """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock.
 
-    progress: what its requests wait for while it is being restored.
+    progress: what its requests wait for while it is being restored; held: why people let it wait.
     """
 
     __tablename__ = "model"
@@ -149,6 +149,7 @@ class Model(Table, table=True):
     state: str
     detail: str | None = None
     progress: str | None = None
+    held: str | None = None
     next_seq: int = Field(sa_type=sa.BigInteger)
     step: int
     created_at: datetime = Field(sa_type=UtcDateTime)

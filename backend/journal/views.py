@@ -71,7 +71,10 @@ class SessionSummary:
 
 @dataclass(frozen=True)
 class ModelView:
-    """A model (training run). detail: why it is in its state; step: optimizer steps; next_seq: next to execute."""
+    """A model (training run). detail: why it is in its state; step: optimizer steps; next_seq: next to execute.
+
+    held: why people let it wait, None when they do not.
+    """
 
     id: str
     session_id: str
@@ -86,6 +89,7 @@ class ModelView:
     user_metadata: Mapping[str, str]
     state: ModelState
     detail: str | None
+    held: str | None
     next_seq: int
     step: int
     created_at: datetime

@@ -8,6 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 from prefect.client.schemas.objects import State
 
 from backend.clock import SystemClock
+from backend.journal import ModelState
 from backend.processes import free_port
 from backend.settings import Settings
+from flows.buttons import CANCELLED
 from flows.dispatch import Dispatcher
 from flows.groups import ServedModel
 from flows.lane import Lane, Shared, Why
@@ -308,3 +311,101 @@ def children(pid: int) -> list[int]:
 
 def cmdline(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+
+
+async def press(http: httpx.AsyncClient, run: dict[str, Any], **state: object) -> None:
+    """What the UI sends for a button."""
+    (await http.post(f"/flow_runs/{run['id']}/set_state", json={"state": state, "force": True})).raise_for_status()
+
+
+async def in_state(http: httpx.AsyncClient, run: dict[str, Any], name: str) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    async with asyncio.timeout(120):
+        while state.get("name") != name:
+            state = (await http.get(f"/flow_runs/{run['id']}")).json()["state"]
+            await asyncio.sleep(0.1)
+    return state
+
+
+async def test_the_buttons_of_the_ui_are_obeyed(
+    tracking: Tracking, runtime: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
+) -> None:
+    shared = Shared(Pacing(1000.0, SystemClock()), tracking)
+    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, shared, most_waiting=8))
+    dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
+    async with (
+        running(dispatcher.serve(lambda: None)),
+        httpx.AsyncClient(base_url=tracking.api_url, timeout=60) as http,
+    ):
+        model = await client.create()
+        (run,) = (await http.post("/flow_runs/filter", json=named(model))).json()
+        assert run["deployment_id"] is not None  # else the UI has no buttons
+
+        later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+        suspended = {"pause_timeout": later, "pause_reschedule": True}
+        await press(http, run, type="PAUSED", name="Suspended", state_details=suspended)
+        await until(lambda: client.journal.model(model, None).held is not None)
+        request = client.optim_step(model)
+        assert "Resume lets it go on" in client.journal.recovery.waits_for(request)
+        (await http.post(f"/flow_runs/{run['id']}/resume")).raise_for_status()
+        assert (await client.result(request)).error is None
+        await in_state(http, run, "Running")
+        assert client.journal.model(model, None).held is None
+        assert pool.names.count("OptimStep") == 1
+
+        client.journal.recovery.end_model(model, ModelState.FAILED, "the store was away")
+        dispatcher.wake(model)
+        failed = await in_state(http, run, "Failed")
+        assert "the store was away" in failed["message"]
+        pool.die()
+        await press(http, run, type="SCHEDULED", name="AwaitingRetry", message="Retry from the UI")
+        await in_state(http, run, "Running")
+        assert (await client.result(client.optim_step(model))).error is None
+        assert client.journal.model(model, None).step == 2
+        assert pool.names[-3:] == ["CreateAdapter", "OptimStep", "OptimStep"]  # replayed, and the new one
+
+        pool.hold = asyncio.Event()
+        waiting = [client.optim_step(model) for _ in range(3)]
+        await press(http, run, type="CANCELLING", name="Cancelling")
+        for result in await client.results(*waiting):
+            assert result.category == "user" and f"model {model} was unloaded: {CANCELLED}" in result.error
+        pool.hold.set()
+        assert (await in_state(http, run, "Cancelled"))["message"] == CANCELLED
+        assert CANCELLED in (await client.result(client.optim_step(model))).error
+        assert pool.names[-1] == "DropAdapter"
+
+        await press(http, run, type="SCHEDULED", name="AwaitingRetry", message="Retry from the UI")
+        assert "nothing to go on with" in (await in_state(http, run, "Failed"))["message"]
+
+
+async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
+    tracking: Tracking, runtime: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
+) -> None:
+    shared = Shared(Pacing(1000.0, SystemClock()), tracking)
+    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, shared, most_waiting=8))
+    model = await created_by_another_engine(runtime, client)
+    client.journal.recovery.hold(model, "for the night")
+    request = client.optim_step(model)
+    dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
+    async with (
+        running(dispatcher.serve(lambda: None)),
+        httpx.AsyncClient(base_url=tracking.api_url, timeout=60) as http,
+    ):
+        async with asyncio.timeout(120):
+            while not (found := (await http.post("/flow_runs/filter", json=named(model))).json()):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await in_state(http, found[0], "Paused")
+        assert "OptimStep" not in pool.names
+        client.journal.finish_session(client.session, "local", "success")
+        assert "its session is over" in (await client.result(request)).error
+        await in_state(http, found[0], "Cancelled")
+
+
+async def created_by_another_engine(runtime: Any, client: Any) -> str:
+    model, created = client.submit_create()
+    lane = Lane(runtime, Shared(Pacing(1000.0, SystemClock()), Tracking("")), model, 0)
+    serving = asyncio.create_task(lane.serve(1000))
+    await client.result(created)
+    lane.stop()
+    await asyncio.wait_for(serving, 60)
+    return str(model)

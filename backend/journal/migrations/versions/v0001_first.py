@@ -179,6 +179,7 @@ def upgrade() -> None:
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("detail", sa.String(), nullable=True),
         sa.Column("progress", sa.String(), nullable=True),
+        sa.Column("held", sa.String(), nullable=True),
         sa.Column("next_seq", sa.BigInteger(), nullable=False),
         sa.Column("step", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
