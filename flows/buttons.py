@@ -21,7 +21,7 @@ from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Failed, Running
 
 from backend.errors import UserError
-from flows.tracking import Tracking
+from flows.tracking import BEGIN_SECONDS, Tracking
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Buttons:
         self._tracking = tracking
         self._desk = desk
         self._held: dict[UUID, str] = {}  # flow run -> model
+        self._retried: dict[UUID, float] = {}  # flow run -> when; it takes a while until its model is shown in it
 
     async def watch(self) -> None:
         """Look every LOOK_SECONDS while Prefect can be reached; never returns."""
@@ -112,11 +113,15 @@ class Buttons:
         await self._desk.hold(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
+        now = time.monotonic()
+        if now - self._retried.get(run.id, -BEGIN_SECONDS) < BEGIN_SECONDS:
+            return
         if (shown := self._desk.shown_in(model_id)) is not None:
             await _say(client, run, Cancelled(message=f"the model is served already, in flow run {shown}"))
             return
         try:
             await self._desk.retry(model_id, run.id)
+            self._retried = {one: at for one, at in self._retried.items() if now - at < BEGIN_SECONDS} | {run.id: now}
         except UserError as error:
             await _say(client, run, Failed(message=error.message))
 

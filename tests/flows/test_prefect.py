@@ -315,14 +315,22 @@ def cmdline(pid: int) -> str:
 
 async def press(http: httpx.AsyncClient, run: dict[str, Any], **state: object) -> None:
     """What the UI sends for a button."""
-    (await http.post(f"/flow_runs/{run['id']}/set_state", json={"state": state, "force": True})).raise_for_status()
+    await post(http, f"/flow_runs/{run['id']}/set_state", json={"state": state, "force": True})
+
+
+async def post(http: httpx.AsyncClient, path: str, **body: Any) -> None:
+    """On a busy machine the server's database is locked at times (503), and people would click again."""
+    async with asyncio.timeout(120):
+        while (answer := await http.post(path, **body)).status_code == 503:
+            await asyncio.sleep(0.5)
+    answer.raise_for_status()
 
 
 async def in_state(http: httpx.AsyncClient, run: dict[str, Any], name: str) -> dict[str, Any]:
     state: dict[str, Any] = {}
     async with asyncio.timeout(120):
         while state.get("name") != name:
-            state = (await http.get(f"/flow_runs/{run['id']}")).json()["state"]
+            state = (await http.get(f"/flow_runs/{run['id']}")).json().get("state", {})
             await asyncio.sleep(0.1)
     return state
 
@@ -347,7 +355,7 @@ async def test_the_buttons_of_the_ui_are_obeyed(
         await until(lambda: client.journal.model(model, None).held is not None)
         request = client.optim_step(model)
         assert "Resume lets it go on" in client.journal.recovery.waits_for(request)
-        (await http.post(f"/flow_runs/{run['id']}/resume")).raise_for_status()
+        await post(http, f"/flow_runs/{run['id']}/resume")
         assert (await client.result(request)).error is None
         await in_state(http, run, "Running")
         assert client.journal.model(model, None).held is None
