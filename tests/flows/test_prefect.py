@@ -318,12 +318,12 @@ async def press(http: httpx.AsyncClient, run: dict[str, Any], **state: object) -
     await post(http, f"/flow_runs/{run['id']}/set_state", json={"state": state, "force": True})
 
 
-async def post(http: httpx.AsyncClient, path: str, **body: Any) -> None:
+async def post(http: httpx.AsyncClient, path: str, **body: Any) -> Any:
     """On a busy machine the server's database is locked at times (503), and people would click again."""
     async with asyncio.timeout(120):
-        while (answer := await http.post(path, **body)).status_code == 503:
+        while (answer := await http.post(path, **body)).status_code == 503:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
-    answer.raise_for_status()
+    return answer.raise_for_status().json()
 
 
 async def in_state(http: httpx.AsyncClient, run: dict[str, Any], name: str) -> dict[str, Any]:
@@ -346,7 +346,7 @@ async def test_the_buttons_of_the_ui_are_obeyed(
         httpx.AsyncClient(base_url=tracking.api_url, timeout=60) as http,
     ):
         model = await client.create()
-        (run,) = (await http.post("/flow_runs/filter", json=named(model))).json()
+        (run,) = await post(http, "/flow_runs/filter", json=named(model))
         assert run["deployment_id"] is not None  # else the UI has no buttons
 
         later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
@@ -400,7 +400,7 @@ async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
         httpx.AsyncClient(base_url=tracking.api_url, timeout=60) as http,
     ):
         async with asyncio.timeout(120):
-            while not (found := (await http.post("/flow_runs/filter", json=named(model))).json()):  # noqa: ASYNC110
+            while not (found := await post(http, "/flow_runs/filter", json=named(model))):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         await in_state(http, found[0], "Paused")
         assert "OptimStep" not in pool.names
