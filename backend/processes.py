@@ -27,10 +27,10 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago; whoever binds it must be ready to try again."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port of `address` that was free a moment ago; whoever binds it must be ready to try again."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 

@@ -9,6 +9,8 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from backend.joining import parse_address
+
 _PREFIX = "TINKERFLOW_"
 
 
@@ -28,6 +30,10 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of base weights and activations")
 
     processes: int = Field(default=1, ge=1, le=1024, description="JAX processes in the worker group")
+    group: str = Field(
+        default="", description="HOST:PORT where workers of other hosts join; empty = all processes run on this machine"
+    )
+    group_secret_file: str = Field(default="", description="what they must know; empty = <data_dir>/group.secret")
     tensor_parallel: int = Field(default=1, ge=1, description="size of the mesh's tensor axis; the rest is fsdp")
     max_context: int = Field(default=0, ge=0, description="tokens; 0 = what the model allows, up to 32768")
     microbatch_tokens: int = Field(default=1024, ge=32, description="padded tokens of a training micro-batch")
@@ -77,6 +83,13 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().resolve()
 
+    @field_validator("group")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        if value:
+            parse_address(value)
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _no_unknown_variables(cls, values: object) -> object:
@@ -96,6 +109,11 @@ class Settings(BaseSettings):
     def journal_url(self) -> str:
         """The journal's SQLAlchemy URL."""
         return self.database_url or f"sqlite:///{self.data_dir / 'journal.db'}"
+
+    @property
+    def group_secret_path(self) -> Path:
+        """The file that holds the group's secret."""
+        return Path(self.group_secret_file).expanduser() if self.group_secret_file else self.data_dir / "group.secret"
 
     @property
     def store_url(self) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 from backend.errors import TinkerflowError
 from backend.settings import Settings
 from deployments import checkpoints
-from deployments.parts import open_journal, run_api_part, run_engine_part
+from deployments.parts import open_journal, run_api_part, run_engine_part, run_worker_part
 
 app = typer.Typer(
     name="tinkerflow",
@@ -65,6 +65,9 @@ def up(
         str | None, typer.Option(help="journal's database [default: SQLite in the data dir]")
     ] = None,
     processes: Annotated[int | None, typer.Option(help="JAX processes in the worker group [default: 1]")] = None,
+    group: Annotated[
+        str | None, typer.Option(help="HOST:PORT where `tinkerflow worker` joins; then no worker runs in here")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Start API, Prefect server, engine and pool; print a `ready:` line; SIGTERM or Ctrl-C stops all."""
@@ -77,6 +80,7 @@ def up(
         store=store,
         database_url=database_url,
         processes=processes,
+        group=group,
         data_dir=data_dir,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -154,6 +158,22 @@ def engine(parent: Parent = 0) -> None:
 def api(parent: Parent = 0) -> None:
     """Run the API alone."""
     run_api_part(Settings(), parent)
+
+
+@app.command()
+def worker(
+    group: Annotated[
+        str, typer.Option(help="HOST:PORT where the engine, started with the same --group, has hosts join")
+    ],
+    processes: Annotated[int, typer.Option(min=1, max=1024, help="how many of the group's processes run here")] = 1,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="the group's secret, as on the engine's host [default: <data-dir>/group.secret]")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Run processes of a worker group that spans hosts, on this one; SIGTERM or Ctrl-C ends them."""
+    secret = None if secret_file is None else str(secret_file)
+    run_worker_part(_settings(data_dir=data_dir, group_secret_file=secret), group, processes)
 
 
 @models.command("make-tiny")

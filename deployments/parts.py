@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from backend.errors import UserError
+from backend.joining import parse_address, read_secret
 from backend.journal import Journal, migrate
+from backend.pool import Post, serve_group
 from backend.processes import die_with_parent
 from backend.settings import Settings
 from deployments.pulse import READY, Pulse, say
@@ -40,6 +43,29 @@ def run_api_part(settings: Settings, parent: int) -> None:
     from api.serve import serve
 
     serve(settings, on_ready=lambda: say(READY), on_turn=pulse.turns)
+
+
+def run_worker_part(settings: Settings, group: str, processes: int) -> None:
+    """Run this host's part of the group at `group` ("host:port") until SIGTERM: `processes` of its worker processes."""
+    _begin(0)
+    try:
+        driver, port = parse_address(group)
+    except ValueError as error:
+        raise UserError(f"--group {error}") from error
+    secret, logs = read_secret(settings.group_secret_path), settings.data_dir / "logs"
+    post = Post(driver, port, secret, processes, logs, str(settings.compile_cache))
+
+    async def main() -> None:
+        loop, this = asyncio.get_running_loop(), asyncio.current_task()
+        assert this is not None
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, this.cancel)
+        await serve_group(post, say)
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        say("stopped")
 
 
 def with_base_models(settings: Settings) -> Settings:

@@ -10,15 +10,16 @@ import asyncio
 import contextvars
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 
 from backend.clock import Clock, SystemClock
 from backend.errors import UserError
+from backend.joining import make_secret, parse_address
 from backend.journal import Journal, migrate
 from backend.model_card import ModelCard
-from backend.pool import Pool
+from backend.pool import Hosts, Pool
 from backend.settings import Settings
 from backend.store import Store
 from flows.dispatch import Dispatcher
@@ -105,14 +106,21 @@ async def _run(
         for card in cards:
             await asyncio.to_thread(journal.recovery.note_group, card.name, "the service is starting")
         # The server's start takes seconds of CPU, like the pool's: side by side.
-        pools_starting = [asyncio.create_task(_start_pool(settings, card, on_progress, executor)) for card in cards]
+        hosts = await _listen(settings, on_progress)
+        if hosts is not None:
+            stack.push_async_callback(hosts.close)
+        pools_starting = [
+            asyncio.create_task(_start_pool(settings, card, journal, hosts, on_progress, executor)) for card in cards
+        ]
         try:
             tracking = await stack.enter_async_context(open_tracking(settings, on_progress))
         finally:
-            pools = await asyncio.gather(*pools_starting, return_exceptions=True)
+            pools = await _gather(pools_starting, stop)
             for pool in pools:
                 if isinstance(pool, Pool):
                     stack.push_async_callback(pool.stop)
+        if stop.is_set():
+            return
         for pool in pools:
             if isinstance(pool, BaseException):
                 raise pool
@@ -167,7 +175,38 @@ async def _serve_until(
         await serving
 
 
-async def _start_pool(settings: Settings, card: ModelCard, on_progress: Say, executor: str) -> Pool:
+async def _gather(starting: Sequence[asyncio.Task[Pool]], stop: asyncio.Event) -> list[Pool | BaseException]:
+    """What became of all the starts, which are given up when `stop` is set: they may wait for hosts for ever."""
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    together = asyncio.gather(*starting, return_exceptions=True)
+    await asyncio.wait((together, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        for task in starting:
+            task.cancel()
+    stopping.cancel()
+    return await together
+
+
+async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
+    """Where other hosts join, if they are to."""
+    if not settings.group:
+        return None
+    host, port = parse_address(settings.group)
+    secret = await asyncio.to_thread(make_secret, settings.group_secret_path)
+    try:
+        hosts = await Hosts.listen(host, port, secret, settings.heartbeat_timeout)
+    except OSError as error:
+        raise UserError(f"group is {settings.group!r}, where nothing can listen: {error}") from error
+    on_progress(f"hosts join at {host}:{hosts.port}: tinkerflow worker --group {host}:{hosts.port}")
+    return hosts
+
+
+async def _start_pool(
+    settings: Settings, card: ModelCard, journal: Journal, hosts: Hosts | None, on_progress: Say, executor: str
+) -> Pool:
+    async def tell(text: str) -> None:
+        await asyncio.to_thread(journal.recovery.note_group, card.name, text)
+
     return await Pool.start(
         group_config(settings, card),
         processes=settings.processes,
@@ -177,6 +216,8 @@ async def _start_pool(settings: Settings, card: ModelCard, on_progress: Say, exe
         executor=executor,
         log_dir=settings.data_dir / "logs",
         heartbeat_timeout=settings.heartbeat_timeout,
+        site=hosts,
+        on_waiting=tell,
     )
 
 

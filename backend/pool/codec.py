@@ -9,6 +9,7 @@ nor out of the body when decoding: what decode() returns are read-only views of 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import msgpack
 import numpy as np
 
 from backend import commands
-from backend.pool import messages
+from backend.pool import host_messages, messages
 
 Buffer = bytes | memoryview
 
@@ -61,6 +62,13 @@ CLASSES: tuple[type, ...] = (
     messages.Failed,
     messages.Ack,
     messages.Fatal,
+    host_messages.Offer,
+    host_messages.Welcome,
+    host_messages.Refusal,
+    host_messages.Spawn,
+    host_messages.Signal,
+    host_messages.Spawned,
+    host_messages.Ended,
 )
 
 _FIELDS: dict[type, tuple[str, ...]] = {kind: tuple(f.name for f in fields(kind)) for kind in CLASSES}
@@ -71,6 +79,12 @@ _SMALL = 65536  # below this, copying a buffer is cheaper than another system ca
 _HEAD = struct.Struct("!I")
 _KINDS = "biuf"  # bool, int, unsigned, float: what NumPy itself understands everywhere
 _UNDECODABLE = (struct.error, msgpack.UnpackException, ValueError, TypeError, KeyError, RecursionError, OverflowError)
+
+
+def fingerprint() -> str:
+    """A short text that differs where the messages do: processes understand each other when it is the same."""
+    told = sorted((kind.__name__, names) for kind, names in _FIELDS.items())
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
 def encode(value: object) -> list[Buffer]:

@@ -17,16 +17,15 @@ import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from backend.commands import Command, GroupConfig, GroupInfo, Reply
 from backend.errors import DeadlineError, GroupFailedError, SuspectError, TinkerflowError
 from backend.pool import codec
+from backend.pool.heart import BEATS, Heart
 from backend.pool.messages import Ack, Beat, Failed, Fatal, Progress, Ready, Start, same_outcome, to_error
-from backend.pool.spawn import how_it_ended, spawn_worker
-from backend.pool.transport import DriverLink, next_connection
-from backend.processes import free_port
+from backend.pool.places import Launch, Place, Site, WorkerProcess
+from backend.pool.transport import LoopLink, next_connection
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
 _START_SECONDS = 60.0  # a starting process may be silent so long: until it connects, and while it imports and loads
 _LAST_WORDS_SECONDS = 0.1
-_BEATS = 6  # this many beats in a row without any frame from a rank: it is stopped
 _REPLIES = Reply.__args__
 
 
@@ -47,7 +45,7 @@ class Plan:
     executor: str
     start_deadline: float
     heartbeat_timeout: float
-    log_dir: Path | None
+    site: Site
     on_progress: Callable[[str], None]
 
 
@@ -56,12 +54,11 @@ class _Member:
     """One rank: its process, and once it has connected, its link."""
 
     rank: int
-    process: asyncio.subprocess.Process
-    link: DriverLink | None = None
+    process: WorkerProcess
+    heart: Heart
+    link: LoopLink | None = None
     outbox: asyncio.Queue[tuple[int, Sequence[codec.Buffer]]] = field(default_factory=asyncio.Queue)
     ready: Ready | None = None
-    heard: bool = True
-    silent_beats: int = 0
 
 
 @dataclass
@@ -79,10 +76,11 @@ class _Outstanding:
 class Group:
     """A running generation. Made by `launch`; `ended` resolves when its last process is gone."""
 
-    def __init__(self, plan: Plan, generation: int) -> None:
+    def __init__(self, plan: Plan, generation: int, places: Sequence[Place]) -> None:
         """Use `launch`."""
         loop = asyncio.get_running_loop()
         self.generation = generation
+        self._places = places
         self.ended: asyncio.Future[TinkerflowError] = loop.create_future()
         self._plan = plan
         self._loop = loop
@@ -98,13 +96,14 @@ class Group:
         self.crashed = False  # it ended by itself, once it has ended
 
     @classmethod
-    async def launch(cls, plan: Plan, generation: int) -> tuple[Group, GroupInfo]:
-        """Start all processes and wait until their executors stand.
+    async def launch(cls, plan: Plan, generation: int, places: Sequence[Place]) -> tuple[Group, GroupInfo]:
+        """Start one process in each of `places` and wait until their executors stand.
 
+        The places are released when all processes have ended.
         Raises the error of the executor's constructor when that is a UserError, else GroupFailedError or DeadlineError.
         No process is left when it raises or is cancelled.
         """
-        group = cls(plan, generation)
+        group = cls(plan, generation, places)
         try:
             async with asyncio.timeout(plan.start_deadline):
                 await group._start()
@@ -157,8 +156,7 @@ class Group:
         if self._watch is not None:
             self._watch.cancel()
         for member in self._members:
-            with contextlib.suppress(ProcessLookupError):
-                member.process.kill()
+            member.process.signal(signal.SIGKILL)
         if self._outstanding and self._outstanding[0].overdue is None and isinstance(error, GroupFailedError):
             executing = self._outstanding.popleft()
             _fail(executing.future, error, SuspectError(error.message, crashed=crashed))
@@ -171,22 +169,20 @@ class Group:
     # ------------------------------------------------------------------ start
     async def _start(self) -> None:
         plan = self._plan
-        secret = secrets.token_bytes(32)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        salt = secrets.token_bytes(32)
+        with socket.create_server((plan.site.address, 0)) as listener:
             listener.setblocking(False)
-            port = listener.getsockname()[1]
-            for rank in range(plan.processes):
-                process = await spawn_worker(
-                    port=port, secret=secret, generation=self.generation, rank=rank, log_dir=plan.log_dir
-                )
-                self._members.append(_Member(rank, process))
+            launch = Launch(self.generation, listener.getsockname()[1], salt)
+            for rank, place in enumerate(self._places):
+                process = await place.spawn(launch, rank)
+                self._members.append(_Member(rank, process, Heart(plan.heartbeat_timeout)))
             for member in self._members:
                 self._do(self._notice_death(member))
             self._do(self._notice_absence())
             self._do(self._beat())
-            coordinator = f"127.0.0.1:{free_port()}" if plan.processes > 1 else ""
-            start = codec.encode(Start(plan.config, plan.processes, coordinator, plan.executor))
-            doorman = self._loop.create_task(self._welcome(listener, secret, start))
+            coordinator = self._members[0].process.coordinator if plan.processes > 1 else ""
+            start = Start(plan.config, plan.processes, coordinator, plan.executor, plan.heartbeat_timeout)
+            doorman = self._loop.create_task(self._welcome(listener, plan.site.secret(salt), codec.encode(start)))
             try:
                 futures: set[asyncio.Future[Any]] = {doorman, self._started}
                 await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -200,7 +196,7 @@ class Group:
             try:
                 # one after the other: our workers answer within milliseconds, and a stranger is not given long
                 async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                    link = await DriverLink.accept(sock, secret, self.generation, len(self._members))
+                    link = await LoopLink.accept(sock, secret, self.generation, len(self._members))
             except (OSError, EOFError, TimeoutError) as error:
                 log.warning("a stranger connected to worker group %d: %r", self.generation, error)
                 continue
@@ -215,18 +211,18 @@ class Group:
             self._do(self._receive(member, link))
 
     # ------------------------------------------------------------------ while it runs
-    async def _send(self, member: _Member, link: DriverLink) -> None:
+    async def _send(self, member: _Member, link: LoopLink) -> None:
         try:
             while True:
                 await link.write(*await member.outbox.get())
         except OSError:
             await self._lost(member, "closed its connection")
 
-    async def _receive(self, member: _Member, link: DriverLink) -> None:
+    async def _receive(self, member: _Member, link: LoopLink) -> None:
         try:
             while True:
                 frame = await link.read()
-                member.heard = True
+                member.heart.hear()
                 self._take(member, frame.index, codec.decode(frame.body))
         except (EOFError, OSError):
             await self._lost(member, "closed its connection")
@@ -296,8 +292,7 @@ class Group:
             f"no word from rank {silent} of worker group {self.generation}"
         )
         for rank in silent:
-            with contextlib.suppress(ProcessLookupError):
-                self._members[rank].process.send_signal(signal.SIGUSR1)  # stacks of all threads to its log
+            self._members[rank].process.signal(signal.SIGUSR1)  # stacks of all threads to its log
         self._loop.call_later(_LAST_WORDS_SECONDS, self._fail, f"rank {silent} missed the deadline of a command")
 
     async def _notice_absence(self) -> None:
@@ -306,18 +301,17 @@ class Group:
             self._fail(f"rank {absent} did not connect in {_START_SECONDS:g} s (stopped?)", crashed=False)
 
     async def _beat(self) -> None:
-        beat, pause = codec.encode(Beat()), self._plan.heartbeat_timeout / _BEATS
+        beat, pause = codec.encode(Beat()), self._plan.heartbeat_timeout / BEATS
+        starting = max(BEATS, math.ceil(_START_SECONDS / pause))
         while True:
             connected = [m for m in self._members if m.link is not None]
             for member in connected:
-                member.heard = False
                 member.outbox.put_nowait((0, beat))
             await asyncio.sleep(pause)
             for member in connected:
-                member.silent_beats = 0 if member.heard else member.silent_beats + 1
-                most = _BEATS if member.ready else max(_BEATS, math.ceil(_START_SECONDS / pause))
-                if member.silent_beats >= most:
-                    cause = f"rank {member.rank} was silent for {member.silent_beats * pause:g} s (stopped?)"
+                member.heart.beat()
+                if member.heart.silent(BEATS if member.ready else starting):
+                    cause = f"rank {member.rank} was silent for {member.heart.seconds:g} s (stopped?)"
                     self._fail(cause, crashed=False)
 
     def _ended_itself(self, rank: int, why: Failed) -> None:
@@ -331,7 +325,7 @@ class Group:
             self._fail(f"rank {rank} ended itself: {why.message}")
 
     async def _notice_death(self, member: _Member) -> None:
-        await member.process.wait()
+        await member.process.ended()
         await self._lost(member, "ended")
 
     async def _lost(self, member: _Member, how: str) -> None:
@@ -342,8 +336,8 @@ class Group:
         crashed = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                status = await member.process.wait()
-                how, crashed = how_it_ended(status), status != -signal.SIGKILL
+                ending = await member.process.ended()
+                how, crashed = ending.how, ending.crashed
         self._fail(f"rank {member.rank} {how}", crashed=crashed)
 
     def _fail(self, cause: str, *, crashed: bool = True) -> None:
@@ -356,7 +350,7 @@ class Group:
         for member in self._members:
             try:
                 async with asyncio.timeout(_REAP_SECONDS):
-                    await member.process.wait()
+                    await member.process.ended()
             except TimeoutError:
                 log.error("process %d (rank %d) does not die", member.process.pid, member.rank)
         for task in self._tasks:
@@ -365,6 +359,8 @@ class Group:
         for member in self._members:
             if member.link is not None:
                 member.link.close()
+        for place in self._places:
+            place.release()
         self.ended.set_result(error)
 
     def _do(self, work: Coroutine[None, None, None]) -> None:

@@ -20,12 +20,16 @@ _LONGEST_MESSAGE = 10_000
 
 @dataclass(frozen=True)
 class Start:
-    """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process."""
+    """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process.
+
+    silence: seconds after which the driver ends the group for a process that it does not hear.
+    """
 
     config: GroupConfig
     processes: int
     coordinator: str
     executor: str  # "package.module:attribute"
+    silence: float
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Beat:
-    """Driver to worker and back: the process is alive, whatever its main thread does."""
+    """Driver to worker (or to a host's agent) and back: the process is alive, whatever its main thread does."""
 
 
 @dataclass(frozen=True)

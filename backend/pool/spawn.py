@@ -1,12 +1,14 @@
-"""Starting a worker process, and saying how one ended."""
+"""Starting a worker process on this machine, and saying how one ended."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import backend
@@ -15,12 +17,28 @@ _PACKAGES = Path(backend.__file__).parents[1]
 _STDERR = 2  # ours, inherited
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended, as in "rank 2 was killed by SIGKILL". crashed: by itself, not by a signal from outside."""
+
+    how: str
+    crashed: bool
+
+
 async def spawn_worker(
-    *, port: int, secret: bytes, generation: int, rank: int, log_dir: Path | None
+    *,
+    port: int,
+    secret: bytes,
+    generation: int,
+    rank: int,
+    log_dir: Path | None,
+    host: str = "127.0.0.1",
+    compile_cache_dir: str = "",
 ) -> asyncio.subprocess.Process:
-    """Start `backend.pool.worker`, which will connect to `port`. It writes to our stderr, or to a file in `log_dir`.
+    """Start `backend.pool.worker`, which connects to the driver. It writes to our stderr, or to a file in `log_dir`.
 
     The secret goes through standard input. The worker leads a session of its own: Ctrl-C reaches the supervisor only.
+    compile_cache_dir: this machine's, in place of the one that the driver names.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
     output = _STDERR if log_dir is None else _log_file(log_dir, rank)
@@ -38,11 +56,39 @@ async def spawn_worker(
     finally:
         if output != _STDERR:
             os.close(output)
-    birth = {"port": port, "secret": secret.hex(), "generation": generation, "rank": rank, "parent": os.getpid()}
+    birth = {
+        "host": host,
+        "port": port,
+        "secret": secret.hex(),
+        "generation": generation,
+        "rank": rank,
+        "parent": os.getpid(),
+        "compile_cache_dir": compile_cache_dir,
+    }
     assert process.stdin is not None  # for the type checker: PIPE was asked for
     process.stdin.write(json.dumps(birth).encode())  # far less than a pipe holds: no need to drain
     process.stdin.close()
     return process
+
+
+class ChildProcess:
+    """A worker that this process started."""
+
+    def __init__(self, process: asyncio.subprocess.Process, coordinator: str) -> None:
+        """`coordinator`: "address:port" that was free a moment ago."""
+        self.pid = process.pid
+        self.coordinator = coordinator
+        self._process = process
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens to one that has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def ended(self) -> Ending:
+        """Wait until it has ended."""
+        status = await self._process.wait()
+        return Ending(how_it_ended(status), crashed=status != -signal.SIGKILL)
 
 
 def _log_file(folder: Path, rank: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Self
 from backend.commands import Command, GroupConfig, GroupInfo, Reply
 from backend.errors import GroupFailedError, TinkerflowError, UserError
 from backend.pool.group import Group, Plan
+from backend.pool.places import Site, ThisMachine
 from backend.processes import backoff
 
 log = logging.getLogger(__name__)
@@ -58,15 +59,20 @@ def _quietly(show: Callable[[str], None]) -> Callable[[str], None]:
     return shown
 
 
+async def _say_nothing(text: str) -> None:
+    """Nobody wants to know."""
+
+
 class Pool:
     """Executes commands in order on a group of worker processes, and replaces the group when it fails.
 
     Made by `await Pool.start(...)`. Use it from the event loop in which it was started.
     """
 
-    def __init__(self, plan: Plan, command_deadline: float) -> None:
+    def __init__(self, plan: Plan, command_deadline: float, on_waiting: Callable[[str], Awaitable[None]]) -> None:
         """Use `start`."""
         self._plan = plan
+        self._on_waiting = on_waiting
         self._command_deadline = command_deadline
         self._group: Group | None = None
         self._info: GroupInfo | None = None
@@ -93,6 +99,8 @@ class Pool:
         executor: str = "backend.compute.executor:Executor",
         log_dir: Path | None = None,
         heartbeat_timeout: float = 30.0,
+        site: Site | None = None,
+        on_waiting: Callable[[str], Awaitable[None]] = _say_nothing,
     ) -> Pool:
         """A pool whose first generation is ready to serve.
 
@@ -100,8 +108,11 @@ class Pool:
         command_deadline, start_deadline: seconds a command, or the start of a group, may take.
         on_progress: called in this event loop with lines for people: what the start-up or a long command is doing.
         executor: "module:attribute" of the class that each worker runs (backend.pool.worker.Executor).
-        log_dir: where workers append worker-<rank>.log; None = to our stderr.
+        log_dir: where workers append worker-<rank>.log; None = to our stderr. Hosts that joined have their own.
         heartbeat_timeout: seconds without a sign of life after which a process counts as stopped.
+        site: where processes are started; None: as children of this one. It may have room for them only later: the
+        start, and each later generation, waits for it.
+        on_waiting: told what a generation waits for before its processes can be started, and when it waits no more.
         Call it in a thread that lives as long as the pool: the kernel ends the workers when that thread ends.
         Raises ValueError for a mesh that cannot be divided, UserError when the executor refuses the configuration,
         GroupFailedError when no group came up in three attempts.
@@ -111,8 +122,9 @@ class Pool:
                 f"a mesh of fsdp {config.fsdp} x tensor {config.tensor} cannot be divided among {processes} processes: "
                 "their number must divide the number of devices"
             )
-        plan = Plan(config, processes, executor, start_deadline, heartbeat_timeout, log_dir, _quietly(on_progress))
-        pool = cls(plan, command_deadline)
+        where = site or ThisMachine(log_dir)
+        plan = Plan(config, processes, executor, start_deadline, heartbeat_timeout, where, _quietly(on_progress))
+        pool = cls(plan, command_deadline, on_waiting)
         while not await pool._launch():
             if pool._failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
                 raise pool._last_error or GroupFailedError("no worker group came up")
@@ -242,9 +254,11 @@ class Pool:
         """Start the next generation and, when it stands, give it the commands that wait in line."""
         self._generation += 1
         self._open = False
+        await self._wait_for_room()
+        places = self._plan.site.take(self._plan.processes)
         self._plan.on_progress(f"starting worker group {self._generation}: {self._plan.processes} process(es)")
         try:
-            group, info = await Group.launch(self._plan, self._generation)
+            group, info = await Group.launch(self._plan, self._generation, places)
         except TinkerflowError as error:
             self._failures += 1
             self._last_error = error
@@ -262,6 +276,20 @@ class Pool:
                 if not ticket.sent.done():
                     _send(group, ticket)
         return True
+
+    async def _wait_for_room(self) -> None:
+        """Return when the site has room for all processes; until the next await nobody else takes it."""
+        site, waited = self._plan.site, False
+        while (lack := site.lack(self._plan.processes)) or waited:
+            waited = bool(lack)
+            if lack:
+                self._plan.on_progress(lack)
+            try:
+                await self._on_waiting(lack or f"worker group {self._generation} is being started")
+            except Exception:
+                log.exception("on_waiting failed")
+            if lack and lack == site.lack(self._plan.processes):
+                await site.changed()
 
     async def _wait_in_line(self, command: Command, deadline: float) -> asyncio.Future[Reply]:
         if self._stopped:

@@ -1,10 +1,11 @@
-"""Frames over TCP on 127.0.0.1, and how both ends prove that they know the generation's secret.
+"""Frames over TCP, and how both ends prove that they know a secret: the generation's, or (as generation 0) the group's.
 
     frame = magic | u32 generation | u64 index | u64 length | body (codec.py)
 
 A frame of another generation, or one without the magic, is an error: it can only come from a mistake.
 The secret reaches the worker through its standard input and never crosses the socket (HMAC-SHA256 over fresh nonces of
-both sides, with the role in it, so that neither side's proof serves as the other's).
+both sides, with the role in it, so that neither side's proof serves as the other's). Frames themselves are neither
+encrypted nor signed: between hosts they need a network that nobody else can read or write.
 """
 
 from __future__ import annotations
@@ -65,9 +66,14 @@ class WorkerLink:
         self._generation = generation
 
     @classmethod
-    def connect(cls, port: int, secret: bytes, generation: int, rank: int, timeout: float = 30.0) -> WorkerLink:
-        """Connect to the driver on 127.0.0.1. Raises PermissionError when either side does not know the secret."""
-        sock = socket.create_connection(("127.0.0.1", port), timeout=timeout)
+    def connect(
+        cls, host: str, port: int, secret: bytes, generation: int, rank: int, timeout: float = 30.0
+    ) -> WorkerLink:
+        """Connect to the driver. Raises PermissionError when it does not know the secret, OSError for all else.
+
+        ConnectionRefusedError: nobody listens, or the driver hung up: it is ending, or did not like what we sent.
+        """
+        sock = socket.create_connection((host, port), timeout=timeout)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = _HELLO.pack(_MAGIC, generation, rank, os.urandom(32))
@@ -75,7 +81,7 @@ class WorkerLink:
             try:
                 answer = bytes(_read(sock, 32 + _PROOF))
             except EOFError as error:
-                raise PermissionError(f"the driver refused rank {rank} of generation {generation}") from error
+                raise ConnectionRefusedError(f"the driver refused rank {rank} of generation {generation}") from error
             nonce, proof = answer[:32], answer[32:]
             if not hmac.compare_digest(proof, _proof(secret, b"driver", hello, nonce)):
                 raise PermissionError(f"who listens on port {port} does not know the secret of generation {generation}")
@@ -101,6 +107,11 @@ class WorkerLink:
         for part in body:
             self._sock.sendall(part)
 
+    def to_loop(self) -> LoopLink:
+        """The same connection for use in an event loop; this object must not be used any more."""
+        self._sock.setblocking(False)
+        return LoopLink(self._sock, self._generation, 0)
+
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
@@ -117,7 +128,7 @@ def _read(sock: socket.socket, size: int) -> bytearray:
     return data
 
 
-# ------------------------------------------------------------------ the driver's end: asyncio
+# ------------------------------------------------------------------ the driver's end, and an agent's: asyncio
 async def next_connection(listener: socket.socket) -> socket.socket:
     """Wait for a connection on `listener` (which does not block) and accept it.
 
@@ -136,8 +147,8 @@ async def next_connection(listener: socket.socket) -> socket.socket:
             return listener.accept()[0]
 
 
-class DriverLink:
-    """The driver's connection to one worker. One task may read while another writes."""
+class LoopLink:
+    """The driver's connection to one worker or agent, or the agent's. One task may read while another writes."""
 
     def __init__(self, sock: socket.socket, generation: int, rank: int) -> None:
         """`sock` is connected, authenticated and does not block."""
@@ -146,7 +157,7 @@ class DriverLink:
         self._generation = generation
 
     @classmethod
-    async def accept(cls, sock: socket.socket, secret: bytes, generation: int, ranks: int) -> DriverLink:
+    async def accept(cls, sock: socket.socket, secret: bytes, generation: int, ranks: int) -> LoopLink:
         """Authenticate who connected. Raises PermissionError (and closes) when it does not know the secret."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -168,8 +179,13 @@ class DriverLink:
             raise
         return cls(sock, generation, rank)
 
+    @property
+    def address(self) -> str:
+        """The address of this end."""
+        return str(self._sock.getsockname()[0])
+
     async def read(self) -> Frame:
-        """The next frame. Raises EOFError when the worker is gone, ValueError for garbage."""
+        """The next frame. Raises EOFError when the other end is gone, ValueError for garbage."""
         index, length = _parse(await _receive(self._sock, _HEADER.size), self._generation)
         return Frame(index, memoryview(await _receive(self._sock, length)))
 

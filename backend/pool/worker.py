@@ -1,9 +1,10 @@
-"""One process of a worker group: `python -m backend.pool.worker`, started by the supervisor only.
+"""One process of a worker group: `python -m backend.pool.worker`, started by the supervisor or a host's agent only.
 
 The main thread executes commands in the order in which they come; a reader thread keeps the socket drained and answers
-the driver's beats meanwhile. The process ends with its driver: by the kernel's parent-death signal, and by the end of
-the connection. Whatever goes wrong outside a command ends the process at once: a Python exception that nobody catches
-would wait in jax.distributed's shutdown barrier for the other processes, and they in a collective for this one.
+the driver's beats meanwhile. The process ends with its driver: by the kernel's parent-death signal (of the driver, or
+of its host's agent, which watches the driver), and by the end of the connection. Whatever goes wrong outside a command
+ends the process at once: a Python exception that nobody catches would wait in jax.distributed's shutdown barrier for
+the other processes, and they in a collective for this one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import faulthandler
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -59,13 +61,18 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class Birth:
-    """What the supervisor writes to the worker's standard input: never in argv, where everybody could read it."""
+    """What the supervisor writes to the worker's standard input: never in argv, where everybody could read it.
 
+    compile_cache_dir: this host's, in place of the one that the driver names; "" = the driver's.
+    """
+
+    host: str  # of the driver
     port: int
     secret: str  # hex
     generation: int
     rank: int
-    parent: int  # process id of the supervisor
+    parent: int  # process id of who started it
+    compile_cache_dir: str
 
 
 class Channel:
@@ -104,10 +111,12 @@ def main() -> None:
         format=f"%(asctime)s %(levelname)s rank {birth.rank} generation {birth.generation} %(name)s: %(message)s",
     )
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every platform that is not there
-    link = WorkerLink.connect(birth.port, bytes.fromhex(birth.secret), birth.generation, birth.rank)
+    link = WorkerLink.connect(birth.host, birth.port, bytes.fromhex(birth.secret), birth.generation, birth.rank)
     channel = Channel(link)
     _end_on_uncaught(channel)
-    start = codec.decode(link.read().body)
+    start: Start = codec.decode(link.read().body)
+    if birth.compile_cache_dir:
+        start = replace(start, config=replace(start.config, compile_cache_dir=birth.compile_cache_dir))
     frames: SimpleQueue[Frame] = SimpleQueue()
     threading.Thread(target=_drain, args=(link, channel, frames), name="reader", daemon=True).start()
     try:
@@ -153,7 +162,8 @@ def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
             cluster_detection_method="deactivate",
             coordinator_bind_address=start.coordinator,  # the default binds every interface
             initialization_timeout=60,
-            heartbeat_timeout_seconds=30,
+            # longer than the driver waits: it names who was silent, and JAX only aborts, as if that process had crashed
+            heartbeat_timeout_seconds=max(30, math.ceil(2 * start.silence)),
             shutdown_timeout_seconds=10,
         )
 

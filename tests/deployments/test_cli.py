@@ -81,6 +81,9 @@ def test_keys_are_shown_once(tmp_path):
         (["up", "--processes", "0"], {}, "processes: Input should be greater than or equal to 1"),
         (["up", "--database-url", "mysql://x"], {}, "must start with sqlite:/// or postgresql"),
         (["key", "revoke", "key-nope"], {}, "key-nope"),
+        (["up", "--group", "nowhere"], {}, "group: Value error, 'nowhere' must be HOST:PORT"),
+        (["worker", "--group", "127.0.0.1"], {}, "--group '127.0.0.1' must be HOST:PORT"),
+        (["worker", "--group", "127.0.0.1:7000"], {}, "group.secret'): copy the file from the driver's host"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, words, env, text):

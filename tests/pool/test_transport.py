@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backend.pool import codec
-from backend.pool.transport import DriverLink, WorkerLink, header, next_connection
+from backend.pool.transport import LoopLink, WorkerLink, header, next_connection
 
 SECRET = b"a secret of this generation"
 
@@ -25,22 +25,22 @@ async def listener() -> AsyncIterator[socket.socket]:
 
 async def meet(
     listener: socket.socket, *, theirs: bytes = SECRET, generation: int = 3, rank: int = 1
-) -> tuple[DriverLink | BaseException, WorkerLink | BaseException]:
+) -> tuple[LoopLink | BaseException, WorkerLink | BaseException]:
     """What becomes of both ends when a worker with `theirs` connects to a driver of generation 3 with 2 ranks."""
     port = listener.getsockname()[1]
-    worker = asyncio.to_thread(WorkerLink.connect, port, theirs, generation, rank, timeout=5.0)
+    worker = asyncio.to_thread(WorkerLink.connect, "127.0.0.1", port, theirs, generation, rank, timeout=5.0)
 
-    async def drive() -> DriverLink:
+    async def drive() -> LoopLink:
         sock = await next_connection(listener)
-        return await DriverLink.accept(sock, SECRET, 3, 2)
+        return await LoopLink.accept(sock, SECRET, 3, 2)
 
     driver_end, worker_end = await asyncio.gather(drive(), worker, return_exceptions=True)
     return driver_end, worker_end
 
 
-async def linked(listener: socket.socket) -> tuple[DriverLink, WorkerLink]:
+async def linked(listener: socket.socket) -> tuple[LoopLink, WorkerLink]:
     driver, worker = await meet(listener)
-    assert isinstance(driver, DriverLink)
+    assert isinstance(driver, LoopLink)
     assert isinstance(worker, WorkerLink)
     return driver, worker
 
@@ -78,7 +78,7 @@ async def test_another_generation_or_rank_is_refused(listener: socket.socket, ge
     driver, worker = await meet(listener, generation=generation, rank=rank)
     assert isinstance(driver, PermissionError)
     assert "no worker of generation 3" in str(driver)
-    assert isinstance(worker, PermissionError)
+    assert isinstance(worker, ConnectionRefusedError)
     assert f"refused rank {rank} of generation {generation}" in str(worker)
 
 
@@ -93,7 +93,7 @@ async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket
     reflected = asyncio.create_task(asyncio.to_thread(mirror, listener.getsockname()[1]))
     sock = await next_connection(listener)
     with pytest.raises(PermissionError, match="does not know the secret"):
-        await DriverLink.accept(sock, SECRET, 3, 1)
+        await LoopLink.accept(sock, SECRET, 3, 1)
     await reflected
 
 
@@ -116,7 +116,7 @@ async def test_a_stranger_that_hangs_up_is_an_end_of_file(listener: socket.socke
     socket.create_connection(listener.getsockname()).close()
     sock = await next_connection(listener)
     with pytest.raises(EOFError):
-        await DriverLink.accept(sock, SECRET, 3, 1)
+        await LoopLink.accept(sock, SECRET, 3, 1)
     assert sock.fileno() == -1
 
 
@@ -143,7 +143,7 @@ async def test_garbage_is_a_value_error_at_both_ends(listener: socket.socket, ra
 async def test_a_group_starts_although_strangers_knock(
     start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from backend.pool import group, spawn
+    from backend.pool import places, spawn
 
     async def knock_then_spawn(**kwargs: object) -> asyncio.subprocess.Process:
         port = kwargs["port"]
@@ -152,7 +152,7 @@ async def test_a_group_starts_although_strangers_knock(
             stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
         return await spawn.spawn_worker(**kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(group, "spawn_worker", knock_then_spawn)
+    monkeypatch.setattr(places, "spawn_worker", knock_then_spawn)
     pool = await start_pool(processes=2)  # type: ignore[misc]
     assert pool.ready
     assert caplog.text.count("a stranger connected to worker group 1") == 2

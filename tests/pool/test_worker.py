@@ -16,7 +16,7 @@ from backend.commands import GroupConfig, Ping
 from backend.pool import codec
 from backend.pool.messages import Beat, Progress, Ready, Start
 from backend.pool.spawn import how_it_ended, spawn_worker
-from backend.pool.transport import DriverLink, next_connection
+from backend.pool.transport import LoopLink, next_connection
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -67,7 +67,7 @@ async def test_workers_end_when_their_driver_is_killed_during_start(
     await wait_until(lambda: not any(alive(pid) for pid in pids), 5.0)
 
 
-async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[asyncio.subprocess.Process, DriverLink]:
+async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[asyncio.subprocess.Process, LoopLink]:
     """A worker that has been told to run `executor`, and our end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -75,12 +75,12 @@ async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[asy
             port=listener.getsockname()[1], secret=SECRET, generation=5, rank=0, log_dir=tmp_path
         )
         sock = await next_connection(listener)
-    link = await DriverLink.accept(sock, SECRET, 5, 1)
-    await link.write(0, codec.encode(Start(config, 1, "", f"pool_executors:{executor}")))
+    link = await LoopLink.accept(sock, SECRET, 5, 1)
+    await link.write(0, codec.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0)))
     return process, link
 
 
-async def next_message(link: DriverLink) -> object:
+async def next_message(link: LoopLink) -> object:
     async with asyncio.timeout(20):
         return codec.decode((await link.read()).body)
 
@@ -131,7 +131,7 @@ async def test_a_worker_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
         )
         sock = await next_connection(listener)
         with pytest.raises((PermissionError, EOFError)):  # it finds out first, from our proof
-            await DriverLink.accept(sock, SECRET, 5, 1)
+            await LoopLink.accept(sock, SECRET, 5, 1)
     assert await process.wait() == 1
     assert "does not know the secret of generation 5" in (tmp_path / "worker-0.log").read_text()
 

@@ -1,0 +1,74 @@
+"""What passes between the driver and the agent of a host that joined the group (hosts.py, agent.py).
+
+`process` is a number that the driver gives to a process when it asks for it; it is never used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Agent to driver, first: how many processes the host runs.
+
+    agent: the same for all connections of one agent. address: the host's, as seen from the driver's network. software:
+    what must be the same on all hosts.
+    """
+
+    agent: str
+    host: str
+    address: str
+    processes: int
+    software: str
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Driver to agent, in answer to an Offer. silence: seconds until either end takes a silent other end for lost."""
+
+    silence: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Driver to agent, in answer to an Offer: why the host cannot join."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Driver to agent: start a process of a group. Its secret is made of the group's own and `salt` (places.py)."""
+
+    process: int
+    generation: int
+    rank: int
+    port: int
+    salt: bytes
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Driver to agent: send a signal to a process."""
+
+    process: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """Agent to driver: a process runs. coordinator: "address:port", free on that host, for jax.distributed."""
+
+    process: int
+    pid: int
+    coordinator: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Agent to driver: a process has ended, or could not be started (then there was no Spawned). See places.Ending."""
+
+    process: int
+    how: str
+    crashed: bool

@@ -1,0 +1,323 @@
+"""Groups of processes on hosts that joined: here agents on 127.0.0.1, with real workers below them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend import errors
+from backend.commands import AdamParams, CreateAdapter, GroupConfig, LoraSpec, OptimResult, OptimStep
+from backend.pool import Hosts, Pool, Post, codec, serve_group
+from backend.pool.host_messages import Offer, Spawned, Welcome
+from backend.pool.software import software
+from backend.pool.spawn import spawn_worker
+from backend.pool.transport import LoopLink, WorkerLink
+
+HERE = Path(__file__).parent
+SECRET = b"the secret of the group"
+WaitUntil = Callable[..., Awaitable[None]]
+
+
+class Bench:
+    """Hosts at a free port, agents that join them, and pools; all of it is ended after the test."""
+
+    def __init__(self, hosts: Hosts, tmp_path: Path, group_config: Callable[..., GroupConfig]) -> None:
+        self.hosts = hosts
+        self.tmp_path = tmp_path
+        self.group_config = group_config
+        self.pools: list[Pool] = []
+        self.agents: list[asyncio.Task[None]] = []
+        self.said: list[str] = []  # by agents
+        self.waits: list[str] = []
+
+    def join(self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET) -> asyncio.Task[None]:
+        """An agent, whose workers log to a folder of that name."""
+        post = Post("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "")
+        agent = asyncio.create_task(serve_group(post, self.said.append))
+        self.agents.append(agent)
+        return agent
+
+    async def start(self, processes: int, executor: str = "Echo") -> Pool:
+        async def waits(text: str) -> None:
+            self.waits.append(text)
+
+        pool = await Pool.start(
+            self.group_config(fsdp=processes),
+            processes=processes,
+            command_deadline=60.0,
+            start_deadline=60.0,
+            on_progress=lambda text: None,
+            executor=f"pool_executors:{executor}",
+            site=self.hosts,
+            on_waiting=waits,
+        )
+        self.pools.append(pool)
+        return pool
+
+    async def close(self) -> None:
+        for pool in self.pools:
+            await pool.stop()
+        await self.hosts.close()
+        for agent in self.agents:
+            agent.cancel()
+        await asyncio.gather(*self.agents, return_exceptions=True)
+
+
+@pytest.fixture
+async def bench(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group_config: Callable[..., GroupConfig],
+    workers: Callable[[], list[int]],
+) -> AsyncIterator[Bench]:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    made = Bench(await Hosts.listen("127.0.0.1", 0, SECRET, 3.0), tmp_path, group_config)
+    yield made
+    await made.close()
+    assert not workers()
+
+
+def step(number: float = 0.0) -> OptimStep:
+    return OptimStep("a", AdamParams(learning_rate=number))
+
+
+async def serves(pool: Pool, generation: int) -> None:
+    assert await pool.submit(step(2)) == OptimResult(2.0, 1)  # a fresh executor: its count begins again
+    assert pool.generation == generation
+
+
+async def busy(pool: Pool) -> asyncio.Task[object]:
+    """A command that a group is executing."""
+    task = asyncio.create_task(pool.submit(CreateAdapter("a", LoraSpec(1), 60_000)))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_a_group_starts_when_enough_hosts_have_joined(bench: Bench, wait_until: WaitUntil) -> None:
+    starting = asyncio.create_task(bench.start(3))
+    await wait_until(lambda: bench.waits)
+    bench.join("two", 2)
+    await wait_until(lambda: len(bench.waits) == 2)
+    bench.join("one")
+    pool = await starting
+    assert bench.waits[0] == "waiting for hosts: 0 of 3 processes (none has joined)"
+    assert bench.waits[1].startswith("waiting for hosts: 2 of 3 processes (")
+    assert bench.waits[2:] == ["worker group 1 is being started"]
+    assert len(set(pool.pids)) == 3
+    replies = await asyncio.gather(*(asyncio.create_task(pool.submit(step(i))) for i in range(50)))
+    assert replies == [OptimResult(float(i), i + 1) for i in range(50)]
+    logs = {path.relative_to(bench.tmp_path).parts for path in bench.tmp_path.glob("*/worker-*.log")}
+    assert sorted(name for _, name in logs) == ["worker-0.log", "worker-1.log", "worker-2.log"]
+    assert sorted(host for host, _ in logs) == ["one", "two", "two"]
+
+
+async def test_a_killed_process_is_named_with_its_host(bench: Bench) -> None:
+    bench.join("a", 2)
+    pool = await bench.start(2)
+    executing = await busy(pool)
+    os.kill(pool.pids[1], signal.SIGKILL)
+    with pytest.raises(errors.SuspectError, match=r"rank 1 was killed by SIGKILL \(on host .+\)") as suspect:
+        await executing
+    assert not suspect.value.crashed
+    await serves(pool, 2)
+    assert "joined" in bench.said[0]
+    assert len(bench.said) == 1  # the host itself stayed
+
+
+async def test_a_group_goes_on_when_a_lost_host_is_replaced(bench: Bench, wait_until: WaitUntil) -> None:
+    bench.join("a")
+    lost = bench.join("b")
+    pool = await bench.start(2)
+    executing = await busy(pool)
+    lost.cancel()
+    with pytest.raises(errors.SuspectError, match=r"worker group 1 ended: rank \d .*") as suspect:
+        await executing
+    assert not suspect.value.crashed  # nobody's fault
+    await wait_until(lambda: any(text.startswith("waiting for hosts: 1 of 2") for text in bench.waits))
+    assert not pool.ready
+    bench.join("c")
+    await serves(pool, 2)
+    assert (bench.tmp_path / "c").exists()
+
+
+async def test_a_group_lives_on_spare_hosts(bench: Bench, wait_until: WaitUntil) -> None:
+    lost = bench.join("a")
+    await wait_until(lambda: not bench.hosts.lack(1))
+    pool = await bench.start(1)
+    bench.join("b")
+    await wait_until(lambda: not bench.hosts.lack(1))
+    lost.cancel()
+    await wait_until(lambda: not pool.ready)
+    await serves(pool, 2)
+    assert not bench.waits
+
+
+async def test_agents_end_their_processes_with_the_driver_and_join_the_next_one(
+    bench: Bench, wait_until: WaitUntil, workers: Callable[[], list[int]]
+) -> None:
+    bench.join("a", 2)
+    await bench.start(2)
+    port = bench.hosts.port
+    for host in bench.hosts._hosts:  # as a driver ends that is killed: without a word to its workers
+        host.talk.end("it is killed")
+    await wait_until(lambda: len(bench.said) >= 2)
+    assert "it closed the connection; its processes here have ended" in bench.said[1]
+    for pool in bench.pools:
+        await pool.stop()
+    await bench.hosts.close()
+    bench.hosts = await Hosts.listen("127.0.0.1", port, SECRET, 3.0)
+    await serves(await bench.start(2), 1)
+
+
+class Cable:
+    """A connection between an agent and the driver that can be cut: bytes stay away, and nobody is told."""
+
+    def __init__(self, port: int) -> None:
+        self.whole = asyncio.Event()
+        self.whole.set()
+        self._port = port
+
+    async def lay(self) -> int:
+        """The port of its other end."""
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def remove(self) -> None:
+        self._server.close()
+        self._server.close_clients() if hasattr(self._server, "close_clients") else None
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            await asyncio.gather(self._carry(reader, back), self._carry(there, writer))
+        except OSError:
+            pass
+        finally:
+            for end in (writer, back):
+                end.close()
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            await self.whole.wait()
+            sink.write(data)
+            await sink.drain()
+        await self.whole.wait()
+        sink.close()
+
+
+async def test_a_cut_link_is_noticed_at_both_ends_and_heals(
+    bench: Bench, wait_until: WaitUntil, alive: Callable[[int], bool]
+) -> None:
+    cable = Cable(bench.hosts.port)
+    bench.join("a", port=await cable.lay())
+    pool = await bench.start(1)
+    (pid,) = pool.pids
+    executing = await busy(pool)
+    cable.whole.clear()
+    with pytest.raises(errors.SuspectError, match=r"rank 0 was lost with host .+: it was silent for 3 s \(cut off"):
+        await executing
+    await wait_until(lambda: len(bench.said) == 2)
+    assert "it was silent for 3 s" in bench.said[1]
+    assert not alive(pid)
+    cable.whole.set()
+    await serves(pool, 2)
+    await bench.close()
+    await cable.remove()
+
+
+async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCaptureFixture, wait_until: WaitUntil) -> None:
+    with pytest.raises(errors.UserError, match=r"the group at 127.0.0.1:\d+ has another secret"):
+        await bench.join("a", secret=b"some other secret")
+    await wait_until(lambda: "a stranger connected where hosts join" in caplog.text)
+    assert "none has joined" in bench.hosts.lack(1)
+
+
+async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.pool.agent.software", lambda: "python 2.7")
+    with pytest.raises(errors.UserError, match=r"host .+ has python 2.7, the driver python 3.+: they must be the same"):
+        await bench.join("a")
+    assert "none has joined" in bench.hosts.lack(1)
+
+
+async def test_a_driver_that_is_not_there_yet_is_waited_for(bench: Bench, wait_until: WaitUntil) -> None:
+    port = bench.hosts.port
+    await bench.hosts.close()
+    bench.join("a", port=port)
+    await wait_until(lambda: bench.said)
+    assert "cannot be reached" in bench.said[0]
+    bench.hosts = await Hosts.listen("127.0.0.1", port, SECRET, 3.0)
+    await serves(await bench.start(1), 1)
+
+
+async def test_two_groups_share_the_hosts(bench: Bench, wait_until: WaitUntil) -> None:
+    bench.join("a", 2)
+    first = await bench.start(2)
+    starting = asyncio.create_task(bench.start(1))
+    await wait_until(lambda: bench.waits and bench.waits[-1].startswith("waiting for hosts: 0 of 1 processes ("))
+    await first.stop()
+    second = await starting
+    await serves(second, 1)
+
+
+async def test_a_host_that_cannot_start_a_process_is_asked_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    async def spawn(**kwargs: Any) -> asyncio.subprocess.Process:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise OSError(11, "Resource temporarily unavailable")
+        return await spawn_worker(**kwargs)
+
+    monkeypatch.setattr("backend.pool.agent.spawn_worker", spawn)
+    bench.join("a", 2)
+    await serves(await bench.start(2), 2)
+    assert not bench.hosts.lack(0)
+    assert "0 of 1" in bench.hosts.lack(1)
+
+
+async def test_a_start_that_waits_for_hosts_can_be_given_up(bench: Bench, wait_until: WaitUntil) -> None:
+    starting = asyncio.create_task(bench.start(1))
+    await wait_until(lambda: bench.waits)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+
+
+async def visit(bench: Bench, offer: Offer) -> LoopLink:
+    """Join by hand."""
+    port = bench.hosts.port
+    link = (await asyncio.to_thread(WorkerLink.connect, "127.0.0.1", port, SECRET, 0, 0)).to_loop()
+    await link.write(0, codec.encode(offer))
+    assert codec.decode((await link.read()).body) == Welcome(3.0)
+    return link
+
+
+async def test_hosts_that_cannot_reach_each_other_are_not_joined(bench: Bench, wait_until: WaitUntil) -> None:
+    links = [
+        await visit(bench, Offer(n, n, address, 1, software()))
+        for n, address in (("a", "10.0.0.9"), ("b", "127.0.0.1"))
+    ]
+    assert bench.hosts.lack(2).startswith("waiting for hosts: b joined through 127.0.0.1, where others cannot reach")
+    links[0].close()
+    await wait_until(lambda: not bench.hosts.lack(1))
+    links[1].close()
+    await wait_until(lambda: "none has joined" in bench.hosts.lack(1))
+
+
+async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait_until: WaitUntil) -> None:
+    offer = Offer("same", "a", "127.0.0.1", 1, software())
+    links = [await visit(bench, offer) for _ in range(2)]
+    await wait_until(lambda: "(a: 1)" in bench.hosts.lack(2))
+    await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late for whoever asked: nothing happens
+    await links[1].write(0, codec.encode(offer))
+    await wait_until(lambda: "none has joined" in bench.hosts.lack(1))
+    for link in links:
+        link.close()
