@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.ad_checkpoint import checkpoint_name
 
 from backend.commands import LORA_ALPHA, LoraSpec
 from backend.compute.config import ModelConfig
@@ -69,8 +70,8 @@ def apply_one(x: jax.Array, pairs: tuple[LoraPair, ...]) -> tuple[jax.Array, ...
 def _update(x: jax.Array, pair: LoraPair) -> jax.Array:
     A, B = pair.A.astype(x.dtype), pair.B.astype(x.dtype)
     # As plain matrices: with leading dimensions kept, XLA's CPU backward pass took half as long again.
-    hidden = (x.reshape(-1, x.shape[-1]) @ A.T) * scale(A.shape[-2])
-    return (hidden @ B).reshape(*x.shape[:-1], B.shape[-1])
+    low = checkpoint_name(x.reshape(-1, x.shape[-1]) @ A.T, "low") * scale(A.shape[-2])
+    return (low @ B).reshape(*x.shape[:-1], B.shape[-1])
 
 
 def projection_sizes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:

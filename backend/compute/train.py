@@ -107,7 +107,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
         return score(gathered(params), lora.unembed, hidden_BTD, batch.targets, LossChoice(batch.choice), batch.inputs)
 
     def backward_step(params: Params, lora: Lora, grads: Lora, batch: Batch) -> tuple[Lora, Scored]:
-        remat = _kept_bytes(cfg, batch.tokens.size // mesh.shape[FSDP], params.embed_VD.dtype) > _KEPT_BYTES
+        remat = _kept_bytes(cfg, lora, batch.tokens.size // mesh.shape[FSDP], params.embed_VD.dtype) > _KEPT_BYTES
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
         scored, d_hidden_BTD, d_unembed = score_and_grads(
             gathered(params), lora.unembed, hidden_BTD, batch.targets, LossChoice(batch.choice), batch.inputs
@@ -139,8 +139,9 @@ def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> Batch:
     return put(host, Batch(ints_BTI=rows, floats_BTJK=rows, choice=replicated(mesh)))
 
 
-def _kept_bytes(cfg: ModelConfig, tokens: int, dtype: Any) -> int:
+def _kept_bytes(cfg: ModelConfig, lora: Lora, tokens: int, dtype: Any) -> int:
     """What the layers keep of `tokens` tokens for a backward pass: their inputs and `transformer.KEPT`."""
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    width = cfg.hidden + 2 * (queries + keys) + 2 * cfg.mlp
+    ranks = sum(pair.A.shape[-2] for pair in lora.layers.values())
+    width = 2 * cfg.hidden + 2 * (queries + keys) + 2 * cfg.mlp + ranks
     return int(cfg.layers * tokens * width * jnp.dtype(dtype).itemsize)

@@ -24,9 +24,9 @@ from backend.compute.lora import Lora, LoraApply, LoraPair
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 LayerParams = Mapping[str, jax.Array]
 
-# What a layer keeps for its backward pass: what is dear to compute. Keeping everything took twice the memory, and on
-# CPU more time too, for writing it out.
-KEPT = ("q", "k", "v", "attended", "gate", "up")
+# What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T). Keeping everything
+# took twice the memory, and on CPU more time too, for writing it out.
+KEPT = ("q", "k", "v", "attended", "o", "gate", "up", "low")
 
 
 @flax.struct.dataclass

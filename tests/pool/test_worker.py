@@ -15,7 +15,7 @@ import pytest
 from backend.commands import GroupConfig, Ping
 from backend.pool import codec
 from backend.pool.messages import Beat, Progress, Ready, Start
-from backend.pool.spawn import how_it_ended, spawn_worker
+from backend.pool.spawn import how_it_ended, spawn_worker, worker_environment
 from backend.pool.transport import LoopLink, next_connection
 
 ROOT = Path(__file__).parents[2]
@@ -140,3 +140,11 @@ def test_ends_are_described() -> None:
     assert how_it_ended(0) == "ended with exit status 0"
     assert how_it_ended(-9) == "was killed by SIGKILL"
     assert how_it_ended(-40) == "was killed by signal 40"
+
+
+def test_a_workers_environment_asks_for_huge_pages_and_keeps_what_is_set():
+    plain = worker_environment({"HOME": "/h"})
+    assert plain["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1" and plain["PYTHONPATH"] == str(ROOT)
+    ours = worker_environment({"PYTHONPATH": "/x", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
+    assert ours["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1:glibc.malloc.hugetlb=0"  # glibc: the last one wins
+    assert ours["PYTHONPATH"] == f"{ROOT}{os.pathsep}/x"

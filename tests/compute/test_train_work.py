@@ -1,0 +1,54 @@
+"""A training step multiplies what it must, once: its matmuls are counted in its program."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from backend.commands import LoraSpec
+from backend.compute.config import load_config
+from backend.compute.lora import Lora, init_lora
+from backend.compute.mesh import make_mesh
+from backend.compute.params import load_params
+from backend.compute.train import Batch, make_steps
+
+ROWS, TOKENS, RANK = 2, 64, 4
+
+
+def plain_matmuls(jaxpr: Any) -> int:
+    """Multiply-adds of all matmuls of a program that have no batch dimension (attention's have)."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval.shape
+            if not batched:
+                total += math.prod(eqn.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += times * sum(plain_matmuls(inner) for inner in jaxprs_in_params(eqn.params))
+    return total
+
+
+def size(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
+    cfg, mesh = load_config(str(qwen3.folder)), make_mesh(1, 1)
+    params = load_params(cfg, str(qwen3.folder), mesh, "float32", lambda line: None)
+    lora = init_lora(cfg, LoraSpec(RANK), 0)
+    batch = Batch(
+        ints_BTI=np.ones((ROWS, TOKENS, 4), np.int32),
+        floats_BTJK=np.ones((ROWS, TOKENS, 5, 1), np.float32),
+        choice=np.zeros(8, np.float32),
+    )
+    program = jax.make_jaxpr(make_steps(cfg, mesh).backward)(params, lora, lora, batch)
+    matrices = [params.layers[name] for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    frozen = size(matrices) + size(params.embed_VD)  # tied: the embedding is multiplied as the unembedding
+    assert isinstance(lora, Lora) and params.unembed_DV is None
+    # Forward and to the input for what is frozen; to the weights too for an adapter.
+    assert plain_matmuls(program.jaxpr) == ROWS * TOKENS * (2 * frozen + 3 * size(lora))
