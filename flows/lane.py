@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from uuid import UUID
 
 from prefect.client.schemas.objects import State
@@ -23,6 +24,7 @@ from tasks.poison import MOST_CRASHES
 from tasks.recovery import Journey, Policy, take
 from tasks.restore import Restored, restore
 from tasks.runtime import Runtime
+from tasks.save_weights import SAVES
 from tasks.turns import Turn
 from tasks.window import MOST, STEPS, TASKS, Tracked, Window, track
 
@@ -88,7 +90,7 @@ class Lane:
         self._unbound = runtime
         self._runtime = runtime  # bound to the worker group that holds the model, once one does
         self._interrupted = False
-        self._taking: asyncio.Task[None] | None = None  # a snapshot on its way to the store
+        self._aside: set[str] = set()  # saves on their way to the store, which hold up nobody
         self._crashes = 0  # of groups that were restoring this model
         self._journey = Journey(shared.snapshots, runtime.clock.monotonic())
         self._shared = shared
@@ -147,11 +149,16 @@ class Lane:
                         return found
                     for batch in found:
                         runs += await self._dispatch(batch, group, tracked)
-                    if runs >= most_runs:
+                    if runs >= most_runs * (2 if self._storing else 1):
                         return _ROLL_OVER
             finally:
                 self._close_window()
                 self.flow_run = None
+
+    @property
+    def _storing(self) -> bool:
+        """Whether anything is on its way to the store: a flow run ends only after that, so now is no time to end it."""
+        return bool(self._aside) or self._journey.taking
 
     async def _next(self, tracked: bool, group: asyncio.TaskGroup) -> list[Batch] | End:
         while True:
@@ -174,11 +181,12 @@ class Lane:
                 await self._is_ready(needed=True)
             if self._journey.due(self._runtime.clock.monotonic()):
                 self._take_snapshot(group)
+            aside = frozenset(self._aside)  # from before the look: what is in neither was answered meanwhile
             rows = await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
-            fresh = [row for row in rows if self._is_fresh(row)]
+            fresh = [row for row in rows if row.id not in aside and self._is_fresh(row)]
             if len(rows) == _LOOK:
                 self._woken.set()  # there may be more
-            if fresh and not tracked and self._shared.tracking.reachable:
+            if fresh and not tracked and self._shared.tracking.reachable and not self._storing:
                 return self._rolled()  # Prefect is back
             if fresh:
                 if not await self._is_ready(needed=any(request.seq_id is not None for request in fresh)):
@@ -205,17 +213,13 @@ class Lane:
         if self._flying:
             self._interrupted = True  # they fail one after the other, and the last one wakes us
             return False
-        if self._taking is not None:
-            # Its commit lets go of requests: between the restore's look for a snapshot and its replay they would be
-            # in neither.
-            await asyncio.wait((self._taking,))
-        runtime = replace(self._unbound, generation=generation)
+        runtime = replace(self._unbound, generation=generation, exported={})
         model = await runtime.read(runtime.journal.model, self.model_id, None)
         if model.state is ModelState.LIVE and needed:
             text = f"in worker group {generation}, from its last snapshot and the journal"
             self._show(Running(name="Restoring", message=text))
             try:
-                restored = await restore(runtime, self.model_id)
+                restored = await restore(runtime, self.model_id, frozenset(self._aside))
             except GroupFailedError as error:
                 self._crashes += isinstance(error, SuspectError) and error.crashed
                 if self._crashes < MOST_CRASHES:
@@ -226,7 +230,7 @@ class Lane:
                 log.exception("model %s cannot be restored", self.model_id)
                 await self._fail(f"{type(error).__name__}: {error}")
                 return False
-            self._journey.restored(restored.steps)
+            self._journey.restored(restored.steps, restored.last)
             self._tell_restored(generation, restored)
         self._crashes = 0
         self._runtime = runtime
@@ -265,8 +269,9 @@ class Lane:
         self._show(Running(name="Interrupted", message=text))
         self._interrupted = False
         model = await self._unbound.read(self._unbound.journal.model, self.model_id, None)
-        self._steps_made, self._cursor, self._unloading, self._turn = model.step, 0, False, None
-        self._journey.seq_id = None  # some of what was dispatched was not executed
+        self._steps_made, self._cursor, self._unloading = model.step, 0, False
+        self._turn = self._turn and self._turn.anew()
+        self._journey.interrupted()
         self._runtime = self._unbound
 
     def _take_snapshot(self, group: asyncio.TaskGroup) -> None:
@@ -277,11 +282,9 @@ class Lane:
         seq_id = self._journey.begin(self._runtime.clock.monotonic())
         taking = group.create_task(take(self._runtime, self.model_id, seq_id, self._turn), name="snapshot")
         taking.add_done_callback(self._taken)
-        self._taking = taking
 
     def _taken(self, _: object) -> None:
         self._journey.taking = False
-        self._taking = None
 
     def look_at_snapshot(self) -> None:
         """Time has passed: a snapshot may be due."""
@@ -336,25 +339,36 @@ class Lane:
         operation = begin(self._runtime, request, self._turn, group)
         if request.kind == Kind.OPTIM_STEP:
             self._steps_made += 1
-        operation.answered.add_done_callback(self._landed)
+        operation.answered.add_done_callback(partial(self._landed, request.id))
+        if request.kind in SAVES:
+            group.create_task(self._set_aside(operation, self._turn), name=f"{request.kind} {request.id} aside")
         return operation
 
-    def _landed(self, answered: asyncio.Task[Outcome | None]) -> None:
+    async def _set_aside(self, operation: Operation, turn: Turn) -> None:
+        """Go on without a save, once it has stepped aside."""
+        await turn.passed()
+        if not operation.answered.done():
+            self._aside.add(operation.request.id)
+            self._has_landed()
+
+    def _landed(self, request_id: str, answered: asyncio.Task[Outcome | None]) -> None:
+        ended = not answered.cancelled() and answered.exception() is None
+        outcome = answered.result() if ended else None
+        if ended and outcome is None:
+            self._interrupted = True
+        if request_id in self._aside:
+            self._aside.remove(request_id)
+        else:
+            self._has_landed()
+        if outcome is not None and (outcome.seq_id is None or outcome.error is not None):
+            self._woken.set()  # the model may have ended
+
+    def _has_landed(self) -> None:
         self._flying -= 1
         self._room.release()
-        if answered.cancelled() or answered.exception() is not None:
-            return
-        outcome = answered.result()
-        if outcome is None:
-            self._interrupted = True
-        if self._interrupted:
-            if not self._flying:
-                self._woken.set()
-        elif (outcome is not None and (outcome.seq_id is None or outcome.error is not None)) or (
-            self._look_again and not self._flying
-        ):
+        if not self._flying and (self._interrupted or self._look_again):
             self._look_again = False
-            self._woken.set()  # the model may have ended
+            self._woken.set()
 
     def _follow(self, batch: Batch, operations: list[Operation], group: asyncio.TaskGroup) -> int:
         pacing, window = self._shared.pacing, self._window

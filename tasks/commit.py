@@ -25,3 +25,11 @@ async def commit(
     )
     saved = await asyncio.to_thread(runtime.store.save, model_id, RECOVERY, name, state, meta)
     return SnapshotTaken(saved.path, model_id, seq_id, saved.step, saved.size_bytes, snapshot_id)
+
+
+async def record(runtime: Runtime, taken: SnapshotTaken) -> bool:
+    """Let the journal know of what was committed; False when it must not be used, and then it is deleted."""
+    if await runtime.read(runtime.journal.recovery.snapshot_taken, taken):
+        return True
+    await asyncio.to_thread(runtime.store.delete, taken.path)
+    return False

@@ -29,6 +29,8 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
         reply = runtime.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
     taken = await commit(runtime, model_id, request.owner, int(request.seq_id or 0), state)
+    await turn.to_answer()
+    await turn.settled()  # a replay begins with this snapshot: it must pass no save that is still to be answered
     return request.done(encode_loaded(model_id, wanted.path), "json", StepMade(model_id, state.step), taken)
 
 

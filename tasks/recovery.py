@@ -10,6 +10,9 @@ What must hold: the weights, gradients and moments after a recovery are those of
   journal learns of it after the commit, and only when every request in it is answered: a request is either in the
   snapshot or executed again, never both. What came after the snapshot before the newest one stays in the journal, so a
   newest one that cannot be read costs a longer replay (restore.py).
+- Saves. A save under a name steps aside when its state is copied (turns.py), and those behind it are answered while it
+  is written. Until it is answered itself no snapshot that is past it is recorded, and so a replay passes its place in
+  the line: there the state is copied again, and the save is begun anew with that.
 - Loading. A load (create-via-load too) commits the state it loaded as a snapshot before it is answered, so no replay
   depends on a checkpoint that was deleted or overwritten since: one that begins before the load, because that snapshot
   cannot be read, takes the checkpoint only if it is the one of then.
@@ -24,7 +27,6 @@ What must hold: the weights, gradients and moments after a recovery are those of
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -32,7 +34,7 @@ from sqlalchemy.exc import OperationalError
 
 from backend.commands import AdapterState, ExportAdapter
 from backend.errors import FencedError, GroupFailedError, TinkerflowError
-from tasks.commit import commit
+from tasks.commit import commit, record
 from tasks.runtime import Runtime
 from tasks.turns import Turn
 
@@ -55,17 +57,25 @@ class Journey:
         self._policy = policy
         self._since = now
         self._steps = 0
+        self._last = -1  # the last request that the model in the group has seen
         self.seq_id: int | None = None  # the last request that was dispatched, if none of the snapshots covers it
         self.taking = False
 
     def went(self, seq_id: int, *, step: bool) -> None:
-        """A request was dispatched."""
-        self.seq_id = seq_id
+        """A request was dispatched; a save whose place in the line a replay has passed comes after later ones."""
+        self.seq_id = self._last = max(seq_id, self._last)
         self._steps += step
 
-    def restored(self, replayed: int) -> None:
-        """So many steps were replayed after the last snapshot: they count, lest deaths in a row replay ever more."""
-        self._steps = replayed
+    def interrupted(self) -> None:
+        """Some of what was dispatched was not executed."""
+        self.seq_id, self._last = None, -1
+
+    def restored(self, replayed: int, last: int) -> None:
+        """So many steps were replayed after the last snapshot: they count, lest deaths in a row replay ever more.
+
+        last: the last request that was replayed.
+        """
+        self._steps, self._last = replayed, last
 
     def due(self, now: float) -> bool:
         """Whether a snapshot should be taken now."""
@@ -93,8 +103,8 @@ async def take(runtime: Runtime, model_id: str, seq_id: int, turn: Turn) -> None
             await turn.end()
         model = await runtime.read(runtime.journal.model, model_id, None)
         taken = await commit(runtime, model_id, model.owner, seq_id, state)
-        if not await runtime.read(runtime.journal.recovery.snapshot_taken, taken):
-            await asyncio.to_thread(runtime.store.delete, taken.path)
+        await turn.settled()
+        if not await record(runtime, taken):
             return
         log.info(
             "snapshot of model %s at request %d: %.1f MiB, in %.2f s",

@@ -1,22 +1,25 @@
 """A live model made again in a worker group: a snapshot of it, and what was executed since, in order (recovery.py).
 
 The newest snapshot that can be read is taken, of those after which the journal still has everything: the two newest,
-and the model's creation before there are two. One that cannot be read is forgotten, so that the next one does not
-count on it; its files stay in the store, for people to look at (`tinkerflow checkpoint gc` removes them).
+and the model's creation before there are two. One that cannot be read is forgotten once an older one can be, so that
+none that is recorded later counts on it; its files stay in the store, for people to look at (`tinkerflow checkpoint gc`
+removes them when the model has ended).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from backend.commands import Done, ImportAdapter
+from backend.commands import AdapterState, Done, ImportAdapter
 from backend.errors import GroupFailedError, NotFoundError, ServerError, StoreError, TinkerflowError, UserError
 from backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
+from tasks.commit import record
 from tasks.operation import EXECUTE
 from tasks.runtime import Runtime
+from tasks.save_weights import export
 from tasks.turns import Turn
 
 log = logging.getLogger(__name__)
@@ -28,25 +31,31 @@ _PAGE = 16  # requests replayed at once; their payloads are in memory
 class Restored:
     """What it took: the snapshot (None: from the model's creation), and how much was replayed after it.
 
-    steps: optimizer steps among the `requests`. unreadable: newer snapshots that could not be read, and why.
+    steps: optimizer steps among the `requests`. last: the seq_id of the last of these, or of the snapshot. unreadable:
+    newer snapshots that could not be read, and why.
     """
 
     snapshot: SnapshotView | None
     requests: int
     steps: int
+    last: int
     seconds: float
     unreadable: tuple[str, ...]
 
 
-async def restore(runtime: Runtime, model_id: str) -> Restored:
+async def restore(runtime: Runtime, model_id: str, aside: Collection[str] = ()) -> Restored:
     """Make a live model in the worker group that `runtime` is bound to, as its answered requests have left it.
+
+    For saves that are behind these and not answered, their state is left in `runtime.exported`; not for those `aside`,
+    which are being written.
 
     GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
     """
     began = runtime.clock.monotonic()
     snapshot, unreadable = await _load(runtime, model_id)
     loaded = runtime.clock.monotonic()
-    requests, steps = await _replay_all(runtime, model_id, snapshot, unreadable)
+    after = -1 if snapshot is None else snapshot.seq_id
+    requests, steps, last = await _replay_all(runtime, model_id, after, bool(unreadable), aside)
     await runtime.read(runtime.journal.recovery.note_progress, model_id, None)
     ended = runtime.clock.monotonic()
     log.info(
@@ -58,29 +67,36 @@ async def restore(runtime: Runtime, model_id: str) -> Restored:
         loaded - began,
         f"its snapshot at request {snapshot.seq_id}" if snapshot else "a look for snapshots: none",
     )
-    return Restored(snapshot, requests, steps, ended - began, unreadable)
+    return Restored(snapshot, requests, steps, last, ended - began, unreadable)
 
 
 async def _load(runtime: Runtime, model_id: str) -> tuple[SnapshotView | None, tuple[str, ...]]:
     """Put the newest snapshot that can be read into the group; which one, and what is wrong with newer ones."""
-    recovery, unreadable = runtime.journal.recovery, dict[str, str]()
-    found = None
-    for snapshot in await runtime.read(recovery.restorable, model_id):
-        await _tell(runtime, model_id, "loading its snapshot")
-        try:
-            state, _ = await asyncio.to_thread(runtime.store.load, snapshot.path)
-        except (StoreError, NotFoundError) as error:
-            log.error("the snapshot of model %s at request %d cannot be read: %s", model_id, snapshot.seq_id, error)
-            unreadable[snapshot.path] = str(error)
-            continue
-        await runtime.send(ImportAdapter(model_id, state), Done)
-        found = snapshot
-        break
-    if found is None and unreadable and not await _begins_with_creation(runtime, model_id):
-        raise ServerError("none of its snapshots can be read: " + "; ".join(unreadable.values()))
-    for path in unreadable:
-        await runtime.read(recovery.forget_snapshot, path)
-    return found, tuple(unreadable.values())
+    recovery, floor, unreadable = runtime.journal.recovery, -1, dict[str, str]()
+    while True:
+        found = await runtime.read(recovery.restorable, model_id)
+        floor = max(floor, *(one.seq_id for one in found[1:]), -1)  # up to there requests may be gone
+        good: tuple[SnapshotView, AdapterState] | None = None
+        for snapshot in (one for one in found if one.path not in unreadable and one.seq_id >= floor):
+            await _tell(runtime, model_id, "loading its snapshot")
+            try:
+                state, _ = await asyncio.to_thread(runtime.store.load, snapshot.path)
+            except (StoreError, NotFoundError) as error:
+                log.error("the snapshot of model %s at request %d cannot be read: %s", model_id, snapshot.seq_id, error)
+                unreadable[snapshot.path] = str(error)
+            else:
+                good = snapshot, state
+                break
+        if good is None and not await _begins_with_creation(runtime, model_id):
+            raise ServerError(
+                "none of its snapshots can be read: " + ("; ".join(unreadable.values()) or "none is left")
+            )
+        if not (bad := [one.path for one in found if one.path in unreadable]):
+            if good is not None:
+                await runtime.send(ImportAdapter(model_id, good[1]), Done)
+            return good[0] if good else None, tuple(unreadable.values())
+        for path in bad:  # and look again: one that was recorded before this has counted on them
+            await runtime.read(recovery.forget_snapshot, path)
 
 
 async def _begins_with_creation(runtime: Runtime, model_id: str) -> bool:
@@ -89,20 +105,20 @@ async def _begins_with_creation(runtime: Runtime, model_id: str) -> bool:
 
 
 async def _replay_all(
-    runtime: Runtime, model_id: str, snapshot: SnapshotView | None, unreadable: Sequence[str]
-) -> tuple[int, int]:
-    """Execute again what came after the snapshot; how many requests, and optimizer steps among them."""
-    recovery, after = runtime.journal.recovery, -1 if snapshot is None else snapshot.seq_id
+    runtime: Runtime, model_id: str, after: int, older: bool, aside: Collection[str]
+) -> tuple[int, int, int]:
+    """Execute again what came after request `after`: how many, optimizer steps among them, and the last one."""
+    recovery = runtime.journal.recovery
     total = await runtime.read(recovery.count_executed, model_id, after)
-    instead = " after an older snapshot: the newest cannot be read" if unreadable else ""
+    why = " after an older snapshot: the newest cannot be read" if older else ""
     done = steps = 0
     while page := await runtime.read(recovery.executed, model_id, after, _PAGE):
-        await _tell(runtime, model_id, f"replaying {done} of {total}{instead}")
-        await _replay(runtime, page)
-        done += len(page)
+        await _tell(runtime, model_id, f"replaying {done} of {total}{why}")
+        await _replay(runtime, [one for one in page if one.request.id not in aside])
+        done += sum(one.answered_at is not None for one in page)
         steps += sum(one.request.kind == Kind.OPTIM_STEP for one in page)
         after = int(page[-1].request.seq_id or 0)
-    return done, steps
+    return done, steps, after
 
 
 async def _tell(runtime: Runtime, model_id: str, what: str) -> None:
@@ -128,12 +144,15 @@ async def _again(runtime: Runtime, one: Executed, turn: Turn) -> None:
     """Execute a request again; its answer is in the journal already, and stays."""
     request = one.request
     try:
+        if one.answered_at is None:
+            runtime.exported[request.id] = await export(runtime, request, turn)
+            return
         outcome = await EXECUTE[request.kind](replace(runtime, as_of=one.answered_at), request, turn)
         if one.succeeded is False and outcome.error is None:
             raise ServerError(f"{request.kind} (seq_id {request.seq_id}) had failed, and succeeds when it is replayed")
         for effect in outcome.effects:
             if isinstance(effect, SnapshotTaken):  # of a load, whose first one could not be read
-                await runtime.read(runtime.journal.recovery.snapshot_taken, effect)
+                await record(runtime, effect)
     except GroupFailedError:
         raise
     except TinkerflowError as error:

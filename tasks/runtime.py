@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import ParamSpec, Protocol, TypeVar, cast
 
 from backend.clock import Clock
-from backend.commands import Command, Reply
+from backend.commands import AdapterState, Command, Reply
 from backend.journal import Journal
 from backend.model_card import ModelCard
 from backend.store import Store
@@ -50,7 +50,7 @@ class Runtime:
 
     generation: the only worker group that may execute what is sent through this; None: whichever serves. note: is told
     of every command that is sent. as_of: in a replay, when what is done again was first answered: what was saved later
-    is not there.
+    is not there. exported: by request, what a replay has copied for saves that are still to be answered.
     """
 
     journal: Journal
@@ -62,6 +62,7 @@ class Runtime:
     snapshots: Snapshots = field(default_factory=Snapshots)
     generation: int | None = None
     as_of: datetime | None = None
+    exported: dict[str, AdapterState] = field(default_factory=dict)
     note: Callable[[Command], None] = lambda _: None
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 

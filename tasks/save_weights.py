@@ -9,23 +9,24 @@ from functools import partial
 
 from backend.commands import AdapterState, ExportAdapter
 from backend.index import row_of
-from backend.journal import CheckpointKind, CheckpointSaved, Outcome, Pending, UsageKind, Used
+from backend.journal import CheckpointKind, CheckpointSaved, Kind, Outcome, Pending, UsageKind, Used
 from backend.store import CheckpointMeta, CheckpointPath
 from backend.wire import decode_save_weights, encode_saved
 from tasks.runtime import Runtime
 from tasks.turns import Turn
 
+SAVES = frozenset((Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL))  # what may step aside (turns.py)
+
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
     """Copy the state at this point of the line, then write it. A name is never reused.
 
-    Training goes on meanwhile; what is behind the save in its model's line is executed, and answered after it.
+    Training goes on meanwhile, and is answered.
     """
     wanted = decode_save_weights(request.payload)
-    async with turn:
-        reply = runtime.send(ExportAdapter(str(request.model_id), optimizer=True), AdapterState)
-    state = await reply
-    await turn.to_answer()  # a later save must not overtake an earlier one
+    state = await export(runtime, request, turn)
+    await turn.step_aside()
+    await turn.settled()  # a later save must not overtake an earlier one
     effect = await save(
         runtime,
         request,
@@ -37,6 +38,16 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
         overwrite=wanted.overwrite,
     )
     return request.done(encode_saved(effect.path), "json", effect, one_checkpoint(runtime, request))
+
+
+async def export(runtime: Runtime, request: Pending, turn: Turn) -> AdapterState:
+    """The state that a save under a name writes: of its place in the line, which a replay may have passed already."""
+    async with turn:
+        if (held := runtime.exported.pop(request.id, None)) is not None:
+            return held
+        command = ExportAdapter(str(request.model_id), optimizer=request.kind is Kind.SAVE_WEIGHTS)
+        reply = runtime.send(command, AdapterState)
+    return await reply
 
 
 async def save(

@@ -1,19 +1,30 @@
-"""Operations of one model overlap, but command the pool and are answered in order of their sequence ids."""
+"""Operations of one model overlap, but command the pool and are answered in order of their sequence ids.
+
+All but saves under a name: once its state is copied and everybody before is answered, a save steps aside. Those behind
+it are answered meanwhile, and what depends on its answer (a later save, a load, the end of the model, the record of a
+snapshot) waits until it is settled. See recovery.py for why nothing is lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from backend.errors import GroupFailedError
 
+MOST_ASIDE = 4  # saves of one model that are written at once wait: each holds a copy of the model
+
 
 @dataclass
 class Line:
-    """The line that turns follow each other in. broken: one was interrupted, so no later one may be answered."""
+    """The line that turns follow each other in. broken: one was interrupted, so no later one may be answered.
+
+    aside: those that let later ones be answered first, and are not answered yet, by their number in the line.
+    """
 
     broken: bool = False
+    aside: dict[int, asyncio.Event] = field(default_factory=dict)
 
 
 class Turn:
@@ -23,12 +34,14 @@ class Turn:
             reply = runtime.send(command)
         ... await reply                     # meanwhile the next one sends
 
-    `await turn.to_answer()` waits until everybody before is answered. `end()` lets the later ones go in any case.
+    `await turn.to_answer()` waits until everybody before is answered or aside. `end()` lets the later ones go in any
+    case; `step_aside()` lets them go although this one is not answered, until its `end()`.
     """
 
     def __init__(self, after: Turn | None = None) -> None:
         """The turn that follows `after`; None: the first one."""
         self.line: Line = after.line if after else Line()
+        self._number: int = after._number + 1 if after else 0
         self._sent = asyncio.Event()
         self._answered = asyncio.Event()
         self._may_send: asyncio.Event = after._sent if after else _set_event()
@@ -45,10 +58,31 @@ class Turn:
         self._sent.set()
 
     async def to_answer(self) -> None:
-        """Wait until every earlier operation of the model is answered; GroupFailedError when that will not be."""
+        """Wait until every earlier operation of the model is answered or aside; GroupFailedError when that will not be.
+
+        Whoever is aside has waited, and is touched by nothing that happens to the line since.
+        """
         await self._may_answer.wait()
-        if self.line.broken:
+        if self.line.broken and self._number not in self.line.aside:
             raise GroupFailedError("an earlier operation was interrupted")
+
+    async def step_aside(self) -> None:
+        """Let later ones be answered before this one, which has sent all it sends; waits while too many are aside."""
+        await self.to_answer()
+        while len(self.line.aside) >= MOST_ASIDE:
+            await next(iter(self.line.aside.values())).wait()
+        self.line.aside[self._number] = asyncio.Event()
+        self._sent.set()
+        self._answered.set()
+
+    async def passed(self) -> None:
+        """Wait until this one is answered or aside."""
+        await self._answered.wait()
+
+    async def settled(self) -> None:
+        """Of somebody who has waited `to_answer`: wait until everybody before is answered, those aside too."""
+        for settled in [event for number, event in self.line.aside.items() if number < self._number]:
+            await settled.wait()
 
     async def end(self) -> None:
         """Nothing more will be sent or answered: pass on both turns, in order."""
@@ -56,6 +90,17 @@ class Turn:
         self._sent.set()
         await self._may_answer.wait()
         self._answered.set()
+        if (settled := self.line.aside.pop(self._number, None)) is not None:
+            settled.set()
+
+    def anew(self) -> Turn:
+        """The beginning of another line, when this one is broken: nobody is in it but those who are aside."""
+        turn = Turn()
+        turn.line.aside = self.line.aside
+        turn._number = self._number + 1
+        turn._sent.set()
+        turn._answered.set()
+        return turn
 
 
 def _set_event() -> asyncio.Event:

@@ -14,4 +14,6 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
     async with turn:
         reply = runtime.send(DropAdapter(model_id), Done)
     await reply
+    await turn.to_answer()
+    await turn.settled()  # the end of a model fails what it has not answered
     return request.done(b"{}", "json", ModelEnded(model_id, ModelState.UNLOADED, request.payload.decode()))

@@ -2,7 +2,8 @@
 
 The order of seq_id is the order of execution, and no two requests ever share a command of the pool: so the rows are
 the whole record of how a model came to be, and nothing more is written before a command is sent. A request that was
-sent and not answered is still pending; it is executed again, because what it did ended with its worker group.
+sent and not answered is still pending; it is executed again, because what it did ended with its worker group. That may
+be a save which others have overtaken: a replay passes its place, so no snapshot past it counts before its answer.
 
 Payloads stay exactly as long as a replay may need them: `replays` is set with the answer of a request that changed its
 model, and taken back when two snapshots that hold it are committed (the newer one may turn out to be damaged), when the
@@ -21,7 +22,7 @@ from sqlmodel import col
 from backend.journal.kinds import TAKES_WORK, ModelState, RequestState, SamplerState, SessionState
 from backend.journal.records import SnapshotTaken
 from backend.journal.recovery_tables import RecoverySnapshot, Suspect
-from backend.journal.statements import insert_if_absent
+from backend.journal.statements import IS_PENDING, insert_if_absent
 from backend.journal.tables import BaseModelRow, Model, Request, Sampler, Session
 from backend.journal.views import Executed, SnapshotView, pending_view, snapshot_view
 
@@ -37,12 +38,18 @@ _LET_GO = {
 def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
     """Record a committed snapshot, and let go of what it makes superfluous; False when it must not be used.
 
-    That is when a request that is in it is not answered yet (it would be executed twice), or when the model has ended.
+    That is when a request that is in it is not answered yet (it would be executed twice, or a save that others have
+    overtaken would find another state), or when the model has ended.
     """
     model = connection.execute(
         sa.select(col(Model.next_seq), col(Model.state)).where(col(Model.id) == taken.model_id).with_for_update()
     ).one()
     if model.state not in TAKES_WORK or (taken.snapshot_id is None and model.next_seq <= taken.seq_id):
+        return False
+    waiting = sa.exists().where(
+        col(Request.model_id) == taken.model_id, col(Request.seq_id) <= taken.seq_id, IS_PENDING
+    )
+    if taken.snapshot_id is None and connection.execute(sa.select(waiting)).scalar():
         return False
     if taken.snapshot_id is not None:  # inflight samplers of a model share one: what it held before goes
         held = col(RecoverySnapshot.snapshot_id) == taken.snapshot_id
@@ -85,8 +92,10 @@ def sampler_snapshot(connection: sa.Connection, snapshot_id: str) -> SnapshotVie
 
 
 def executed(connection: sa.Connection, model_id: str, after: int, limit: int) -> list[Executed]:
-    """Requests to replay with a seq_id above `after`, in order, at most `limit`."""
-    of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays))
+    """Requests to replay with a seq_id above `after`, in order, at most `limit`, and saves that these overtook."""
+    next_seq = sa.select(col(Model.next_seq)).where(col(Model.id) == model_id).scalar_subquery()
+    overtaken = sa.and_(IS_PENDING, col(Request.seq_id) < next_seq)
+    of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays) | overtaken)
     rows = connection.execute(sa.select(Request).where(*of_model).order_by(col(Request.seq_id)).limit(limit))
     return [
         Executed(pending_view(row), None if row.dropped_at else row.state == RequestState.DONE, row.finished_at)

@@ -1,7 +1,8 @@
 """What can be executed now, in which order, and what waits for a sequence id that never came.
 
 A model's requests run in order of seq_id from next_seq on. Ids whose request failed at once count as used; an id that
-is not there yet holds back all later ones (chunks of one call arrive as 2..n, then 1: PROTOCOL.md 3.3).
+is not there yet holds back all later ones (chunks of one call arrive as 2..n, then 1: PROTOCOL.md 3.3). A request below
+next_seq is a save that later ones have overtaken.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _of_base(table: type[Model] | type[Sampler]) -> sa.ColumnElement[bool]:
 _PENDING_MODELS = (
     sa.select(col(Model.id))
     .join(_WAITING, _WAITING.c.model_id == col(Model.id))
-    .where(sa.or_(_WAITING.c.unloads > 0, _USED == _WIDTH), _of_base(Model))
+    .where(sa.or_(_WAITING.c.unloads > 0, _USED >= _WIDTH), _of_base(Model))
     .order_by(_WAITING.c.since, col(Model.id))
 )
 _GAPS = (
@@ -103,8 +104,8 @@ def ready(connection: sa.Connection, model_id: str, limit: int) -> list[Pending]
     run: list[Pending] = []
     cut = len(rows) == limit  # there may be more after this page
     for row in (row for row in rows if row.seq_id is not None):
-        expected = row.next_seq if not run else (run[-1].seq_id or 0) + 1
-        if row.seq_id != expected and _answered(connection, model_id, expected, row.seq_id) < row.seq_id - expected:
+        expected = max(row.next_seq, (run[-1].seq_id or 0) + 1 if run else 0)
+        if row.seq_id > expected and _answered(connection, model_id, expected, row.seq_id) < row.seq_id - expected:
             cut = False
             break
         run.append(pending_view(row))

@@ -299,11 +299,14 @@ class Pending:
 
 @dataclass(frozen=True)
 class Executed:
-    """A request to replay. succeeded: how it ended the first time, None when that is not known any more."""
+    """A request to replay. succeeded: how it ended the first time, None when that is not known any more.
+
+    answered_at: when that was; None: it is a save that later requests have overtaken, and still to be answered.
+    """
 
     request: Pending
     succeeded: bool | None
-    answered_at: datetime
+    answered_at: datetime | None
 
 
 @dataclass(frozen=True)

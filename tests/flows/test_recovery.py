@@ -239,17 +239,14 @@ def damage(runtime: Any, path: str) -> None:
 async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
     serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any, older: str, caplog: Any
 ) -> None:
-    async def steps(model: str, snapshots: int) -> None:
-        """Three steps, after which there are so many snapshots."""
-        await answers(client, work(client, model, 3))
-        await until(lambda: snapshots == 0 or len(journal.recovery.snapshots(model)) == snapshots)
-
     times = 2 if older == "snapshot" else 1
     async with serve(pool, steps=3):
         model = await client.create(0)
-        for number in range(times + 1):
-            await steps(model, number)
-        await answers(client, [client.forward_backward(model, [2])])
+        for number in range(times):
+            await answers(client, work(client, model, 3))
+            await answers(client, [client.forward_backward(model, [2])])  # by now a snapshot is due
+            await until(lambda number=number: len(journal.recovery.snapshots(model)) == number + 1)
+        await answers(client, work(client, model, 1))
         before = state(pool, model)
     newest, *rest = journal.recovery.snapshots(model)
     assert len(rest) == times - 1

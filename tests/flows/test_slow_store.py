@@ -5,36 +5,48 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from backend.commands import ExportAdapter
 from backend.journal import Kind
-from flows.lane import Lane, Shared
+from flows.lane import IN_FLIGHT, Lane, Shared
 from tasks.recovery import Policy
+from tasks.save_weights import SAVES
+
+
+@dataclass
+class Gate:
+    """A write into the store says that it arrived, and waits until the gate is opened; broken: then it fails."""
+
+    arrived: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
+    broken: bool = False
+    failed: threading.Event = field(default_factory=threading.Event)
 
 
 @pytest.fixture
-def gate(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """(arrived, opened): a write into the store says that it arrived, and waits until the gate is opened."""
-    arrived, opened = threading.Event(), threading.Event()
-    create = runtime.store._blobs.create
+def gate(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate, create = Gate(), runtime.store._blobs.create
 
     def slow(key: str, data: bytes) -> None:
-        arrived.set()
-        assert opened.wait(120)
+        gate.arrived.set()
+        assert gate.opened.wait(120)
+        if gate.broken:
+            gate.failed.set()
+            raise OSError("the writer is no more")
         create(key, data)
 
     monkeypatch.setattr(runtime.store._blobs, "create", slow)
-    yield arrived, opened
-    opened.set()
+    yield gate
+    gate.opened.set()
 
 
-async def serve(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, shared: Shared, number: int) -> str:
-    """A model in a lane of its own."""
-    name, request = client.submit_create(number)
-    lane = Lane(runtime, shared, name, 0)
+async def serve(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, shared: Shared, name: str) -> None:
+    """The model in a lane of its own."""
+    lane = Lane(runtime, shared, name, client.journal.model(name, None).step)
 
     async def wake() -> None:
         async with client.journal.bell.listen("model:") as topics:
@@ -43,45 +55,137 @@ async def serve(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, 
 
     await stack.enter_async_context(running(lane.serve(2000)))
     await stack.enter_async_context(running(wake()))
+
+
+async def create(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, shared: Shared) -> str:
+    """A model that is served, after its first step."""
+    name, request = client.submit_create(0)
+    await serve(stack, running, client, runtime, shared, name)
     assert (await client.result(request)).error is None
+    await done(client, *step(client, name, 5))
     return name
 
 
-async def test_steps_are_executed_while_a_save_is_uploaded_and_others_are_answered(
-    runtime: Any, untracked: Shared, client: Any, running: Any, until: Callable[..., Any], gate: Any
+def step(client: Any, model: str, token: int) -> list[str]:
+    return [client.forward_backward(model, [token, token]), client.optim_step(model)]
+
+
+async def done(client: Any, *requests: str) -> None:
+    assert [one.error for one in await client.results(*requests)] == [None] * len(requests)
+
+
+def weights(pool: Any, model: str) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in pool.executor.adapters[model].weights.items()}
+
+
+async def test_steps_are_answered_while_saves_are_uploaded(
+    runtime: Any, untracked: Shared, client: Any, running: Any, gate: Gate
 ) -> None:
-    arrived, opened = gate
     async with AsyncExitStack() as stack:
-        saving, other = [await serve(stack, running, client, runtime, untracked, n) for n in range(2)]
-        await client.results(client.forward_backward(saving, [5, 5]), client.optim_step(saving))
-        saved = client.submit(saving, Kind.SAVE_WEIGHTS, {"path": "slow"})
-        await until(arrived.is_set)
-        behind = [one for _ in range(3) for one in (client.forward_backward(saving, [6]), client.optim_step(saving))]
-        await until(lambda: runtime.pool.executor.adapters[saving].step == 4)
-        for _ in range(3):
-            done = await client.results(client.forward_backward(other, [7]), client.optim_step(other))
-            assert [one.error for one in done] == [None, None]
-        assert client.journal.checkpoints("local").total == 0
-        opened.set()
-        assert [one.error for one in await client.results(saved, *behind)] == [None] * 7
-    (row,) = client.journal.checkpoints("local").rows
-    assert row.step == 1
-    assert runtime.store.load(row.path)[0].step == 1
+        model = await create(stack, running, client, runtime, untracked)
+        saves = [client.submit(model, kind, {"path": "slow", "name": "slow"}) for kind in sorted(SAVES)]
+        for _ in range(IN_FLIGHT):
+            await done(client, *step(client, model, 6))
+        assert gate.arrived.is_set() and client.journal.checkpoints("local").total == 0
+        load = client.submit(model, Kind.LOAD_WEIGHTS, {"path": f"tinker://{model}/weights/slow"})
+        gate.opened.set()
+        await done(client, *saves)
+        assert (await client.result(load)).error is not None, "when it was executed there was no such checkpoint"
+    rows = client.journal.checkpoints("local").rows
+    assert sorted(row.kind for row in rows) == ["external_weights", "sampler_weights", "weights"]
+    assert [row.step for row in rows] == [1, 1, 1]
+
+
+async def test_what_depends_on_a_save_waits_for_it(
+    runtime: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+) -> None:
+    async with AsyncExitStack() as stack:
+        shared = replace(untracked, snapshots=Policy(1, 1000.0))
+        model = await create(stack, running, client, runtime, shared)
+        saves = [client.submit(model, Kind.SAVE_WEIGHTS, {"path": f"slow-{number}"}) for number in range(6)]
+        await until(gate.arrived.is_set)
+        assert client.journal.recovery.snapshots(model) == []
+        unload = client.journal.request_unload(model, "over")
+        gate.opened.set()
+        await done(client, *saves)
+        assert await client.waiters.wait(unload, 120)
+    assert {row.name for row in client.journal.checkpoints("local").rows} == {f"slow-{n}" for n in range(6)}
+
+
+async def test_a_save_that_was_overtaken_goes_on_when_its_group_ends(
+    runtime: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+) -> None:
+    pool = runtime.pool
+    async with AsyncExitStack() as stack:
+        model = await create(stack, running, client, runtime, replace(untracked, snapshots=Policy(1, 1000.0)))
+        expected = weights(pool, model)
+        saved = client.submit(model, Kind.SAVE_WEIGHTS, {"path": "slow"})
+        await done(client, *step(client, model, 6), *step(client, model, 7))
+        await until(gate.arrived.is_set)
+        after = weights(pool, model)
+        pool.die()
+        first = len(pool.log)
+        await done(client, client.forward_backward(model, [6], forward_only=True))
+        assert weights(pool, model) == after
+        assert not any(isinstance(command, ExportAdapter) for command in pool.log[first:])
+        gate.opened.set()
+        await done(client, saved, *step(client, model, 8))
+        await until(lambda: bool(client.journal.recovery.snapshots(model)))
+    assert stored(runtime, model, "slow") == expected
+
+
+async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_place(
+    runtime: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+) -> None:
+    pool, shared = runtime.pool, replace(untracked, snapshots=Policy(1, 1000.0))
+    async with AsyncExitStack() as stack:
+        model = await create(stack, running, client, runtime, shared)
+        expected = weights(pool, model)
+        saves = [client.submit(model, Kind.SAVE_WEIGHTS, {"path": "first"})]
+        await done(client, *step(client, model, 6))
+        saves.append(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "second"}))
+        middle = weights(pool, model)
+        await done(client, *step(client, model, 7))
+        await until(gate.arrived.is_set)
+        after = weights(pool, model)
+        gate.broken = True
+    assert client.journal.recovery.snapshots(model) == [], "none may be past a save that is not answered"
+    pool.die()
+    gate.opened.set()
+    await until(gate.failed.is_set)
+    gate.broken = False
+    assert client.journal.pending_models() == [model]
+    replayed = client.seqs[model] - 1
+    async with AsyncExitStack() as stack:
+        await serve(stack, running, client, runtime, shared, model)
+        await done(client, *saves)
+        assert weights(pool, model) == after
+        await done(client, *step(client, model, 8))
+        await until(lambda: bool(client.journal.recovery.snapshots(model)))
+        assert weights(pool, model) != after
+        final, (snapshot, *_) = weights(pool, model), client.journal.recovery.snapshots(model)
+        assert snapshot.seq_id >= replayed, "it holds what the replay passed, though the saves were begun after that"
+        pool.die()
+        await done(client, client.forward_backward(model, [6], forward_only=True))
+        assert weights(pool, model) == final
+    assert stored(runtime, model, "first") == expected
+    assert stored(runtime, model, "second") == middle
+
+
+def stored(runtime: Any, model: str, name: str) -> dict[str, bytes]:
+    state, _ = runtime.store.load(f"tinker://{model}/weights/{name}")
+    return {name: array.tobytes() for name, array in state.weights.items()}
 
 
 async def test_steps_are_answered_while_a_recovery_snapshot_is_uploaded(
-    runtime: Any, untracked: Shared, client: Any, running: Any, until: Callable[..., Any], gate: Any
+    runtime: Any, untracked: Shared, client: Any, running: Any, until: Callable[..., Any], gate: Gate
 ) -> None:
-    arrived, opened = gate
     async with AsyncExitStack() as stack:
-        shared = replace(untracked, snapshots=Policy(1, 1000.0))
-        model = await serve(stack, running, client, runtime, shared, 0)
-        await client.results(client.forward_backward(model, [5, 5]), client.optim_step(model))
-        await client.results(client.forward_backward(model, [5, 5]), client.optim_step(model))
-        await until(arrived.is_set)
+        model = await create(stack, running, client, runtime, replace(untracked, snapshots=Policy(1, 1000.0)))
+        await done(client, *step(client, model, 5))
+        await until(gate.arrived.is_set)
         for _ in range(3):
-            done = await client.results(client.forward_backward(model, [6]), client.optim_step(model))
-            assert [one.error for one in done] == [None, None]
+            await done(client, *step(client, model, 6))
         assert client.journal.recovery.snapshots(model) == []
-        opened.set()
+        gate.opened.set()
         await until(lambda: bool(client.journal.recovery.snapshots(model)))

@@ -38,6 +38,23 @@ def test_two_snapshots_take_the_place_of_the_requests_that_both_hold(scene):
     assert not journal.snapshot_taken(taken(model, 6)), "request 6 is not answered: it would be executed twice"
 
 
+def test_a_save_that_others_have_overtaken_is_passed_by_a_replay_and_no_snapshot_is_past_it(scene):
+    model, journal = scene.model(), scene.journal.recovery
+    for seq in (1, 2, 3, 4):
+        scene.submit(model, seq)
+    first, save, third, _ = scene.journal.ready(model)
+    scene.journal.finish([replace(one.done(b"r", "proto"), replays=True) for one in (first, third)])
+    assert replayed(scene, model) == [1, 2, 3], "and not 4, which nobody has overtaken"
+    assert [one.answered_at is None for one in journal.executed(model, 0, 10)] == [False, True, False]
+    assert journal.count_executed(model, 0) == 2
+    assert not journal.snapshot_taken(taken(model, 3))
+    assert journal.snapshot_taken(taken(model, 1))
+    assert journal.snapshot_taken(taken(model, 3, snapshot_id="sampled"))
+    scene.journal.finish([save.done(b"", "json")])
+    assert replayed(scene, model) == [1, 3]
+    assert journal.snapshot_taken(taken(model, 3))
+
+
 def test_a_snapshot_that_was_forgotten_does_not_count(scene):
     model, journal = scene.model(), scene.journal.recovery
     executed(scene, model, 1, 2, 3)

@@ -76,6 +76,25 @@ def test_an_unload_waits_for_pages_that_are_still_to_come(scene):
     assert seen == [1, 2, 3, 4, 5, None]
 
 
+def test_a_request_that_others_have_overtaken_is_ready_before_all_others(scene, clock):
+    model = scene.model()
+    for seq in (1, 2, 3):
+        scene.submit(model, seq)
+    save, *others = scene.journal.ready(model)
+    scene.journal.finish([one.done(b"", "json") for one in others])
+    assert scene.ready(model) == [1]
+    assert scene.journal.pending_models() == [model]
+    scene.submit(model, 6)
+    assert scene.ready(model) == [1], "4 and 5 are still to come"
+    scene.submit(model, 5, error="bad")
+    scene.submit(model, 4)
+    assert scene.ready(model) == [1, 4, 6]
+    clock.advance(100)
+    assert scene.journal.gaps(60) == []
+    scene.journal.finish([save.done(b"", "json")])
+    assert scene.ready(model) == [4, 6]
+
+
 def test_a_gap_is_seen_after_its_time_and_skipped(scene, clock):
     model = scene.model()
     scene.submit(model, 2, error="bad")

@@ -6,7 +6,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.turns import Turn
+from tasks.turns import MOST_ASIDE, Line, Turn
 
 
 @settings(max_examples=50, deadline=None)
@@ -48,3 +48,71 @@ def test_whatever_happens_sending_and_answering_stay_in_order(fates: list[str], 
     asyncio.run(main())
     assert sent == sorted(sent)
     assert answered == list(range(len(fates)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), max_size=12), st.integers())
+def test_those_who_step_aside_are_settled_in_order_and_hold_up_nobody_else(saves: list[bool], seed: int) -> None:
+    answered: list[int] = []
+    settled: list[int] = []
+    shuffled = random.Random(seed)
+
+    async def operate(number: int, save: bool, turn: Turn, stored: asyncio.Event) -> None:
+        async with turn:
+            pass
+        for _ in range(shuffled.randrange(3)):
+            await asyncio.sleep(0)
+        if save:
+            await turn.step_aside()
+            await turn.settled()
+            await stored.wait()
+            settled.append(number)
+        else:
+            await turn.to_answer()
+            answered.append(number)
+        await turn.end()
+
+    async def main() -> None:
+        turn, stored = Turn(), asyncio.Event()
+        await turn.end()
+        line = turn.line
+        operations = []
+        for number, save in enumerate(saves):
+            turn = Turn(turn)
+            operations.append(asyncio.create_task(operate(number, save, turn, stored)))
+        aside = [number for number, save in enumerate(saves) if save]
+        waits = aside[MOST_ASIDE] if len(aside) > MOST_ASIDE else len(saves)
+        free = [number for number, save in enumerate(saves) if not save and number < waits]
+        async with asyncio.timeout(60):
+            while len(answered) < len(free) or len(line.aside) < min(MOST_ASIDE, len(aside)):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert answered == free
+            assert settled == []
+            stored.set()
+            await asyncio.gather(*operations)
+            await Turn(turn).settled()
+        assert settled == aside
+        assert answered == [number for number, save in enumerate(saves) if not save]
+        assert line.aside == {}
+
+    asyncio.run(main())
+
+
+async def test_a_broken_line_leaves_those_aside_alone_and_the_next_one_waits_for_them() -> None:
+    first = Turn()
+    async with first:
+        pass
+    await first.step_aside()
+    second = Turn(first)
+    second.line.broken = True
+    await first.to_answer()
+    await first.settled()
+    after = Turn(second.anew())
+    assert after.line == Line(broken=False, aside=first.line.aside)
+    await after.to_answer()
+    waiting = asyncio.create_task(after.settled())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await first.end()
+    await asyncio.wait_for(waiting, 60)
