@@ -1,0 +1,99 @@
+"""The engine with its worker processes on other hosts: `tinkerflow worker`, here as processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.errors import UserError
+from backend.joining import make_secret
+from backend.journal import Journal, ModelState
+from backend.processes import free_port
+from backend.settings import Settings
+from deployments.tiny_model import make_tiny
+from flows.engine import run_engine
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+Join = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    model = make_tiny(tmp_path / "tiny")
+    group = f"127.0.0.1:{free_port()}"
+    return Settings(data_dir=tmp_path, base_models=(str(model),), prefect="off", processes=2, group=group)
+
+
+@pytest.fixture
+def join(settings: Settings) -> Iterator[Join]:
+    """`tinkerflow worker` in a folder of that name; SIGTERM ends it cleanly, if it has not ended before."""
+
+    @contextmanager
+    def started(name: str) -> Iterator[subprocess.Popen[bytes]]:
+        command = [sys.executable, "-m", "deployments.cli", "worker", "--group", settings.group]
+        options = ["--secret-file", str(settings.group_secret_path), "--data-dir", str(settings.data_dir / name)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(ROOT)))}
+        process = subprocess.Popen([*command, *options], env=env)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                assert process.wait(60) == 0
+
+    make_secret(settings.group_secret_path)
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(started(name))
+
+
+async def test_a_lost_host_costs_a_pause_until_another_one_joins(
+    settings: Settings, join: Join, connect: Any, running: Any, until: Any
+) -> None:
+    ready, base_model = asyncio.Event(), settings.base_models[0]
+    lost = join("a")
+    join("b")
+    engine = run_engine(settings, on_ready=ready.set, on_progress=print, executor="numpy_executor:Unigram")
+    async with running(engine) as task:
+        await until(lambda: ready.is_set() or task.done())
+        journal = Journal.open(settings.journal_url)
+        client = await connect(journal, base_model)
+        model = await client.create(0)
+        assert (await client.result(client.forward_backward(model, [5]))).error is None
+        lost.kill()
+        lost.wait()
+        await until(
+            lambda: (journal.recovery.condition().waits.get(base_model) or "").startswith("waiting for hosts: ")
+        )
+        request = client.optim_step(model)
+        assert "waiting for hosts: 1 of 2 processes (" in (journal.recovery.waits_for(request) or "")
+        join("c")
+        assert (await client.result(request)).error is None
+        assert journal.model(model, None).state == ModelState.LIVE
+        await until(lambda: journal.recovery.condition().waits == {})
+        assert (settings.data_dir / "c" / "logs").is_dir()
+        journal.close()
+
+
+async def test_an_engine_that_waits_for_hosts_can_be_stopped(settings: Settings, until: Any) -> None:
+    said: list[str] = []
+    engine = asyncio.create_task(run_engine(settings, on_ready=lambda: None, on_progress=said.append))
+    await until(lambda: any(line.startswith("waiting for hosts: 0 of 2 processes") for line in said) or engine.done())
+    engine.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await engine
+    assert said[0].startswith(f"hosts join at {settings.group}: tinkerflow worker --group {settings.group}")
+
+
+async def test_an_address_where_nothing_can_listen_is_named(settings: Settings) -> None:
+    chosen = Settings(**(settings.model_dump() | {"group": "192.0.2.1:7000"}))
+    with pytest.raises(UserError, match=r"group is '192.0.2.1:7000', where nothing can listen"):
+        await run_engine(chosen, on_ready=lambda: None, on_progress=print)
