@@ -1,0 +1,47 @@
+"""The unigram model, whose gradients are summed over all devices of the group by JAX, each giving its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy_executor import GRAD, Unigram
+
+from backend.commands import Forward, ForwardResult, GroupConfig
+
+
+class Joint(Unigram):
+    """As Unigram, but no process can compute a gradient alone."""
+
+    uses_jax = True
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        super().__init__(config, progress, processes, rank)
+        spec: Callable[..., PartitionSpec] = PartitionSpec
+        mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+        self.devices = tuple(str(device) for device in jax.devices())
+        self.split = NamedSharding(mesh, spec("fsdp"))
+        self.sum = jax.jit(lambda shares_DV: shares_DV.sum(0), out_shardings=NamedSharding(mesh, spec()))
+
+    def forward(self, command: Forward) -> ForwardResult:
+        result = super().forward(command)
+        if command.backward:
+            state = self.adapters[command.adapter_id]
+            total_V = self.reduce(state.moments[GRAD][:, 0])
+            self.adapters[command.adapter_id] = replace(state, moments={GRAD: total_V[:, None]})
+        return result
+
+    def reduce(self, total_V: np.ndarray) -> np.ndarray:
+        """`total_V`, of which every device gives only the entries that are its own."""
+        import jax
+
+        count = len(self.devices)
+        shares_DV = np.zeros((count, len(total_V)), np.float32)
+        for device in range(count):
+            shares_DV[device, device::count] = total_V[device::count]
+        made = jax.make_array_from_callback(shares_DV.shape, self.split, lambda index: shares_DV[index])
+        return np.array(self.sum(made))

@@ -1,0 +1,133 @@
+"""Four processes on four hosts, which are network namespaces: a cut link costs a pause, and no bit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from backend.joining import make_secret
+from backend.journal import Journal, Kind
+from backend.processes import free_port
+from backend.settings import Settings
+from backend.store import Store
+from deployments.tiny_model import make_tiny
+from flows.engine import run_engine
+from tests.netns import NetHost, Network, NotHereError, network
+
+HERE = Path(__file__).parent
+SILENCE = 10.0  # heartbeat_timeout
+NOTICED = SILENCE * 7 / 6  # as the README says; the rest of what is waited for is for a busy machine
+
+
+@pytest.fixture
+def four() -> Iterator[Network]:
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(network(4))
+        except NotHereError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield made
+
+
+@pytest.fixture
+def settings(four: Network, tmp_path: Path) -> Settings:
+    return Settings(
+        data_dir=tmp_path,
+        base_models=(str(make_tiny(tmp_path / "tiny")),),
+        prefect="off",
+        processes=4,
+        group=f"{four.address}:{free_port(four.address)}",
+        heartbeat_timeout=SILENCE,
+    )
+
+
+@contextmanager
+def joined(host: NetHost, settings: Settings) -> Iterator[Path]:
+    """`tinkerflow worker` on a host, until the end of the block: what it says."""
+    command = (sys.executable, "-m", "deployments.cli", "worker", "--group", settings.group)
+    options = ("--secret-file", str(settings.group_secret_path), "--data-dir", str(settings.data_dir / host.name))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1])))}
+    said = settings.data_dir / f"{host.name}.log"
+    with said.open("w") as log:
+        process = subprocess.Popen(host.command(*command, *options), stdout=log, stderr=log, env=env)
+    try:
+        yield said
+    finally:
+        process.terminate()
+        try:
+            assert process.wait(60) == 0, said.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+async def engine(four: Network, settings: Settings, running: Any, until: Any) -> AsyncIterator[Callable[[], int]]:
+    """An engine with a worker on each host; how many groups it has started."""
+    make_secret(settings.group_secret_path)
+    said: list[str] = []
+    with ExitStack() as stack:
+        for host in four.hosts:
+            stack.enter_context(joined(host, settings))
+        ready = asyncio.Event()
+        work = run_engine(settings, on_ready=ready.set, on_progress=said.append, executor="joint_executor:Joint")
+        async with running(work) as task:
+            await until(lambda: ready.is_set() or task.done())
+            yield lambda: sum(line.startswith("starting worker group") for line in said)
+
+
+def work(client: Any, model: str) -> list[str]:
+    """Submit steps whose results depend on all before them, and a save of what they made."""
+    requests = []
+    for step in range(6):
+        requests += [client.forward_backward(model, [token, 3, token]) for token in (step % 7, 11 + step % 5)]
+        requests.append(client.optim_step(model, 0.1 + step / 10))
+    return [*requests, client.submit(model, Kind.SAVE_WEIGHTS, {"path": "end"})]
+
+
+async def test_a_cut_link_costs_a_pause(
+    four: Network,
+    engine: Callable[[], int],
+    settings: Settings,
+    connect: Any,
+    until: Any,
+    record_property: Callable[[str, object], None],
+) -> None:
+    journal, (base_model,) = Journal.open(settings.journal_url), settings.base_models
+    client = await connect(journal, base_model)
+    undisturbed, disturbed = await client.create(0), await client.create(1)
+    expected = await client.results(*work(client, undisturbed))
+    assert [result.error for result in expected] == [None] * len(expected)
+
+    lost = four.hosts[2]
+    lost.cut()
+    began = time.monotonic()
+    requests = work(client, disturbed)
+    async with asyncio.timeout(NOTICED + 60):
+        await until(lambda: "waiting for hosts: 3 of 4" in (journal.recovery.waits_for(requests[0]) or ""))
+    record_property("noticed_s", round(time.monotonic() - began, 1))
+    there = settings.data_dir / f"{lost.name}.log"
+    async with asyncio.timeout(NOTICED + 60):
+        await until(lambda: "its processes here have ended" in there.read_text())  # by itself: nobody can tell it
+    assert journal.result(requests[0], "local") is None
+    lost.heal()
+    results = await client.results(*requests)
+    assert [result.result for result in results[:-1]] == [result.result for result in expected[:-1]]
+    assert engine() == 2
+
+    store = Store.open(settings.store_url)
+    one, other = (store.load(orjson.loads(results[-1].result)["path"])[0] for results in (expected, results))
+    for name, array in (one.weights | one.moments).items():
+        assert array.any() or "grad" in name
+        assert array.tobytes() == (other.weights | other.moments)[name].tobytes()
+    journal.close()
