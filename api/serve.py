@@ -40,10 +40,19 @@ def serve(
     on_ready: called when requests are taken. on_turn: called every second by the event loop, as long as that turns.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, on_ready, on_turn))
+        runner.run(serve_until(None, settings, on_ready, on_turn))
 
 
-async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Callable[[], None]) -> None:
+async def serve_until(
+    stop: asyncio.Event | None,
+    settings: Settings,
+    on_ready: Callable[[], None] = lambda: None,
+    on_turn: Callable[[], None] = lambda: None,
+) -> None:
+    """The same in the caller's event loop, which must have nothing else for its default executor to do.
+
+    Serves until `stop` is set, or without one until SIGTERM or SIGINT, which only the main thread hears.
+    """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "journal"))
     turning = asyncio.create_task(_turn(on_turn), name="turns")
     journal = await _opened(settings)
@@ -61,14 +70,23 @@ async def _serve(settings: Settings, on_ready: Callable[[], None], on_turn: Call
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_STOP_SECONDS,
             )
-            beating = asyncio.create_task(_beat(journal), name="beat")
+            server = Server(config, app.state.services, on_ready)
+            beside = [asyncio.create_task(_beat(journal), name="beat")]
+            if stop is not None:
+                beside.append(asyncio.create_task(_stop(stop, server), name="stop"))
             try:
-                await Server(config, app.state.services, on_ready).serve()
+                await server.serve()
             finally:
-                beating.cancel()
+                for task in beside:
+                    task.cancel()
     finally:
         turning.cancel()
         journal.close()
+
+
+async def _stop(stop: asyncio.Event, server: Server) -> None:
+    await stop.wait()
+    server.should_exit = True
 
 
 async def _turn(on_turn: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,14 @@ def read_deployments(file: Path) -> list[Deployment]:
     return deployments
 
 
+def read_tag_limits(file: Path) -> dict[str, int]:
+    """What the file says at `tag_limits`: how many task runs of a tag may run at a time, over all flow runs with it."""
+    found = yaml.safe_load(file.read_text(encoding="utf-8")).get("tag_limits", {})
+    if not isinstance(found, dict) or not all(isinstance(most, int) and most > 0 for most in found.values()):
+        raise UserError(f"serve {file}: tag_limits is {found!r}: must give a number of at least 1 for each tag")
+    return found
+
+
 def serve(file: Path, settings: Settings, *, limit: int) -> None:
     """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at a time, each in a process of its own.
 
@@ -63,14 +72,18 @@ def serve(file: Path, settings: Settings, *, limit: int) -> None:
 
     async def main() -> None:
         await ensure_automation()
+        await ensure_tag_limits(read_tag_limits(file))
         made = [await _deployment(one) for one in read_deployments(file)]
         await aserve(*made, limit=limit)
 
     asyncio.run(main())
 
 
-async def ensure_automation() -> bool:
-    """Let Prefect say of a run that was heard and falls silent that it crashed; whether that was new to it."""
+async def ensure_automation(name: str = AUTOMATION, *, silent: int = SILENT_SECONDS) -> bool:
+    """Let Prefect say of a run that was heard and falls silent that it crashed; whether that was new to it.
+
+    silent: seconds; a run is heard every HEARTBEAT_SECONDS.
+    """
     from prefect.automations import Automation
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.objects import StateType
@@ -79,7 +92,7 @@ async def ensure_automation() -> bool:
     from prefect.events.schemas.events import ResourceSpecification
 
     async with get_client() as client:
-        if await client.read_automations_by_name(name=AUTOMATION):
+        if await client.read_automations_by_name(name=name):
             return False
     ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
     trigger = EventTrigger(
@@ -89,13 +102,20 @@ async def ensure_automation() -> bool:
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
-        within=timedelta(seconds=SILENT_SECONDS),
+        within=timedelta(seconds=silent),
     )
-    crashed = ChangeFlowRunState(
-        state=StateType.CRASHED, message=f"its process was silent for {SILENT_SECONDS} seconds"
-    )
-    await Automation(name=AUTOMATION, trigger=trigger, actions=[crashed]).acreate()
+    crashed = ChangeFlowRunState(state=StateType.CRASHED, message=f"its process was silent for {silent} seconds")
+    await Automation(name=name, trigger=trigger, actions=[crashed]).acreate()
     return True
+
+
+async def ensure_tag_limits(limits: Mapping[str, int]) -> None:
+    """Let Prefect limit how many task runs of these tags run at a time: tag -> how many."""
+    from prefect.client.orchestration import get_client
+
+    async with get_client() as client:
+        for tag, most in limits.items():
+            await client.create_concurrency_limit(tag, most)
 
 
 def _schedule(wanted: dict[str, Any]) -> Schedule:

@@ -9,11 +9,12 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import orjson
+from prefect import tags
 from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from tasks.pipelines.board import Board, cell
-from tasks.pipelines.control import StoppedError, controlled
+from tasks.pipelines.control import controlled
 from tasks.pipelines.parameters import PipelineParameters
 from tasks.pipelines.progress import Progress, Sample, Segment, StepMetrics
 from tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
@@ -72,12 +73,13 @@ async def train(setting: Setting, recipe: Recipe) -> Trained:
     async with controlled() as control, _Live(setting.board, training.steps) as live:
         while (done := segments[-1].last_step if segments else 0) < training.steps:
             last = min(done + training.segment_steps, training.steps)
-            segment = await train_segment(trainer, done + 1, last, control, live.add)
+            with tags(*flow_run.tags or ()):  # so that limits on tags are for turns of one segment
+                segment = await train_segment(trainer, done + 1, last, control, live.add)
             if segment is not None:
                 segments.append(segment)
                 await _show(setting.board, segments, lineage)
             if control.stopping:
-                raise StoppedError(f"stopped after step {segments[-1].last_step if segments else 0}")
+                control.stopped(f"stopped after step {segments[-1].last_step if segments else 0}")
         weights = await _export(trainer, training.steps)
     await _show(setting.board, segments, lineage, weights)
     steps = [one for segment in segments for one in segment.steps]

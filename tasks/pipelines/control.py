@@ -3,6 +3,9 @@
 A runner (`tinkerflow serve`, a worker) cancels with SIGTERM. Prefect's own handler would raise in the middle of
 whatever runs; here it only asks, and the run stops at the end of a step, with its state saved. In a process without a
 runner nobody acts on the buttons at all, and nowhere does anybody act on Pause, so the run looks at its own state, too.
+
+Suspend, as the UI calls its pause, ends the run in this process: when somebody presses Resume, a runner starts another
+one. So it, too, stops at the end of a step with its state saved, and the other process goes on from there.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, NoReturn
 from uuid import UUID
 
 import httpx
 from prefect import get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.exceptions import PrefectException
+from prefect.exceptions import Pause, PrefectException
 from prefect.runtime import flow_run as runtime
 
 log = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ class Control:
         self._stop = asyncio.Event()
         self._go = asyncio.Event()
         self._go.set()
+        self._suspended: State[Any] | None = None
 
     @property
     def stopping(self) -> bool:
@@ -54,6 +59,17 @@ class Control:
         """Ask for an end; a pause ends, too."""
         self._stop.set()
         self._go.set()
+
+    def suspend(self, state: State[Any]) -> None:
+        """Ask for an end after which another process goes on; `state` is the run's."""
+        self._suspended = state
+        self.stop()
+
+    def stopped(self, text: str) -> NoReturn:
+        """Raise what ends the run now that it has stopped: StoppedError, or Prefect's own when it is suspended."""
+        if self._suspended is not None:
+            raise Pause(text, state=self._suspended)
+        raise StoppedError(text)
 
     def pause(self) -> None:
         """Ask for a pause."""
@@ -94,18 +110,20 @@ async def _watch(control: Control, flow_runs: set[UUID]) -> None:
     async with get_client() as client:
         while True:
             try:
-                states = [run.state.type for run in [await client.read_flow_run(one) for one in flow_runs] if run.state]
+                states = [run.state for run in [await client.read_flow_run(one) for one in flow_runs] if run.state]
             except (httpx.HTTPError, PrefectException) as error:
                 log.warning("the run's state cannot be read, so its buttons wait: %s: %s", type(error).__name__, error)
             else:
-                _obey(control, states)
+                obey(control, states)
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def _obey(control: Control, states: list[StateType]) -> None:
-    if StateType.CANCELLING in states or StateType.CANCELLED in states:
+def obey(control: Control, states: list[State[Any]]) -> None:
+    if any(state.is_cancelling() or state.is_cancelled() for state in states):
         control.stop()
-    elif StateType.PAUSED in states:
+    elif suspended := [state for state in states if state.is_paused() and state.state_details.pause_reschedule]:
+        control.suspend(suspended[0])
+    elif any(state.is_paused() for state in states):
         control.pause()
     elif control.paused:
         control.resume()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,10 @@ import pytest
 import tinker
 
 from backend.store import Store
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from browser import Page, open_page
 
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -191,3 +196,12 @@ def pipelines(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PREFECT_API_URL", f"{server.prefect_url}/api")  # for processes that a test starts
     with temporary_settings({PREFECT_API_URL: f"{server.prefect_url}/api"}):
         yield Pipelines(server, f"file://{tmp_path / 'work'}")
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A page in a browser; tests that want one are skipped where there is none."""
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("no chromium and chromedriver on this machine")
+    with open_page(tmp_path_factory.mktemp("chromium")) as page:
+        yield page

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +11,7 @@ import yaml
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
+from serving import serving
 
 from deployments.run import example_file
 from deployments.serve import AUTOMATION, ensure_automation, read_deployments
@@ -46,27 +41,6 @@ def night(pipelines, name: str, data: Path) -> dict:
         "schedules": [{"interval": 10}],
         "concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"},
     }
-
-
-@contextmanager
-def serving(file: Path, log: Path) -> Iterator[None]:
-    """`tinkerflow serve` until the block ends."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli", "serve", "--file", str(file), "--limit", "2"],
-            stdout=output,
-            stderr=output,
-            env=os.environ | {"PREFECT_RUNNER_POLL_FREQUENCY": "2"},
-        )
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 async def ended(name: str, log: Path) -> FlowRun:

@@ -1,16 +1,19 @@
-"""A training run is a flow run, each batch one readable task run: asked from Prefect, and seen in a real browser."""
+"""A training run is a flow run, each batch one readable task run; what Prefect's page shows and its buttons do.
+
+Asked from Prefect, and seen and clicked in a real browser.
+"""
 
 from __future__ import annotations
 
-import shutil
+import threading
 import time
 
 import httpx
 import pytest
+import tinker
+from browser import wait_for
 from tinker import types
-
-CHROMIUM = shutil.which("chromium") or ""
-DRIVER = shutil.which("chromedriver") or ""
+from tinker.lib.queue_state_logger import QueueStateLogger
 
 
 def flow_run(server, model_id: str) -> dict:
@@ -52,40 +55,69 @@ def test_one_readable_task_run_per_batch(server, trained):
     assert all("step-00000" in name for name in names[1:])
 
 
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on this machine")
-def test_the_page_of_the_run_shows_its_batches(server, trained, tmp_path):
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-    from selenium.webdriver.common.by import By
+def test_the_page_of_the_run_shows_its_batches(server, trained, page):
+    page.open(f"{server.prefect_url}/runs/flow-run/{flow_run(server, trained)['id']}")
+    text = page.shows("forward_backward", "optim_step", tab="task-runs")
+    assert trained in text
 
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--window-size=1400,1000",
-        f"--user-data-dir={tmp_path}",
-    ):
-        options.add_argument(flag)
-    browser = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
-        browser.get(f"{server.prefect_url}/runs/flow-run/{flow_run(server, trained)['id']}")
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            text = browser.find_element(By.TAG_NAME, "body").text
-            if "forward_backward" in text and "optim_step" in text:
-                break
-            for tab in browser.find_elements(By.ID, "task-runs"):
-                tab.click()
-            time.sleep(0.5)
-        else:
-            pytest.fail(f"the page never showed the batches; it says:\n{text}")
-        assert trained in text
-    finally:
-        browser.quit()
+
+class Stepping:
+    """A person's program: steps, one after the other, until one fails."""
+
+    def __init__(self, client: tinker.TrainingClient, datum: tinker.Datum) -> None:
+        self.client, self.datum = client, datum
+        self.made = 0
+        self.last = 0.0  # when
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.client.forward_backward([self.datum], "cross_entropy").result()
+                self.client.optim_step(types.AdamParams()).result()
+            except Exception as error:  # noqa: BLE001  whatever it is, the test looks at it
+                self.error, self.last = error, time.monotonic()
+                return
+            self.made, self.last = self.made + 1, time.monotonic()
+            time.sleep(0.1)
+
+    def goes_on(self) -> None:
+        wait_for(lambda before=self.made: self.made > before + 2 or self.error is not None)
+        assert self.error is None, self.error
+
+    def stands_still(self) -> None:
+        """Returns when no step was made for ten seconds."""
+        wait_for(lambda: time.monotonic() - self.last > 10)
+
+
+def test_the_buttons_of_a_training_run_hold_it_let_it_go_on_and_end_it(server, make_datum, page, monkeypatch):
+    told: list[str | None] = []  # what the SDK logs, once a pause has lasted a quarter of an hour
+    monkeypatch.setattr(QueueStateLogger, "on_queue_state_change", lambda _, state, reason: told.append(reason))
+    with server.client() as service:
+        client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
+        program = Stepping(client, make_datum([3, 1, 4, 1, 5, 9]))
+        program.goes_on()
+        page.open(f"{server.prefect_url}/runs/flow-run/{flow_run(server, client.model_id)['id']}")
+
+        clicked = page.press("Suspend", "Submit")
+        program.stands_still()
+        print(f"\nSuspend: the last step was made {max(0.0, program.last - clicked):.1f} s after the click")
+        assert program.error is None
+        page.picture("training-run-suspended")
+        wait_for(lambda: any("Resume lets it go on" in str(reason) for reason in told))
+
+        clicked, made = page.press("Resume", "Submit"), program.made
+        wait_for(lambda: program.made > made or program.error is not None)
+        print(f"Resume: the next step was made {program.last - clicked:.1f} s after the click")
+        program.goes_on()
+
+        clicked = page.press("Cancel", "Confirm")
+        wait_for(lambda: program.error is not None)
+        print(f"Cancel: the program had its error {program.last - clicked:.1f} s after the click")
+        assert "was unloaded: the run was cancelled in Prefect" in str(program.error)
+        wait_for(lambda: flow_run(server, client.model_id)["state_type"] == "CANCELLED")
+        page.refresh()
+        page.shows("Cancelled")
+        page.picture("training-run-cancelled")

@@ -1,0 +1,157 @@
+"""For tests of your own flows: fixtures of pytest, with `pytest_plugins = ["deployments.testing"]` in conftest.py.
+
+`tiny_service`: the whole service in this process, on the embedded tiny model; nothing is tracked, no Prefect server is
+needed. `plain_calls`: tasks and flows are called as the functions they are (`task.fn`). Together they test a flow in
+seconds. `prefect_harness`: a real Prefect server on a database of its own, for what is about Prefect: retries, states,
+artifacts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+from prefect import Flow, Task
+
+from backend.processes import free_port
+from backend.settings import Settings
+
+if TYPE_CHECKING:
+    import tinker
+
+KEY = "tml-test"
+_PREFECTS_OWN = ("wait_for", "return_state", "deferred")
+
+
+@dataclass(frozen=True)
+class TinyService:
+    """A service that answers at `url`; `base_model` is what it serves, `store` where its checkpoints are."""
+
+    url: str
+    base_model: str
+    store: str
+
+    def client(self) -> tinker.ServiceClient:
+        """A client of the SDK; close it, or use it in a `with`."""
+        import tinker
+
+        return tinker.ServiceClient(base_url=self.url, api_key=KEY)
+
+
+@contextmanager
+def serve_tiny(data_dir: Path, **settings: Any) -> Iterator[TinyService]:
+    """The API and the engine in threads of this process, until the block ends; a worker process computes.
+
+    data_dir: for everything that it keeps; one that is used again has its programs compiled. settings: as in Settings.
+    TINKER_BASE_URL and TINKER_API_KEY name the service meanwhile, so that flows find it.
+    """
+    from api.serve import serve_until
+    from deployments.parts import with_base_models
+    from flows import run_engine
+
+    wanted = {"data_dir": data_dir, "host": "127.0.0.1", "port": free_port(), "prefect": "off", **settings}
+    chosen = with_base_models(Settings(**wanted))
+    url = f"http://{chosen.host}:{chosen.port}"
+    names = {"TINKER_BASE_URL": url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
+
+    async def main(ready: Callable[[], None], stop: asyncio.Event) -> None:
+        computing = asyncio.Event()
+        engine = asyncio.create_task(run_engine(chosen, on_ready=computing.set, on_progress=lambda line: None))
+        try:
+            first = asyncio.create_task(computing.wait())
+            await asyncio.wait((engine, first), return_when=asyncio.FIRST_COMPLETED)
+            first.cancel()
+            if not engine.done():
+                await serve_until(stop, chosen, on_ready=ready)
+        finally:
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
+        if not engine.cancelled():
+            engine.result()
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, names))
+        stack.enter_context(_in_thread(main))
+        yield TinyService(url, str(chosen.base_models[0]), chosen.store_url)
+
+
+@contextmanager
+def calls_as_functions() -> Iterator[None]:
+    """Calls of tasks and flows are calls of their functions: no server, no states, no retries, no checked parameters.
+
+    For tasks that are called, not for those that are submitted or mapped to a task runner.
+    """
+
+    def call(self: Task[..., Any] | Flow[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **_for_the_function(kwargs))
+
+    with mock.patch.object(Task, "__call__", call), mock.patch.object(Flow, "__call__", call):
+        yield
+
+
+def _for_the_function(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _PREFECTS_OWN}
+
+
+@contextmanager
+def _in_thread(main: Callable[[Callable[[], None], asyncio.Event], Any]) -> Iterator[None]:
+    """`main(ready, stop)` in an event loop of another thread, from its call of `ready` until the block ends."""
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    ended: Future[None] = Future()
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        await main(lambda: begun.set_result((asyncio.get_running_loop(), stop)), stop)
+
+    def thread() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:  # noqa: BLE001  it belongs to whoever opened the block
+            ended.set_exception(error)
+            if not begun.done():
+                begun.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=thread, name="tiny service", daemon=True).start()
+    loop, stop = begun.result()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        ended.result(60)
+
+
+@pytest.fixture(scope="session")
+def tiny_service(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[TinyService]:
+    """The service on the embedded tiny model, for the whole session. Compiled programs stay in pytest's cache."""
+    folder = tmp_path_factory.mktemp("tinkerflow")
+    if pytestconfig.cache is not None:
+        (folder / "jax-cache").symlink_to(pytestconfig.cache.mkdir("jax"))
+    with serve_tiny(folder) as service:
+        yield service
+
+
+@pytest.fixture
+def plain_calls() -> Iterator[None]:
+    """Tasks and flows are called as the functions they are."""
+    with calls_as_functions():
+        yield
+
+
+@pytest.fixture(scope="module")
+def prefect_harness() -> Iterator[None]:
+    """A real Prefect server with a database of its own, which the flows of a module's tests run on."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield

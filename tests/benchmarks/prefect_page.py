@@ -1,0 +1,167 @@
+"""Prefect beside a long training run: whether its server keeps up, and how long the run's page takes to open.
+
+    .venv/bin/python tests/benchmarks/prefect_page.py [--steps 20000] [--rate 60]
+
+A real engine (journal, pool, flow and task runs, the embedded Prefect server) makes so many steps with the unigram
+model of tests/flows instead of JAX; each step is a forward_backward and an optim_step. --rate is the setting
+TINKERFLOW_TRACKED_RUNS_PER_SECOND: above it, steps share task runs, as they do in service (default there: 3). Then the
+pages of its fullest and of its last flow run are opened in a headless Chromium. RESULTS.md keeps the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "e2e")]
+os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE.parent / "flows"), os.environ.get("PYTHONPATH", "")))
+
+from browser import open_page  # noqa: E402
+from control_plane import cpu_seconds  # noqa: E402
+
+from backend.ids import model_id  # noqa: E402
+from backend.journal import Journal, Kind, NewModel, NewRequest, NewSession  # noqa: E402
+from backend.processes import free_port  # noqa: E402
+from backend.settings import Settings  # noqa: E402
+from backend.wire import tinker_pb2 as pb  # noqa: E402
+from deployments.tiny_model import make_tiny  # noqa: E402
+from flows import run_engine  # noqa: E402
+
+AHEAD = 64  # steps that wait in the journal
+
+
+def forward_backward(model: str, seq_id: int) -> NewRequest:
+    """One datum of four tokens."""
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="cross_entropy")
+    datum, tokens = message.data.add(), [1, 2, 3, 4]
+    datum.model_input.add().encoded_text.tokens = np.asarray(tokens, np.int32).tobytes()
+    for name, dtype, kind in (("target_tokens", np.int64, pb.DTYPE_INT64), ("weights", np.float32, pb.DTYPE_FLOAT32)):
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dense, tensor.dtype = np.asarray(tokens, dtype).tobytes(), kind
+        tensor.shape.append(len(tokens))
+    payload = message.SerializeToString()
+    return NewRequest(Kind.FORWARD_BACKWARD, "local", payload, "proto", f"f{seq_id}", model_id=model, seq_id=seq_id)
+
+
+def train(journal: Journal, base_model: str, steps: int) -> str:
+    """Make the steps, as a client with many requests in flight does; the model's id."""
+    session = journal.create_session(NewSession("local", "0.38.0"))
+    model = model_id(session, 0)
+    new = NewModel(model, session, "local", base_model, rank=1, seed=7)
+    creation = NewRequest(Kind.CREATE_MODEL, "local", b"{}", "json", "create", model_id=model, seq_id=0)
+    journal.submit_new_model(new, creation)
+    step = orjson.dumps({"adam_params": {"learning_rate": 0.01}})
+    began = time.monotonic()
+    for number in range(steps):
+        while number - journal.model(model, None).step > AHEAD:
+            time.sleep(0.02)
+        seq_id = 1 + 2 * number
+        journal.submit(forward_backward(model, seq_id))
+        optim = NewRequest(Kind.OPTIM_STEP, "local", step, "json", f"o{seq_id}", model_id=model, seq_id=seq_id + 1)
+        journal.submit(optim)
+        if number % 1000 == 999:
+            journal.heartbeat(session, "local")
+            print(f"  {number + 1} steps, {(number + 1) / (time.monotonic() - began):.0f} a second", flush=True)
+    while journal.model(model, None).step < steps:
+        time.sleep(0.02)
+    print(f"{steps} steps in {time.monotonic() - began:.0f} s")
+    return model
+
+
+def task_runs(http: httpx.Client, run: str, **more: object) -> int:
+    body = {"flow_runs": {"id": {"any_": [run]}}, **more}
+    return int(http.post("/task_runs/count", json=body).raise_for_status().json())
+
+
+def recorded(http: httpx.Client, model: str) -> list[tuple[str, int]]:
+    """The flow runs of the model with their task runs, as soon as no more are written."""
+    ended = time.monotonic()
+    before, quiet = -1, 0
+    while quiet < 4:
+        body = {"flow_runs": {"name": {"any_": [model]}}, "sort": "START_TIME_ASC"}
+        runs = [run["id"] for run in http.post("/flow_runs/filter", json=body).raise_for_status().json()]
+        open_ones = {"task_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}}
+        counts = [(run, task_runs(http, run)) for run in runs]
+        total = sum(count for _, count in counts)
+        quiet = quiet + 1 if total == before and not sum(task_runs(http, run, **open_ones) for run in runs) else 0
+        if quiet == 0:
+            last = time.monotonic()
+        before = total
+        time.sleep(0.5)
+    print(
+        f"{total} task runs in {len(counts)} flow runs; the last was written {last - ended:.1f} s after the last step"
+    )
+    print("task runs of each flow run:", " ".join(str(count) for _, count in counts))
+    return counts
+
+
+def open_pages(http: httpx.Client, url: str, runs: list[tuple[str, int]], folder: Path) -> None:
+    """Time the pages of the fullest and of the last flow run, each three times."""
+    fullest, last = max(runs, key=lambda run: run[1]), runs[-1]
+    with open_page(folder) as page:
+        for what, (run, count) in (("fullest", fullest), ("last", last)):
+            began = time.monotonic()
+            graph = http.get(f"/flow_runs/{run}/graph-v2").raise_for_status().json()
+            asked, seconds = time.monotonic() - began, []
+            for _ in range(3):
+                page.open("about:blank")
+                began = time.monotonic()
+                page.open(f"{url}/runs/flow-run/{run}")
+                page.shows("model-", "step", tab="task-runs", pause=0.05)
+                seconds.append(time.monotonic() - began)
+            page.picture(f"page-of-{count}-task-runs")
+            print(
+                f"page of the {what} flow run ({count} task runs): "
+                f"{', '.join(f'{one:.1f}' for one in seconds)} s until its task runs are shown; "
+                f"its graph of {len(graph['nodes'])} nodes is answered in {asked:.2f} s"
+            )
+
+
+async def main(steps: int, rate: float) -> None:
+    """Engine, steps, pages."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        base_model = str(make_tiny(folder / "tiny"))
+        settings = Settings(
+            data_dir=folder / "data",
+            base_models=(base_model,),
+            prefect_port=free_port(),
+            tracked_runs_per_second=rate,
+        )
+        ready = asyncio.Event()
+        work = run_engine(settings, on_ready=ready.set, on_progress=print, executor="numpy_executor:Unigram")
+        engine = asyncio.create_task(work)
+        await ready.wait()
+        print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, at most {rate:g} task runs a second")
+        journal = Journal.open(settings.journal_url)
+        before = cpu_seconds(os.getpid())
+        model = await asyncio.to_thread(train, journal, base_model, steps)
+        url = f"http://127.0.0.1:{settings.prefect_port}"
+        with httpx.Client(base_url=f"{url}/api", timeout=60) as http:
+            runs = await asyncio.to_thread(recorded, http, model)
+            spent = cpu_seconds(os.getpid())
+            used = {part: round(seconds - before.get(part, 0)) for part, seconds in spent.items()}
+            print("CPU-seconds (other: the engine and this program):", used)
+            await asyncio.to_thread(open_pages, http, url, runs, folder)
+        journal.close()
+        engine.cancel()
+        await asyncio.gather(engine, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--rate", type=float, default=60.0)
+    arguments: Any = parser.parse_args()
+    asyncio.run(main(arguments.steps, arguments.rate))

@@ -1,0 +1,34 @@
+"""What the buttons of Prefect's UI mean to a pipeline's run, by the states that they put it in."""
+
+from __future__ import annotations
+
+import pytest
+from prefect.exceptions import Pause
+from prefect.states import Cancelling, Paused, Running, Suspended
+
+from tasks.pipelines.control import Control, StoppedError, obey
+
+
+def test_cancel_stops_it() -> None:
+    control = Control()
+    obey(control, [Running(), Cancelling()])
+    assert control.stopping
+    with pytest.raises(StoppedError, match="after step 3"):
+        control.stopped("stopped after step 3")
+
+
+async def test_a_pause_holds_it_until_it_runs_again() -> None:
+    control = Control()
+    obey(control, [Paused(timeout_seconds=60)])
+    assert control.paused and not control.stopping
+    obey(control, [Running()])
+    assert await control.may_go_on()
+
+
+async def test_suspend_ends_it_here_so_that_another_process_goes_on() -> None:
+    control, state = Control(), Suspended(timeout_seconds=60)
+    obey(control, [Running(), state])
+    assert not await control.may_go_on()
+    with pytest.raises(Pause) as raised:
+        control.stopped("stopped after step 3")
+    assert raised.value.state is state
