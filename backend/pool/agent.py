@@ -60,12 +60,29 @@ async def serve_group(post: Post, say: Callable[[str], None]) -> None:
                 say(f"the group at {where} cannot be reached ({error}); trying again until it can")
         else:
             say(f"joined the group at {where} from {link.address} with room for {post.processes} process(es)")
+            if doubt := await asyncio.to_thread(_doubt, link.address):
+                say(doubt)
             began = asyncio.get_running_loop().time()
             why = await _Visit(post, link.address, Conversation(link, silence)).run()
             say(f"left the group at {where}: {why}; its processes here have ended")
             if asyncio.get_running_loop().time() - began > silence:
                 failures = 0
         await asyncio.sleep(min(_LONGEST_PAUSE, backoff(max(1, failures))))
+
+
+def _doubt(address: str) -> str:
+    """What would keep other hosts from the processes of this one, which they know by `address`; "" = nothing."""
+    name = socket.gethostname()
+    try:
+        found = socket.gethostbyname(name)
+    except OSError:
+        found = "nothing"
+    if address.startswith("127.") or not found.startswith(("127.", "nothing")):
+        return ""
+    return (
+        f"the name of this host, {name}, resolves to {found} here: JAX's collectives on CPUs will not be reached from "
+        f"other hosts; have /etc/hosts say {address}"
+    )
 
 
 async def _join(post: Post, agent: str) -> tuple[LoopLink, float]:

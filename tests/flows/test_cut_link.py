@@ -17,7 +17,6 @@ import pytest
 
 from backend.joining import make_secret
 from backend.journal import Journal, Kind
-from backend.processes import free_port
 from backend.settings import Settings
 from backend.store import Store
 from deployments.tiny_model import make_tiny
@@ -46,15 +45,15 @@ def settings(four: Network, tmp_path: Path) -> Settings:
         base_models=(str(make_tiny(tmp_path / "tiny")),),
         prefect="off",
         processes=4,
-        group=f"{four.address}:{free_port(four.address)}",
+        group=f"{four.address}:0",
         heartbeat_timeout=SILENCE,
     )
 
 
 @contextmanager
-def joined(host: NetHost, settings: Settings) -> Iterator[Path]:
+def joined(host: NetHost, group: str, settings: Settings) -> Iterator[Path]:
     """`tinkerflow worker` on a host, until the end of the block: what it says."""
-    command = (sys.executable, "-m", "deployments.cli", "worker", "--group", settings.group)
+    command = (sys.executable, "-m", "deployments.cli", "worker", "--group", group)
     options = ("--secret-file", str(settings.group_secret_path), "--data-dir", str(settings.data_dir / host.name))
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1])))}
     said = settings.data_dir / f"{host.name}.log"
@@ -76,12 +75,14 @@ async def engine(four: Network, settings: Settings, running: Any, until: Any) ->
     """An engine with a worker on each host; how many groups it has started."""
     make_secret(settings.group_secret_path)
     said: list[str] = []
+    ready = asyncio.Event()
+    work = run_engine(settings, on_ready=ready.set, on_progress=said.append, executor="joint_executor:Joint")
     with ExitStack() as stack:
-        for host in four.hosts:
-            stack.enter_context(joined(host, settings))
-        ready = asyncio.Event()
-        work = run_engine(settings, on_ready=ready.set, on_progress=said.append, executor="joint_executor:Joint")
         async with running(work) as task:
+            await until(lambda: bool(said) or task.done())
+            group = said[0].rpartition(" ")[2]  # hosts join at …: tinkerflow worker --group 198.18.0.1:34567
+            for host in four.hosts:
+                stack.enter_context(joined(host, group, settings))
             await until(lambda: ready.is_set() or task.done())
             yield lambda: sum(line.startswith("starting worker group") for line in said)
 

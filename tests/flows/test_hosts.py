@@ -16,30 +16,28 @@ import pytest
 from backend.errors import UserError
 from backend.joining import make_secret
 from backend.journal import Journal, ModelState
-from backend.processes import free_port
 from backend.settings import Settings
 from deployments.tiny_model import make_tiny
 from flows.engine import run_engine
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-Join = Callable[[str], subprocess.Popen[bytes]]
+Join = Callable[[str, str], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     model = make_tiny(tmp_path / "tiny")
-    group = f"127.0.0.1:{free_port()}"
-    return Settings(data_dir=tmp_path, base_models=(str(model),), prefect="off", processes=2, group=group)
+    return Settings(data_dir=tmp_path, base_models=(str(model),), prefect="off", processes=2, group="127.0.0.1:0")
 
 
 @pytest.fixture
 def join(settings: Settings) -> Iterator[Join]:
-    """`tinkerflow worker` in a folder of that name; SIGTERM ends it cleanly, if it has not ended before."""
+    """`tinkerflow worker` for a group, in a folder of that name; SIGTERM ends it cleanly at the end."""
 
     @contextmanager
-    def started(name: str) -> Iterator[subprocess.Popen[bytes]]:
-        command = [sys.executable, "-m", "deployments.cli", "worker", "--group", settings.group]
+    def started(group: str, name: str) -> Iterator[subprocess.Popen[bytes]]:
+        command = [sys.executable, "-m", "deployments.cli", "worker", "--group", group]
         options = ["--secret-file", str(settings.group_secret_path), "--data-dir", str(settings.data_dir / name)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(ROOT)))}
         process = subprocess.Popen([*command, *options], env=env)
@@ -52,17 +50,20 @@ def join(settings: Settings) -> Iterator[Join]:
 
     make_secret(settings.group_secret_path)
     with ExitStack() as stack:
-        yield lambda name: stack.enter_context(started(name))
+        yield lambda group, name: stack.enter_context(started(group, name))
 
 
 async def test_a_lost_host_costs_a_pause_until_another_one_joins(
     settings: Settings, join: Join, connect: Any, running: Any, until: Any
 ) -> None:
     ready, base_model = asyncio.Event(), settings.base_models[0]
-    lost = join("a")
-    join("b")
-    engine = run_engine(settings, on_ready=ready.set, on_progress=print, executor="numpy_executor:Unigram")
+    said: list[str] = []
+    engine = run_engine(settings, on_ready=ready.set, on_progress=said.append, executor="numpy_executor:Unigram")
     async with running(engine) as task:
+        await until(lambda: bool(said) or task.done())
+        group = said[0].rpartition(" ")[2]  # hosts join at …: tinkerflow worker --group 127.0.0.1:34567
+        lost = join(group, "a")
+        join(group, "b")
         await until(lambda: ready.is_set() or task.done())
         journal = Journal.open(settings.journal_url)
         client = await connect(journal, base_model)
@@ -75,7 +76,7 @@ async def test_a_lost_host_costs_a_pause_until_another_one_joins(
         )
         request = client.optim_step(model)
         assert "waiting for hosts: 1 of 2 processes (" in (journal.recovery.waits_for(request) or "")
-        join("c")
+        join(group, "c")
         assert (await client.result(request)).error is None
         assert journal.model(model, None).state == ModelState.LIVE
         await until(lambda: journal.recovery.condition().waits == {})
@@ -90,7 +91,7 @@ async def test_an_engine_that_waits_for_hosts_can_be_stopped(settings: Settings,
     engine.cancel()
     with pytest.raises(asyncio.CancelledError):
         await engine
-    assert said[0].startswith(f"hosts join at {settings.group}: tinkerflow worker --group {settings.group}")
+    assert said[0].startswith("hosts join at 127.0.0.1:")
 
 
 async def test_an_address_where_nothing_can_listen_is_named(settings: Settings) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from backend import errors
 from backend.commands import AdamParams, CreateAdapter, GroupConfig, LoraSpec, OptimResult, OptimStep
-from backend.pool import Hosts, Pool, Post, codec, serve_group
+from backend.pool import Hosts, Pool, Post, agent, codec, serve_group
 from backend.pool.host_messages import Offer, Spawned, Welcome
 from backend.pool.software import software
 from backend.pool.spawn import spawn_worker
@@ -39,9 +39,9 @@ class Bench:
     def join(self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET) -> asyncio.Task[None]:
         """An agent, whose workers log to a folder of that name."""
         post = Post("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "")
-        agent = asyncio.create_task(serve_group(post, self.said.append))
-        self.agents.append(agent)
-        return agent
+        task = asyncio.create_task(serve_group(post, self.said.append))
+        self.agents.append(task)
+        return task
 
     async def start(self, processes: int, executor: str = "Echo") -> Pool:
         async def waits(text: str) -> None:
@@ -64,8 +64,8 @@ class Bench:
         for pool in self.pools:
             await pool.stop()
         await self.hosts.close()
-        for agent in self.agents:
-            agent.cancel()
+        for task in self.agents:
+            task.cancel()
         await asyncio.gather(*self.agents, return_exceptions=True)
 
 
@@ -321,3 +321,14 @@ async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait
     await wait_until(lambda: "none has joined" in bench.hosts.lack(1))
     for link in links:
         link.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "found", "doubtful"),
+    [("10.0.0.9", "127.0.1.1", True), ("10.0.0.9", "10.0.0.9", False), ("127.0.0.1", "127.0.1.1", False)],
+)
+def test_a_host_whose_name_leads_others_astray_says_so(
+    monkeypatch: pytest.MonkeyPatch, address: str, found: str, doubtful: bool
+) -> None:
+    monkeypatch.setattr("socket.gethostbyname", lambda name: found)
+    assert ("have /etc/hosts say 10.0.0.9" in agent._doubt(address)) == doubtful
