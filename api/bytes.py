@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fastapi import HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
 
-PIECE = 2**20  # bytes read at once
+PIECE = 4 * 2**20  # bytes read at once, from a multiple of that on: the store compares whole blocks of this size
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
@@ -74,7 +74,7 @@ async def _pieces(segments: Sequence[Segment], start: int, end: int) -> AsyncIte
     for segment in segments:
         position, stop = max(start - at, 0), min(end - at, segment.size)
         while position < stop:
-            piece = await asyncio.to_thread(segment.read, position, min(PIECE, stop - position))
+            piece = await asyncio.to_thread(segment.read, position, min(PIECE - position % PIECE, stop - position))
             if not piece:
                 raise OSError(f"a file ended after {position} of {segment.size} bytes")  # cuts the connection
             position += len(piece)

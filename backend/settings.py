@@ -116,6 +116,11 @@ class Settings(BaseSettings):
         return Path(self.group_secret_file).expanduser() if self.group_secret_file else self.data_dir / "group.secret"
 
     @property
+    def has_journal(self) -> bool:
+        """Whether there is a journal already, as far as can be told without opening one."""
+        return bool(self.database_url) or (self.data_dir / "journal.db").exists()
+
+    @property
     def store_url(self) -> str:
         """The checkpoint store's fsspec URL."""
         return self.store or f"file://{self.data_dir / 'store'}"

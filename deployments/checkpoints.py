@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from backend.clock import SystemClock
 from backend.errors import StoreError
 from backend.settings import Settings
 from backend.store import Store
+from backend.store.upkeep import Snapshot
 from deployments.parts import open_journal
 
 app = typer.Typer(help="Checkpoints: look after the store, and let others load or copy one.", no_args_is_help=True)
@@ -79,16 +81,33 @@ def gc(
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Find files that belong to no checkpoint: of saves that were interrupted, and of deletions that were."""
-    opened, before = Store.open(_settings(data_dir, store).store_url), SystemClock().now() - timedelta(hours=older_than)
-    removed = 0
+    """Find files that belong to no checkpoint, and recovery snapshots of models that are not live.
+
+    The files are of saves and deletions that were interrupted. Whether a model is live the journal says: without one,
+    recovery snapshots are left alone. Use the journal of all that this store holds.
+    """
+    settings = _settings(data_dir, store)
+    opened, before = Store.open(settings.store_url), SystemClock().now() - timedelta(hours=older_than)
+    removed = dropped = 0
     for orphan in opened.orphans(before):
         print(f"{orphan.path}: attempt {orphan.attempt}, last written {orphan.written_at:%Y-%m-%d %H:%M} UTC")
         removed += yes and opened.remove_orphan(orphan)
+    for snapshot, whose in _strays(settings, opened.snapshots(before)):
+        print(f"{snapshot.path}: recovery snapshot of {whose}, written {snapshot.written_at:%Y-%m-%d %H:%M} UTC")
+        dropped += yes and opened.delete(snapshot.path)
     if not yes:
         print("nothing was removed: to do it, give --yes")
         return
-    print(f"removed {removed} attempt(s) and {opened.clear_drafts(before)} draft(s)")
+    drafts = opened.clear_drafts(before)
+    print(f"removed {removed} attempt(s), {dropped} recovery snapshot(s) and {drafts} draft(s)")
+
+
+def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapshot, str]]:
+    if not found or not settings.has_journal:
+        return []
+    with open_journal(settings) as journal:
+        strays = journal.recovery.strays({snapshot.path: snapshot.run_id for snapshot in found})
+    return [(snapshot, strays[snapshot.path]) for snapshot in found if snapshot.path in strays]
 
 
 @app.command("rebuild-index")

@@ -109,4 +109,4 @@ def _inside(path: CheckpointPath, saved: Saved) -> str:
 
 
 def _segment(store: Store, saved: Saved, file: str) -> Segment:
-    return Segment(saved.files[file].size, partial(store.part, saved.path, saved.attempt, file))
+    return Segment(saved.files[file].size, partial(store.part, saved, file))

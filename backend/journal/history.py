@@ -12,7 +12,7 @@ model is unloaded, or when the session of a model that failed is over (holding.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 
@@ -28,6 +28,7 @@ from backend.journal.views import Executed, SnapshotView, pending_view, snapshot
 
 KEPT = 2  # snapshots of a model: the newest one restores it, or if that cannot be read the one before
 
+_IDS_PER_QUERY = 10_000  # SQLite takes 32,766 parameters
 _IS_MODEL = col(RecoverySnapshot.snapshot_id).is_(None)
 _LET_GO = {
     "replays": False,
@@ -129,6 +130,26 @@ def superfluous(connection: sa.Connection, limit: int) -> list[str]:
         sa.and_(of_model, sa.or_(ranked.c.age > KEPT, sa.not_(live_model))), sa.and_(sa.not_(of_model), sa.not_(used))
     )
     return list(connection.execute(sa.select(ranked.c.path).where(needless).limit(limit)).scalars())
+
+
+def strays(connection: sa.Connection, found: Mapping[str, str]) -> dict[str, str]:
+    """Of snapshots in the store (the path of each, and its model): which nobody needs or sweeps away, and why.
+
+    Those that have a row are looked after by `superfluous`, and one of a live model may be about to get its row.
+    """
+    known, states = set[str](), dict[str, str]()
+    items = list(found.items())
+    for start in range(0, len(items), _IDS_PER_QUERY):
+        paths, models = zip(*items[start : start + _IDS_PER_QUERY], strict=True)
+        rows = sa.select(col(RecoverySnapshot.path)).where(col(RecoverySnapshot.path).in_(paths))
+        known |= set(connection.execute(rows).scalars())
+        for row in connection.execute(sa.select(col(Model.id), col(Model.state)).where(col(Model.id).in_(set(models)))):
+            states[row.id] = row.state
+    return {
+        path: f"model {model_id}, which is {states[model_id]}" if model_id in states else f"unknown model {model_id}"
+        for path, model_id in items
+        if path not in known and states.get(model_id) not in TAKES_WORK
+    }
 
 
 def forget_snapshot(connection: sa.Connection, path: str) -> None:

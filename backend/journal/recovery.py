@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from backend.clock import Clock
@@ -63,6 +63,11 @@ class Recovery:
         """Paths of snapshots that nothing needs any more."""
         with self._database.read() as connection:
             return history.superfluous(connection, limit)
+
+    def strays(self, found: Mapping[str, str]) -> dict[str, str]:
+        """Of recovery snapshots in the store (path: model id) those that are of no live model, not listed: whose."""
+        with self._database.read() as connection:
+            return history.strays(connection, found)
 
     def forget_snapshot(self, path: str) -> None:
         """Note that a snapshot is deleted."""

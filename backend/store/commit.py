@@ -21,6 +21,7 @@ from backend.store.peft import ADAPTER, ADAPTER_CONFIG
 FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"
 FILES = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER)
+BLOCK = 4 * 2**20  # bytes of a file that are hashed together, so that a part of it can be read and believed
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,25 @@ class CheckpointMeta:
 
 @dataclass(frozen=True)
 class Digest:
-    """A file's size in bytes and SHA-256 (hex)."""
+    """A file's size in bytes, its SHA-256 (hex), and that of each BLOCK of it."""
 
     size: int
     sha256: str
+    blocks: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """ValueError when there are not as many blocks as the size has."""
+        if len(self.blocks) != max(1, -(-self.size // BLOCK)):
+            raise ValueError(f"{self.size} bytes have {len(self.blocks)} blocks of {BLOCK}")
 
     @classmethod
     def of(cls, data: bytes) -> Digest:
         """The digest of these bytes."""
-        return cls(len(data), hashlib.sha256(data).hexdigest())
+        whole, view = hashlib.sha256(data).hexdigest(), memoryview(data)
+        if len(data) <= BLOCK:
+            return cls(len(data), whole, (whole,))
+        blocks = (hashlib.sha256(view[start : start + BLOCK]).hexdigest() for start in range(0, len(data), BLOCK))
+        return cls(len(data), whole, tuple(blocks))
 
 
 @dataclass(frozen=True)
@@ -131,7 +142,10 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
             step=int(commit["step"]),
             created_at=datetime.fromisoformat(commit["created_at"]),
             meta=CheckpointMeta(**{**commit["meta"], "expires_at": expires_at and datetime.fromisoformat(expires_at)}),
-            files={name: Digest(**digest) for name, digest in commit["files"].items()},
+            files={
+                name: Digest(**{**digest, "blocks": tuple(digest["blocks"])})
+                for name, digest in commit["files"].items()
+            },
             optimizer=_optimizer(commit["optimizer"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator
 
 from backend.errors import NotFoundError, StoreError
 from backend.ids import is_name
 from backend.store import commit
 from backend.store.blobs import Blobs
-from backend.store.commit import Digest, Saved
+from backend.store.commit import BLOCK, Digest, Saved
 from backend.store.paths import KINDS, RUNS, CheckpointPath, is_run_id
 
 
@@ -51,6 +52,21 @@ def file_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> byte
     if Digest.of(data) != digest:
         raise StoreError(f"checkpoint {path}: {file} does not have the SHA-256 {digest.sha256} that was saved")
     return data
+
+
+def part_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str, start: int, length: int) -> bytes:
+    """At most `length` bytes of a file from `start` on; errors as above. Whole blocks are read, and compared."""
+    digest = saved.files[file]
+    first, end = start // BLOCK, min(start + length, digest.size)
+    if start >= end:
+        return b""
+    last = (end - 1) // BLOCK
+    data = blobs.part(f"{path.attempt(saved.attempt)}/{file}", first * BLOCK, (last + 1 - first) * BLOCK)
+    for block in range(first, last + 1):
+        begin = (block - first) * BLOCK
+        if hashlib.sha256(memoryview(data)[begin : begin + BLOCK]).hexdigest() != digest.blocks[block]:
+            raise StoreError(f"checkpoint {path}: block {block} of {file} does not have the SHA-256 that was saved")
+    return data[start - first * BLOCK : end - first * BLOCK]
 
 
 def files_of(blobs: Blobs, path: CheckpointPath, wanted: Callable[[str], bool]) -> tuple[Saved, dict[str, bytes]]:

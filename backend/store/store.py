@@ -21,7 +21,7 @@ from backend.store.encryption import encrypt
 from backend.store.paths import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, check_run_id
 from backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 from backend.store.tensors import Floats
-from backend.store.upkeep import Orphan
+from backend.store.upkeep import Orphan, Snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -153,17 +153,20 @@ class Store:
         """Whether something is saved under `path`."""
         return self.find(path) is not None
 
-    def part(self, path: str, attempt: str, file: str, start: int, length: int) -> bytes:
-        """At most `length` bytes from `start` on of a file that the commit of `path` names; not verified.
+    def part(self, saved: Saved, file: str, start: int, length: int) -> bytes:
+        """At most `length` bytes from `start` on of a file that the commit `saved` names.
 
-        NotFoundError when the checkpoint was deleted or saved anew meanwhile.
+        They are those that were saved: the blocks they lie in (commit.BLOCK) are read whole and compared. NotFoundError
+        when the checkpoint was deleted or saved anew meanwhile; StoreError names the file that is damaged.
         """
-        where = CheckpointPath.parse(path)
+        where = CheckpointPath.parse(saved.path)
         with self._failures(f"read {file} of {where}"):
             try:
-                return self._blobs.part(f"{where.attempt(attempt)}/{file}", start, length)
+                return reading.part_of(self._blobs, where, saved, file, start, length)
             except FileNotFoundError as error:
-                raise NotFoundError(f"checkpoint {where}: {file} of attempt {attempt} is there no longer") from error
+                raise NotFoundError(
+                    f"checkpoint {where}: {file} of attempt {saved.attempt} is there no longer"
+                ) from error
 
     def signed_url(self, path: str, attempt: str, file: str, seconds: int) -> str | None:
         """A URL of the file system's own by which anybody can read the file for so long; None where it has none."""
@@ -241,6 +244,11 @@ class Store:
         """What saves that never were have left, if nobody has written to it since `before`: longer than any takes."""
         with self._failures("look for what was left behind"):
             return list(upkeep.orphans(self._blobs, before))
+
+    def snapshots(self, before: datetime) -> list[Snapshot]:
+        """The service's own recovery snapshots that were committed before then; whether one is needed it cannot say."""
+        with self._failures("look for recovery snapshots"):
+            return list(upkeep.snapshots(self._blobs, before))
 
     def clear_drafts(self, before: datetime) -> int:
         """Remove what writers of commits that died before then have left of their own; how many."""

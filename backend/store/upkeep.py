@@ -23,6 +23,15 @@ class Orphan:
     written_at: datetime
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A recovery snapshot of a run, and when anything was last written beside its commit."""
+
+    path: str
+    run_id: str
+    written_at: datetime
+
+
 def problems(blobs: Blobs, path: CheckpointPath) -> list[str]:
     """What is wrong with the commit of `path` and each of its files, all of which are read; [] when nothing is.
 
@@ -79,6 +88,16 @@ def orphans(blobs: Blobs, before: datetime) -> Iterator[Orphan]:
             written_at = blobs.written_at(path.attempt(attempt))
             if written_at is not None and written_at < before:
                 yield Orphan(str(path), attempt, written_at)
+
+
+def snapshots(blobs: Blobs, before: datetime) -> Iterator[Snapshot]:
+    """Recovery snapshots that were committed before then, damaged ones too."""
+    for path in reading.paths(blobs, kinds=(RECOVERY,)):
+        if path.commit.rpartition("/")[2] not in blobs.children(path.folder):
+            continue  # what was never committed is an orphan
+        written_at = blobs.written_at(path.folder)
+        if written_at is not None and written_at < before:
+            yield Snapshot(str(path), path.run_id, written_at)
 
 
 def remove(blobs: Blobs, orphan: Orphan) -> bool:

@@ -257,6 +257,12 @@ def test_exports_are_downloaded_by_links_whole_and_in_part(people: Any) -> None:
         assert http.get(url, headers={"Range": ignored}).content == whole.content
     assert http.get(url, headers={"Range": "bytes=0-1", "If-Range": '"other"'}).content == whole.content
 
+    saved = ann.server.store.find(path)
+    key = f"runs/{model.model_id}/external_weights/out/{saved.attempt}/{ADAPTER}"
+    ann.server.store._blobs.remove(key)
+    ann.server.store._blobs.create(key, whole.content[:-1] + b"?")
+    with pytest.raises(httpx.RemoteProtocolError, match="without sending complete message body"):
+        http.get(url)
     other = url.replace(ADAPTER, CONFIG)
     assert http.get(other).status_code == http.get(url.split("?")[0]).status_code == 403
     ann.server.clock.advance(3601)

@@ -15,7 +15,18 @@ from typer.testing import CliRunner
 from backend.clock import SystemClock
 from backend.commands import AdapterState, LoraSpec
 from backend.errors import NotFoundError, StoreError
-from backend.journal import CheckpointKind, CheckpointSaved, CopyMade, access_hash
+from backend.journal import (
+    CheckpointKind,
+    CheckpointSaved,
+    CopyMade,
+    Kind,
+    ModelLive,
+    ModelState,
+    NewModel,
+    NewRequest,
+    NewSession,
+    access_hash,
+)
 from backend.settings import Settings
 from backend.store import RECOVERY, CheckpointMeta, Store
 from deployments.cli import app
@@ -101,9 +112,36 @@ def test_gc_says_what_it_would_remove_and_removes_it_when_told(tmp_path: Path, s
     done = checkpoint(tmp_path, "gc")
     assert f"{PATH}: attempt attempt-dead, last written 1970-01-01 00:00 UTC" in done.stdout
     assert "nothing was removed" in done.stdout and dead.exists()
-    assert "removed 1 attempt(s) and 0 draft(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
+    assert "removed 1 attempt(s), 0 recovery snapshot(s) and 0 draft(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
     assert not dead.exists()
     assert checkpoint(tmp_path, "verify").stdout == "3 whole, 0 damaged\n"
+
+
+def of_old(commit: Path) -> None:
+    for written in commit.parent.iterdir():
+        os.utime(written, (0, 0))
+
+
+def test_gc_removes_recovery_snapshots_of_models_that_are_not_live(tmp_path: Path, store: Store) -> None:
+    path = f"tinker://{RUN}/recovery/seq-1"
+    (commit,) = (tmp_path / "store").glob("runs/*/recovery/*/commit.json")
+    of_old(commit)
+    assert path not in checkpoint(tmp_path, "gc").stdout, "no journal says that its model is not live"
+    with open_journal(Settings(data_dir=tmp_path)) as journal:
+        session = journal.create_session(NewSession("team", "0.38.0"))
+        creation = NewRequest(Kind.CREATE_MODEL, "team", b"{}", "json", "create", model_id=RUN, seq_id=0)
+        journal.submit_new_model(NewModel(RUN, session, "team", "tiny", rank=4), creation)
+        (pending,) = journal.ready(RUN)
+        journal.finish([pending.done(b"{}", "json", ModelLive(RUN))])
+        assert "0 recovery snapshot(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
+        journal.recovery.end_model(RUN, ModelState.FAILED, "over")
+        found = checkpoint(tmp_path, "gc").stdout
+        assert f"{path}: recovery snapshot of model {RUN}, which is failed, written 1970" in found
+        os.utime(commit)
+        assert path not in checkpoint(tmp_path, "gc").stdout, "too young"
+        of_old(commit)
+    assert "1 recovery snapshot(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
+    assert checkpoint(tmp_path, "verify").stdout == "2 whole, 0 damaged\n"
 
 
 def test_rebuild_index_makes_the_rows_again(tmp_path: Path, store: Store) -> None:

@@ -61,8 +61,8 @@ class Progress:
 
 
 def run(server, make_datum, seed, go_on):
-    """All that one client gets: numbers, tokens, and the hashes of its last checkpoint's files."""
-    got, step = [], 0
+    """All that one client gets: numbers, tokens, and the hashes of its checkpoints' files."""
+    got, saves, step = [], [], 0
     params = types.SamplingParams(max_tokens=24, seed=seed, stop=[])
     with server.client() as service:
         client = service.create_lora_training_client(base_model=server.base_model, rank=8, seed=seed).result()
@@ -71,16 +71,22 @@ def run(server, make_datum, seed, go_on):
             parts = [client.forward_backward(data, "cross_entropy") for _ in range(2)]
             parts.append(client.optim_step(types.AdamParams(learning_rate=2e-3)))
             got.append([part.result().metrics for part in parts])
+            if step % 4 == 3:  # it goes on meanwhile, and perhaps the service dies
+                saves.append(client.save_state(name=f"after-{step}"))
             if step % 4 == 1:
                 sampler = client.save_weights_and_get_sampling_client().result()
             if step % 4 == 2:  # a step after its weights were published, and perhaps a life later
                 sampled = sampler.sample(types.ModelInput.from_ints([1, 2, 3]), 2, params).result()
                 got[-1].append([list(one.tokens) for one in sampled.sequences])
             step += 1
-        path = client.save_state(name="last").result().path
+        saves.append(client.save_state(name="last"))
+        return got, [hashes(server, save.result().path) for save in saves]
+
+
+def hashes(server, path):
     folder = server.data_dir / "store" / "runs" / path.removeprefix("tinker://")
     files = json.loads((folder / "commit.json").read_text())["files"]
-    return got, {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
 
 
 def both(server, make_datum, *go_on):

@@ -45,7 +45,7 @@ async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any
         "size_bytes": row.size_bytes,
     }
     assert (row.kind, row.step, row.expires_at is not None) == ("external_weights", 1, True)
-    data = runtime.store.part(row.path, row.attempt, "adapter_model.safetensors", 0, 10**6)
+    data = runtime.store.part(runtime.store.find(row.path), "adapter_model.safetensors", 0, 10**6)
     weights = runtime.pool.executor.adapters[model].weights
     assert {name: array.tobytes() for name, array in load_safetensors(data).items()} == {
         name: array.tobytes() for name, array in weights.items()
@@ -61,7 +61,7 @@ async def test_an_encrypted_export_needs_its_identity(model: str, client: Any, r
     body = {"path": "secret", "age_encryption_recipients": [str(identity.to_public())]}
     result = await client.result(client.submit(model, Kind.SAVE_EXTERNAL, body))
     row = client.journal.checkpoint(orjson.loads(result.result)["path"], "local")
-    sealed = runtime.store.part(row.path, row.attempt, "adapter_config.json.age", 0, 10**6)
+    sealed = runtime.store.part(runtime.store.find(row.path), "adapter_config.json.age", 0, 10**6)
     assert orjson.loads(pyrage.decrypt(sealed, [identity]))["base_model_name_or_path"] == runtime.card.name
 
 

@@ -133,6 +133,23 @@ def test_a_later_publication_of_a_shared_snapshot_takes_the_place_of_the_one_bef
     assert journal.superfluous() == [first.path]
 
 
+def test_strays_are_snapshots_without_a_row_of_models_that_are_not_live(scene):
+    live, ended, journal = scene.model(n=0), scene.model(n=1), scene.journal.recovery
+    for model in (live, ended):
+        journal.snapshot_taken(taken(model, 0))
+        journal.snapshot_taken(taken(model, 0, snapshot_id=f"of {model}"))
+    journal.end_model(ended, ModelState.FAILED, "over")
+    rows = {
+        taken(model, 0, **more).path: model for model in (live, ended) for more in ({}, {"snapshot_id": f"of {model}"})
+    }
+    assert journal.strays(rows) == {}
+    found = {f"tinker://{model}/recovery/seq-9": model for model in (live, ended, "never")}
+    assert journal.strays(rows | found) == {
+        f"tinker://{ended}/recovery/seq-9": f"model {ended}, which is failed",
+        "tinker://never/recovery/seq-9": "unknown model never",
+    }
+
+
 def test_clients_are_told_what_they_wait_for(scene):
     scene.journal.register_base_models([("tiny", "{}")])
     session = scene.session()

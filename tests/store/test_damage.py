@@ -13,7 +13,7 @@ from safetensors.numpy import save as save_safetensors
 
 from backend.commands import AdapterState
 from backend.errors import StoreError
-from backend.store import RECOVERY, CheckpointMeta, Digest, Store
+from backend.store import RECOVERY, CheckpointMeta, Digest, Store, commit, reading
 from backend.store.blobs import Blobs
 from backend.store.commit import seal
 
@@ -56,6 +56,39 @@ def test_a_damaged_file_is_refused_by_name(
     (problem,) = store.problems(saved.path)
     assert saved.path in problem and file in problem
     assert store.problems(other.path) == []
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "longer"])
+def test_no_part_of_a_file_is_given_that_touches_damage(
+    store: Store, meta: CheckpointMeta, make_state: Make, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (commit, reading):
+        monkeypatch.setattr(module, "BLOCK", 16)
+    saved, file = store.export(RUN, "x", make_state(1), meta), "adapter_model.safetensors"
+    key = f"runs/{RUN}/external_weights/x/{saved.attempt}/{file}"
+    data = store._blobs.read(key)
+    last = len(data) - 1
+    for start in range(0, 50, 7):
+        assert store.part(saved, file, start, 20) == data[start : start + 20]
+    assert store.part(saved, file, last - 3, 100) == data[-4:]
+    at = 40 if damage == "flipped" else last
+    flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    put(store, key, {"flipped": flipped, "truncated": data[:-1], "longer": data + b"more"}[damage])
+    assert store.part(saved, file, 0, 32) == data[:32]
+    with pytest.raises(StoreError, match=rf"block {at // 16} of adapter_model\.safetensors does not have the SHA-256"):
+        store.part(saved, file, at, 1)
+    if damage == "flipped":
+        assert store.part(saved, file, 48, 16) == data[48:64]
+
+
+def test_a_commit_that_vouches_for_too_few_blocks_is_damaged(
+    store: Store, meta: CheckpointMeta, make_state: Make
+) -> None:
+    saved = store.save(RUN, "weights", "x", make_state(1), meta)
+    digest = {"size": 5 * 2**20, "sha256": "0" * 64, "blocks": ["0" * 64]}
+    _recommit(store, lambda c: c | {"files": c["files"] | {"optimizer.safetensors": digest}})
+    with pytest.raises(StoreError, match="5242880 bytes have 1 blocks of 4194304"):
+        store.load(saved.path)
 
 
 def test_a_damaged_recovery_snapshot_is_refused_too(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
