@@ -1,11 +1,13 @@
 """What recovery costs a training step: a server with the default snapshots beside one that takes none, by turns.
 
     python -m tests.benchmarks.overhead [--model FOLDER] [--rounds 4] [--seconds 75] [--batch 8] [--tokens 128]
+                                        [--snapshot-steps 50]
 
 Each round runs one server's client for so many seconds, then the other's: longer than the time between two snapshots.
 Counted are the CPU-seconds of a server's whole tree (engine, API, worker) while it is its turn, and the wall of each
 step. The record of what was executed is the journal's own row of each request, which both write. Without --model the
-small-qwen3 shape is made in a scratch folder (small_model.py). RESULTS.md keeps the output.
+small-qwen3 shape is made in a scratch folder (small_model.py). With --snapshot-steps 1 what one snapshot costs stands
+out of the noise of a busy machine. RESULTS.md keeps the output.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from tests.benchmarks.control_plane import cpu_seconds
 from tests.benchmarks.small_model import make_small
 
 NEVER = "1000000000"
-WAYS = {"default snapshots": {}, "no snapshots": {"SNAPSHOT_STEPS": NEVER, "SNAPSHOT_SECONDS": NEVER}}
 
 
 @dataclass
@@ -65,8 +66,8 @@ class Side:
 
 
 @contextmanager
-def server(name: str, model: str, data_dir: Path) -> Iterator[tuple[str, int]]:
-    """`tinkerflow up`, Prefect off; its URL and pid."""
+def server(snapshots: dict[str, str], model: str, data_dir: Path) -> Iterator[tuple[str, int]]:
+    """`tinkerflow up` with these settings, Prefect off; its URL and pid."""
     up = subprocess.Popen(
         [
             *(sys.executable, "-m", "deployments.cli", "up", "--port", "0"),
@@ -74,7 +75,7 @@ def server(name: str, model: str, data_dir: Path) -> Iterator[tuple[str, int]]:
         ],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TINKERFLOW_PREFECT": "off"} | {f"TINKERFLOW_{k}": v for k, v in WAYS[name].items()},
+        env=os.environ | {"TINKERFLOW_PREFECT": "off"} | {f"TINKERFLOW_{k}": v for k, v in snapshots.items()},
     )
     try:
         assert up.stdout is not None
@@ -101,7 +102,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=75.0, help="of one turn")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--snapshot-steps", default="50")
     args = parser.parse_args()
+    ways = {
+        f"snapshots every {args.snapshot_steps} steps or 60 s": {"SNAPSHOT_STEPS": args.snapshot_steps},
+        "no snapshots": {"SNAPSHOT_STEPS": NEVER, "SNAPSHOT_SECONDS": NEVER},
+    }
     row = [1 + i * 7 % 1000 for i in range(args.tokens + 1)]
     inputs = {"target_tokens": row[1:], "weights": [1.0] * args.tokens}
     data = [types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)] * args.batch
@@ -112,9 +118,9 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = args.model or str(make_small(scratch / "small-qwen3"))
         sides = []
-        for number, name in enumerate(WAYS):
+        for number, (name, snapshots) in enumerate(ways.items()):
             data_dir = scratch / str(number)
-            url, pid = stack.enter_context(server(name, model, data_dir))
+            url, pid = stack.enter_context(server(snapshots, model, data_dir))
             service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench"))
             client = service.create_lora_training_client(base_model=model, rank=32, seed=1).result()
             step(client, data), step(client, data)  # compiles
@@ -124,9 +130,17 @@ def main() -> None:
                 side.turn(args.seconds, data)
                 print(f"round {number + 1}, {side.name}: {report(side)}; load {os.getloadavg()[0]:.1f}", flush=True)
         on, off = sides
-        cpu = on.cpu / len(on.walls) / (off.cpu / len(off.walls)) - 1
-        wall = statistics.mean(on.walls) / statistics.mean(off.walls) - 1
-        print(f"snapshots cost {cpu:+.1%} of a step's CPU and {wall:+.1%} of its wall time")
+        plain = off.cpu / len(off.walls)
+        cpu, wall = on.cpu / len(on.walls) - plain, statistics.mean(on.walls) / statistics.mean(off.walls) - 1
+        print(f"snapshots cost {cpu / plain:+.1%} of a step's CPU and {wall:+.1%} of its wall time")
+        one = cpu * len(on.walls) / on.snapshots
+        print(f"one of them costs {one:.2f} CPU-s, {one / plain:.1%} of a step; {sizes(on.data_dir)}")
+
+
+def sizes(data_dir: Path) -> str:
+    """What the log says of the last snapshot."""
+    said = re.findall(r"snapshot of model \S+ at request \d+: (.*)", (data_dir / "logs/engine.log").read_text())
+    return f"the last one: {said[-1]}"
 
 
 def report(side: Side) -> str:
