@@ -21,6 +21,7 @@ from backend.wire import tinker_pb2 as pb
 from deployments.tiny_model import make_tiny
 from flows.engine import run_engine
 from flows.lease import is_dead
+from flows.tracking import Tracking
 
 HERE = Path(__file__).parent
 Engine = Callable[..., Any]
@@ -95,8 +96,14 @@ async def test_a_dead_worker_costs_a_pause(engine: Engine, connect: Any, base_mo
 
 
 async def test_a_restart_goes_on_with_what_an_earlier_life_left(
-    engine: Engine, connect: Any, base_model: str, tmp_path: Path
+    engine: Engine, connect: Any, base_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told: list[tuple[str, str, dict[str, Any]]] = []
+
+    def tell(_: Tracking, event: str, name: str, of: str = "base-model", **payload: Any) -> None:
+        told.append((event, of, payload))
+
+    monkeypatch.setattr(Tracking, "tell", tell)
     async with engine() as journal:
         client = await connect(journal, base_model)
         model = await client.create(0)
@@ -118,6 +125,12 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
         results = await again.results(*waiting)
         assert [result.error for result in results] == [None] * 3
         assert results[0].result == results[1].result == before.result
+    started, restarted, restored = told
+    assert started == ("tinkerflow.engine.started", "engine", {"engine": 1, "base_models": [base_model]})
+    assert restarted == ("tinkerflow.engine.restarted", "engine", {"engine": 2, "base_models": [base_model]})
+    assert restored[:2] == ("tinkerflow.model.restored", "model")
+    assert restored[2]["snapshot_at_request"] == 4, "the planned stop took it"
+    assert (restored[2]["replayed_requests"], restored[2]["generation"]) == (0, 1)
         assert journal.model(model, None).step == 2
 
 

@@ -147,7 +147,7 @@ def test_a_damaged_commit_is_refused(store: Store, meta: CheckpointMeta, make_st
         (lambda c: c | {"path": "tinker://other/weights/x"}, "belongs to 'tinker://other/weights/x'"),
         (lambda c: c | {"format": "tinkerflow-checkpoint-99"}, "has format 'tinkerflow-checkpoint-99'"),
         (lambda c: c | {"attempt": "../../other"}, "names attempt '../../other'"),
-        (lambda c: c | {"files": c["files"] | {"../../../x": {"size": 1, "sha256": ""}}}, "../../../x"),
+        (lambda c: c | {"files": c["files"] | {"../../../x": {"size": 1, "sha256": "", "blocks": [""]}}}, "../../../x"),
         (lambda c: c | {"files": {}}, "names attempt"),
         (lambda c: {k: v for k, v in c.items() if k != "step"}, "damaged"),
     ],
