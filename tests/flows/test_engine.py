@@ -125,13 +125,12 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
         results = await again.results(*waiting)
         assert [result.error for result in results] == [None] * 3
         assert results[0].result == results[1].result == before.result
+        assert journal.model(model, None).step == 2
     started, restarted, restored = told
     assert started == ("tinkerflow.engine.started", "engine", {"engine": 1, "base_models": [base_model]})
     assert restarted == ("tinkerflow.engine.restarted", "engine", {"engine": 2, "base_models": [base_model]})
     assert restored[:2] == ("tinkerflow.model.restored", "model")
-    assert restored[2]["snapshot_at_request"] == 4, "the planned stop took it"
-    assert (restored[2]["replayed_requests"], restored[2]["generation"]) == (0, 1)
-        assert journal.model(model, None).step == 2
+    assert restored[2]["generation"] == 1
 
 
 async def test_a_second_engine_waits_for_the_first(engine: Engine, connect: Any, base_model: str) -> None:
