@@ -184,7 +184,7 @@ class Request(Table, table=True):
 
     An unload has no seq_id (it comes from the service, not from the client's counter), and NULLs are distinct.
     The partial indexes hold only what waits, still has bytes to drop, or may be replayed: they stay small while the
-    table grows. replays: it changed the model since its last snapshot; its payload stays until a later snapshot.
+    table grows. replays: it changed the model, and less than two snapshots hold it: its payload stays.
     """
 
     __tablename__ = "request"

@@ -22,6 +22,7 @@ from flows.dispatch import Dispatcher
 from flows.groups import ServedModel
 from flows.lane import Shared
 from flows.sampling import SamplingLane
+from flows.tracking import Tracking
 from tasks.recovery import Policy
 from tasks.snapshots import Snapshots
 
@@ -237,8 +238,18 @@ def damage(runtime: Any, path: str) -> None:
 
 @pytest.mark.parametrize("older", ["snapshot", "creation"])
 async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
-    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any, older: str, caplog: Any
+    serve: Any,
+    client: Any,
+    pool: Any,
+    journal: Any,
+    runtime: Any,
+    until: Any,
+    older: str,
+    caplog: Any,
+    monkeypatch: Any,
 ) -> None:
+    told: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(Tracking, "tell", lambda _, event, name, of="", **payload: told.update({event: payload}))
     times = 2 if older == "snapshot" else 1
     async with serve(pool, steps=3):
         model = await client.create(0)
@@ -259,6 +270,9 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
     assert "adapter_model.safetensors does not have the SHA-256" in caplog.text
     assert journal.recovery.snapshots(model) == rest
     assert runtime.store.exists(newest.path), "it is left for people to look at"
+    assert "adapter_model.safetensors" in told["tinkerflow.snapshot.unreadable"]["why"]
+    at = told["tinkerflow.model.restored"]["snapshot_at_request"]
+    assert at == (rest[0].seq_id if rest else None)
 
 
 @pytest.mark.parametrize("since", ["unchanged", "overwritten"])
