@@ -144,4 +144,4 @@ def _kept_bytes(cfg: ModelConfig, lora: Lora, tokens: int, dtype: Any) -> int:
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     ranks = sum(pair.A.shape[-2] for pair in lora.layers.values())
     width = 2 * cfg.hidden + 2 * (queries + keys) + 2 * cfg.mlp + ranks
-    return int(cfg.layers * tokens * width * jnp.dtype(dtype).itemsize)
+    return int(cfg.layers * tokens * (width * jnp.dtype(dtype).itemsize + 4 * cfg.heads))

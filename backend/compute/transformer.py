@@ -24,9 +24,10 @@ from backend.compute.lora import Lora, LoraApply, LoraPair
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 LayerParams = Mapping[str, jax.Array]
 
-# What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T). Keeping everything
-# took twice the memory, and on CPU more time too, for writing it out.
-KEPT = ("q", "k", "v", "attended", "o", "gate", "up", "low")
+# What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; `attended` and
+# `log_totals` are named in attention.py). Keeping everything took twice the memory, and on CPU more time too, for
+# writing it out.
+KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low")
 
 
 @flax.struct.dataclass
@@ -126,7 +127,7 @@ def block(
     if cfg.qk_norm:
         q_BTHd = rms_norm(q_BTHd, layer_params["q_norm"], cfg.norm_eps)
         k_BTGd = rms_norm(k_BTGd, layer_params["k_norm"], cfg.norm_eps)
-    o_BTHd = checkpoint_name(attend(rotate(q_BTHd, rope), rotate(k_BTGd, rope), v_BTGd), "attended")
+    o_BTHd = attend(rotate(q_BTHd, rope), rotate(k_BTGd, rope), v_BTGd)
     (o_BTD,) = project(o_BTHd.reshape(B, T, cfg.heads * cfg.head_dim), "o")
     x_BTD = x_BTD + o_BTD
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,3 +24,21 @@ def test_a_token_sees_its_segment_up_to_itself(monkeypatch, block):
     weights = np.where(seen[:, None], np.exp(scores), 0)
     expected = np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
     assert np.abs(found - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_its_derivative_is_that_of_what_it_computes(monkeypatch, block):
+    monkeypatch.setattr(attention, "_BLOCK", block)
+    rng = np.random.default_rng(1)
+    q, k, v, slope = (jnp.asarray(rng.normal(size=(2, 64, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
+    segments = jnp.asarray(np.sort(rng.integers(0, 4, (2, 64)), axis=1), jnp.int32)
+
+    def plainly(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tri(64, dtype=bool)
+        scores = jnp.where(seen[:, None], jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8), -1e30)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
+
+    found = jax.vjp(attention.attend_segments(segments), q, k, v)[1](slope)
+    expected = jax.vjp(plainly, q, k, v)[1](slope)
+    assert max(jnp.abs(a - b).max() for a, b in zip(found, expected, strict=True)) < 1e-5

@@ -19,17 +19,17 @@ from backend.compute.train import Batch, make_steps
 ROWS, TOKENS, RANK = 2, 64, 4
 
 
-def plain_matmuls(jaxpr: Any) -> int:
-    """Multiply-adds of all matmuls of a program that have no batch dimension (attention's have)."""
+def matmuls(jaxpr: Any, *, batched: bool) -> int:
+    """Multiply-adds of all matmuls of a program with a batch dimension (attention's), or without."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
-            (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+            (contracted, _), (over, _) = eqn.params["dimension_numbers"]
             left = eqn.invars[0].aval.shape
-            if not batched:
+            if bool(over) == batched:
                 total += math.prod(eqn.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += times * sum(plain_matmuls(inner) for inner in jaxprs_in_params(eqn.params))
+        total += times * sum(matmuls(inner, batched=batched) for inner in jaxprs_in_params(eqn.params))
     return total
 
 
@@ -51,4 +51,7 @@ def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
     frozen = size(matrices) + size(params.embed_VD)  # tied: the embedding is multiplied as the unembedding
     assert isinstance(lora, Lora) and params.unembed_DV is None
     # Forward and to the input for what is frozen; to the weights too for an adapter.
-    assert plain_matmuls(program.jaxpr) == ROWS * TOKENS * (2 * frozen + 3 * size(lora))
+    assert matmuls(program.jaxpr, batched=False) == ROWS * TOKENS * (2 * frozen + 3 * size(lora))
+    # Attention: scores and their product with v; again the scores, and to weights, v, q and k.
+    attention = 7 * cfg.layers * ROWS * cfg.heads * TOKENS**2 * cfg.head_dim
+    assert matmuls(program.jaxpr, batched=True) == attention

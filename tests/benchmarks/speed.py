@@ -1,0 +1,242 @@
+"""Ours, through the SDK, beside Hugging Face + PEFT by hand: tokens per CPU-second, and how near the machine's peak.
+
+    python -m tests.benchmarks.speed [--model FOLDER] [--cases train,long,ragged] [--repeat 3] [--small]
+
+One run starts `tinkerflow up` (Prefect off) and takes turns with plain loops in this process (plain.py), case by case:
+a round of ours, a round of theirs, and a matmul in float32 by torch and by JAX, the faster of which is the peak. What
+is counted is the CPU time of the server's whole tree, and of this process while it computes itself: on a shared
+machine walls say little, and two hyper-threads of one core slow each other, so only figures of one run compare.
+Utilisation is the arithmetic that a step cannot do without (flops below), each CPU-second, over that peak.
+Without --model the small-qwen3 shape is made in a scratch folder (small_model.py); --small takes the tiny model.
+Without peft there is no plain loop, and that is said. RESULTS.md keeps the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ["TINKER_TELEMETRY"] = "0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads would burn CPU while they wait for a busy core
+
+import tinker
+from tinker import types
+
+from backend.compute.config import load_config
+from backend.compute.lora import projection_sizes
+from deployments.tiny_model import make_tiny
+from tests.benchmarks.control_plane import cpu_seconds
+from tests.benchmarks.overhead import server, step
+from tests.benchmarks.peak import matmul_peak
+from tests.benchmarks.small_model import make_small
+
+RANK = 32
+RAGGED = [32 + round(i * 480 / 15) for i in range(16)]
+PROMPT, NEW = 64, 64
+
+
+@dataclass
+class Side:
+    """One of those who are measured: `call` does a round of `tokens` useful tokens, `spent` is its CPU clock."""
+
+    name: str
+    call: Callable[[], object]
+    spent: Callable[[], float]
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+    def turn(self) -> None:
+        """One round, measured."""
+        spent, began = self.spent(), time.perf_counter()
+        self.call()
+        self.cpu.append(self.spent() - spent)
+        self.wall.append(time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: rounds of `tokens` useful tokens that need `flops` floating-point operations."""
+
+    name: str
+    tokens: int
+    flops: float
+    ours: Callable[[], object]
+    plain: Callable[[], object] | None
+
+
+def compare(case: Case, pid: int, repeat: int) -> None:
+    """Warm up, take turns, and print a line for each side."""
+    sides = [Side("ours", case.ours, lambda: sum(cpu_seconds(pid).values()))]
+    if case.plain is not None:
+        sides.append(Side("HF + PEFT", case.plain, time.process_time))
+    for side in sides:
+        side.call()  # compiles
+    peaks = [matmul_peak()]
+    for _ in range(repeat):
+        for side in sides:
+            side.turn()
+        peaks.append(matmul_peak())
+    rates = [case.tokens / statistics.median(side.cpu) for side in sides]
+    for side, rate in zip(sides, rates, strict=True):
+        wall = case.tokens / statistics.median(side.wall)
+        achieved = case.flops / case.tokens * rate / 1e9
+        used = f"{achieved:.1f} of {max(peaks):.1f} GFLOP/CPU-s = {achieved / max(peaks):.0%}"
+        print(
+            f"{case.name:20s} {side.name:10s} {rate:7.1f} tokens/CPU-s ({wall:.1f} tokens/s), {used}; "
+            f"ratio to ours {rate / rates[0]:.2f}; load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One server, its model, and how much arithmetic that takes."""
+
+    service: tinker.ServiceClient
+    model: str
+    plain: bool
+
+    def client(self) -> tinker.TrainingClient:
+        """A new LoRA client."""
+        return self.service.create_lora_training_client(base_model=self.model, rank=RANK, seed=1).result()
+
+    def flops(self, lengths: list[int], *, train: bool) -> float:
+        """Floating-point operations that cannot be done without.
+
+        A frozen matrix of n weights takes 2 n a token forward and 2 n back to its input, an adapter's 2 n forward and
+        4 n back; a pair of tokens of which one sees the other, 4 H d a layer forward and 8 H d back.
+        """
+        cfg = load_config(self.model)
+        sizes = projection_sizes(cfg)
+        times = {name: 1 if name == "unembed" else cfg.layers for name in sizes}
+        frozen = sum(times[name] * rows * columns for name, (rows, columns) in sizes.items())
+        adapter = sum(times[name] * RANK * (rows + columns) for name, (rows, columns) in sizes.items())
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        attention = 4 * cfg.heads * cfg.head_dim * cfg.layers * pairs
+        forward = 2 * (frozen + adapter) * sum(lengths) + attention
+        return forward + (2 * (frozen + 2 * adapter) * sum(lengths) + 2 * attention if train else 0)
+
+    def training(self, name: str, lengths: list[int]) -> Case:
+        """A step of these lengths."""
+        client, data = self.client(), [datum(length) for length in lengths]
+        plain = plain_step(self.model, lengths) if self.plain else None
+        return Case(name, sum(lengths), self.flops(lengths, train=True), lambda: step(client, data), plain)
+
+    def clients(self, count: int, lengths: list[int]) -> Case:
+        """The same step by `count` clients at once, each of an adapter of its own."""
+        clients, data = [self.client() for _ in range(count)], [datum(length) for length in lengths]
+
+        def together() -> None:
+            threads = [threading.Thread(target=step, args=(client, data)) for client in clients]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        flops = count * self.flops(lengths, train=True)
+        return Case(f"{count} clients {shape(lengths)}", count * sum(lengths), flops, together, None)
+
+    def sampling(self, count: int) -> Case:
+        """`count` prompts at once, one sample of each."""
+        sampler = self.client().save_weights_and_get_sampling_client()
+        prompts = [tokens(PROMPT) for _ in range(count)]
+        params = types.SamplingParams(max_tokens=NEW, temperature=1.0)
+
+        async def burst() -> None:
+            made = await asyncio.gather(
+                *(sampler.sample_async(types.ModelInput.from_ints(ids), 1, params) for ids in prompts)
+            )
+            ended = sum(len(answer.sequences[0].tokens) < NEW for answer in made)
+            if ended:
+                print(f"{ended} of {count} samples ended early: their missing tokens count as made", flush=True)
+
+        lengths = [PROMPT + NEW] * count
+        plain = plain_generate(self.model, prompts) if self.plain else None
+        return Case(
+            f"sample {count} x {PROMPT} + {NEW}",
+            count * NEW,
+            self.flops(lengths, train=False),
+            lambda: asyncio.run(burst()),
+            plain,
+        )
+
+
+def plain_step(model: str, lengths: list[int]) -> Callable[[], object]:
+    """The same step by Hugging Face and PEFT; imported late, because peft need not be there."""
+    from tests.benchmarks import plain
+
+    return plain.trainer(model, lengths, RANK)
+
+
+def plain_generate(model: str, prompts: list[list[int]]) -> Callable[[], object]:
+    """The same samples by Hugging Face's generate."""
+    from tests.benchmarks import plain
+
+    return plain.generator(model, prompts, NEW, RANK)
+
+
+def shape(lengths: list[int]) -> str:
+    """`8x128`, or `16 of 32..512`."""
+    least, most = min(lengths), max(lengths)
+    return f"{len(lengths)}x{most}" if least == most else f"{len(lengths)} of {least}..{most}"
+
+
+def tokens(count: int) -> list[int]:
+    """Random ids that are no special token's."""
+    return [random.randrange(8, 1000) for _ in range(count)]
+
+
+def datum(length: int) -> types.Datum:
+    """A random sequence, every token scored."""
+    ids = tokens(length + 1)
+    inputs = {"target_tokens": ids[1:], "weights": [1.0] * length}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+def main() -> None:
+    """Parse the command line, measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face folder")
+    parser.add_argument("--small", action="store_true", help="the tiny model")
+    parser.add_argument("--cases", default="train,long,ragged,clients,sample")
+    parser.add_argument("--repeat", type=int, default=3, help="measured rounds of each")
+    args = parser.parse_args()
+    random.seed(0)
+    plain = importlib.util.find_spec("peft") is not None
+    if not plain:
+        print("no plain loop: peft is not installed (pip install peft)")
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        made = make_tiny(scratch / "tiny") if args.small else None
+        model = args.model or str(made or make_small(scratch / "small-qwen3"))
+        url, pid = stack.enter_context(server("default snapshots", model, scratch / "data"))
+        bench = Bench(stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench")), model, plain)
+        cases: dict[str, list[Callable[[], Case]]] = {
+            "train": [lambda: bench.training("train 8x128", [128] * 8)],
+            "long": [lambda: bench.training("train 16x512", [512] * 16)],
+            "ragged": [lambda: bench.training("train 16 of 32..512", RAGGED)],
+            "clients": [lambda count=count: bench.clients(count, [128] * 8) for count in (1, 4)],
+            "tiny-clients": [lambda count=count: bench.clients(count, [32] * 2) for count in (1, 16)],
+            "sample": [lambda: bench.sampling(64), lambda: bench.sampling(1)],
+        }
+        for name in args.cases.split(","):
+            for case in cases[name]:
+                compare(case(), pid, args.repeat)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
