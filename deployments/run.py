@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module, resources
@@ -21,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from backend.errors import UserError
+from backend.errors import ServerError, UserError
 from backend.processes import free_port
 from backend.settings import Settings
 
@@ -51,7 +53,8 @@ def run(
         assert config is not None
         settings = Settings(data_dir=data_dir) if data_dir else Settings()
         with _prefect(console, settings) as url:
-            return _run(console, pipeline, read_config(config, changes), url)
+            sys.path.insert(0, str(config.resolve().parent))  # where rewards and environments of its own may be
+            return _completes(console, pipeline, read_config(config, changes), url)
     from deployments.up import Stack
 
     Thread(target=_import, daemon=True).start()  # while other processes start
@@ -62,7 +65,11 @@ def run(
             os.environ |= {"TINKER_BASE_URL": stack.api_url, "TINKER_API_KEY": "tml-example"}
             found = read_config(example_file(f"{pipeline}.yaml"), changes)
             found.setdefault("work", settings.pipelines_url)
-            return _run(console, pipeline, found, f"{stack.prefect_url}/api")
+            prefect_url = f"{stack.prefect_url}/api"
+            _wait_for_prefect(prefect_url, settings.start_deadline)
+            if pipeline == "distill" and "teacher" not in found:
+                _student_and_teacher(console, found, prefect_url)
+            return _completes(console, pipeline, found, prefect_url)
 
 
 def example_file(name: str) -> Path:
@@ -122,6 +129,15 @@ def _prefect(console: Console, settings: Settings) -> Iterator[str]:
             asyncio.run(server.stop())
 
 
+def _wait_for_prefect(url: str, seconds: float) -> None:
+    """The service is ready without Prefect; a pipeline is not."""
+    deadline = time.monotonic() + seconds
+    while not _answers(url):
+        if time.monotonic() > deadline:
+            raise ServerError(f"run: Prefect at {url} does not answer, waited {seconds:.0f} s (start_deadline)")
+        time.sleep(0.2)
+
+
 def _answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health", timeout=2.0).is_success
@@ -135,7 +151,35 @@ def _import() -> None:
         import_module(module)
 
 
-def _run(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> bool:
+def _student_and_teacher(console: Console, config: dict[str, Any], prefect_url: str) -> None:
+    """Make what our example of `distill` needs: a student that has learnt a little, and a teacher that has gone on."""
+    lesson = read_config(example_file("sft.yaml")) | {"work": config["work"]}
+    student = _run(
+        console, "sft", lesson | {"name": "student", "training": lesson["training"] | {"steps": 8}}, prefect_url
+    )
+    start = config.setdefault("model", {})["start_from"] = _made(student)["state"]
+    lesson["model"] |= {"start_from": start}
+    config["teacher"] = {"weights": _made(_run(console, "sft", lesson | {"name": "teacher"}, prefect_url))["weights"]}
+
+
+def _made(state: State[BaseModel]) -> dict[str, Any]:
+    """What a run made; raises what it failed with."""
+    return asyncio.run(state.aresult()).model_dump()
+
+
+def _completes(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> bool:
+    """Run it and show what it made; whether it completed."""
+    state = _run(console, pipeline, config, prefect_url)
+    page = f"{prefect_url.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}"
+    if state.is_completed():
+        _show(console, asyncio.run(state.aresult()))
+    else:
+        console.print(f"{pipeline}: {state.name}: {state.message}", markup=False, highlight=False)
+    console.print(f"see it in Prefect: {page}", highlight=False, soft_wrap=True)
+    return state.is_completed()
+
+
+def _run(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> State[BaseModel]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from flows.pipelines import PIPELINES
@@ -165,13 +209,7 @@ def _run(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url
             state = asyncio.run(_state(flow, given))
         finally:
             follower.reset(token)
-        page = f"{prefect_url.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}"
-    if state.is_completed():
-        _show(console, asyncio.run(state.aresult()))
-    else:
-        console.print(f"{pipeline}: {state.name}: {state.message}", markup=False, highlight=False)
-    console.print(f"see it in Prefect: {page}", highlight=False, soft_wrap=True)
-    return state.is_completed()
+    return state
 
 
 async def _state(flow: Flow[..., Any], parameters: BaseModel) -> State[BaseModel]:

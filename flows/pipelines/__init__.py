@@ -5,19 +5,47 @@ from typing import Any
 
 from prefect import Flow
 
+from flows.pipelines.distill import distill
 from flows.pipelines.dpo import dpo
 from flows.pipelines.evaluate import Evaluated, evaluate
 from flows.pipelines.nightly import Night, nightly
+from flows.pipelines.rl import rl
 from flows.pipelines.sft import sft
+from flows.pipelines.sweep import Swept, sweep
 from flows.pipelines.training import Trained
-from tasks.pipelines.parameters import DpoParameters, EvaluateParameters, NightlyParameters, Parameters, SftParameters
+from tasks.pipelines.parameters import (
+    DistillParameters,
+    DpoParameters,
+    EvaluateParameters,
+    NightlyParameters,
+    Parameters,
+    RlParameters,
+    SftParameters,
+    SweepParameters,
+)
 
 # What can be run by name: the flow, and what its one argument, `parameters`, is.
 PIPELINES: Mapping[str, tuple[Flow[..., Any], type[Parameters]]] = {
     "sft": (sft, SftParameters),
     "dpo": (dpo, DpoParameters),
+    "rl": (rl, RlParameters),
+    "distill": (distill, DistillParameters),
     "evaluate": (evaluate, EvaluateParameters),
+    "sweep": (sweep, SweepParameters),
     "nightly": (nightly, NightlyParameters),
 }
 
-__all__ = ["PIPELINES", "Evaluated", "Night", "Trained", "dpo", "evaluate", "nightly", "sft"]
+__all__ = [
+    "PIPELINES",
+    "Evaluated",
+    "Night",
+    "Swept",
+    "Trained",
+    "distill",
+    "dpo",
+    "evaluate",
+    "nightly",
+    "rl",
+    "sft",
+    "sweep",
+]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import orjson
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
@@ -20,7 +21,10 @@ from tasks.pipelines.parameters import PipelineParameters
 from tasks.pipelines.render import Example, Renderer, load_examples, render
 from tasks.pipelines.rows import Row, Schema
 from tasks.pipelines.sampling import Shown
-from tasks.pipelines.work import default_work_url
+from tasks.pipelines.work import default_work_url, digest
+
+if TYPE_CHECKING:
+    import tinker
 
 T = TypeVar("T")
 
@@ -33,6 +37,7 @@ class Prepared:
     parameters: PipelineParameters
     server: Server
     base_model: str
+    base: tinker.SamplingClient
     renderer: Renderer
     work_url: str
     board: Board
@@ -55,6 +60,17 @@ class Prepared:
         found = render(self.reports[what].digest, self.work_url, self.renderer, self.parameters.training.max_tokens)
         return found.key, load_examples(self.work_url, found.key)
 
+    def prompts(self, what: str) -> tuple[str, list[Row]]:
+        """The rows whose prompts are of at most `training.max_tokens`, and a digest of them.
+
+        UserError when there are rows, but none is left.
+        """
+        rows, longest = self.rows(what), self.parameters.training.max_tokens
+        fit = [row for row in rows if len(self.renderer.prompt(row.prompt)) <= longest]
+        if rows and not fit:
+            raise UserError(f"training.max_tokens {longest}: all {len(rows)} prompts of {what} are longer")
+        return digest(self.renderer.fingerprint, *(orjson.dumps(row.to_json()) for row in fit)), fit
+
     @property
     def shown(self) -> Shown:
         """What is sampled on the way."""
@@ -73,8 +89,8 @@ async def prepared(pipeline: str, parameters: PipelineParameters, *schemas: Sche
     board = Board(f"{pipeline}-{parameters.name}")
     async with connect(parameters.connection) as server:
         base_model = await server.base_model(parameters.model.base_model)
-        sampler = await server.service.create_sampling_client(base_model=base_model)
-        renderer = Renderer(sampler.get_tokenizer(), parameters.model.format)
+        base = await server.service.create_sampling_client(base_model=base_model)
+        renderer = Renderer(base.get_tokenizer(), parameters.model.format)
         sources = {"data": parameters.data} | ({"held_out": parameters.held_out} if parameters.held_out else {})
         reports: dict[str, DataReport] = {}
         for what, source in sources.items():
@@ -82,7 +98,7 @@ async def prepared(pipeline: str, parameters: PipelineParameters, *schemas: Sche
             if reports[what].schema_name not in schemas:
                 raise UserError(f"{what}: schema {reports[what].schema_name}: {pipeline} needs {' or '.join(schemas)}")
         await board.data(reports)
-        yield Prepared(pipeline, parameters, server, base_model, renderer, work_url, board, reports)
+        yield Prepared(pipeline, parameters, server, base_model, base, renderer, work_url, board, reports)
 
 
 async def or_cancelled(work: Awaitable[T]) -> T | State[None]:

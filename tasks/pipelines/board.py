@@ -65,10 +65,14 @@ class Board:
                 panels.setdefault(name, {}).setdefault(name, []).append((one.step, value))
         for name, points in held_out.items():
             panels.setdefault(name.removeprefix("held_out_"), {})[name] = list(points)
-        await self._put("curves", acreate_image_artifact, data_url(picture(panels)), "curves over steps", "image_url")
+        await self.pictures("curves", panels, "curves over steps")
         every = max(1, -(-len(steps) // MOST_ROWS))
         rows = [{"step": one.step} | one.values for i, one in enumerate(steps) if i % every == 0 or one is steps[-1]]
         await self.table("steps", rows, f"every {every}. step" if every > 1 else "all steps")
+
+    async def pictures(self, what: str, panels: Mapping[str, Mapping[str, Points]], title: str) -> None:
+        """A picture of panels: title -> name of a line -> its points."""
+        await self._put(what, acreate_image_artifact, data_url(picture(panels)), title, "image_url")
 
     async def table(self, what: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """A table with one row for each mapping."""

@@ -16,6 +16,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, NoReturn
 from uuid import UUID
 
@@ -44,6 +45,18 @@ class Control:
         self._go = asyncio.Event()
         self._go.set()
         self._suspended: State[Any] | None = None
+        self._parts: list[Control] = []
+
+    @contextmanager
+    def over(self, part: Control) -> Iterator[None]:
+        """For the block, asking for an end of this run asks for one of `part`, a run that is a part of it."""
+        self._parts.append(part)
+        if self.stopping:
+            part.stop()
+        try:
+            yield
+        finally:
+            self._parts.remove(part)
 
     @property
     def stopping(self) -> bool:
@@ -59,6 +72,8 @@ class Control:
         """Ask for an end; a pause ends, too."""
         self._stop.set()
         self._go.set()
+        for part in self._parts:
+            part.stop()
 
     def suspend(self, state: State[Any]) -> None:
         """Ask for an end after which another process goes on; `state` is the run's."""
@@ -86,19 +101,27 @@ class Control:
         return not self.stopping
 
 
+_current: ContextVar[Control | None] = ContextVar("control", default=None)
+
+
 @asynccontextmanager
 async def controlled() -> AsyncIterator[Control]:
-    """Control of the flow run that this is called in; outside of one it listens to SIGTERM alone."""
-    control = Control()
+    """Control of the flow run that this is called in; outside of one it listens to SIGTERM alone.
+
+    Within the block of another one it is a part of that one, which hears the signal for all its parts.
+    """
+    control, outer = Control(), _current.get()
     context = FlowRunContext.get()
     watching = None
     if context is not None and context.flow_run is not None:
         root = runtime.root_flow_run_id
         watching = asyncio.create_task(_watch(control, {context.flow_run.id, *([UUID(root)] if root else [])}))
+    token = _current.set(control)
     try:
-        with _on_sigterm(control):
+        with outer.over(control) if outer is not None else _on_sigterm(control):
             yield control
     finally:
+        _current.reset(token)
         if watching is not None:
             watching.cancel()
             with suppress(asyncio.CancelledError):

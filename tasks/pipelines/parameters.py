@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tasks.pipelines.data import DataSource
 from tasks.pipelines.render import Format
 
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
 PATH = r"^(tinker://.+)?$"
+IMPORT = r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$"
+MOST_POINTS = 256
 
 
 class Parameters(BaseModel):
@@ -93,6 +96,61 @@ class DpoParameters(PipelineParameters):
     )
 
 
+class SamplingParameters(PipelineParameters):
+    """What pipelines share that learn from the model's own samples."""
+
+    group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt of a step.")
+    answer_tokens: int = Field(128, ge=1, le=65536, description="Longest sampled answer.")
+    loss: Literal["importance_sampling", "ppo"] = Field("importance_sampling", description="The policy's loss.")
+
+
+class RlParameters(SamplingParameters):
+    """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
+
+    data: DataSource = Field(description="Prompts; what else a row holds is for the reward.")
+    held_out: DataSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
+    group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
+    reward: str = Field(
+        "",
+        pattern=IMPORT,
+        description="package.module:function, called with the row's fields and the answer; gives a number.",
+    )
+    environment: str = Field(
+        "",
+        pattern=IMPORT,
+        description="package.module:Class, an Environment (tasks.pipelines.environments) for conversations of several "
+        "turns; instead of reward.",
+    )
+    max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
+    by_deviation: bool = Field(
+        False, description="Divide a group's advantages by their standard deviation, as GRPO first did."
+    )
+    kl_coefficient: float = Field(
+        0.0, ge=0, le=100, description="How dear it is to leave the base model; 0 = it is only measured."
+    )
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if bool(self.reward) == bool(self.environment):
+            raise ValueError("give either reward or environment")
+        return self
+
+
+class TeacherParameters(Parameters):
+    """Who is learnt from: a model that the server offers, or weights that were trained on one."""
+
+    base_model: str = Field("", description="A model that the server offers; empty = the student's.")
+    weights: str = Field("", pattern=PATH, description="Sampler weights; empty = the base model itself.")
+
+
+class DistillParameters(SamplingParameters):
+    """On-policy distillation: the student learns from what a teacher says of the student's own answers."""
+
+    data: DataSource = Field(description="Prompts, or rows of which only the prompts are used.")
+    held_out: DataSource | None = Field(None, description="Prompts on which the divergence is measured, too.")
+    teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="Who is learnt from.")
+
+
 class NightlyParameters(SftParameters):
     """A fine-tune whose result is promoted only if it is better."""
 
@@ -100,6 +158,34 @@ class NightlyParameters(SftParameters):
     champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
     metric: Literal["loss", "exact_match"] = Field("loss", description="What decides.")
     margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
+
+
+class GridParameters(Parameters):
+    """The values to try, every combination of them; an empty list = only the value that the fine-tune says."""
+
+    learning_rate: list[Annotated[float, Field(gt=0, le=1)]] = Field([], description="Highest learning rates.")
+    rank: list[Annotated[int, Field(ge=1, le=512)]] = Field([], description="Ranks of the adapter.")
+    batch_size: list[Annotated[int, Field(ge=1, le=65536)]] = Field([], description="Rows of a step.")
+    steps: list[Annotated[int, Field(ge=1, le=1_000_000)]] = Field([], description="Optimizer steps.")
+    seed: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field([], description="Seeds.")
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        size = math.prod(len(values) or 1 for values in self.model_dump().values())
+        if not any(self.model_dump().values()):
+            raise ValueError("list values for at least one parameter")
+        if size > MOST_POINTS:
+            raise ValueError(f"{size} combinations, must be {MOST_POINTS} at most")
+        return self
+
+
+class SweepParameters(SftParameters):
+    """A fine-tune for every combination of some parameters' values; the best is named."""
+
+    held_out: DataSource = Field(description="Rows on which the results are compared.")
+    grid: GridParameters = Field(description="The values to try.")
+    metric: Literal["loss", "exact_match"] = Field("loss", description="What decides.")
+    at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
 
 
 class EvaluateParameters(Parameters):

@@ -83,12 +83,19 @@ class Renderer:
     @property
     def fingerprint(self) -> str:
         """Equal for tokenizers that make the same tokens of the same rows."""
-        tokenizer = self._tokenizer
-        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        rules = getattr(tokenizer, "backend_tokenizer", None)
+        rules = getattr(self._tokenizer, "backend_tokenizer", None)
         return digest(
-            _VERSION, self._format, str(tokenizer.chat_template), str(vocabulary), rules.to_str() if rules else ""
+            _VERSION,
+            self._format,
+            str(self._tokenizer.chat_template),
+            self.vocabulary,
+            rules.to_str() if rules else "",
         )
+
+    @property
+    def vocabulary(self) -> str:
+        """Equal for tokenizers whose token ids mean the same."""
+        return digest(str(sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])))
 
     @property
     def stop(self) -> list[int]:

@@ -28,11 +28,13 @@ class Scores(BaseModel):
     exact_match: float = Field(description="share of rows whose answer the model says, greedily: more is better")
     samples: list[Sample] = Field(description="the first few answers")
 
+    def worse(self, metric: Metric) -> float:
+        """A number that is smaller for better scores."""
+        return self.loss if metric == "loss" else -self.exact_match
+
     def beats(self, other: Scores, metric: Metric, margin: float) -> bool:
         """Whether these are better than others by more than `margin`."""
-        if metric == "loss":
-            return self.loss < other.loss - margin
-        return self.exact_match > other.exact_match + margin
+        return self.worse(metric) < other.worse(metric) - margin
 
 
 @task(name="score", task_run_name="score {name}", cache_policy=NO_CACHE)

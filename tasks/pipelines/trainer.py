@@ -26,8 +26,10 @@ Values = Mapping[str, float]
 class Recipe(Protocol):
     """How a pipeline makes its steps. Steps count from 0 and depend on nothing but their number and the weights."""
 
-    ahead: int
-    """Steps that may be submitted before the one before them is answered: 0 where a step looks at its result."""
+    @property
+    def ahead(self) -> int:
+        """Steps that may be submitted before the one before them is answered: 0 where a step looks at its result."""
+        ...
 
     async def prepare(self, trainer: Trainer) -> None:
         """Called once in every process before its first step; `trainer.at(0)` is the model that no step has changed."""

@@ -11,6 +11,7 @@ import pytest
 from backend.errors import UserError
 from deployments.run import example_file, read_config
 from flows.pipelines import PIPELINES
+from tasks.pipelines.imitate import Imitate
 from tasks.pipelines.prefer import Prefer
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,11 @@ async def panels(pipelines, prefix: str) -> str:
     found = await pipelines.artifacts(prefix)
     assert {"data", "progress", "curves", "steps", "samples", "checkpoints"} <= found.keys()
     return base64.b64decode(found["curves"]["data"].partition(",")[2]).decode()
+
+
+async def column(pipelines, prefix: str, name: str) -> list[float]:
+    """A metric of all steps, as the table says it."""
+    return [row[name] for row in json.loads((await pipelines.artifacts(prefix))["steps"]["data"])]
 
 
 async def test_dpo_prefers_what_was_chosen_and_goes_on_where_it_died(pipelines, monkeypatch):
@@ -64,3 +70,54 @@ async def test_dpo_prefers_what_was_chosen_and_goes_on_where_it_died(pipelines, 
         3,
         4,
     ]
+
+
+async def test_rl_earns_more_and_distill_comes_nearer_to_its_teacher(pipelines):
+    training = {"batch_size": 2, "segment_steps": 4, "learning_rate": 0.03, "schedule": "constant"}
+    data = {"url": str(example_file("prompts.jsonl")), "limit": 2}
+    earned = await run(pipelines, "rl", "earns", training | {"steps": 8}, data=data, answer_tokens=6)
+    rewards = await column(pipelines, "rl-earns-", "reward")
+    assert np.mean(rewards[-2:]) > 1.5 * np.mean(rewards[:2])
+    assert abs(earned.first["kl_to_base"]) < 1e-3 < earned.last["kl_to_base"]  # it begins as the base model
+    picture = await panels(pipelines, "rl-earns-")
+    assert all(f">{name}<" in picture for name in ("reward", "kl_to_base", "entropy", "varied_groups"))
+
+    # What it has become is a good teacher: it says the same few letters whatever it is asked.
+    teacher = {"weights": earned.weights}
+    await run(
+        pipelines, "distill", "nearer", training | {"steps": 8}, data=data, held_out=data, answer_tokens=6,
+        teacher=teacher,
+    )  # fmt: skip
+    divergence = await column(pipelines, "distill-nearer-", "reverse_kl")
+    assert np.mean(divergence[-2:]) < 0.8 * np.mean(divergence[:2])
+    picture = await panels(pipelines, "distill-nearer-")
+    assert ">reverse_kl<" in picture and ">held_out_reverse_kl<" in picture and ">reward<" not in picture
+
+
+async def test_a_sweep_names_the_best_and_repeats_nothing(pipelines, monkeypatch):
+    held_out = {"url": str(example_file("colours-test.jsonl")), "limit": 2}
+    grid = {"learning_rate": [1e-6, 0.005], "rank": [8]}
+    asked: list[float] = []
+    submit = Imitate.submit
+
+    def counted(self, client, step, params):
+        asked.append(params.learning_rate)
+        if params.learning_rate == 0.005 and len(asked) == 4:
+            raise UserError("it ends here")
+        return submit(self, client, step, params)
+
+    monkeypatch.setattr(Imitate, "submit", counted)
+    changes = {"held_out": held_out, "grid": grid, "at_once": 1, "resume": "again"}
+    training = {"steps": 3, "schedule": "constant"}
+    with pytest.raises(UserError, match="it ends here"):
+        await run(pipelines, "sweep", "grid", training, **changes)
+    assert asked == [1e-6] * 3 + [0.005]
+    swept = await run(pipelines, "sweep", "grid", training, **changes)
+    assert asked[4:] == [0.005] * 3  # the first point was done
+    assert swept.best == "learning_rate 0.005, rank 8"
+    assert swept.scores[swept.best].loss < swept.scores["learning_rate 1e-06, rank 8"].loss - 0.3
+    found = await pipelines.artifacts("sweep-grid-")
+    assert {one["type"] for one in found.values()} == {"markdown", "table", "image"}
+    assert swept.weights in found["best"]["data"] and swept.best in found["best"]["data"]
+    rows = json.loads(found["points"]["data"])
+    assert [(row["learning_rate"], row["best"]) for row in rows] == [(1e-6, ""), (0.005, "best")]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+
 import pytest
 from prefect.exceptions import Pause
 from prefect.states import Cancelling, Paused, Running, Suspended
 
-from tasks.pipelines.control import Control, StoppedError, obey
+from tasks.pipelines.control import Control, StoppedError, controlled, obey
 
 
 def test_cancel_stops_it() -> None:
@@ -32,3 +36,33 @@ async def test_suspend_ends_it_here_so_that_another_process_goes_on() -> None:
     with pytest.raises(Pause) as raised:
         control.stopped("stopped after step 3")
     assert raised.value.state is state
+
+
+async def test_a_signal_stops_a_run_and_its_parts() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def part(begun: asyncio.Event) -> bool:
+        async with controlled() as control:
+            control.pause()
+            begun.set()
+            return await control.may_go_on()  # which waits until somebody asks for an end
+
+    async with controlled() as outer:
+        events = [asyncio.Event(), asyncio.Event()]
+        parts = [asyncio.create_task(part(event)) for event in events]
+        for event in events:
+            await event.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.gather(*parts) == [False, False]
+        assert outer.stopping
+        async with controlled() as late:
+            assert late.stopping
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_part_can_be_stopped_alone() -> None:
+    outer, part = Control(), Control()
+    with outer.over(part):
+        part.stop()
+    assert (part.stopping, outer.stopping) == (True, False)
+    outer.stop()  # nothing is left to stop
