@@ -142,6 +142,7 @@ async def _watch(control: Control, flow_runs: set[UUID]) -> None:
 
 
 def obey(control: Control, states: list[State[Any]]) -> None:
+    """Do what the states of a run, and of the one that it is a part of, ask for."""
     if any(state.is_cancelling() or state.is_cancelled() for state in states):
         control.stop()
     elif suspended := [state for state in states if state.is_paused() and state.state_details.pause_reschedule]:

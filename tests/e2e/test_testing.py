@@ -39,7 +39,7 @@ async def test_a_whole_pipeline_without_a_prefect_server(tiny_service, plain_cal
     trained = await sft(SftParameters.model_validate(given))
     assert trained.steps == 2
     with tiny_service.client() as service:
-        assert service.create_training_client_from_state(trained.state).result().get_info().model_data.lora_rank == 4
+        assert service.create_training_client_from_state(trained.state).result().get_info().lora_rank == 4
 
 
 def test_tasks_and_flows_are_plain_functions(plain_calls, monkeypatch):
