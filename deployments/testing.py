@@ -153,5 +153,5 @@ def prefect_harness() -> Iterator[None]:
     """A real Prefect server with a database of its own, which the flows of a module's tests run on."""
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_test_harness(server_startup_timeout=900):
         yield
