@@ -131,11 +131,13 @@ class PromptWishes:
 class SampleRequest:
     """One prompt to continue `num_samples` times. `snapshot_id` None samples the base model.
 
+    owner: whose it is; what is cached of a prompt serves requests of the same owner only.
     seed: 64 bits; sample i of a request uses a key derived from (seed, i), so a result never depends on the batch.
     stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
     """
 
     request_id: str
+    owner: str
     snapshot_id: str | None
     prompt_T: Int32
     num_samples: int

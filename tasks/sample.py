@@ -180,6 +180,7 @@ class Batch:
             lambda: decode_sample(
                 request.payload,
                 request_id=request.id,
+                owner=request.owner,
                 snapshot_id=snapshot,
                 vocab_size=card.vocab_size,
                 max_context=card.max_context,

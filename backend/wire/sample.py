@@ -36,7 +36,14 @@ def with_seed(body: bytes) -> bytes:
 
 
 def decode_sample(
-    payload: bytes, *, request_id: str, snapshot_id: str | None, vocab_size: int, max_context: int, eos: Sequence[int]
+    payload: bytes,
+    *,
+    request_id: str,
+    owner: str,
+    snapshot_id: str | None,
+    vocab_size: int,
+    max_context: int,
+    eos: Sequence[int],
 ) -> SampleRequest:
     """The command for a sample request. An absent `stop` means `eos`; an empty list means nothing stops it.
 
@@ -58,6 +65,7 @@ def decode_sample(
         raise broken("sampling_params.top_p", 0.0, "> 0 and <= 1")
     return SampleRequest(
         request_id=request_id,
+        owner=owner,
         snapshot_id=snapshot_id,
         prompt_T=prompt_T,
         num_samples=num_samples(values),

@@ -215,7 +215,13 @@ class Engine:
         source = request.sampler.snapshot_id or request.sampler.model_path
         table = log_softmax(self._table(source) if source else np.zeros((VOCAB, VOCAB)))
         asked = decode_sample(
-            request.payload, request_id=request.id, snapshot_id=source, vocab_size=VOCAB, max_context=CONTEXT, eos=[EOS]
+            request.payload,
+            request_id=request.id,
+            owner=request.owner,
+            snapshot_id=source,
+            vocab_size=VOCAB,
+            max_context=CONTEXT,
+            eos=[EOS],
         )
         sequences = []
         for i in range(asked.num_samples):

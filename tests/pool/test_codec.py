@@ -32,6 +32,7 @@ states = st.builds(c.AdapterState, specs, st.integers(0, 2**31), arrays_by_name,
 sample_requests = st.builds(
     c.SampleRequest,
     request_id=texts,
+    owner=texts,
     snapshot_id=st.none() | texts,
     prompt_T=ints32,
     num_samples=st.integers(1, 128),

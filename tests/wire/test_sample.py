@@ -27,14 +27,15 @@ def targets(data: Any, shape: Any = (2, 1), dtype: str = "int64", crow: Any = No
 
 
 def decode(payload: bytes) -> SampleRequest:
-    return decode_sample(payload, request_id="r", snapshot_id="s", vocab_size=100, max_context=64, eos=(9,))
+    return decode_sample(payload, request_id="r", owner="o", snapshot_id="s", vocab_size=100, max_context=64, eos=(9,))
 
 
 def test_defaults() -> None:
     request = decode(body())
     assert request.prompt_T.dtype == np.int32
     assert request.prompt_T.tolist() == [1, 2, 3]
-    assert (request.request_id, request.snapshot_id, request.num_samples, request.max_tokens) == ("r", "s", 1, 61)
+    assert (request.request_id, request.owner, request.snapshot_id) == ("r", "o", "s")
+    assert (request.num_samples, request.max_tokens) == (1, 61)
     assert (request.temperature, request.top_k, request.top_p, request.seed) == (1.0, -1, 1.0, 5)
     assert (request.stop_tokens, request.stop_strings, request.prompt_logprobs) == ((9,), (), False)
 

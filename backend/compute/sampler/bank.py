@@ -109,6 +109,10 @@ class SnapshotBank:
                 f"snapshot {snapshot_id!r} is not in the sampler's bank; publish or load it first"
             ) from None
 
+    def alive(self, snapshot: Snapshot | None) -> bool:
+        """Whether requests to come may be of that very snapshot: neither dropped nor replaced. The base model is."""
+        return snapshot is None or self._snapshots.get(snapshot.snapshot_id) is snapshot
+
     @property
     def lora(self) -> Lora:
         """The stack: A [.., K, in] and B [.., K, out]; without any pairs while it is empty."""

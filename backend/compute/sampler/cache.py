@@ -94,6 +94,28 @@ def seeded(
     return Cache(k=one(cache.k, staged.k), v=one(cache.v, staged.v))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def page_of(cfg: ModelConfig, mesh: Mesh, cache: Cache, page: jax.Array) -> Cache:
+    """A copy of positions [page * BLOCK, (page + 1) * BLOCK) of every slot."""
+
+    def one(x: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(x, page * BLOCK, BLOCK, axis=3)
+        return jax.lax.with_sharding_constraint(part, cache_sharding(cfg, mesh, cache.slots, BLOCK))
+
+    return Cache(k=one(cache.k), v=one(cache.v))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def with_page(cfg: ModelConfig, mesh: Mesh, cache: Cache, part: Cache, page: jax.Array) -> Cache:
+    """`cache` with `part`, BLOCK positions of every slot, at positions [page * BLOCK, (page + 1) * BLOCK). In place."""
+
+    def one(x: jax.Array, part: jax.Array) -> jax.Array:
+        x = jax.lax.dynamic_update_slice_in_dim(x, part, page * BLOCK, axis=3)
+        return jax.lax.with_sharding_constraint(x, cache_sharding(cfg, mesh, cache.slots, cache.length))
+
+    return Cache(k=one(cache.k, part.k), v=one(cache.v, part.v))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def scrubbed(cfg: ModelConfig, mesh: Mesh, cache: Cache, dirty_S: jax.Array) -> Cache:
     """`cache` with the slots where dirty_S is true set to zeros."""

@@ -1,4 +1,4 @@
-"""How large the key-value cache may grow: a share of what memory the devices have, the same on every process."""
+"""How large the key-value cache and the prefix cache may grow: a share of device memory, the same on every process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ from jax.sharding import Mesh
 
 from backend.compute.config import ModelConfig
 from backend.compute.mesh import FSDP, TENSOR
+from backend.compute.sampler.shapes import BLOCK
 
-_SHARE = 0.25  # a cache that grows exists twice for a moment, and training wants its part
+_SHARE = 0.2  # a cache that grows exists twice for a moment, and training wants its part
+_PAGES_A_SLOT = 16  # 2,048 tokens of prompt for every sequence that may decode
+_PREFIXES = 0.25  # of as many cells as the batch may have; the prompts that are kept have them on top
 
 
 def most_cells(cfg: ModelConfig, mesh: Mesh, itemsize: int) -> int:
-    """Slots times positions that fit into a quarter of the devices' memory. Called on every process, all agree."""
+    """Slots times positions that fit into a fifth of the devices' memory. Called on every process, all agree."""
     spread = mesh.shape[FSDP] * (mesh.shape[TENSOR] if cfg.kv_heads % mesh.shape[TENSOR] == 0 else 1)
     cell = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * itemsize / spread
     cells = max(1, int(_device_bytes() * _SHARE / cell))
     if jax.process_count() > 1:
         cells = int(np.min(multihost_utils.process_allgather(np.int32(min(cells, 2**31 - 1)))))
     return cells
+
+
+def most_pages(cells: int, *, rows: int, slots: int) -> int:
+    """How many pages of prompts to keep beside a batch of at most `cells` and `slots`, `rows` rows of cache a page.
+
+    However much memory there is: so the process stops growing soon.
+    """
+    return min(int(cells * _PREFIXES) // (rows * BLOCK), slots * _PAGES_A_SLOT)
 
 
 def _device_bytes() -> int:

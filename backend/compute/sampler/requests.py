@@ -19,12 +19,23 @@ from backend.compute.sampler.stops import StopWatch
 from backend.errors import UserError
 
 
+@dataclass(frozen=True)
+class Scope:
+    """Requests that may share cached prompts: of one owner (else how fast one's answer comes, and the hit that it
+    reports, would tell what others asked), and of the same snapshot (None: the base model).
+    """
+
+    owner: str
+    snapshot: Snapshot | None
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request on its way. `snapshot` is held until the end, so that dropping it does not matter; None = base model.
     Another one takes its place when its id passes to that (`Scheduler.adopt`).
 
-    limit: tokens each sequence may have; done: finished sequences by index; scores: what is wanted of the prompt.
+    limit: tokens each sequence may have; done: finished sequences by index; scores: what is wanted of the prompt;
+    known: how many tokens of the prompt were cached when its prefill began, None before.
     """
 
     request: SampleRequest
@@ -32,13 +43,19 @@ class Ticket:
     limit: int
     done: dict[int, SampledSequence] = field(default_factory=dict)
     scores: PromptScores | None = None
+    known: int | None = None
+
+    @property
+    def scope(self) -> Scope:
+        """With whom it may share what is computed of its prompt."""
+        return Scope(self.request.owner, self.snapshot)
 
     def result(self) -> SampleResult | None:
         """The request's result when all of its sequences are done."""
         if len(self.done) < self.request.num_samples:
             return None
         sequences = tuple(self.done[index] for index in range(self.request.num_samples))
-        result = SampleResult(self.request.request_id, sequences)
+        result = SampleResult(self.request.request_id, sequences, prompt_cache_hit_tokens=self.known or 0)
         return result if self.scores is None else self.scores.add_to(result)
 
 

@@ -19,10 +19,11 @@ from backend.compute.mesh import FSDP, to_host
 from backend.compute.sampler.bank import Snapshot, SnapshotBank
 from backend.compute.sampler.cache import Cache, empty_cache, resized, scrubbed, seeded
 from backend.compute.sampler.decode import Rows, decode
-from backend.compute.sampler.memory import most_cells
+from backend.compute.sampler.memory import most_cells, most_pages
 from backend.compute.sampler.prefill import Piece, prefill
+from backend.compute.sampler.prefixes import Prefixes
 from backend.compute.sampler.prompt_scores import empty_wanted, prompt_scores
-from backend.compute.sampler.requests import Sequence, Ticket, check
+from backend.compute.sampler.requests import Scope, Sequence, Ticket, check
 from backend.compute.sampler.sampling import UniformStream, greedy_choice, width_for
 from backend.compute.sampler.scheduler import Group, Scheduler
 from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
@@ -51,10 +52,13 @@ class Sampler:
             max_slots=config.sample_slots, max_context=self._max_context, fsdp=mesh.shape[FSDP], most_cells=cells
         )
         self._bank = SnapshotBank(cfg, mesh, self._dtype.name)
+        pages = most_pages(cells, rows=self._shapes.rows[0], slots=config.sample_slots)
+        self._prefixes = Prefixes(cfg, mesh, pages)
         self._line = Scheduler(self._shapes, config.sample_slots)
         self._cache: Cache | None = None
         self._staged: Cache | None = None  # belongs to _staged_group
         self._staged_group: Group | None = None
+        self._staged_scope: Scope | None = None  # what it was begun in; None when it has been kept
         self._calm = 0
         self._failed: list[SampleResult] = []
 
@@ -73,10 +77,12 @@ class Sampler:
         NotFoundError when there is none to rename.
         """
         self._line.adopt(self._bank.move(snapshot_id, to_id))
+        self._prefixes.forget(lambda scope: not self._bank.alive(scope.snapshot))
 
     def drop(self, snapshot_id: str) -> None:
         """Forget a snapshot; requests already admitted with it finish. Unknown ids are fine."""
         self._bank.drop(snapshot_id)
+        self._prefixes.forget(lambda scope: not self._bank.alive(scope.snapshot))
 
     # ------------------------------------------------------------------ sampling
     def step(self, command: SampleStep) -> SampleProgress:
@@ -93,11 +99,12 @@ class Sampler:
             log.exception("a sample step failed; every request in it is answered with an error")
             text = f"the sampler's batch failed ({type(error).__name__}: {error}); the same request may work later"
             self._failed += [SampleResult(name, error=text, category="server") for name in self._line.clear()]
+            self._prefixes.clear()
         finished = (*self._failed, *self._line.finish())
         self._failed = []
         if not (self._line.active or self._line.waiting):
             # Idle: start over, so that the shapes which later requests meet depend on them alone.
-            self._cache = self._staged = self._staged_group = None
+            self._cache = self._staged = self._staged_group = self._staged_scope = None
             self._calm = 0
             self._line.clear()
             self._bank.reset()
@@ -137,6 +144,7 @@ class Sampler:
         name = "the base model" if ticket.snapshot is None else f"snapshot {ticket.snapshot.snapshot_id!r}"
         text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
         self._line.remove(ticket.request.request_id)
+        self._prefixes.forget(lambda scope: scope == ticket.scope)
         self._failed.append(SampleResult(ticket.request.request_id, error=text))
 
     # ------------------------------------------------------------------ prefill
@@ -145,8 +153,10 @@ class Sampler:
         while budget > 0 and (group := self._line.form(self._length)) is not None:
             self._bank.use(self._snapshots())
             if self._staged_group is not group or self._staged is None:
-                self._staged_group = group
-                self._staged = empty_cache(self._cfg, self._mesh, group.rows, group.length, self._dtype.name)
+                self._staged_group, self._staged_scope = group, group.scope
+                empty = empty_cache(self._cfg, self._mesh, group.rows, group.length, self._dtype.name)
+                self._staged, known = self._prefixes.fill(group, empty)
+                self._line.begin(known)
             while group.remaining > 0 and budget > 0:
                 budget -= group.rows * group.piece
                 self._staged = self._compute_piece(group, self._staged)
@@ -156,10 +166,17 @@ class Sampler:
                 if ticket.scores is not None and not ticket.scores.finite:
                     self._fail(ticket)
             if self._line.group is not None:
+                self._keep(group, self._staged)
                 self._seed(group, self._staged)
             if self._line.group is not None:
                 return  # no more free slots: the rest of the group stays staged
             self._staged = self._staged_group = None
+
+    def _keep(self, group: Group, staged: Cache) -> None:
+        """Let later requests begin with the group's prompt, if all of it was computed with weights that they have."""
+        scope, self._staged_scope = self._staged_scope, None
+        if scope is not None and scope == group.scope and self._bank.alive(scope.snapshot):
+            self._prefixes.keep(group, staged)
 
     def _compute_piece(self, group: Group, staged: Cache) -> Cache:
         size, start, widths = group.piece, group.start, group.widths

@@ -18,7 +18,7 @@ import numpy as np
 from backend.commands import Int32, SampleResult
 from backend.compute.sampler.bank import Snapshot
 from backend.compute.sampler.prompt_scores import PLAIN, Scored, Widths
-from backend.compute.sampler.requests import Sequence, Ticket
+from backend.compute.sampler.requests import Scope, Sequence, Ticket
 from backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece
 
 
@@ -69,9 +69,15 @@ class Group:
         return scores.widths if scores is not None and self.jobs[0].score else PLAIN
 
     @property
+    def scope(self) -> Scope | None:
+        """With whom its prompt may be shared, if it is one that is computed in shapes of its own; else None."""
+        return self.jobs[0].ticket.scope if len(self.jobs) == 1 and self.widths == PLAIN else None
+
+    @property
     def piece(self) -> int:
         """How many tokens a row the next dispatch computes."""
-        return prefill_piece(rows=self.rows, remaining=self.remaining, room=self.length - self.start)
+        alone, room = len(self.jobs) == 1, self.length - self.start
+        return prefill_piece(alone=alone, start=self.start, remaining=self.remaining, room=room)
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,14 @@ class Scheduler:
         longest = max(job.length for job in jobs)
         self.group = Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
         return self.group
+
+    def begin(self, known: int) -> None:
+        """The staged cache of the group's prompts is there, with the first `known` tokens of each in it."""
+        group = self._group()
+        group.start = known
+        for job in group.jobs:
+            if job.ticket.known is None:  # else it comes again, after it was preempted
+                job.ticket.known = known
 
     def prefilled(self, tokens: int, scored: Scored | None) -> None:
         """The group has advanced by `tokens`; `scored` (on the host), when someone wants it, is of what follows."""

@@ -12,6 +12,7 @@ BLOCK = 128  # keys that attention works on at once; every cache length is a mul
 SHORT_PROMPT = BLOCK  # prompts up to this many tokens are prefilled together, longer ones alone
 PREFILL_ROWS = (1, 4, 16)
 PREFILL_TOKENS = (32, 128, 512)
+_LARGE_AFTER = 4  # a piece larger than BLOCK is at most a quarter of what comes before it
 _FACTOR = 4
 
 
@@ -51,20 +52,31 @@ def make_shapes(*, max_slots: int, max_context: int, fsdp: int, most_cells: int)
     )
 
 
-def prefill_piece(*, rows: int, remaining: int, room: int) -> int:
+def prefill_piece(*, alone: bool, start: int, remaining: int, room: int) -> int:
     """How many tokens of each prompt to compute next: one of PREFILL_TOKENS, at most `room` (itself a multiple of 32).
 
     A prompt goes in pieces of several sizes, so that little is computed only to fill up: the smallest size that holds
-    all that remains if three quarters of it are used, else the largest that is filled wholly. Prompts that go together
-    always use the smallest size: each ends within one piece of the others' borders.
+    all that remains if three quarters of it are used, else the largest that is filled wholly. Large pieces come late:
+    so a prompt and its continuation are cut alike up to the last few borders, and the one may begin with what was
+    computed for the other. Prompts that go together always use the smallest size: each ends within one piece of the
+    others' borders.
     """
     least = PREFILL_TOKENS[0]
-    if rows > 1 or remaining <= least:
+    if not alone or remaining <= least:
         return least
-    holding = at_least(PREFILL_TOKENS, remaining)
+    sizes = tuple(size for size in PREFILL_TOKENS if size <= max(BLOCK, start // _LARGE_AFTER))
+    holding = at_least(sizes, remaining)
     if holding <= room and 4 * remaining >= 3 * holding:
         return holding
-    return max(size for size in PREFILL_TOKENS if size <= min(remaining, room))
+    return max(size for size in sizes if size <= min(remaining, room))
+
+
+def prefill_pieces(tokens: int, room: int) -> list[int]:
+    """The sizes of all pieces of a prompt that is prefilled alone, `tokens` of it, into a cache of `room`."""
+    pieces: list[int] = []
+    while (start := sum(pieces)) < tokens:
+        pieces.append(prefill_piece(alone=True, start=start, remaining=tokens - start, room=room - start))
+    return pieces
 
 
 def rank_columns(ranks: int) -> int:

@@ -120,6 +120,7 @@ def ask() -> Callable[..., SampleRequest]:
     def make(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> SampleRequest:
         plain = SampleRequest(
             request_id=request_id,
+            owner="owner",
             snapshot_id=None,
             prompt_T=np.asarray(prompt, np.int32),
             num_samples=1,

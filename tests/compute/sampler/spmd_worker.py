@@ -45,7 +45,14 @@ def main() -> None:
 
     def request(name: str, length: int, tokens: int, **changes: Any) -> SampleRequest:
         prompt = np.random.default_rng(length).integers(0, cfg.vocab, length).astype(np.int32)
-        plain: dict[str, Any] = {"snapshot_id": None, "num_samples": 1, "temperature": 0.0, "top_k": -1, "top_p": 1.0}
+        plain: dict[str, Any] = {
+            "owner": "o",
+            "snapshot_id": None,
+            "num_samples": 1,
+            "temperature": 0.0,
+            "top_k": -1,
+            "top_p": 1.0,
+        }
         return SampleRequest(request_id=name, prompt_T=prompt, max_tokens=tokens, seed=7, **(plain | changes))
 
     requests = (

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, takewhile
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.compute.sampler.shapes import BLOCK, PREFILL_TOKENS, make_shapes, prefill_piece, rank_columns
+from backend.compute.sampler.shapes import (
+    BLOCK,
+    PREFILL_TOKENS,
+    make_shapes,
+    prefill_piece,
+    prefill_pieces,
+    rank_columns,
+)
 
 
 @given(
@@ -30,13 +39,22 @@ def test_pieces_cover_a_prompt_within_its_cache(length: int, rows: int) -> None:
     shapes = make_shapes(max_slots=64, max_context=5000, fsdp=1, most_cells=10**9)
     room, start, pieces = shapes.length_for(length), 0, 0
     while start < length:
-        piece = prefill_piece(rows=rows, remaining=length - start, room=room - start)
+        piece = prefill_piece(alone=rows == 1, start=start, remaining=length - start, room=room - start)
         assert piece in PREFILL_TOKENS and start + piece <= room
         start += piece
         pieces += 1
     assert start <= max(length + 31, length * 4 / 3)
     if rows == 1:
-        assert pieces <= length / 512 + 8
+        assert pieces <= min(length, 2048) / 128 + max(length - 2048, 0) / 512 + 8
+
+
+@given(length=st.integers(0, 5000), more=st.integers(1, 5000))
+def test_a_prompt_and_its_continuation_are_cut_alike(length: int, more: int) -> None:
+    shapes = make_shapes(max_slots=64, max_context=10_000, fsdp=1, most_cells=10**9)
+    whole, longer = (prefill_pieces(tokens, shapes.length_for(tokens)) for tokens in (length, length + more))
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(accumulate(whole), accumulate(longer), strict=False))
+    shared = max((end for end, _ in alike if end <= length), default=0)
+    assert length - shared < max(BLOCK, length / 4)
 
 
 @given(ranks=st.integers(0, 5000))

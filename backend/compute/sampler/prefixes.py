@@ -1,0 +1,92 @@
+"""The prefix cache: pages of prompts that outlive their requests, for later prompts that begin with the same tokens.
+
+A page is BLOCK positions of a staged cache. It is found again by all that decided its numbers: who may share it, every
+token up to its end, and the pieces in which those were computed. What is taken from here is therefore bit for bit what
+would have been computed, and what is computed after it goes in the pieces in which it would have gone: a result does
+not depend on what is cached. Prompts that are prefilled together neither look here nor come here, because the shapes
+they are computed in depend on the company. Nor does anything that was decoded.
+
+Which pages are kept follows from the commands alone, so every process of a group keeps the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise, takewhile
+
+import numpy as np
+from jax.sharding import Mesh
+
+from backend.commands import Int32
+from backend.compute.config import ModelConfig
+from backend.compute.sampler.cache import Cache, page_of, with_page
+from backend.compute.sampler.requests import Scope
+from backend.compute.sampler.scheduler import Group, Job
+from backend.compute.sampler.shapes import BLOCK, prefill_pieces
+
+
+class Prefixes:
+    """The pages, least recently used first. At most `most` of them; with 0 nothing is kept."""
+
+    def __init__(self, cfg: ModelConfig, mesh: Mesh, most: int) -> None:
+        """Nothing kept yet."""
+        self._cfg, self._mesh, self._most = cfg, mesh, most
+        self._pages: dict[tuple[Scope, bytes], Cache] = {}
+
+    def __len__(self) -> int:
+        """How many pages there are."""
+        return len(self._pages)
+
+    def fill(self, group: Group, staged: Cache) -> tuple[Cache, int]:
+        """`staged` with all that is known of the prompt of a group that is alone, and how many tokens that is.
+
+        It ends at a border of the prompt's own pieces, and before the first token whose logits are asked for.
+        """
+        if (scope := group.scope) is None:
+            return staged, 0
+        (job,), borders = group.jobs, _borders(group)
+        keys = _keys(scope, job, borders)
+        held = sum(1 for _ in takewhile(self._pages.__contains__, keys))
+        covered = job.length if held == len(keys) else held * BLOCK
+        ends = [min(border, job.length) for border in borders]
+        known = max(end for end in ends if end <= covered and not job.wants(0, end))
+        for page, key in enumerate(keys[: -(-known // BLOCK)]):
+            staged = with_page(self._cfg, self._mesh, staged, self._pages[key], np.int32(page))
+        return staged, known
+
+    def keep(self, group: Group, staged: Cache) -> None:
+        """Keep the prompt of a group that is alone, all of it computed; the least recently used pages make room."""
+        if (scope := group.scope) is None:
+            return
+        keys = _keys(scope, group.jobs[0], _borders(group))[: self._most]
+        for page, key in reversed(tuple(enumerate(keys))):  # a page is of no use without those before it: they go last
+            held = self._pages.pop(key, None)
+            self._pages[key] = page_of(self._cfg, self._mesh, staged, np.int32(page)) if held is None else held
+            if len(self._pages) > self._most:
+                del self._pages[next(iter(self._pages))]
+
+    def forget(self, gone: Callable[[Scope], bool]) -> None:
+        """Drop every page of a scope that is `gone`."""
+        self._pages = {key: page for key, page in self._pages.items() if not gone(key[0])}
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._pages.clear()
+
+
+def _borders(group: Group) -> list[int]:
+    """Where the pieces of the group's only prompt begin and end: from 0 to its length, or a little beyond."""
+    return [0, *accumulate(prefill_pieces(group.jobs[0].length, group.length))]
+
+
+def _keys(scope: Scope, job: Job, borders: Sequence[int]) -> list[tuple[Scope, bytes]]:
+    """What the pages of a prompt are found by: each a digest of all before it, its own tokens, and their pieces."""
+    tokens_T: Int32 = job.tokens_T[: job.length]
+    keys, digest = [], b""
+    for begin in range(0, job.length, BLOCK):
+        pieces = [(start, end) for start, end in pairwise(borders) if start < begin + BLOCK and end > begin]
+        own = repr(pieces).encode() + tokens_T[begin : begin + BLOCK].tobytes()
+        digest = hashlib.sha256(digest + own).digest()
+        keys.append((scope, digest))
+    return keys

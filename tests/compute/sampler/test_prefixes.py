@@ -1,0 +1,229 @@
+"""The prefix cache: what is hit, for whom, and that a hit changes nothing but what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.commands import LoraSpec, PromptWishes, SampleRequest, SampleResult, SampleStep
+from backend.compute.compiles import CompileCounter
+from backend.compute.sampler import Sampler
+
+SPEC = LoraSpec(4)
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of every piece of a prompt that is computed, as it happens."""
+    from backend.compute.sampler import sampler as module
+
+    computed: list[int] = []
+    real = module.prefill
+
+    def watched(*args: Any) -> Any:
+        computed.append(args[-1].tokens_BQ.shape[1])
+        return real(*args)
+
+    monkeypatch.setattr(module, "prefill", watched)
+    return computed
+
+
+@pytest.fixture
+def published(qwen: Any, random_lora: Any) -> Sampler:
+    """A sampler with the snapshots one and two."""
+    sampler: Sampler = qwen.sampler()
+    for seed, name in enumerate(("one", "two")):
+        sampler.publish(name, random_lora(qwen.cfg, SPEC, seed), SPEC)
+    return sampler
+
+
+@pytest.fixture
+def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
+    """hit(sampler, request): how many tokens of its prompt were cached; nobody else is there."""
+
+    def run(sampler: Sampler, request: SampleRequest) -> int:
+        result = run_all(sampler, request)[request.request_id]
+        assert result.error is None
+        return int(result.prompt_cache_hit_tokens)
+
+    return run
+
+
+def assert_same(result: SampleResult, other: SampleResult) -> None:
+    """Bit for bit."""
+    assert result.error is None and len(result.sequences) == len(other.sequences) > 0
+    for one, same in zip(result.sequences, other.sequences, strict=True):
+        np.testing.assert_array_equal(one.tokens_T, same.tokens_T)
+        np.testing.assert_array_equal(one.logprobs_T, same.logprobs_T)
+
+
+def test_a_conversation_goes_on_from_what_is_cached_and_nothing_changes(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, pieces: list[int]
+) -> None:
+    # Each turn is the beginning of the next; their caches are of three lengths.
+    whole = prompt(599)
+    turns = [ask("turn", whole[:length], 6, temperature=1.0, seed=length) for length in (100, 129, 300, 520, 599)]
+    cold, computed = [], []
+    for turn in turns:
+        cold.append(run_all(qwen.sampler(), turn)["turn"])
+        computed.append(tuple(pieces))
+        pieces.clear()
+    assert computed == [(128,), (128,), (128, 128, 32, 32), (128,) * 4 + (32,), (128,) * 4 + (32,) * 3]
+    warm, hits = qwen.sampler(), []
+    for turn, expected, whole_pieces in zip(turns, cold, computed, strict=True):
+        for again in (False, True):
+            result = run_all(warm, turn)["turn"]
+            assert_same(result, expected)
+            known = result.prompt_cache_hit_tokens
+            hits.append(known)
+            assert tuple(pieces) == (() if again else whole_pieces[known // 128 :])
+            pieces.clear()
+    assert hits == [0, 99, 0, 128, 128, 299, 256, 519, 512, 598]
+
+
+def test_prompts_that_part_share_what_comes_before(qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
+    sampler, common = qwen.sampler(), prompt(200)
+    assert hit(sampler, ask("a", common + prompt(100, 1), 2)) == 0
+    other = ask("b", common + prompt(150, 2), 5)
+    assert_same(run_all(sampler, other)["b"], run_all(qwen.sampler(), other)["b"])
+    assert hit(sampler, ask("c", common + prompt(90, 3), 2)) == 128
+    assert hit(sampler, ask("d", prompt(300, 4), 2)) == 0
+
+
+def test_long_prompts_asked_one_by_one_are_computed_once(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, pieces: list[int]
+) -> None:
+    group = [ask(str(seed), prompt(250), 4, temperature=1.0, seed=seed) for seed in range(4)]
+    results = run_all(qwen.sampler(), *group)
+    assert [results[one.request_id].prompt_cache_hit_tokens for one in group] == [0, 249, 249, 249]
+    assert pieces == [128, 128]
+    assert len({tuple(result.sequences[0].tokens_T.tolist()) for result in results.values()}) == 4
+
+
+def test_only_the_same_weights_and_the_same_owner_share(published: Sampler, ask: Any, prompt: Any, hit: Any) -> None:
+    asked = ask("a", prompt(40), 2)
+    for owner in ("one", "other"):
+        for snapshot in (None, "one", "two"):
+            mine = replace(asked, owner=owner, snapshot_id=snapshot)
+            assert [hit(published, mine), hit(published, mine)] == [0, 39]
+
+
+def test_what_is_wanted_of_a_prompt_is_computed(qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any) -> None:
+    tokens = prompt(300)
+    plain, scored = ask("a", tokens, 2), ask("a", tokens, 2, prompt_logprobs=True)
+    last = replace(scored, prompt=PromptWishes(last_n=40))
+    draws = replace(plain, prompt=PromptWishes(alternatives=1))
+    cold = {name: run_all(qwen.sampler(), asked)["a"] for name, asked in (("scored", scored), ("last", last))}
+    sampler = qwen.sampler()
+    assert hit(sampler, plain) == 0
+    results = {"scored": run_all(sampler, scored)["a"], "last": run_all(sampler, last)["a"]}
+    assert {name: result.prompt_cache_hit_tokens for name, result in results.items()} == {"scored": 0, "last": 256}
+    for name, result in results.items():
+        assert_same(result, cold[name])
+        assert result.prompt_logprobs_T is not None
+        np.testing.assert_array_equal(result.prompt_logprobs_T, cold[name].prompt_logprobs_T)
+    assert [hit(sampler, draws), hit(sampler, plain)] == [0, 299]
+
+
+def test_pages_that_were_not_used_for_longest_make_room(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
+    sampler = qwen.sampler(cache_cells=4 * 4 * 128)  # a quarter of it for four pages
+    a, b, c = (ask(str(seed), prompt(250, seed), 2) for seed in range(3))
+    assert [hit(sampler, one) for one in (a, b, a, c)] == [0, 0, 249, 0]
+    assert [hit(sampler, one) for one in (a, c)] == [249, 249]
+    assert hit(sampler, b) == 0
+    assert hit(sampler, ask("long", prompt(590, 9), 2)) == 0  # of its five pages the first four are kept
+    assert hit(sampler, ask("long", prompt(590, 9), 2)) == 512
+    assert hit(qwen.sampler(cache_cells=128), a) == 0 == hit(qwen.sampler(cache_cells=128), a)
+
+
+def test_pages_go_with_their_snapshot(
+    qwen: Any, published: Sampler, ask: Any, run_all: Any, prompt: Any, hit: Any, random_lora: Any
+) -> None:
+    one = ask("a", prompt(200), 12, snapshot_id="one")
+    two = replace(one, snapshot_id="two")
+    expected = run_all(published, two)["a"]
+    assert [hit(published, one), hit(published, two)] == [0, 199]
+    published.move("two", "one")
+    moved = run_all(published, one)["a"]
+    assert moved.prompt_cache_hit_tokens == 0
+    assert_same(moved, expected)
+    published.drop("one")
+    published.publish("one", random_lora(qwen.cfg, SPEC, 0), SPEC)
+    published.step(SampleStep(admit=(one,)))
+    published.drop("one")  # while it decodes: it finishes, and leaves nothing
+    assert not run_all(published)["a"].prompt_cache_hit_tokens
+    published.publish("one", random_lora(qwen.cfg, SPEC, 0), SPEC)
+    assert hit(published, one) == 0
+
+
+def test_a_prompt_begun_with_weights_that_were_replaced_is_not_kept(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any, random_lora: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backend.compute.sampler import sampler as module
+
+    monkeypatch.setattr(module, "_PREFILL_BUDGET", 128)  # a piece a step
+    sampler = qwen.sampler()
+    for seed, name in enumerate(("shared", "newer")):
+        sampler.publish(name, random_lora(qwen.cfg, SPEC, seed), SPEC)
+    request = ask("a", prompt(250), 4, snapshot_id="shared")
+    newer = run_all(sampler, replace(request, snapshot_id="newer"))["a"]
+    sampler.step(SampleStep(admit=(request,)))
+    sampler.move("newer", "shared")
+    run_all(sampler)
+    after = run_all(sampler, request)["a"]
+    assert after.prompt_cache_hit_tokens == 0
+    assert_same(after, newer)
+
+
+def test_nothing_is_kept_of_what_failed(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, pieces: list[int], hit: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from backend.compute.sampler import sampler as module
+
+    sampler, wild = qwen.sampler(), random_lora(qwen.cfg, SPEC, 0)
+    for pair in wild.layers.values():
+        pair.B[...] *= 1e30
+    sampler.publish("wild", wild, SPEC)
+    diverged, good = ask("a", prompt(150), 4, snapshot_id="wild"), ask("b", prompt(140), 4)
+    for _ in range(2):
+        assert "not finite" in run_all(sampler, diverged)["a"].error
+        assert pieces == [128, 32]
+        pieces.clear()
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    assert [hit(sampler, good), hit(sampler, good)] == [0, 139]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "decode", broken)
+        assert "RESOURCE_EXHAUSTED" in run_all(sampler, good)["b"].error
+    assert hit(sampler, good) == 0  # the memory of the pages is free, too
+
+
+def test_a_preempted_request_comes_back_by_its_pages_and_reports_only_its_first_start(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, pieces: list[int]
+) -> None:
+    requests = [ask(str(i), prompt(300, i), 250 + i, temperature=1.0, seed=i) for i in range(2)]
+    plenty = run_all(qwen.sampler(cache_cells=10**5), *requests)
+    assert pieces == [128, 128, 32, 32] * 2
+    pieces.clear()
+    scarce = run_all(qwen.sampler(cache_cells=4 * 512), *requests)
+    assert len(pieces) > 8 and pieces.count(128) < 3 * 2 * 2, "somebody was preempted, and began with pages"
+    for name, result in plenty.items():
+        assert result.prompt_cache_hit_tokens == scarce[name].prompt_cache_hit_tokens == 0
+        np.testing.assert_array_equal(scarce[name].sequences[0].tokens_T, result.sequences[0].tokens_T)
+
+
+def test_hits_compile_nothing_once_each_length_of_cache_was_met(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
+    sampler, whole = qwen.sampler(), prompt(599)
+    for length in (100, 129, 300, 520, 100, 129, 300, 520):
+        hit(sampler, ask("a", whole[:length], 4))
+    compiled = CompileCounter()
+    hits = [hit(sampler, ask("a", whole[:length] + prompt(40, length), 4)) for length in (140, 150, 280, 333, 400, 550)]
+    assert hits == [128, 128, 256, 256, 384, 512]
+    assert compiled.count == 0
