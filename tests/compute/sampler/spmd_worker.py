@@ -61,16 +61,19 @@ def main() -> None:
         request("scored", 140, 12, temperature=0.7, prompt_logprobs=True),
         request("bad", 5, 5, snapshot_id="nope"),
     )
-    progress = sampler.step(SampleStep(admit=requests))
-    finished = list(progress.finished)
-    while progress.active or progress.waiting:
-        progress = sampler.step(SampleStep())
+    finished = []
+    for admitted in (requests, [request("first", 250, 5)], [request("repeated", 250, 5)]):
+        progress = sampler.step(SampleStep(admit=tuple(admitted)))
         finished += progress.finished
+        while progress.active or progress.waiting:
+            progress = sampler.step(SampleStep())
+            finished += progress.finished
     print(
         json.dumps(
             {
                 result.request_id: {
                     "error": result.error,
+                    "cached": result.prompt_cache_hit_tokens,
                     "tokens": [s.tokens_T.tolist() for s in result.sequences],
                     "logprobs": [s.logprobs_T.tolist() for s in result.sequences],
                     "prompt": None if result.prompt_logprobs_T is None else result.prompt_logprobs_T[1:].tolist(),

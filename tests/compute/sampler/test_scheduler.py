@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from backend.commands import SampleResult
+from backend.commands import PromptWishes, SampleResult
 from backend.compute.sampler.prompt_scores import Scored, prompt_scores
-from backend.compute.sampler.requests import Sequence, Ticket
+from backend.compute.sampler.requests import Scope, Sequence, Ticket
 from backend.compute.sampler.sampling import UniformStream
 from backend.compute.sampler.scheduler import Scheduler, Seeding
 from backend.compute.sampler.shapes import make_shapes
@@ -164,3 +165,36 @@ def test_resizing_moves_sequences_to_the_front(line: Scheduler, admit: Any) -> N
     line.slots[1] = None
     assert line.resize(4) == [0, 2, -1, -1]
     assert line.slots == [first, last, None, None]
+
+
+def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line: Scheduler, admit: Any) -> None:
+    (sequence,) = admit("a", 200, limit=2)
+    group = line.form(512)
+    assert group is not None and group.piece == 128
+    line.begin(128)
+    assert (group.remaining, group.piece) == (71, 32)
+    advance(line)
+    line.preempt(keep=0)
+    line.form(512)
+    line.begin(199)
+    advance(line)
+    sequence.take([1, 2], [0.0, 0.0])
+    (result,) = line.finish()
+    assert result.prompt_cache_hit_tokens == 128
+
+
+def test_only_a_prompt_computed_in_shapes_of_its_own_is_shared(line: Scheduler, ask: Any, admit: Any) -> None:
+    admit("one", 5)
+    alone = line.form(128)
+    assert alone is not None and alone.scope == Scope("owner", None)
+    advance(line)
+    for request_id in ("two", "three"):
+        admit(request_id, 5)
+    together = line.form(128)
+    assert together is not None and together.scope is None
+    advance(line)
+    request = replace(ask("draws", range(200)), prompt=PromptWishes(alternatives=1))
+    ticket = Ticket(request, None, 4, scores=prompt_scores(request, vocab=320))
+    line.admit(ticket, [Sequence(ticket, 0, StopWatch(frozenset(), (), None), UniformStream(0, 0))])
+    draws = line.form(512)
+    assert draws is not None and draws.scope is None

@@ -52,6 +52,8 @@ def alone(qwen: Any) -> dict[str, Any]:
     """One process, one device."""
     (result,) = group(qwen.folder, processes=1, devices=1, fsdp=1, tensor=1)
     assert "'nope'" in result["bad"]["error"] and len(result["drawn"]["tokens"]) == 3
+    assert {name: one["cached"] for name, one in result.items() if one["cached"]} == {"repeated": 249}
+    assert result["repeated"]["logprobs"] == result["first"]["logprobs"]
     return result
 
 
@@ -65,6 +67,7 @@ def test_a_mesh_changes_nothing(
     for name, expected in alone.items():
         assert results[0][name]["tokens"] == expected["tokens"]
         assert results[0][name]["error"] == expected["error"]
+        assert results[0][name]["cached"] == expected["cached"]
         for got, wanted in zip(results[0][name]["logprobs"], expected["logprobs"], strict=True):
             np.testing.assert_allclose(got, wanted, atol=1e-4)
         if expected["prompt"] is not None:
