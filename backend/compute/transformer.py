@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -23,6 +23,7 @@ from backend.compute.lora import Lora, LoraApply, LoraPair
 # attend(q_BTHd, k_BTGd, v_BTGd) -> o_BTHd; keys and queries are rotated already, and scores are still to be scaled.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 LayerParams = Mapping[str, jax.Array]
+Carry = TypeVar("Carry")
 
 # What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; `attended` and
 # `log_totals` are named in attention.py). Keeping everything took twice the memory, and on CPU more time too, for
@@ -35,11 +36,11 @@ class Params:
     """Frozen base weights. `unembed_DV` is None when the embedding is tied.
 
     layers, each stacked [L, ...]: q [D, H*d], k and v [D, G*d], o [H*d, D], gate and up [D, F], down [F, D],
-    attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d].
+    attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d]. Or a tuple of layers (`params.by_layer`).
     """
 
     embed_VD: jax.Array
-    layers: dict[str, jax.Array]
+    layers: LayerParams | tuple[LayerParams, ...]
     final_norm_D: jax.Array
     unembed_DV: jax.Array | None
 
@@ -137,6 +138,23 @@ def block(
     return x_BTD + down_BTD
 
 
+def over_layers(
+    layer: Callable[[Carry, tuple[Any, LayerParams, Mapping[str, LoraPair]]], tuple[Carry, None]],
+    carry: Carry,
+    params: Params,
+    lora: Lora,
+    layers: int,
+) -> Carry:
+    """`carry` after layer(carry, (number, its weights, its adapters)) of every layer: a loop, or one by one."""
+    if isinstance(params.layers, tuple):
+        for number, weights in enumerate(params.layers):
+            pairs = {name: LoraPair(A=pair.A[number], B=pair.B[number]) for name, pair in lora.layers.items()}
+            carry, _ = layer(carry, (number, weights, pairs))
+        return carry
+    numbers = jnp.arange(layers, dtype=jnp.int32)
+    return jax.lax.scan(layer, carry, (numbers, params.layers, lora.layers))[0]
+
+
 def forward(
     cfg: ModelConfig,
     params: Params,
@@ -156,14 +174,13 @@ def forward(
     """
     rope = rope_tables(cfg, positions_BT)
 
-    def layer(x_BTD: jax.Array, stacked: tuple[LayerParams, Mapping[str, LoraPair]]) -> tuple[jax.Array, None]:
-        layer_params, layer_lora = stacked
+    def layer(x_BTD: jax.Array, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> tuple[jax.Array, None]:
+        _, layer_params, layer_lora = stacked
         return constrain(block(cfg, layer_params, layer_lora, x_BTD, rope, attend, lora_apply)), None
 
     kept = () if remat else KEPT
     body: Any = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
-    x_BTD, _ = jax.lax.scan(body, constrain(embed(params, tokens_BT)), (params.layers, lora.layers))
-    return final_hidden(cfg, params, x_BTD)
+    return final_hidden(cfg, params, over_layers(body, constrain(embed(params, tokens_BT)), params, lora, cfg.layers))
 
 
 def _stretched(cfg: ModelConfig, frequency: float) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from backend.compute.config import load_config
 from backend.compute.mesh import make_mesh
-from backend.compute.params import count, load_params
+from backend.compute.params import by_layer, count, load_params
 from backend.errors import UserError
 
 
@@ -52,3 +52,17 @@ def test_a_tensor_that_does_not_fit_is_named(qwen3, tmp_path):
         load(qwen3.folder, mlp=80)
     with pytest.raises(UserError, match="its safetensors cannot be read"):
         load_params(load_config(qwen3.folder), tmp_path, make_mesh(1, 1), "float32")
+
+
+def test_layers_of_their_own_are_views_of_the_stack(qwen3):
+    params = load(qwen3.folder)
+    split = by_layer(params)
+    assert isinstance(split.layers, tuple)
+    assert by_layer(split) is split
+    for number, layer in enumerate(split.layers):
+        for name, stacked in params.layers.items():
+            whole = np.asarray(stacked)
+            part = np.asarray(layer[name])
+            np.testing.assert_array_equal(part, whole[number])
+            if part.nbytes % 64 == 0:  # what XLA asks of an address
+                assert part.ctypes.data == whole[number].ctypes.data, name

@@ -4,13 +4,16 @@ Letters: L layers, S slots (or rows of a prefill), G key-value heads, T position
 Q queries of a row, r query heads per key-value head, b keys of a block.
 
 Heads come before positions, so that a block of keys is one matrix per head: any other order makes XLA copy what it
-multiplies. Attention stops after the block that the longest row has reached, so a long cache costs nothing while it is
-empty, and blocks beyond a row's end add exact zeros: a row's result does not depend on the others' lengths.
+multiplies. A cache is one array for all layers, or, for a loop over layers that is written out (`params.by_layer`), one
+a layer, because XLA:CPU copies a layer out of a stack before it multiplies by it. Attention stops after the block that
+the longest row has reached, so a long cache costs nothing while it is empty, and blocks beyond a row's end add exact
+zeros: a row's result does not depend on the others' lengths.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -26,20 +29,20 @@ _MASKED = -1e30
 
 @flax.struct.dataclass
 class Cache:
-    """Keys (rotated) and values, each [L, S, G, T, d] in the dtype of the weights."""
+    """Keys (rotated) and values, each [L, S, G, T, d] in the dtype of the weights, or L of [1, S, G, T, d]."""
 
-    k: jax.Array
-    v: jax.Array
+    k: Any
+    v: Any
 
     @property
     def slots(self) -> int:
         """How many sequences it holds."""
-        return int(self.k.shape[1])
+        return int(jax.tree.leaves(self.k)[0].shape[1])
 
     @property
     def length(self) -> int:
         """How many positions of each."""
-        return int(self.k.shape[3])
+        return int(jax.tree.leaves(self.k)[0].shape[3])
 
 
 def cache_shape(cfg: ModelConfig, slots: int, length: int) -> tuple[int, int, int, int, int]:
@@ -48,16 +51,22 @@ def cache_shape(cfg: ModelConfig, slots: int, length: int) -> tuple[int, int, in
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh, slots: int, length: int) -> NamedSharding:
-    """Slots over fsdp, heads over tensor (whole where the axis does not divide them)."""
+    """Slots over fsdp, heads over tensor (whole where the axis does not divide them); of a single layer too."""
     return sharding(mesh, cache_shape(cfg, slots, length), None, FSDP, TENSOR, None, None)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str) -> Cache:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str, by_layer: bool = False) -> Cache:
     """A cache of zeros. Never of anything else: a masked value still meets a weight of 0, and 0 * nan is nan."""
-    zeros = jnp.zeros(cache_shape(cfg, slots, length), dtype)
-    zeros = jax.lax.with_sharding_constraint(zeros, cache_sharding(cfg, mesh, slots, length))
-    return Cache(k=zeros, v=zeros)
+
+    def zeros(layers: int) -> jax.Array:
+        shape = (layers, *cache_shape(cfg, slots, length)[1:])
+        return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), cache_sharding(cfg, mesh, slots, length))
+
+    def part() -> jax.Array | tuple[jax.Array, ...]:
+        return tuple(zeros(1) for _ in range(cfg.layers)) if by_layer else zeros(cfg.layers)
+
+    return Cache(k=part(), v=part())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -73,14 +82,15 @@ def resized(cfg: ModelConfig, mesh: Mesh, length: int, cache: Cache, from_S: jax
         whole = jnp.pad(moved, ((0, 0), (0, 0), (0, 0), (0, length - kept), (0, 0)))
         return jax.lax.with_sharding_constraint(whole, cache_sharding(cfg, mesh, from_S.shape[0], length))
 
-    return Cache(k=one(cache.k), v=one(cache.v))
+    moved: Cache = jax.tree.map(one, cache)
+    return moved
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def seeded(
     cfg: ModelConfig, mesh: Mesh, cache: Cache, staged: Cache, row_S: jax.Array, slot_S: jax.Array, count: jax.Array
 ) -> Cache:
-    """`cache` with row row_S[i] of `staged` copied to the front of slot slot_S[i], for i < count. In place."""
+    """`cache` with row row_S[i] of `staged` (all layers) copied to the front of slot slot_S[i], i < count. In place."""
     kept = min(cache.length, staged.length)
 
     def one(into: jax.Array, source: jax.Array) -> jax.Array:
@@ -91,7 +101,12 @@ def seeded(
         into = jax.lax.fori_loop(0, count, copy, into)
         return jax.lax.with_sharding_constraint(into, cache_sharding(cfg, mesh, cache.slots, cache.length))
 
-    return Cache(k=one(cache.k, staged.k), v=one(cache.v, staged.v))
+    def all_layers(into: Any, source: Any) -> Any:
+        if isinstance(into, tuple):
+            return tuple(one(part, source[layer : layer + 1]) for layer, part in enumerate(into))
+        return one(into, source)
+
+    return Cache(k=all_layers(cache.k, staged.k), v=all_layers(cache.v, staged.v))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -124,19 +139,25 @@ def scrubbed(cfg: ModelConfig, mesh: Mesh, cache: Cache, dirty_S: jax.Array) -> 
         x = jnp.where(dirty_S[None, :, None, None, None], 0, x)
         return jax.lax.with_sharding_constraint(x, cache_sharding(cfg, mesh, cache.slots, cache.length))
 
-    return Cache(k=one(cache.k), v=one(cache.v))
+    clean: Cache = jax.tree.map(one, cache)
+    return clean
 
 
 def attend_cached(
-    mesh: Mesh, cache: Cache, layer: jax.Array, start_S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    mesh: Mesh, cache: Cache, layer: Any, start_S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[Cache, jax.Array]:
     """Write k and v [S, Q, G, d] at positions start_S.. of `layer`, then attend: the new cache, and o [S, Q, H, d].
 
-    Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all rows start together (start_S[0]), and must
-    fit; with Q = 1 what would lie beyond the cache is not written.
+    `layer` is an int if the cache is by layer. Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all
+    rows start together (start_S[0]), and must fit; with Q = 1 what would lie beyond the cache is not written.
     """
+    if isinstance(cache.k, tuple):
+        one = Cache(k=cache.k[layer], v=cache.v[layer])
+        one, o = attend_cached(mesh, one, jnp.int32(0), start_S, q, k, v)
+        before, after = slice(0, layer), slice(layer + 1, None)
+        return Cache(k=(*cache.k[before], one.k, *cache.k[after]), v=(*cache.v[before], one.v, *cache.v[after])), o
     # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
-    cell = _spec(mesh, cache.k.shape[1], cache.k.shape[2])
+    cell = _spec(mesh, cache.slots, k.shape[2])
     rows = PartitionSpec(cell[0])
     heads = PartitionSpec(cell[0], None, cell[1], None)
     held = PartitionSpec(None, cell[0], cell[1], None, None)

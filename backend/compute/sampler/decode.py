@@ -19,7 +19,7 @@ from backend.compute.mesh import FSDP, replicated, sharding
 from backend.compute.sampler.bank import stack_apply
 from backend.compute.sampler.cache import Cache, attend_cached, cache_sharding
 from backend.compute.sampler.sampling import Choice, sample
-from backend.compute.transformer import Params, block, embed, final_hidden, rope_tables, unembed
+from backend.compute.transformer import Params, block, embed, final_hidden, over_layers, rope_tables, unembed
 
 
 @flax.struct.dataclass
@@ -61,7 +61,7 @@ def decode(
 ) -> tuple[Cache, Decoded]:
     """`steps` tokens for every slot (C = `chunk` >= steps, the rest 0), and the `top` most likely at each, if any.
 
-    The cache is updated in place. The rest is replicated.
+    The cache is updated in place. The rest is replicated. If `params` is by layer, the cache must be too.
     """
 
     def step(i: jax.Array, state: tuple[Cache, jax.Array, Decoded]) -> Any:
@@ -123,9 +123,8 @@ def layers(
         x_SQD = block(cfg, layer_params, layer_lora, x_SQD, rope, attend, apply)
         return (cache, _by_rows(mesh, x_SQD)), None
 
-    numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
     start = (cache, _by_rows(mesh, embed(params, tokens_SQ)))
-    (cache, x_SQD), _ = jax.lax.scan(layer, start, (numbers, params.layers, lora.layers))
+    cache, x_SQD = over_layers(layer, start, params, lora, cfg.layers)
     return cache, final_hidden(cfg, params, x_SQD)
 
 
@@ -141,7 +140,8 @@ def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_
 def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: Cache) -> Cache:
     """The cache with its sharding pinned: a step's result must be what the next step was compiled for."""
     where = cache_sharding(cfg, mesh, cache.slots, cache.length)
-    return Cache(k=jax.lax.with_sharding_constraint(cache.k, where), v=jax.lax.with_sharding_constraint(cache.v, where))
+    pinned: Cache = jax.tree.map(lambda part: jax.lax.with_sharding_constraint(part, where), cache)
+    return pinned
 
 
 def _by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:

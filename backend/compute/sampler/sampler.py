@@ -16,6 +16,7 @@ from backend.commands import Candidates, GroupConfig, LoraSpec, SampleProgress, 
 from backend.compute.config import ModelConfig
 from backend.compute.lora import Lora
 from backend.compute.mesh import FSDP, to_host
+from backend.compute.params import by_layer
 from backend.compute.sampler.bank import Snapshot, SnapshotBank
 from backend.compute.sampler.cache import Cache, empty_cache, resized, scrubbed, seeded
 from backend.compute.sampler.decode import Rows, decode
@@ -45,6 +46,7 @@ class Sampler:
     ) -> None:
         """An idle sampler. `cache_cells`: slots times positions of the largest cache; None = what memory allows."""
         self._cfg, self._params, self._mesh, self._config = cfg, params, mesh, config
+        self._decode_params = by_layer(params)
         self._dtype = params.embed_VD.dtype
         self._max_context = min(config.max_context, cfg.max_positions)
         cells = most_cells(cfg, mesh, self._dtype.itemsize) if cache_cells is None else cache_cells
@@ -227,7 +229,7 @@ class Sampler:
             self._mesh,
             self._config.decode_chunk,
             min(width_for(asked), self._cfg.vocab),
-            self._params,
+            self._decode_params,
             self._bank.lora,
             self._cache,
             self._rows(steps),
@@ -302,7 +304,8 @@ class Sampler:
             return
         from_S = np.asarray(self._line.resize(slots), np.int32)
         if self._cache is None:
-            self._cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name)
+            by_layer = isinstance(self._decode_params.layers, tuple)
+            self._cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, by_layer)
         else:
             self._cache = resized(self._cfg, self._mesh, length, self._cache, from_S)
 
