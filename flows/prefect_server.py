@@ -19,7 +19,7 @@ from backend.processes import tail
 
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
-SILENT_SECONDS = 60.0  # far longer than a busy machine makes it wait
+SILENT_SECONDS = 120.0  # longer than a busy machine makes it wait: with its SQLite file locked, a minute was seen
 _LOOK_SECONDS = 0.5
 _ASKED = 6  # times it is asked meanwhile
 _RETENTION_DAYS = 30
