@@ -10,7 +10,7 @@ from typing import Any
 
 from backend.errors import UserError
 
-ARCHITECTURES = ("qwen3", "llama")
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class ModelConfig:
     """The shape of a dense decoder-only transformer. Hashable, so that it can be a static argument of jit.
 
     `heads` * `head_dim` need not equal `hidden` (Qwen3). `qk_norm`: RMS norms on each head of q and k (Qwen3).
+    `qkv_bias`: q, k and v have biases (Qwen2.5).
     """
 
     architecture: str
@@ -44,6 +45,7 @@ class ModelConfig:
     max_positions: int
     tied: bool
     qk_norm: bool
+    qkv_bias: bool
 
 
 def load_config(folder: str | Path) -> ModelConfig:
@@ -80,6 +82,7 @@ def parse_config(fields: Mapping[str, Any], *, name: str) -> ModelConfig:
             max_positions=int(fields["max_position_embeddings"]),
             tied=bool(fields.get("tie_word_embeddings", False)),
             qk_norm=kind == "qwen3",
+            qkv_bias=kind == "qwen2",
         )
     except KeyError as error:
         raise UserError(f"base model {name!r}: config.json has no field {error.args[0]!r}") from error

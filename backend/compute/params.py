@@ -50,10 +50,8 @@ def load_params(
     kind = jnp.dtype(dtype)
     sizes = projection_sizes(cfg)
     stacked = {name: _layer_tensor(name) for name in (*ATTENTION, *MLP)}
-    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if cfg.qk_norm:
-        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-    total, done = len(stacked) + len(norms) + 3, 0
+    vectors = _layer_vectors(cfg)
+    total, done = len(stacked) + len(vectors) + 3, 0
 
     def check(name: str, shape: tuple[int, ...]) -> _Tensor:
         tensor = tensors.get(name)
@@ -74,7 +72,7 @@ def load_params(
 
     def layers_of(pattern: str, shape: tuple[int, ...], axes: tuple[str | None, ...], transpose: bool) -> jax.Array:
         stored = shape[::-1] if transpose else shape
-        each = [check(f"model.layers.{i}.{pattern}.weight", stored) for i in range(cfg.layers)]
+        each = [check(f"model.layers.{i}.{pattern}", stored) for i in range(cfg.layers)]
 
         def read(index: tuple[slice, ...]) -> npt.NDArray[Any]:
             inner = index[:0:-1] if transpose else index[1:]
@@ -90,9 +88,8 @@ def load_params(
         )
         for name, pattern in stacked.items()
     }
-    for name, pattern in norms.items():
-        size = cfg.hidden if name in ("attn_norm", "mlp_norm") else cfg.head_dim
-        layers[name] = layers_of(pattern, (size,), (None,), transpose=False)
+    for name, (pattern, size, axis) in vectors.items():
+        layers[name] = layers_of(pattern, (size,), (axis,), transpose=False)
     embed = plain("model.embed_tokens.weight", (cfg.vocab, cfg.hidden), TENSOR, FSDP)
     unembed = None
     if not cfg.tied:
@@ -138,7 +135,21 @@ def count(params: Params) -> int:
 
 
 def _layer_tensor(name: str) -> str:
-    return f"self_attn.{name}_proj" if name in ATTENTION else f"mlp.{name}_proj"
+    return f"self_attn.{name}_proj.weight" if name in ATTENTION else f"mlp.{name}_proj.weight"
+
+
+def _layer_vectors(cfg: ModelConfig) -> dict[str, tuple[str, int, str | None]]:
+    """Norms and biases of a layer by our name: Hugging Face's, the size, and the mesh axis that splits it."""
+    found: dict[str, tuple[str, int, str | None]] = {
+        "attn_norm": ("input_layernorm.weight", cfg.hidden, None),
+        "mlp_norm": ("post_attention_layernorm.weight", cfg.hidden, None),
+    }
+    if cfg.qk_norm:
+        found |= {f"{name}_norm": (f"self_attn.{name}_norm.weight", cfg.head_dim, None) for name in "qk"}
+    if cfg.qkv_bias:
+        sizes = projection_sizes(cfg)
+        found |= {f"{name}_bias": (f"self_attn.{name}_proj.bias", sizes[name][1], TENSOR) for name in "qkv"}
+    return found
 
 
 def _open(folder: Path) -> dict[str, _Tensor]:

@@ -1,4 +1,4 @@
-"""Dense decoder-only transformers (Qwen3, Llama 3) as pure functions on pytrees; layers stacked and scanned.
+"""Dense decoder-only transformers (Qwen2.5, Qwen3, Llama 3) as pure functions on pytrees; layers stacked and scanned.
 
 `block` is the one layer that training, prefill and decode share. What differs between them is handed in: `attend`
 (which keys a query sees, and where keys and values are kept) and `lora_apply` (one adapter for all rows, or one a row).
@@ -36,7 +36,8 @@ class Params:
     """Frozen base weights. `unembed_DV` is None when the embedding is tied.
 
     layers, each stacked [L, ...]: q [D, H*d], k and v [D, G*d], o [H*d, D], gate and up [D, F], down [F, D],
-    attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d]. Or a tuple of layers (`params.by_layer`).
+    attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d], with qkv_bias q_bias [H*d], k_bias and v_bias
+    [G*d]. Or a tuple of layers (`params.by_layer`).
     """
 
     embed_VD: jax.Array
@@ -122,6 +123,8 @@ def block(
 
     y_BTD = rms_norm(x_BTD, layer_params["attn_norm"], cfg.norm_eps)
     q, k, v = project(y_BTD, "q", "k", "v")
+    if cfg.qkv_bias:
+        q, k, v = (x + layer_params[f"{name}_bias"] for name, x in (("q", q), ("k", k), ("v", v)))
     q_BTHd = q.reshape(B, T, cfg.heads, cfg.head_dim)
     k_BTGd = k.reshape(B, T, cfg.kv_heads, cfg.head_dim)
     v_BTGd = v.reshape(B, T, cfg.kv_heads, cfg.head_dim)

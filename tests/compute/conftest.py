@@ -61,16 +61,31 @@ class Reference:
 
 def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
     torch.manual_seed(3)
-    if architecture == "qwen3":
-        model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE, tie_word_embeddings=tied))
-    else:
-        config = transformers.LlamaConfig(**SHAPE, tie_word_embeddings=tied, rope_parameters=LLAMA3)
-        model = transformers.LlamaForCausalLM(config)
+    shape = {**SHAPE, "tie_word_embeddings": tied}
+    match architecture:
+        case "qwen2":
+            model: Any = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
+            biases_are_not_zero(model)
+        case "qwen3":
+            model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+        case _:
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, rope_parameters=LLAMA3))
     model.eval().save_pretrained(folder)
     return Reference(folder, model)
 
 
-@pytest.fixture(scope="session", params=["qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied"])
+def biases_are_not_zero(model: Any) -> None:
+    """transformers begins them at zero, where they would show nothing."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(std=0.5)
+
+
+@pytest.fixture(
+    scope="session",
+    params=["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied"],
+)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Each architecture, with tied embeddings and without."""
     architecture, tied = request.param.split("-")
@@ -80,6 +95,11 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return build(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True)
+
+
+@pytest.fixture(scope="session")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return build(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=False)
 
 
 @pytest.fixture(scope="session")

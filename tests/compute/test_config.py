@@ -31,7 +31,13 @@ STRETCH = {
 def test_what_is_left_out_has_its_default():
     config = parse_config(FIELDS, name="m")
     assert (config.kv_heads, config.head_dim, config.rope_theta) == (4, 8, 10_000.0)
-    assert (config.rope_scaling, config.tied, config.qk_norm) == (None, False, False)
+    assert (config.rope_scaling, config.tied, config.qk_norm, config.qkv_bias) == (None, False, False, False)
+
+
+def test_qwen2_has_biases_and_its_unused_window_is_no_hindrance():
+    window = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 2}
+    config = parse_config(FIELDS | window | {"model_type": "qwen2"}, name="m")
+    assert (config.qkv_bias, config.qk_norm, config.head_dim) == (True, False, 8)
 
 
 @pytest.mark.parametrize(

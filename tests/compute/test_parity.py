@@ -22,16 +22,22 @@ def test_logprobs_of_the_base_model(reference, examples, forward):
         assert np.abs(found - reference.logprobs(example)[:, 0]).max() < 2e-4
 
 
-@pytest.mark.parametrize("parts", [{}, {"train_unembed": False}, {"train_attn": False, "train_unembed": False}])
-def test_adapter_and_its_gradients_as_peft_has_them(qwen3, tmp_path, examples, adapter, forward, gradients, parts):
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [("qwen3", {}), ("qwen3", {"train_attn": False}), ("qwen2", {})],
+)
+def test_adapter_and_its_gradients_as_peft_has_them(
+    request, model, tmp_path, examples, adapter, forward, gradients, parts
+):
     """train_unembed on a tied model is left to tests/store/test_peft.py: PEFT wraps its lm_head in its own way."""
     parts = {**parts, "train_unembed": False}
-    executor = qwen3.executor()
+    base = request.getfixturevalue(model)
+    executor = base.executor()
     adapter(executor, "a", **parts)
     state = executor.execute(ExportAdapter("a", optimizer=False))
     (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
     safetensors.numpy.save_file(dict(state.weights), tmp_path / ADAPTER)
-    model = peft.PeftModel.from_pretrained(qwen3.model, str(tmp_path), is_trainable=True)
+    model = peft.PeftModel.from_pretrained(base.model, str(tmp_path), is_trainable=True)
     try:
         data = examples(LENGTHS, targets=2)
         result = forward(executor, "a", data, backward=True)

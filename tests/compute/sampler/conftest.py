@@ -72,6 +72,12 @@ def _save(folder: Path, architecture: str) -> None:
     if architecture == "qwen3":
         config = transformers.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True)
         model: Any = transformers.Qwen3ForCausalLM(config)
+    elif architecture == "qwen2":
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape, tie_word_embeddings=False))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):  # zero at first
+                    parameter.normal_(std=0.5)
     else:
         scaling = {
             "rope_type": "llama3",
@@ -103,6 +109,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A random Llama 3 with rope scaling and an unembedding of its own."""
     return _tiny(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="session", params=["qwen2"])
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The architectures beside those of `tiny`, for what differs between them."""
+    return _tiny(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="session", params=["qwen", "llama"])
