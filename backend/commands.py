@@ -390,6 +390,7 @@ class GroupConfig:
     sample_slots: int  # sequences decoded together at most
     decode_chunk: int  # tokens decoded per SampleStep
     compile_cache_dir: str  # "" = no persistent compilation cache
+    base_weights: Literal["full", "int8"] = "full"  # full = as dtype
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ class Settings(BaseSettings):
     pipelines: str = Field(default="", description="where pipelines keep their work; empty = <data_dir>/pipelines")
     database_url: str = Field(default="", description="the journal's URL; empty = SQLite in data_dir")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of base weights and activations")
+    base_weights: Literal["full", "int8"] = Field(
+        default="full", description="as dtype, or the layers' matrices rounded to int8, for memory"
+    )
 
     processes: int = Field(default=1, ge=1, le=1024, description="JAX processes in the worker group")
     group: str = Field(

@@ -44,7 +44,8 @@ def examine(settings: Settings, console: Console) -> bool:
 
 
 def _settings(settings: Settings) -> str:
-    return f"data dir {settings.data_dir}, {settings.processes} process(es), {settings.dtype}"
+    weights = f"{settings.dtype}, base weights {settings.base_weights}"
+    return f"data dir {settings.data_dir}, {settings.processes} process(es), {weights}"
 
 
 def _devices(settings: Settings) -> str:

@@ -45,4 +45,5 @@ def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
         sample_slots=settings.sample_slots,
         decode_chunk=settings.decode_chunk,
         compile_cache_dir=str(settings.compile_cache),
+        base_weights=settings.base_weights,
     )

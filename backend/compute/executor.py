@@ -63,7 +63,9 @@ class Executor:
         progress(f"rank {rank} of {processes}: opening the model")
         self._cfg = load_config(config.model_path)
         self._mesh = make_mesh(config.fsdp, config.tensor)
-        self._params = load_params(self._cfg, config.model_path, self._mesh, config.dtype, progress)
+        self._params = load_params(
+            self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
+        )
         self._steps = make_steps(self._cfg, self._mesh)
         self._adapters = AdapterStore(self._cfg, self._mesh)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, config)

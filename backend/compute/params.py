@@ -6,12 +6,13 @@ Letters: D hidden, V vocabulary, L layers.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from backend.compute.config import ModelConfig
 from backend.compute.lora import ATTENTION, MLP, projection_sizes
 from backend.compute.mesh import FSDP, TENSOR, from_callback, sharding
+from backend.compute.quantized import Int8, Weight, rounded, scales
 from backend.compute.transformer import Params
 from backend.errors import UserError
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
+Loaded = TypeVar("Loaded", bound=Weight)
 _ROW_PARALLEL = ("o", "down")  # their inputs are what the tensor axis splits, so their outputs are summed over it
 
 
@@ -40,11 +43,18 @@ class _Tensor:
 
 
 def load_params(
-    cfg: ModelConfig, folder: str | Path, mesh: Mesh, dtype: str, progress: Callable[[str], None] = lambda _: None
+    cfg: ModelConfig,
+    folder: str | Path,
+    mesh: Mesh,
+    dtype: str,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    base_weights: Literal["full", "int8"] = "full",
 ) -> Params:
     """The model in `folder` as `dtype` on `mesh`; UserError names a tensor that is missing or of another shape.
 
-    `progress` is told now and then what is being loaded, e.g. "loading weights 3/12".
+    `progress` is told now and then what is being loaded, e.g. "loading weights 3/12". With base_weights "int8" the
+    layers' matrices are rounded (`quantized`), all but the embedding and the unembedding, whose errors logprobs show.
     """
     tensors = _open(Path(folder))
     kind = jnp.dtype(dtype)
@@ -60,36 +70,54 @@ def load_params(
             raise UserError(f"base model {str(folder)!r}: tensor {name!r} {found}; config.json asks for shape {shape}")
         return tensor
 
-    def told(array: jax.Array) -> jax.Array:
+    def told(weight: Loaded) -> Loaded:
         nonlocal done
         done += 1
         progress(f"loading weights {done}/{total}")
-        return array
+        return weight
 
     def plain(name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
         tensor = check(name, shape)
         return told(from_callback(shape, sharding(mesh, shape, *axes), lambda index: tensor.read(index, kind)))
 
-    def layers_of(pattern: str, shape: tuple[int, ...], axes: tuple[str | None, ...], transpose: bool) -> jax.Array:
-        stored = shape[::-1] if transpose else shape
-        each = [check(f"model.layers.{i}.{pattern}", stored) for i in range(cfg.layers)]
+    def stack(
+        shape: tuple[int, ...], axes: tuple[str | None, ...], read_layer: Callable[..., npt.NDArray[Any]]
+    ) -> jax.Array:
+        """[L, *shape] of read_layer(layer, *slices of shape)."""
 
         def read(index: tuple[slice, ...]) -> npt.NDArray[Any]:
-            inner = index[:0:-1] if transpose else index[1:]
-            parts = [tensor.read(inner, kind) for tensor in each[index[0]]]
-            return np.stack([part.T for part in parts] if transpose else parts)
+            return np.stack([read_layer(layer, *index[1:]) for layer in range(cfg.layers)[index[0]]])
 
         whole = (cfg.layers, *shape)
-        return told(from_callback(whole, sharding(mesh, whole, None, *axes), read))
+        return from_callback(whole, sharding(mesh, whole, None, *axes), read)
 
-    layers = {
-        name: layers_of(
-            pattern, sizes[name], (TENSOR, FSDP) if name in _ROW_PARALLEL else (FSDP, TENSOR), transpose=True
+    def layers_of(pattern: str, shape: tuple[int, ...]) -> list[_Tensor]:
+        return [check(f"model.layers.{i}.{pattern}", shape) for i in range(cfg.layers)]
+
+    def matrices(name: str, pattern: str) -> Weight:
+        (fan_in, fan_out), axes = sizes[name], (TENSOR, FSDP) if name in _ROW_PARALLEL else (FSDP, TENSOR)
+        each = layers_of(pattern, (fan_out, fan_in))
+        if base_weights == "full":
+            return stack((fan_in, fan_out), axes, lambda layer, i, o: each[layer].read((o, i), kind).T)
+
+        def rows(layer: int, o: slice) -> npt.NDArray[Any]:
+            return each[layer].read((o, slice(None)), np.float32)  # whole: a scale is of all that a row holds
+
+        def values(layer: int, i: slice, o: slice) -> npt.NDArray[Any]:
+            whole = rows(layer, o)
+            return rounded(whole[:, i], scales(whole, kind)).T
+
+        return Int8(
+            values=stack((fan_in, fan_out), axes, values),
+            scale=stack((fan_out,), axes[1:], lambda layer, o: scales(rows(layer, o), kind)),
         )
-        for name, pattern in stacked.items()
-    }
-    for name, (pattern, size, axis) in vectors.items():
-        layers[name] = layers_of(pattern, (size,), (axis,), transpose=False)
+
+    def vector(pattern: str, size: int, axis: str | None) -> jax.Array:
+        each = layers_of(pattern, (size,))
+        return stack((size,), (axis,), lambda layer, part: each[layer].read((part,), kind))
+
+    layers = {name: told(matrices(name, pattern)) for name, pattern in stacked.items()}
+    layers |= {name: told(vector(*described)) for name, described in vectors.items()}
     embed = plain("model.embed_tokens.weight", (cfg.vocab, cfg.hidden), TENSOR, FSDP)
     unembed = None
     if not cfg.tied:
@@ -124,14 +152,14 @@ def by_layer(params: Params) -> Params:
         inner = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
         return jax.make_array_from_single_device_arrays(array.shape[1:], inner, parts)
 
-    count = len(next(iter(stacked.values())))
-    layers = tuple({name: one(array, layer) for name, array in stacked.items()} for layer in range(count))
+    count = stacked["attn_norm"].shape[0]
+    layers = tuple(jax.tree.map(functools.partial(one, layer=layer), stacked) for layer in range(count))
     return replace(params, layers=layers)
 
 
 def count(params: Params) -> int:
     """The number of base parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8)))
 
 
 def _layer_tensor(name: str) -> str:

@@ -19,10 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from backend.compute.config import ModelConfig
 from backend.compute.lora import Lora, LoraApply, LoraPair
+from backend.compute.quantized import matmul
 
 # attend(q_BTHd, k_BTGd, v_BTGd) -> o_BTHd; keys and queries are rotated already, and scores are still to be scaled.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-LayerParams = Mapping[str, jax.Array]
+LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
 Carry = TypeVar("Carry")
 
 # What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; `attended` and
@@ -37,7 +38,7 @@ class Params:
 
     layers, each stacked [L, ...]: q [D, H*d], k and v [D, G*d], o [H*d, D], gate and up [D, F], down [F, D],
     attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d], with qkv_bias q_bias [H*d], k_bias and v_bias
-    [G*d]. Or a tuple of layers (`params.by_layer`).
+    [G*d]. The matrices may be `quantized.Int8`. Or a tuple of layers (`params.by_layer`).
     """
 
     embed_VD: jax.Array
@@ -117,7 +118,7 @@ def block(
     def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
         adapted = tuple(name for name in names if name in layer_lora)
         deltas = dict(zip(adapted, lora_apply(x, tuple(layer_lora[name] for name in adapted)), strict=True))
-        plain = {name: x @ layer_params[name] for name in names}
+        plain = {name: matmul(x, layer_params[name]) for name in names}
         sums = {name: plain[name] + deltas[name] if name in deltas else plain[name] for name in names}
         return tuple(checkpoint_name(sums[name], name) for name in names)
 

@@ -19,7 +19,12 @@ CARD = ModelCard("m", "/models/m", "m", "Qwen3", 32, 128, (2,), 10, tied=False)
 def test_mesh(tmp_path: Path, processes: int, tensor: int, mesh: tuple[int, int]) -> None:
     config = group_config(Settings(data_dir=tmp_path, processes=processes, tensor_parallel=tensor), CARD)
     assert (config.fsdp, config.tensor) == mesh
-    assert (config.model_path, config.max_context) == ("/models/m", 128)
+    assert (config.model_path, config.max_context, config.base_weights) == ("/models/m", 128, "full")
+
+
+def test_the_settings_of_the_weights_reach_the_group(tmp_path: Path) -> None:
+    config = group_config(Settings(data_dir=tmp_path, dtype="bfloat16", base_weights="int8"), CARD)
+    assert (config.dtype, config.base_weights) == ("bfloat16", "int8")
 
 
 @pytest.mark.parametrize(("processes", "tensor"), [(3, 2), (2, 3)])

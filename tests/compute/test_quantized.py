@@ -1,0 +1,133 @@
+"""Base weights as int8: the rule, and training and decoding as Hugging Face does with weights that it rounded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from backend.commands import SampleRequest, SampleStep
+from backend.compute.config import load_config
+from backend.compute.mesh import make_mesh
+from backend.compute.params import by_layer, count, load_params
+from backend.compute.quantized import Int8, matmul, rounded, scales
+
+
+def rounded_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """The rule by torch: every matrix of a layer, by its rows."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "_proj." in name and weight.ndim == 2:
+                scale = weight.abs().amax(1, keepdim=True) / 127
+                weight.copy_((weight / scale).round().clamp(-127, 127) * scale)
+    return model
+
+
+@pytest.fixture(scope="module")
+def by_torch(qwen3, tmp_path_factory):
+    model = rounded_copy(qwen3.model)
+    folder: Path = tmp_path_factory.mktemp("rounded")
+    model.save_pretrained(folder)
+    return type(qwen3)(folder, model)
+
+
+@pytest.fixture(scope="module")
+def executor(qwen3):
+    return qwen3.executor(base_weights="int8")
+
+
+def test_the_rule():
+    rows = np.array([[0.5, -2.54, 0.03], [0, 0, 0], [127, 63.5, 62.5]], np.float32)
+    scale = scales(rows, np.float32)
+    np.testing.assert_allclose(scale, [0.02, 0, 1])
+    values = rounded(rows, scale)
+    assert values.dtype == np.int8
+    assert values.tolist() == [[25, -127, 2], [0, 0, 0], [127, 64, 62]]  # halves to even
+    assert np.array_equal(rounded(rows[:, 1:], scale), values[:, 1:])
+    x = np.array([[1, 2, 3]], np.float32)
+    meant = values * scale[:, None]
+    np.testing.assert_allclose(matmul(jax.numpy.asarray(x), Int8(values.T, scale)), x @ meant.T, rtol=1e-6)
+
+
+def test_a_scale_in_bfloat16_is_the_one_that_values_are_rounded_by():
+    rows = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    scale = scales(rows, jax.numpy.bfloat16)
+    assert scale.dtype == "bfloat16"
+    error = np.abs(rounded(rows, scale) * scale.astype(np.float32)[:, None] - rows)
+    assert (error <= scale.astype(np.float32)[:, None] * 1.01).all()
+
+
+def test_logprobs_and_gradients_are_those_of_rounded_weights(
+    qwen3, by_torch, executor, examples, adapter, forward, gradients
+):
+    data = examples((7, 33))
+    adapter(executor, "zero-and-not", train_unembed=False)
+    plain = by_torch.executor()
+    adapter(plain, "zero-and-not", train_unembed=False)
+    found, wanted = (forward(one, "zero-and-not", data, backward=True) for one in (executor, plain))
+    for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+        assert np.abs(one - other).max() < 2e-4
+    slopes = gradients(plain, "zero-and-not")
+    for name, gradient in gradients(executor, "zero-and-not").items():
+        assert np.abs(gradient - slopes[name]).max() < 2e-3 * max(1.0, np.abs(slopes[name]).max()), name
+    # The base model alone, by torch; rounding is far larger than what is left between us.
+    result = executor.execute(SampleStep((asked(data[0].tokens_T),), ()))
+    (scored,) = result.finished
+    torch_says = by_torch.logprobs(shifted(data[0]))[:-1, 0]
+    assert np.abs(scored.prompt_logprobs_T[1:] - torch_says).max() < 2e-4
+    assert np.abs(qwen3.logprobs(shifted(data[0]))[:-1, 0] - torch_says).max() > 5e-3
+
+
+def test_greedy_decode_is_what_hugging_face_generates(by_torch, executor, examples):
+    prompt = examples((20,))[0].tokens_T
+    request = asked(prompt, max_tokens=12)
+    finished = executor.execute(SampleStep((request,), ())).finished
+    while not finished:
+        finished = executor.execute(SampleStep((), ())).finished
+    with torch.no_grad():
+        ids = torch.tensor(prompt[None].astype(np.int64))
+        wanted = by_torch.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+    assert finished[0].sequences[0].tokens_T.tolist() == wanted[0, len(prompt) :].tolist()
+
+
+def test_a_matrix_takes_a_quarter_and_counts_as_before(qwen3):
+    def load(**how):
+        return load_params(load_config(qwen3.folder), qwen3.folder, make_mesh(1, 1), "float32", **how)
+
+    small, plain = load(base_weights="int8"), load()
+    assert count(small) == count(plain)
+    for name in ("q", "o", "gate", "down"):
+        held, was = small.layers[name], plain.layers[name]
+        assert held.values.nbytes * 4 == was.nbytes
+        assert held.scale.shape == (was.shape[0], was.shape[2])
+    assert small.embed_VD.dtype == plain.embed_VD.dtype == "float32"
+    first = by_layer(small).layers[0]["q"]
+    assert np.array_equal(first.values, small.layers["q"].values[0])
+
+
+def asked(prompt_T: np.ndarray, max_tokens: int = 1) -> SampleRequest:
+    return SampleRequest(
+        request_id=f"of {len(prompt_T)}",
+        owner="owner",
+        snapshot_id=None,
+        prompt_T=prompt_T,
+        num_samples=1,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_k=-1,
+        top_p=1.0,
+        seed=0,
+        prompt_logprobs=max_tokens == 1,
+    )
+
+
+def shifted(example):
+    """The example whose targets are its own next tokens."""
+    return type(example)(example.tokens_T, np.roll(example.tokens_T, -1)[:, None], example.weights_TK)
