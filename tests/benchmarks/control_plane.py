@@ -1,6 +1,6 @@
 """What a request costs beside the mathematics: round trips through the SDK on the tiny model.
 
-    .venv/bin/python tests/benchmarks/control_plane.py [--base-url URL --server-pid PID] [--repeat 50]
+    python -m tests.benchmarks.control_plane [--base-url URL --server-pid PID] [--repeat 50]
 
 Without --base-url it starts `tinkerflow up` in a scratch folder. Prints wall p50/p95 per call, CPU-milliseconds of
 the server's processes and of this client per call, and how many programs JAX compiled after the warm-up. RESULTS.md
@@ -20,44 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
 from tinker import types
 
-TICK = os.sysconf("SC_CLK_TCK")
-
-
-def tree(pid: int) -> list[int]:
-    """The process and all its descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found = [pid]
-    for process in found:
-        found += children.get(process, [])
-    return found
-
-
-def cpu_seconds(pid: int) -> dict[str, float]:
-    """CPU-seconds spent by each part of the service, by what its command line names."""
-    spent: dict[str, float] = {}
-    for process in tree(pid):
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-            command = Path(f"/proc/{process}/cmdline").read_bytes().decode().replace("\0", " ")
-        except OSError:
-            continue
-        part = next((p for p in ("backend.pool.worker", "cli engine", "cli api", "prefect") if p in command), "other")
-        spent[part] = spent.get(part, 0.0) + (int(fields[11]) + int(fields[12])) / TICK
-    return spent
+from tests.benchmarks.service import cpu_seconds, datum
 
 
 def measure(name: str, call: Callable[[], object], repeat: int, pid: int, per_call: int = 1) -> None:
@@ -87,24 +56,21 @@ def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> No
     models = rest.get_server_capabilities().result().supported_models
     start = time.perf_counter()
     client = service.create_lora_training_client(base_model=str(models[0].model_name), rank=32).result()
-    datum = tinker.Datum(
-        model_input=types.ModelInput.from_ints(list(range(10, 18))),
-        loss_fn_inputs={"target_tokens": list(range(11, 19)), "weights": [1.0] * 8},
-    )
+    data = [datum(list(range(10, 19)))]
     adam = types.AdamParams(learning_rate=0.0)
 
     def optim() -> None:
         client.optim_step(adam).result()
 
     def step() -> None:
-        forward = client.forward_backward([datum], "cross_entropy")
+        forward = client.forward_backward(data, "cross_entropy")
         client.optim_step(adam).result()
         forward.result()
 
     def pipelined(depth: int = 20) -> None:
         futures: list[object] = []
         for _ in range(depth):
-            futures += [client.forward_backward([datum], "cross_entropy"), client.optim_step(adam)]
+            futures += [client.forward_backward(data, "cross_entropy"), client.optim_step(adam)]
         for future in futures:
             future.result()  # type: ignore[attr-defined]
 
@@ -117,7 +83,7 @@ def run(base_url: str, pid: int, repeat: int, compiles: Callable[[], int]) -> No
         sampler.sample(prompt, 1, one).result()
 
     def forward() -> None:
-        client.forward([datum], "cross_entropy").result()
+        client.forward(data, "cross_entropy").result()
 
     for warm in (step, pipelined, forward, sample):
         warm()

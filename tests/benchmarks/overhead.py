@@ -16,21 +16,16 @@ import argparse
 import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-
-os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
 from tinker import types
 
-from tests.benchmarks.control_plane import cpu_seconds
+from tests.benchmarks.service import cpu_seconds, datum, server, step
 from tests.benchmarks.small_model import make_small
 
 NEVER = "1000000000"
@@ -65,35 +60,6 @@ class Side:
         return len(re.findall(r"tasks\.recovery: snapshot of model", (self.data_dir / "logs/engine.log").read_text()))
 
 
-@contextmanager
-def server(snapshots: dict[str, str], model: str, data_dir: Path) -> Iterator[tuple[str, int]]:
-    """`tinkerflow up` with these settings, Prefect off; its URL and pid."""
-    up = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "deployments.cli", "up", "--port", "0"),
-            *("--data-dir", str(data_dir), "--base-model", model),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TINKERFLOW_PREFECT": "off"} | {f"TINKERFLOW_{k}": v for k, v in snapshots.items()},
-    )
-    try:
-        assert up.stdout is not None
-        yield next(match[1] for line in up.stdout if (match := re.match(r"ready: (\S+)", line))), up.pid
-    finally:
-        up.terminate()
-        up.wait()
-
-
-def step(client: tinker.TrainingClient, data: list[types.Datum]) -> float:
-    """One forward_backward and optim_step; seconds."""
-    began = time.perf_counter()
-    forward = client.forward_backward(data, "cross_entropy")
-    client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
-    forward.result()
-    return time.perf_counter() - began
-
-
 def main() -> None:
     """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,8 +75,7 @@ def main() -> None:
         "no snapshots": {"SNAPSHOT_STEPS": NEVER, "SNAPSHOT_SECONDS": NEVER},
     }
     row = [1 + i * 7 % 1000 for i in range(args.tokens + 1)]
-    inputs = {"target_tokens": row[1:], "weights": [1.0] * args.tokens}
-    data = [types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)] * args.batch
+    data = [datum(row)] * args.batch
     print(
         f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, steps of {args.batch} x {args.tokens} tokens"
     )
@@ -120,7 +85,7 @@ def main() -> None:
         sides = []
         for number, (name, snapshots) in enumerate(ways.items()):
             data_dir = scratch / str(number)
-            url, pid = stack.enter_context(server(snapshots, model, data_dir))
+            url, pid = stack.enter_context(server(data_dir, snapshots, model=model))
             service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench"))
             client = service.create_lora_training_client(base_model=model, rank=32, seed=1).result()
             step(client, data), step(client, data)  # compiles

@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "e2e")]
 os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE.parent / "flows"), os.environ.get("PYTHONPATH", "")))
 
 from browser import open_page  # noqa: E402
-from control_plane import cpu_seconds  # noqa: E402
+from service import cpu_seconds  # noqa: E402
 
 from backend.ids import model_id  # noqa: E402
 from backend.journal import Journal, Kind, NewModel, NewRequest, NewSession  # noqa: E402

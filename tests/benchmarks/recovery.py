@@ -1,4 +1,4 @@
-"""From a kill to the next completed step, with where the time goes: `python tests/benchmarks/recovery.py`.
+"""From a kill to the next completed step, with where the time goes: `python -m tests.benchmarks.recovery`.
 
 Starts `tinkerflow up` with the embedded tiny model, Prefect off, a warm compilation cache (a first life fills it), and
 kills a worker, then the engine. The parts come from the time stamps in the engine's log.
@@ -11,22 +11,21 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
 
 import tinker
-from tinker import types
 
-os.environ["TINKER_TELEMETRY"] = "0"
+from tests.benchmarks.service import datum, server, step
+
 ROUNDS = 3
 STEPS = 12
 _MARKS = {
     "noticed": re.compile(r"flows\.dispatch: .*another one is being started"),
     "group serves": re.compile(r"flows\.dispatch: .*serves; models are restored"),
-    "model restored": re.compile(r"tasks\.recovery: model \S+ is restored"),
+    "model restored": re.compile(r"tasks\.restore: model \S+ is restored"),
 }
 
 
@@ -35,19 +34,8 @@ def main() -> None:
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)
-        up = subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", folder],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TINKERFLOW_PREFECT": "off", "TINKERFLOW_SNAPSHOT_STEPS": "5"},
-        )
-        try:
-            assert up.stdout is not None
-            url = next(match[1] for line in up.stdout if (match := re.match(r"ready: (\S+)", line)))
-            measure(url, data_dir, up.pid)
-        finally:
-            up.terminate()
-            up.wait()
+        with server(data_dir, {"SNAPSHOT_STEPS": "5"}) as (url, pid):
+            measure(url, data_dir, pid)
 
 
 def measure(url: str, data_dir: Path, up: int) -> None:
@@ -55,32 +43,19 @@ def measure(url: str, data_dir: Path, up: int) -> None:
     with tinker.ServiceClient(base_url=url, api_key="tml-bench") as service:
         base = service.get_server_capabilities().supported_models[0].model_name
         client = service.create_lora_training_client(base_model=str(base), rank=8, seed=1).result()
-        steps = [step(client) for _ in range(STEPS)]
+        data = [datum(list(range(1, 41)))]
+        steps = [step(client, data) for _ in range(STEPS)]
         print(f"step without a kill: median {statistics.median(steps[2:]) * 1000:.0f} ms (a snapshot every 5 steps)")
         for part in ("backend.pool.worker", "deployments.cli engine") * ROUNDS:
             began = time.time()
             os.kill(find(up, part), signal.SIGKILL)
-            step(client)
+            step(client, data)
             total = time.time() - began
             parts = {name: stamp - began for name, stamp in stamps(data_dir / "logs" / "engine.log", began).items()}
             shown = ", ".join(f"{name} after {seconds:.2f} s" for name, seconds in parts.items())
             print(f"{part}: next step after {total:.2f} s ({shown})", flush=True)
             for _ in range(STEPS):
-                step(client)
-
-
-def step(client: tinker.TrainingClient) -> float:
-    """One forward_backward and optim_step; seconds."""
-    tokens = list(range(1, 41))
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
-    )
-    began = time.perf_counter()
-    forward = client.forward_backward([datum], "cross_entropy")
-    client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
-    forward.result()
-    return time.perf_counter() - began
+                step(client, data)
 
 
 def find(up: int, words: str) -> int:

@@ -28,7 +28,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads would burn CPU while they wait for a busy core
 
@@ -38,9 +37,8 @@ from tinker import types
 from backend.compute.config import load_config
 from backend.compute.lora import projection_sizes
 from deployments.tiny_model import make_tiny
-from tests.benchmarks.control_plane import cpu_seconds
-from tests.benchmarks.overhead import server, step
 from tests.benchmarks.peak import matmul_peak
+from tests.benchmarks.service import cpu_seconds, datum, server, step
 from tests.benchmarks.small_model import make_small
 
 RANK = 32
@@ -131,13 +129,13 @@ class Bench:
 
     def training(self, name: str, lengths: list[int]) -> Case:
         """A step of these lengths."""
-        client, data = self.client(), [datum(length) for length in lengths]
+        client, data = self.client(), [datum(tokens(length + 1)) for length in lengths]
         plain = plain_step(self.model, lengths) if self.plain else None
         return Case(name, sum(lengths), self.flops(lengths, train=True), lambda: step(client, data), plain)
 
     def clients(self, count: int, lengths: list[int]) -> Case:
         """The same step by `count` clients at once, each of an adapter of its own."""
-        clients, data = [self.client() for _ in range(count)], [datum(length) for length in lengths]
+        clients, data = [self.client() for _ in range(count)], [datum(tokens(length + 1)) for length in lengths]
 
         def together() -> None:
             threads = [threading.Thread(target=step, args=(client, data)) for client in clients]
@@ -199,13 +197,6 @@ def tokens(count: int) -> list[int]:
     return [random.randrange(8, 1000) for _ in range(count)]
 
 
-def datum(length: int) -> types.Datum:
-    """A random sequence, every token scored."""
-    ids = tokens(length + 1)
-    inputs = {"target_tokens": ids[1:], "weights": [1.0] * length}
-    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
-
-
 def main() -> None:
     """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,7 +213,7 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made = make_tiny(scratch / "tiny") if args.small else None
         model = args.model or str(made or make_small(scratch / "small-qwen3"))
-        url, pid = stack.enter_context(server("default snapshots", model, scratch / "data"))
+        url, pid = stack.enter_context(server(scratch / "data", {}, model=model))
         bench = Bench(stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench")), model, plain)
         cases: dict[str, list[Callable[[], Case]]] = {
             "train": [lambda: bench.training("train 8x128", [128] * 8)],

@@ -1,0 +1,82 @@
+"""What the benchmarks share: a running service, a step of a client, and the CPU time that the service has spent."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import tinker
+from tinker import types
+
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def server(data_dir: Path, settings: Mapping[str, str], *, model: str = "") -> Iterator[tuple[str, int]]:
+    """`tinkerflow up` with these settings (TINKERFLOW_<NAME>), Prefect off; its URL and pid. model: "" = the tiny."""
+    command = [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", str(data_dir)]
+    up = subprocess.Popen(
+        command + (["--base-model", model] if model else []),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TINKERFLOW_PREFECT": "off"} | {f"TINKERFLOW_{k}": v for k, v in settings.items()},
+    )
+    try:
+        assert up.stdout is not None
+        yield next(match[1] for line in up.stdout if (match := re.match(r"ready: (\S+)", line))), up.pid
+    finally:
+        up.terminate()
+        up.wait()
+
+
+def datum(tokens: list[int]) -> types.Datum:
+    """A sequence of which every token is scored that follows another."""
+    inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def step(client: tinker.TrainingClient, data: list[types.Datum]) -> float:
+    """One forward_backward and optim_step; seconds."""
+    began = time.perf_counter()
+    forward = client.forward_backward(data, "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+    forward.result()
+    return time.perf_counter() - began
+
+
+def tree(pid: int) -> list[int]:
+    """The process and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """CPU-seconds spent by each part of the service, by what its command line names."""
+    spent: dict[str, float] = {}
+    for process in tree(pid):
+        try:
+            fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+            command = Path(f"/proc/{process}/cmdline").read_bytes().decode().replace("\0", " ")
+        except OSError:
+            continue
+        part = next((p for p in ("backend.pool.worker", "cli engine", "cli api", "prefect") if p in command), "other")
+        spent[part] = spent.get(part, 0.0) + (int(fields[11]) + int(fields[12])) / TICK
+    return spent
