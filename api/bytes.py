@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fastapi import HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
 
-PIECE = 4 * 2**20  # bytes read at once, from a multiple of that on: the store compares whole blocks of this size
+from backend.store import BLOCK
+
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
@@ -74,7 +75,8 @@ async def _pieces(segments: Sequence[Segment], start: int, end: int) -> AsyncIte
     for segment in segments:
         position, stop = max(start - at, 0), min(end - at, segment.size)
         while position < stop:
-            piece = await asyncio.to_thread(segment.read, position, min(PIECE - position % PIECE, stop - position))
+            # whole blocks, because the store compares whole blocks
+            piece = await asyncio.to_thread(segment.read, position, min(BLOCK - position % BLOCK, stop - position))
             if not piece:
                 raise OSError(f"a file ended after {position} of {segment.size} bytes")  # cuts the connection
             position += len(piece)

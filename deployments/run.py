@@ -66,7 +66,7 @@ def run(
             found = read_config(example_file(f"{pipeline}.yaml"), changes)
             found.setdefault("work", settings.pipelines_url)
             prefect_url = f"{stack.prefect_url}/api"
-            _wait_for_prefect(prefect_url, settings.start_deadline)
+            wait_for_prefect(prefect_url, settings.start_deadline)
             if pipeline == "distill" and "teacher" not in found:
                 _student_and_teacher(console, found, prefect_url)
             return _completes(console, pipeline, found, prefect_url)
@@ -129,7 +129,7 @@ def _prefect(console: Console, settings: Settings) -> Iterator[str]:
             asyncio.run(server.stop())
 
 
-def _wait_for_prefect(url: str, seconds: float) -> None:
+def wait_for_prefect(url: str, seconds: float) -> None:
     """The service is ready without Prefect; a pipeline is not."""
     deadline = time.monotonic() + seconds
     while not _answers(url):

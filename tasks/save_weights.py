@@ -24,9 +24,7 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
     Training goes on meanwhile, and is answered.
     """
     wanted = decode_save_weights(request.payload)
-    state = await export(runtime, request, turn)
-    await turn.step_aside()
-    await turn.settled()  # a later save must not overtake an earlier one
+    state = await export_aside(runtime, request, turn)
     effect = await save(
         runtime,
         request,
@@ -40,8 +38,16 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
     return request.done(encode_saved(effect.path), "json", effect, one_checkpoint(runtime, request))
 
 
+async def export_aside(runtime: Runtime, request: Pending, turn: Turn) -> AdapterState:
+    """The state that a save under a name writes. With it the save is aside, and every earlier one is settled."""
+    state = await export(runtime, request, turn)
+    await turn.step_aside()
+    await turn.settled()  # a later save must not overtake an earlier one
+    return state
+
+
 async def export(runtime: Runtime, request: Pending, turn: Turn) -> AdapterState:
-    """The state that a save under a name writes: of its place in the line, which a replay may have passed already."""
+    """The state at the save's place in the line, which a replay may have passed already."""
     async with turn:
         if (held := runtime.exported.pop(request.id, None)) is not None:
             return held

@@ -5,16 +5,14 @@ from __future__ import annotations
 from backend.journal import CheckpointKind, Outcome, Pending
 from backend.wire import decode_save_external, encode_saved
 from tasks.runtime import Runtime
-from tasks.save_weights import export, one_checkpoint, save
+from tasks.save_weights import export_aside, one_checkpoint, save
 from tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
     """Copy the weights at this point of the line, then write them; training goes on meanwhile."""
     wanted = decode_save_external(request.payload)
-    state = await export(runtime, request, turn)
-    await turn.step_aside()
-    await turn.settled()
+    state = await export_aside(runtime, request, turn)
     effect = await save(
         runtime,
         request,

@@ -19,7 +19,7 @@ from backend.journal import CheckpointKind, NewSampler, Outcome, Pending, Sample
 from backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
 from tasks.commit import commit
 from tasks.runtime import Runtime
-from tasks.save_weights import export, one_checkpoint, save
+from tasks.save_weights import export_aside, one_checkpoint, save
 from tasks.turns import Turn
 
 
@@ -60,9 +60,7 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
 
 
 async def _save(runtime: Runtime, request: Pending, turn: Turn, wanted: SaveForSampler) -> Outcome:
-    state = await export(runtime, request, turn)
-    await turn.step_aside()
-    await turn.settled()
+    state = await export_aside(runtime, request, turn)
     effect = await save(
         runtime,
         request,

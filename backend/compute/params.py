@@ -152,8 +152,8 @@ def by_layer(params: Params) -> Params:
         inner = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
         return jax.make_array_from_single_device_arrays(array.shape[1:], inner, parts)
 
-    count = stacked["attn_norm"].shape[0]
-    layers = tuple(jax.tree.map(functools.partial(one, layer=layer), stacked) for layer in range(count))
+    number = stacked["attn_norm"].shape[0]
+    layers = tuple(jax.tree.map(functools.partial(one, layer=layer), stacked) for layer in range(number))
     return replace(params, layers=layers)
 
 

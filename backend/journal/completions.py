@@ -19,12 +19,11 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from backend.journal.kinds import RequestState
-from backend.journal.statements import CLONE_BLOCK, get_owned, is_owned, missing
+from backend.journal.statements import CLONE_BLOCK, get_owned, in_chunks, is_owned, missing
 from backend.journal.tables import Request, Sampler
 from backend.journal.views import Completion, Completions
 
 PAGE = 1000
-_IDS_PER_QUERY = 10_000  # SQLite takes 32,766 parameters
 
 NEXT = {"last_completion": col(Sampler.last_completion) + 1}
 
@@ -102,9 +101,9 @@ def completions(connection: sa.Connection, sampler_id: str, owner: str | None, c
 
 def last_numbers(connection: sa.Connection, sampler_ids: Collection[str]) -> dict[str, int]:
     """The last number of each sampler. One statement per ten thousand."""
-    ids, found = list(sampler_ids), dict[str, int]()
-    for start in range(0, len(ids), _IDS_PER_QUERY):
-        for row in connection.execute(_LAST, {"ids": ids[start : start + _IDS_PER_QUERY]}):
+    found: dict[str, int] = {}
+    for ids in in_chunks(sampler_ids):
+        for row in connection.execute(_LAST, {"ids": ids}):
             found[row.id] = row.last_completion
     return found
 
@@ -131,12 +130,12 @@ def acknowledge(
     is said of it. Only the clone that asked for a sample knows its id, so there is no other reader to wait for.
     """
     get_owned(connection, Sampler, sampler_id, owner)
-    ids, dropped = list(request_ids), 0
-    for start in range(0, len(ids), _IDS_PER_QUERY):
+    dropped = 0
+    for ids in in_chunks(request_ids):
         statement = (
             sa.update(Request)
             .where(
-                col(Request.id).in_(ids[start : start + _IDS_PER_QUERY]),
+                col(Request.id).in_(ids),
                 col(Request.sampler_id) == sampler_id,
                 col(Request.seq_id) >= clone * CLONE_BLOCK,
                 col(Request.seq_id) < (clone + 1) * CLONE_BLOCK,

@@ -22,13 +22,12 @@ from sqlmodel import col
 from backend.journal.kinds import TAKES_WORK, ModelState, RequestState, SamplerState, SessionState
 from backend.journal.records import SnapshotTaken
 from backend.journal.recovery_tables import RecoverySnapshot, Suspect
-from backend.journal.statements import IS_PENDING, insert_if_absent
+from backend.journal.statements import IS_PENDING, in_chunks, insert_if_absent
 from backend.journal.tables import BaseModelRow, Model, Request, Sampler, Session
 from backend.journal.views import Executed, SnapshotView, pending_view, snapshot_view
 
 KEPT = 2  # snapshots of a model: the newest one restores it, or if that cannot be read the one before
 
-_IDS_PER_QUERY = 10_000  # SQLite takes 32,766 parameters
 _IS_MODEL = col(RecoverySnapshot.snapshot_id).is_(None)
 _LET_GO = {
     "replays": False,
@@ -138,16 +137,15 @@ def strays(connection: sa.Connection, found: Mapping[str, str]) -> dict[str, str
     Those that have a row are looked after by `superfluous`, and one of a live model may be about to get its row.
     """
     known, states = set[str](), dict[str, str]()
-    items = list(found.items())
-    for start in range(0, len(items), _IDS_PER_QUERY):
-        paths, models = zip(*items[start : start + _IDS_PER_QUERY], strict=True)
+    for paths in in_chunks(found):
         rows = sa.select(col(RecoverySnapshot.path)).where(col(RecoverySnapshot.path).in_(paths))
         known |= set(connection.execute(rows).scalars())
-        for row in connection.execute(sa.select(col(Model.id), col(Model.state)).where(col(Model.id).in_(set(models)))):
+    for models in in_chunks(set(found.values())):
+        for row in connection.execute(sa.select(col(Model.id), col(Model.state)).where(col(Model.id).in_(models))):
             states[row.id] = row.state
     return {
         path: f"model {model_id}, which is {states[model_id]}" if model_id in states else f"unknown model {model_id}"
-        for path, model_id in items
+        for path, model_id in found.items()
         if path not in known and states.get(model_id) not in TAKES_WORK
     }
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from backend.journal.kinds import RequestState
-from backend.journal.statements import IS_PENDING, is_owned, missing
+from backend.journal.statements import IS_PENDING, in_chunks, is_owned, missing
 from backend.journal.tables import Request
 from backend.journal.views import Result, result_view
 
@@ -35,7 +35,6 @@ _MARK_READ = (
 _FINISHED = sa.select(col(Request.id)).where(
     col(Request.id).in_(sa.bindparam("ids", expanding=True)), sa.not_(IS_PENDING)
 )
-_IDS_PER_QUERY = 10_000  # SQLite takes 32,766 parameters
 
 
 def read_result(
@@ -62,10 +61,9 @@ def mark_read(connection: sa.Connection, request_id: str, now: datetime) -> None
 
 def finished(connection: sa.Connection, request_ids: Collection[str]) -> set[str]:
     """Which of these are answered. One statement per ten thousand ids."""
-    ids, found = list(request_ids), set[str]()
-    for start in range(0, len(ids), _IDS_PER_QUERY):
-        some = {"ids": ids[start : start + _IDS_PER_QUERY]}
-        found |= set(connection.execute(_FINISHED, some).scalars())
+    found: set[str] = set()
+    for ids in in_chunks(request_ids):
+        found |= set(connection.execute(_FINISHED, {"ids": ids}).scalars())
     return found
 
 

@@ -1,4 +1,4 @@
-"""The few statements that several modules of the journal share: owner filter, insert-if-absent, failing what waits.
+"""The few statements that several modules share: owner filter, insert-if-absent, failing what waits, lists in chunks.
 
 Statements on the way of every request are module constants with bound parameters, here and in the other modules:
 building one costs more than executing it.
@@ -6,10 +6,10 @@ building one costs more than executing it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import Row
@@ -26,7 +26,16 @@ IS_PENDING = col(Request.state) == sa.literal_column(f"'{RequestState.PENDING}'"
 COMPLETION = sa.select(col(Sampler.last_completion)).where(col(Sampler.id) == col(Request.sampler_id)).scalar_subquery()
 CLONE_BLOCK = 1_000_000_000  # a clone's sequence ids are its number times this, and up (PROTOCOL.md 3.1)
 
+T = TypeVar("T")
+_AT_ONCE = 10_000  # SQLite takes 32,766 parameters
+
 Owned = type[Session] | type[Model] | type[Sampler] | type[Request]
+
+
+def in_chunks(items: Collection[T]) -> Iterator[list[T]]:
+    """The items, ten thousand at a time: what a statement takes as parameters."""
+    listed = list(items)
+    return (listed[start : start + _AT_ONCE] for start in range(0, len(listed), _AT_ONCE))
 
 
 def get_owned(connection: sa.Connection, table: Owned, row_id: str, owner: str | None) -> Row[Any]:

@@ -68,10 +68,10 @@ async def train(setting: Setting, recipe: Recipe) -> Trained:
     lineage = Lineage(setting.pipeline, run, setting.data, code, parameters.model.start_from)
     trainer = Trainer(setting.service, setting.base_model, parameters.model, training, recipe, progress, lineage)
     segments = progress.segments()
-    if (segments[-1].last_step if segments else 0) < training.steps:
+    if _done(segments) < training.steps:
         await recipe.prepare(trainer)
     async with controlled() as control, _Live(setting.board, training.steps) as live:
-        while (done := segments[-1].last_step if segments else 0) < training.steps:
+        while (done := _done(segments)) < training.steps:
             last = min(done + training.segment_steps, training.steps)
             with tags(*flow_run.tags or ()):  # so that limits on tags are for turns of one segment
                 segment = await train_segment(trainer, done + 1, last, control, live.add)
@@ -79,7 +79,7 @@ async def train(setting: Setting, recipe: Recipe) -> Trained:
                 segments.append(segment)
                 await _show(setting.board, segments, lineage)
             if control.stopping:
-                control.stopped(f"stopped after step {segments[-1].last_step if segments else 0}")
+                control.stopped(f"stopped after step {_done(segments)}")
         weights = await _export(trainer, training.steps)
     await _show(setting.board, segments, lineage, weights)
     steps = [one for segment in segments for one in segment.steps]
@@ -95,6 +95,11 @@ async def train(setting: Setting, recipe: Recipe) -> Trained:
         held_out=segments[-1].held_out,
         samples=segments[-1].samples,
     )
+
+
+def _done(segments: list[Segment]) -> int:
+    """Steps that are made and recorded."""
+    return segments[-1].last_step if segments else 0
 
 
 def _mean(steps: list[StepMetrics]) -> dict[str, float]:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from tasks.pipelines.advantages import Floats, group_centred, nearness
-from tasks.pipelines.progress import Sample
 from tasks.pipelines.rollouts import Episode, Rollouts, Turn
 from tasks.pipelines.rows import Row
 from tasks.pipelines.sampling import Shown
 from tasks.pipelines.schedule import batch_of
-from tasks.pipelines.trainer import Trainer, Values
+from tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
     import tinker
@@ -73,7 +72,7 @@ class Explore:
             **({"varied_groups": varied} if self.rewards else {}),
             "answer_tokens": tokens / len(turns),
             "loss": loss,
-            "grad_norm": ((await update).metrics or {})["grad_norm"],
+            "grad_norm": await grad_norm(update),
         }
 
     async def held_out(self, client: tinker.TrainingClient) -> Values:
@@ -82,10 +81,6 @@ class Explore:
             return {}
         found = self._measured(*await self._sample(client, self.held_out_rows, _HELD_OUT))
         return {f"held_out_{name}": value for name, value in found.items() if name in ("reward", self.kl)}
-
-    async def samples(self, client: tinker.TrainingClient) -> list[Sample]:
-        """Greedy answers to the prompts that were given."""
-        return await self.shown.answers(client)
 
     async def _sample(
         self, client: tinker.TrainingClient, rows: Sequence[Row], step: int

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasks.pipelines.progress import Sample
 from tasks.pipelines.render import Example
 from tasks.pipelines.sampling import Shown
 from tasks.pipelines.schedule import batch_of
-from tasks.pipelines.trainer import Trainer, Values
+from tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -39,7 +38,7 @@ class Imitate:
         self._examples = examples
         self._batch_size = batch_size
         self._seed = seed
-        self._shown = shown
+        self.shown = shown
         self._held_out = held_out
 
     async def prepare(self, trainer: Trainer) -> None:
@@ -54,8 +53,8 @@ class Imitate:
         update = client.optim_step(params)
 
         async def metrics() -> Values:
-            loss, made = await forward, await update
-            return {"loss": loss.metrics["loss:sum"], "grad_norm": (made.metrics or {})["grad_norm"], "tokens": learnt}
+            loss = (await forward).metrics["loss:sum"]
+            return {"loss": loss, "grad_norm": await grad_norm(update), "tokens": learnt}
 
         return metrics()
 
@@ -65,17 +64,21 @@ class Imitate:
             return {}
         return {"held_out_loss": await mean_loss(client, self._held_out)}
 
-    async def samples(self, client: tinker.TrainingClient) -> list[Sample]:
-        """Greedy answers to the prompts that were given."""
-        return await self._shown.answers(client)
-
 
 async def mean_loss(client: tinker.TrainingClient, examples: Sequence[Example]) -> float:
     """Mean negative log probability of the learnt tokens; nothing is learnt from them."""
+    total = sum([output.metrics["loss:sum"] async for _, output in forward_in_parts(client, examples)])
+    return float(total / sum(float(example.weights.sum()) for example in examples))
+
+
+async def forward_in_parts(
+    client: tinker.TrainingClient, examples: Sequence[Example]
+) -> AsyncIterator[tuple[Sequence[Example], tinker.ForwardBackwardOutput]]:
+    """Cross entropy of HELD_OUT_BATCH examples at a time, all asked at once; each part beside its answer, in order."""
     parts = [examples[i : i + HELD_OUT_BATCH] for i in range(0, len(examples), HELD_OUT_BATCH)]
     futures = [client.forward([example.datum() for example in part], "cross_entropy") for part in parts]
-    total = sum([(await future).metrics["loss:sum"] for future in futures])
-    return float(total / sum(float(example.weights.sum()) for example in examples))
+    for part, future in zip(parts, futures, strict=True):
+        yield part, await future
 
 
 def scaled(example: Example, factor: float) -> Example:

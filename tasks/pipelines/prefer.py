@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasks.pipelines.imitate import HELD_OUT_BATCH, scaled
+from tasks.pipelines.imitate import forward_in_parts, scaled
 from tasks.pipelines.preference import Floats, preferred
-from tasks.pipelines.progress import Sample
 from tasks.pipelines.render import Example
 from tasks.pipelines.sampling import Shown
 from tasks.pipelines.schedule import batch_of
-from tasks.pipelines.trainer import Trainer, Values
+from tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
     import tinker
@@ -39,7 +38,7 @@ class Prefer:
         self._beta = beta
         self._batch_size = batch_size
         self._seed = seed
-        self._shown = shown
+        self.shown = shown
         self._held_out = held_out
         self._reference: Floats = np.zeros(0)
         self._held_out_reference: Floats = np.zeros(0)
@@ -60,7 +59,7 @@ class Prefer:
         data = [scaled(example, -slope).datum() for example, slope in zip(examples, slopes, strict=True)]
         forward, update = client.forward_backward(data, "cross_entropy"), client.optim_step(params)
         await forward
-        return found.metrics | {"grad_norm": ((await update).metrics or {})["grad_norm"]}
+        return found.metrics | {"grad_norm": await grad_norm(update)}
 
     async def held_out(self, client: tinker.TrainingClient) -> Values:
         """Loss, accuracy and margin of the held-out pairs."""
@@ -69,10 +68,6 @@ class Prefer:
         gained = await _logprobs(client, self._held_out) - self._held_out_reference
         found = preferred(gained[0::2], gained[1::2], self._beta)
         return {f"held_out_{name}": found.metrics[name] for name in ("loss", "accuracy", "margin")}
-
-    async def samples(self, client: tinker.TrainingClient) -> list[Sample]:
-        """Greedy answers to the prompts that were given."""
-        return await self._shown.answers(client)
 
 
 async def _reference(trainer: Trainer, name: str, examples: Examples) -> Floats:
@@ -85,10 +80,10 @@ async def _reference(trainer: Trainer, name: str, examples: Examples) -> Floats:
 
 async def _logprobs(client: tinker.TrainingClient, examples: Examples) -> Floats:
     """The log probability of each example's learnt tokens together; nothing is learnt from them."""
-    parts = [examples[i : i + HELD_OUT_BATCH] for i in range(0, len(examples), HELD_OUT_BATCH)]
-    futures = [client.forward([example.datum() for example in part], "cross_entropy") for part in parts]
-    sums = []
-    for part, future in zip(parts, futures, strict=True):
-        for example, output in zip(part, (await future).loss_fn_outputs, strict=True):
-            sums.append(np.dot(output["logprobs"].to_numpy().astype(np.float64), example.weights[1:]))
-    return np.array(sums)
+    return np.array(
+        [
+            np.dot(output["logprobs"].to_numpy().astype(np.float64), example.weights[1:])
+            async for part, answer in forward_in_parts(client, examples)
+            for example, output in zip(part, answer.loss_fn_outputs, strict=True)
+        ]
+    )

@@ -14,7 +14,8 @@ from prefect.client.schemas.objects import State
 from backend.errors import UserError
 from tasks.pipelines.control import Control
 from tasks.pipelines.parameters import ModelParameters, TrainingParameters
-from tasks.pipelines.progress import Progress, Sample, Segment, StepMetrics
+from tasks.pipelines.progress import Progress, Segment, StepMetrics
+from tasks.pipelines.sampling import Shown
 from tasks.pipelines.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class Recipe(Protocol):
         """Measure on what is not trained on; {} when there is nothing."""
         ...
 
-    async def samples(self, client: tinker.TrainingClient) -> list[Sample]:
-        """What the model answers now."""
+    @property
+    def shown(self) -> Shown:
+        """What is asked of the model after each segment, to look at."""
         ...
 
 
@@ -137,6 +139,11 @@ class Trainer:
         )
 
 
+async def grad_norm(update: Awaitable[tinker.OptimStepResponse]) -> float:
+    """Norm of the gradients that an optimizer step found, before they were clipped."""
+    return float(((await update).metrics or {})["grad_norm"])
+
+
 def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
     """Whether another try may go better: not when something that was given is wrong."""
     return not isinstance(state.data, UserError)
@@ -169,7 +176,7 @@ async def train_segment(
             state=await _save(trainer, client, made[-1].step),
             steps=made,
             held_out=dict(await trainer.recipe.held_out(client)),
-            samples=await trainer.recipe.samples(client),
+            samples=await trainer.recipe.shown.answers(client),
         )
         trainer.progress.add(segment)
         trainer.moved(segment.last_step)

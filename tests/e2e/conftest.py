@@ -20,6 +20,7 @@ import pytest
 import tinker
 
 from backend.store import Store
+from deployments.run import wait_for_prefect
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -187,21 +188,11 @@ class Pipelines:
         return Store.open(f"file://{self.server.data_dir / 'store'}").load(path)[0].weights
 
 
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).is_success
-    except httpx.TransportError:
-        return False
-
-
 @pytest.fixture
 def pipelines(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipelines]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    deadline = time.monotonic() + 300
-    while not answers(f"{server.prefect_url}/api/health"):  # the service is ready without it, on a busy machine
-        assert time.monotonic() < deadline, "the Prefect server does not answer"
-        time.sleep(0.2)
+    wait_for_prefect(f"{server.prefect_url}/api", 300)
     monkeypatch.setenv("TINKER_BASE_URL", server.api_url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     monkeypatch.setenv("PREFECT_API_URL", f"{server.prefect_url}/api")  # for processes that a test starts

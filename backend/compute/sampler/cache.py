@@ -117,7 +117,8 @@ def page_of(cfg: ModelConfig, mesh: Mesh, cache: Cache, page: jax.Array) -> Cach
         part = jax.lax.dynamic_slice_in_dim(x, page * BLOCK, BLOCK, axis=3)
         return jax.lax.with_sharding_constraint(part, cache_sharding(cfg, mesh, cache.slots, BLOCK))
 
-    return Cache(k=one(cache.k), v=one(cache.v))
+    part: Cache = jax.tree.map(one, cache)
+    return part
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -128,7 +129,8 @@ def with_page(cfg: ModelConfig, mesh: Mesh, cache: Cache, part: Cache, page: jax
         x = jax.lax.dynamic_update_slice_in_dim(x, part, page * BLOCK, axis=3)
         return jax.lax.with_sharding_constraint(x, cache_sharding(cfg, mesh, cache.slots, cache.length))
 
-    return Cache(k=one(cache.k, part.k), v=one(cache.v, part.v))
+    whole: Cache = jax.tree.map(one, cache, part)
+    return whole
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

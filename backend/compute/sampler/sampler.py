@@ -304,8 +304,8 @@ class Sampler:
             return
         from_S = np.asarray(self._line.resize(slots), np.int32)
         if self._cache is None:
-            by_layer = isinstance(self._decode_params.layers, tuple)
-            self._cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, by_layer)
+            apart = isinstance(self._decode_params.layers, tuple)
+            self._cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, apart)
         else:
             self._cache = resized(self._cfg, self._mesh, length, self._cache, from_S)
 
