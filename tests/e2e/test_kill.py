@@ -1,4 +1,7 @@
-"""kill -9 of a pool process in the middle of a step: the client sees a pause, and the same numbers as without."""
+"""kill -9 of a pool process in the middle of a step: the client sees a pause, and the same numbers as without.
+
+One process alone is among those that test_crash_loop.py kills.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 import signal
 import time
 
-import pytest
 from tinker import types
 
 
@@ -21,11 +23,10 @@ def train(client, make_datum, kill=lambda: None):
     return [future.result().metrics for future in futures]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_worker_costs_a_pause(tmp_path, start_server, make_datum, processes):
+def test_one_of_two_processes_killed_costs_a_pause(tmp_path, start_server, make_datum):
     prompt = types.ModelInput.from_ints([1, 2, 3, 4])
     params = types.SamplingParams(max_tokens=100, seed=5, stop=[])
-    with start_server(tmp_path, "--processes", str(processes)) as server, server.client() as service:
+    with start_server(tmp_path, "--processes", "2") as server, server.client() as service:
         base = server.base_model
         undisturbed = service.create_lora_training_client(base_model=base, rank=8, seed=3).result()
         expected = train(undisturbed, make_datum)
@@ -34,7 +35,7 @@ def test_a_killed_worker_costs_a_pause(tmp_path, start_server, make_datum, proce
 
         client = service.create_lora_training_client(base_model=base, rank=8, seed=3).result()
         killed = server.workers()
-        assert len(killed) == processes
+        assert len(killed) == 2
         again = sampler.sample(prompt, 2, params)
 
         def kill():

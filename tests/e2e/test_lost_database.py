@@ -10,11 +10,10 @@ import sys
 from tinker import types
 
 
-def test_checkpoints_outlive_the_database(tmp_path, start_server, make_datum, monkeypatch):
-    monkeypatch.setenv("TINKERFLOW_PREFECT", "off")
+def test_checkpoints_outlive_the_database(tmp_path, start_server, make_datum):
     example = make_datum(list(range(1, 60)))
     prompt = types.ModelInput.from_ints([1, 2, 3, 4, 5, 6])
-    with start_server(tmp_path) as server:
+    with start_server(tmp_path, prefect="off") as server:
         with server.client() as service:
             client = service.create_lora_training_client(
                 base_model=server.base_model, rank=8, seed=3, user_metadata={"renderer": "qwen3"}
@@ -40,7 +39,7 @@ def test_checkpoints_outlive_the_database(tmp_path, start_server, make_datum, mo
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "restored 2, known 0, damaged 0" in done.stdout
 
-    with start_server(tmp_path) as server, server.client() as service:
+    with start_server(tmp_path, prefect="off") as server, server.client() as service:
         assert listed(server) == before
         run = server.rest().get_training_run_by_tinker_path(state).result()
         assert run.user_metadata == {"renderer": "qwen3"}

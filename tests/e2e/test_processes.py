@@ -24,7 +24,7 @@ def run(server, make_datum) -> tuple[list[float], list[list[float]]]:
 
 def test_two_processes_agree_with_one(tmp_path, server, start_server, make_datum):
     losses, numbers = run(server, make_datum)
-    with start_server(tmp_path, "--processes", "2") as pair:
+    with start_server(tmp_path, "--processes", "2", prefect="off") as pair:
         assert len(pair.workers()) == 2
         other_losses, other_numbers = run(pair, make_datum)
     assert losses[-1] < losses[0]

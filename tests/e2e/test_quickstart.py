@@ -32,6 +32,8 @@ def test_too_few_steps_fail(tmp_path, compiled_programs):
         text=True,
         timeout=900,
         check=False,
+        env=os.environ | {"TINKERFLOW_PREFECT": "off"},
     )
+    assert "(Prefect is off)" in run.stdout, run.stdout + run.stderr
     assert run.returncode == 1, run.stdout + run.stderr
     assert "not learnt" in run.stdout

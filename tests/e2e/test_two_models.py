@@ -15,7 +15,7 @@ def test_each_base_model_has_its_worker_group(tmp_path, start_server, make_datum
     shorter.write_text(json.dumps({**json.loads(shorter.read_text()), "max_position_embeddings": 512}))
     data_dir = tmp_path / "data"
     data_dir.mkdir()
-    with start_server(data_dir, "--base-model", folders[0], "--base-model", folders[1]) as server:
+    with start_server(data_dir, "--base-model", folders[0], "--base-model", folders[1], prefect="off") as server:
         served = server.rest().get_server_capabilities().result().supported_models
         contexts = {one.model_name: one.max_context_length for one in served}
         assert contexts == {folders[0]: 8192, folders[1]: 512}
