@@ -306,6 +306,11 @@ class Ping:
     """Do nothing. Reply: Done."""
 
 
+@dataclass(frozen=True)
+class ReadWarmth:
+    """Say which programs are compiled. Reply: Warmth, or Done of an executor that compiles nothing."""
+
+
 Command = (
     CreateAdapter
     | DropAdapter
@@ -319,6 +324,7 @@ Command = (
     | DropSnapshot
     | SampleStep
     | Ping
+    | ReadWarmth
 )
 
 
@@ -373,7 +379,20 @@ class SampleProgress:
     waiting: int
 
 
-Reply = Done | ForwardResult | OptimResult | AdapterState | SampleProgress
+@dataclass(frozen=True)
+class Warmth:
+    """Programs of rank 0. planned: those that the warm-up makes before they are needed; ready of them are made, or
+    failed, which is counted too. needed: made for a command meanwhile. late: made for one when all were ready.
+    """
+
+    planned: int
+    ready: int
+    failed: int
+    needed: int
+    late: int
+
+
+Reply = Done | ForwardResult | OptimResult | AdapterState | SampleProgress | Warmth
 
 
 # ------------------------------------------------------------------ how a group is set up
@@ -391,6 +410,7 @@ class GroupConfig:
     decode_chunk: int  # tokens decoded per SampleStep
     compile_cache_dir: str  # "" = no persistent compilation cache
     base_weights: Literal["full", "int8"] = "full"  # full = as dtype
+    warm_up: bool = False  # compile what may be needed before it is
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Settings(BaseSettings):
     microbatch_tokens: int = Field(default=1024, ge=32, description="padded tokens of a training micro-batch")
     sample_slots: int = Field(default=64, ge=1, description="sequences decoded together at most")
     decode_chunk: int = Field(default=8, ge=1, description="tokens decoded between two looks at the queue")
+    warm_up: bool = Field(default=True, description="compile what requests may need while there are none")
     command_deadline: float = Field(default=600.0, gt=0, description="seconds a pool command may take")
     start_deadline: float = Field(default=600.0, gt=0, description="seconds a worker group may take to start")
 

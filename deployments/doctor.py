@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backend.clock import SystemClock
+from backend.commands import Warmth
 from backend.errors import TinkerflowError
 from backend.settings import Settings
 from deployments.parts import open_journal
@@ -112,6 +113,21 @@ def _base_models(settings: Settings) -> str:
 
 
 def _compiled(settings: Settings) -> str:
+    """Which programs are warm in the worker groups, and what is kept for the next ones."""
+    warm = []
+    if settings.has_journal:
+        with open_journal(settings) as journal:
+            warm = [f"{model.name}: {_warmth(model.warmth)}" for model in journal.base_models() if model.warmth]
+    return "; ".join([*warm, _cached(settings)])
+
+
+def _warmth(warmth: Warmth) -> str:
+    failed = f" ({warmth.failed} failed)" if warmth.failed else ""
+    text = f"{warmth.ready} of {warmth.planned} warm{failed}" if warmth.planned else "no warm-up"
+    return f"{text}, {warmth.needed} compiled for a request before, {warmth.late} after the warm-up"
+
+
+def _cached(settings: Settings) -> str:
     entries = [p for p in settings.compile_cache.rglob("*") if p.is_file()]
     size = sum(p.stat().st_size for p in entries) / 2**20
     return f"{len(entries)} file(s), {size:.1f} MiB in {settings.compile_cache}"

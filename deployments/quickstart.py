@@ -34,7 +34,7 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
     Returns whether the loss fell and the model afterwards says every answer exactly.
     """
     with tempfile.TemporaryDirectory(prefix="tinkerflow-quickstart-") as scratch:
-        settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0)
+        settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0, warm_up=False)
         with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
             console.print(stack.ready_line, highlight=False)
             return _teach(console, stack, steps)

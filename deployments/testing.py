@@ -58,8 +58,8 @@ def serve_tiny(data_dir: Path, **settings: Any) -> Iterator[TinyService]:
     from deployments.parts import with_base_models
     from flows import run_engine
 
-    wanted = {"data_dir": data_dir, "host": "127.0.0.1", "port": free_port(), "prefect": "off", **settings}
-    chosen = with_base_models(Settings(**wanted))
+    plain: dict[str, Any] = {"host": "127.0.0.1", "port": free_port(), "prefect": "off", "warm_up": False}
+    chosen = with_base_models(Settings(data_dir=data_dir, **(plain | settings)))
     url = f"http://{chosen.host}:{chosen.port}"
     names = {"TINKER_BASE_URL": url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
 

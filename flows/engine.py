@@ -29,6 +29,7 @@ from flows.lease import hold_lease
 from flows.pacing import Pacing
 from flows.sampling import SamplingLane
 from flows.tracking import open_tracking
+from flows.warmth import note_warmth
 from tasks.answers import Answers
 from tasks.recovery import Policy
 from tasks.runtime import Runtime
@@ -143,6 +144,9 @@ async def _run(
         for model in served:
             stack.callback(model.runtime.close)
         await asyncio.to_thread(journal.register_base_models, [(card.name, card.to_json()) for card in cards])
+        for model in served:
+            noting = asyncio.create_task(note_warmth(journal, model.pool, model.card.name), name="warmth")
+            stack.callback(noting.cancel)
         dispatcher = Dispatcher(settings, journal, shared, served)
         await _serve_until(stop, dispatcher, on_ready, lease)
 

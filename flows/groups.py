@@ -46,4 +46,5 @@ def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
         decode_chunk=settings.decode_chunk,
         compile_cache_dir=str(settings.compile_cache),
         base_weights=settings.base_weights,
+        warm_up=settings.warm_up,
     )

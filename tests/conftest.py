@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from pathlib import Path
 
 import pytest
 
 ROOM = Path(__file__).parent
+os.environ["TINKERFLOW_WARM_UP"] = "false"  # services of the tests compile what they need; test_warming.py is of it
 USES_THE_SDK = {"api", "compat", "e2e"}
 
 

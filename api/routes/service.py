@@ -7,8 +7,10 @@ import logging
 import re
 
 from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
 
 from api.deps import Authorised
+from api.metrics import text_of
 from api.models import Capabilities, SupportedModel, Telemetry, TelemetryAccepted
 from api.openapi import takes
 from backend.model_card import ModelCard
@@ -47,6 +49,13 @@ async def telemetry(call: Authorised) -> TelemetryAccepted:
         message = _SECRET.sub("[key]", event.error_message or "")
         log.debug("%s: %s %s %s %s", body.session_id, event.event, event.event_name, event.error_type, message[:500])
     return TelemetryAccepted()
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(call: Authorised) -> str:
+    """What the worker groups have compiled, in the text format of Prometheus; nothing that is anybody's own."""
+    models = await asyncio.to_thread(call.journal.base_models)
+    return text_of([(model.name, model.warmth) for model in models if model.warmth is not None])
 
 
 @router.get("/get_server_capabilities")

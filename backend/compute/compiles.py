@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+
 import jax.monitoring
 
 _EVENT = "/jax/core/compile/backend_compile_duration"  # also recorded for one that the persistent cache had
@@ -12,9 +15,19 @@ class CompileCounter:
 
     def __init__(self) -> None:
         """Start at 0."""
-        self.count = 0
+        self._by_thread: Counter[int] = Counter()
         jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    @property
+    def count(self) -> int:
+        """Those of all threads."""
+        return self._by_thread.total()
+
+    @property
+    def here(self) -> int:
+        """Those that the calling thread has made."""
+        return self._by_thread[threading.get_ident()]
 
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _EVENT:
-            self.count += 1
+            self._by_thread[threading.get_ident()] += 1

@@ -26,11 +26,14 @@ from backend.commands import (
     GroupConfig,
     ImportAdapter,
     LoadSnapshot,
+    LoraSpec,
     MoveSnapshot,
+    Optimizer,
     OptimResult,
     OptimStep,
     Ping,
     PublishSnapshot,
+    ReadWarmth,
     Reply,
     SampleStep,
 )
@@ -44,8 +47,11 @@ from backend.compute.optimizer import hyper_vector
 from backend.compute.packing import MicroBatch, pack
 from backend.compute.params import count, load_params
 from backend.compute.sampler import Sampler
+from backend.compute.sampler.shapes import RANK_COLUMNS
 from backend.compute.sequence_losses import judge
 from backend.compute.train import make_steps, to_devices
+from backend.compute.train_programs import adapter_like, training_programs
+from backend.compute.warming import WarmUp
 from backend.errors import ServerError, UserError
 
 
@@ -70,6 +76,10 @@ class Executor:
         self._adapters = AdapterStore(self._cfg, self._mesh)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
         self._announced: set[object] = set()
+        self._warm_up = WarmUp(on=config.warm_up)
+        self._warm_up.want(self._sampler.programs())
+        self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
+        self._want(LoraSpec(RANK_COLUMNS), "adamw")
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -88,12 +98,14 @@ class Executor:
 
     def execute(self, command: Command) -> Reply:
         """Do what `command` says; NotFoundError names an adapter that is not here."""
-        before = self.compiles
+        if isinstance(command, ReadWarmth):
+            return self._warm_up.warmth
+        before = self._compiles.here
         try:
-            return self._execute(command)
+            with self._warm_up.pause(lambda: self._compiles.here):
+                return self._execute(command)
         finally:
-            if self.compiles > before:
-                made = self.compiles - before
+            if made := self._compiles.here - before:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
 
     def _execute(self, command: Command) -> Reply:
@@ -108,8 +120,10 @@ class Executor:
                 return self._adapters.export(adapter_id, optimizer=optimizer)
             case CreateAdapter(adapter_id, spec, seed, optimizer):
                 self._adapters.create(adapter_id, spec, seed, optimizer)
+                self._want(spec, optimizer)
             case ImportAdapter(adapter_id, state):
                 self._adapters.restore(adapter_id, state)
+                self._want(state.spec, state.optimizer)
             case DropAdapter(adapter_id):
                 self._adapters.drop(adapter_id)
             case PublishSnapshot(adapter_id, snapshot_id):
@@ -125,6 +139,26 @@ class Executor:
             case Ping():
                 pass
         return Done()
+
+    def _want(self, spec: LoraSpec, optimizer: Optimizer) -> None:
+        """Warm up for adapters of that shape, unless it was asked for before."""
+        if not self._config.warm_up or (spec, optimizer) in self._shapes_wanted:
+            return
+        self._shapes_wanted.add((spec, optimizer))
+        adapter = adapter_like(self._cfg, self._mesh, spec)
+        self._warm_up.want(self._sampler.publishing(spec, adapter))
+        self._warm_up.want(
+            training_programs(
+                self._cfg,
+                self._mesh,
+                self._params,
+                self._steps,
+                adapter,
+                optimizer=optimizer,
+                microbatch_tokens=self._config.microbatch_tokens,
+                max_context=self._config.max_context,
+            )
+        )
 
     def _forward(self, command: Forward) -> ForwardResult:
         if not command.examples:

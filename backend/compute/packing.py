@@ -68,6 +68,19 @@ def pack(examples: Sequence[Example], *, microbatch_tokens: int, row_multiple: i
     return [_micro_batch(examples, batch, targets, row_multiple) for batch in batches]
 
 
+def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int = 1) -> list[tuple[int, int]]:
+    """Every (rows, tokens) that `pack` may make of examples of at most `longest` tokens."""
+    widths = [SHORTEST_ROW]
+    while widths[-1] < max(longest, microbatch_tokens):
+        widths.append(2 * widths[-1])
+    return [
+        (row_multiple << doubled, width)
+        for width in widths
+        if width <= max(bucket(longest, SHORTEST_ROW), microbatch_tokens)
+        for doubled in range((_most_rows(width, microbatch_tokens, row_multiple) // row_multiple).bit_length())
+    ]
+
+
 def _most_rows(width: int, microbatch_tokens: int, row_multiple: int) -> int:
     fit = max(1, microbatch_tokens // width // row_multiple)
     return row_multiple * (1 << (fit.bit_length() - 1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 
 import sqlalchemy as sa
 from sqlmodel import col
 
+from backend.commands import Warmth
 from backend.journal.tables import BaseModelRow
 from backend.journal.views import BaseModelView
 
@@ -26,4 +29,13 @@ def register_base_models(connection: sa.Connection, models: Sequence[tuple[str, 
 def base_models(connection: sa.Connection) -> list[BaseModelView]:
     """What is served now, by name."""
     rows = connection.execute(sa.select(BaseModelRow).order_by(col(BaseModelRow.name)))
-    return [BaseModelView(row.name, row.card) for row in rows]
+    return [
+        BaseModelView(row.name, row.card, None if row.warmth is None else Warmth(**json.loads(row.warmth)))
+        for row in rows
+    ]
+
+
+def note_warmth(connection: sa.Connection, base_model: str, warmth: Warmth) -> None:
+    """Keep what the worker group of a base model last said of its programs."""
+    text = json.dumps(asdict(warmth))
+    connection.execute(sa.update(BaseModelRow).where(col(BaseModelRow.name) == base_model).values(warmth=text))

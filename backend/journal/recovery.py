@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from backend.clock import Clock
-from backend.journal import condition, history, holding, leases
+from backend.commands import Warmth
+from backend.journal import base_models, condition, history, holding, leases
 from backend.journal.bell import Bell
 from backend.journal.condition import Condition
 from backend.journal.database import Database
@@ -83,6 +84,11 @@ class Recovery:
         """Say what all requests for a base model wait for, None when they do not."""
         with self._database.write() as connection:
             history.note_group(connection, base_model, text)
+
+    def note_warmth(self, base_model: str, warmth: Warmth) -> None:
+        """Keep which programs the worker group of a base model has compiled."""
+        with self._database.write() as connection:
+            base_models.note_warmth(connection, base_model, warmth)
 
     def waits_for(self, request_id: str) -> str | None:
         """Why a pending request is not executed at present, if there is a reason beside its place in line."""

@@ -76,7 +76,10 @@ class AuditEvent(Table, table=True):
 
 
 class BaseModelRow(Table, table=True):
-    """A base model that the engine serves. generation counts the engine's registrations."""
+    """A base model that the engine serves. generation counts the engine's registrations.
+
+    warmth: which programs its worker group has compiled: a backend.commands.Warmth as JSON.
+    """
 
     __tablename__ = "base_model"
 
@@ -85,6 +88,7 @@ class BaseModelRow(Table, table=True):
     registered_at: datetime = Field(sa_type=UtcDateTime)
     generation: int
     progress: str | None = None
+    warmth: str | None = None
 
 
 class ServiceSecret(Table, table=True):

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import Row
 
-from backend.commands import Optimizer
+from backend.commands import Optimizer, Warmth
 from backend.errors import Category, TinkerflowError
 from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, SessionState, UsageKind
 from backend.journal.records import Effect, Outcome
@@ -249,10 +249,14 @@ class StoredNow:
 
 @dataclass(frozen=True)
 class BaseModelView:
-    """A base model that the engine serves; card is the JSON text of its ModelCard."""
+    """A base model that the engine serves; card is the JSON text of its ModelCard.
+
+    warmth: which programs its worker group has compiled, as far as was noted.
+    """
 
     name: str
     card: str
+    warmth: Warmth | None = None
 
 
 @dataclass(frozen=True)

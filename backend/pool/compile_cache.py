@@ -1,17 +1,51 @@
-"""Deleting entries of JAX's persistent compilation cache that a kill cut short.
+"""JAX's persistent compilation cache, for every rank of a group, and whatever a kill does to it.
 
-JAX writes entries in place and never replaces one, so such an entry would cost a compilation at every start. The
-warning names the module only; entries are called `<module>-<hash>-cache`, so a few good ones of that module go too.
+JAX writes entries from process 0 only, lest processes write to one remote file at once, and on CPU an entry's key
+depends on the rank. So the others would compile everything again in each generation. Here every rank has a folder of
+its own in the data directory of its host, and writes there: no two processes of a group share a file.
+
+JAX writes entries in place and never replaces one, so one that a kill has cut short would cost a compilation at every
+start. The warning names the module only; entries are called `<module>-<hash>-cache`, so a few good ones of that module
+go too.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import warnings
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 _UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for '([\w.<>]+)'")
+
+
+def folder_of(cache: str, rank: int) -> Path:
+    """Where `rank` keeps its entries. Rank 0's are in `cache` itself, where any single process looks."""
+    return Path(cache) / f"rank-{rank}" if rank else Path(cache)
+
+
+def write_here(compiler: Any, compilation_cache: Any) -> None:
+    """Have this process write what it compiles, whatever its rank: after this, of JAX's own rule nothing is left.
+
+    Given are the modules of these names in `jax._src`: JAX (0.10) has no option for that, so this takes the place of
+    the function that it calls with what it compiled. AttributeError when there is none of that name any more.
+    """
+
+    def write(key: str, seconds: float, module: str, backend: Any, executable: Any, host_callbacks: Any) -> None:
+        # As JAX's, without its look at the rank, and without least sizes and times: they are 0 here.
+        if host_callbacks:  # pointers of this process
+            return
+        try:
+            compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
+        except Exception as error:  # noqa: BLE001  what is not kept is compiled again
+            text = f"Error writing persistent compilation cache entry for '{module}': {error!r}"
+            warnings.warn(text, stacklevel=2)
+
+    if not hasattr(compiler, "_cache_write"):
+        raise AttributeError("jax._src.compiler has no _cache_write: this JAX writes its compilation cache otherwise")
+    compiler._cache_write = write
 
 
 class CacheMender(logging.Handler):

@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, cast
@@ -28,7 +27,7 @@ from typing import Protocol, cast
 from backend.commands import Command, GroupConfig, Reply
 from backend.errors import UserError
 from backend.pool import codec
-from backend.pool.compile_cache import CacheMender
+from backend.pool.compile_cache import CacheMender, folder_of, write_here
 from backend.pool.messages import Ack, Beat, Fatal, Progress, Ready, Start, to_failed
 from backend.pool.transport import Frame, WorkerLink
 from backend.processes import die_with_parent
@@ -142,17 +141,21 @@ def build(start: Start, rank: int, progress: Callable[[str], None]) -> Executor:
 def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
     """Set JAX up for this process: its share of the mesh's devices, the compilation cache, and the group."""
     import jax
+    from jax._src import compilation_cache, compiler
 
     config = start.config
     update: Callable[[str, object], None] = jax.config.update
     update("jax_num_cpu_devices", config.fsdp * config.tensor // start.processes)
     update("jax_enable_preemption_service", False)  # it swallows SIGTERM
     if config.compile_cache_dir:
-        update("jax_compilation_cache_dir", config.compile_cache_dir)
+        cache = folder_of(config.compile_cache_dir, rank)
+        update("jax_compilation_cache_dir", str(cache))
         update("jax_persistent_cache_min_compile_time_secs", 0.0)
         update("jax_persistent_cache_min_entry_size_bytes", -1)
         logging.captureWarnings(True)
-        logging.getLogger("py.warnings").addHandler(CacheMender(Path(config.compile_cache_dir)))
+        logging.getLogger("py.warnings").addHandler(CacheMender(cache))
+        if rank:
+            write_here(compiler, compilation_cache)
     if start.processes > 1:
         progress(f"joining {start.processes} processes")
         jax.distributed.initialize(

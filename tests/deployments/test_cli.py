@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from backend.commands import Warmth
 from backend.settings import Settings
 from deployments.cli import app
-from deployments.doctor import _processes
+from deployments.doctor import _compiled, _processes
 from deployments.parts import open_journal, with_base_models
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -44,6 +45,16 @@ def test_doctor_says_what_is_waited_for(tmp_path):
         journal.recovery.release()
         journal.recovery.note_group("m", None)
         assert _processes(settings) == "none runs"
+
+
+def test_doctor_says_what_is_compiled(tmp_path):
+    settings = Settings(data_dir=tmp_path)
+    assert _compiled(settings).startswith("0 file(s)")
+    with open_journal(settings) as journal:
+        journal.register_base_models([("m", "{}"), ("new", "{}")])
+        journal.recovery.note_warmth("m", Warmth(planned=9, ready=4, failed=1, needed=2, late=0))
+    said = "m: 4 of 9 warm (1 failed), 2 compiled for a request before, 0 after the warm-up; 0 file(s)"
+    assert _compiled(settings).startswith(said)
 
 
 def test_doctor_names_what_is_wrong(tmp_path):

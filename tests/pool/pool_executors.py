@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,3 +192,20 @@ class Collective:
         values_D = command.examples[0].weights_TK[:, 0]
         x_D = jax.make_array_from_callback(values_D.shape, self.sharded, lambda index: values_D[index])
         return ForwardResult((), float(self.total(x_D)))
+
+
+class Counting(Collective):
+    """Writes after each command how many programs it asked for, and how many of these JAX's cache had."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        import jax.monitoring
+
+        self.events: Counter[str] = Counter()
+        self.told = Path(config.model_path) / f"rank-{rank}"
+        jax.monitoring.register_event_listener(lambda event, **kwargs: self.events.update([event.rpartition("/")[2]]))
+        super().__init__(config, progress, processes, rank)
+
+    def execute(self, command: Command) -> Reply:
+        reply = super().execute(command)
+        self.told.write_text(f"{self.events['cache_hits']} of {self.events['compile_requests_use_cache']}")
+        return reply

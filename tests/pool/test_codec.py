@@ -67,6 +67,7 @@ configs = st.builds(
     sample_slots=st.integers(1, 512),
     decode_chunk=st.integers(1, 64),
     compile_cache_dir=texts,
+    warm_up=st.booleans(),
 )
 
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
@@ -92,6 +93,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         c.SampleStep, st.lists(sample_requests, max_size=2).map(tuple), st.lists(texts, max_size=2).map(tuple)
     ),
     c.Ping: st.builds(c.Ping),
+    c.ReadWarmth: st.builds(c.ReadWarmth),
+    c.Warmth: st.builds(c.Warmth, *[st.integers(0, 2**40)] * 5),
     c.Done: st.builds(c.Done),
     c.ForwardResult: st.builds(c.ForwardResult, st.lists(floats32, max_size=3).map(tuple), numbers),
     c.OptimResult: st.builds(c.OptimResult, numbers, st.integers(0, 2**31)),

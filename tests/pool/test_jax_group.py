@@ -81,3 +81,24 @@ async def test_a_damaged_compilation_cache_is_mended(
     before = log.read_text().count("deleting")
     await run_once()
     assert log.read_text().count("deleting") == before
+
+
+async def test_every_rank_of_a_second_generation_finds_what_the_first_one_compiled(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
+) -> None:
+    config = replace(group_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
+    pool = await start_pool("Counting", processes=2, config=config)
+
+    async def found() -> list[str]:
+        assert await pool.submit(total(8)) == ForwardResult((), 28.0)
+        return [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)]
+
+    first = await found()
+    asked = [int(text.rpartition(" ")[2]) for text in first]
+    assert first == [f"0 of {count}" for count in asked] and all(asked)
+    os.kill(pool.pids[1], signal.SIGKILL)
+    async for lost in pool.losses():
+        assert lost.generation == 1
+        break
+    assert await pool.serving() == 2
+    assert await found() == [f"{count} of {count}" for count in asked]

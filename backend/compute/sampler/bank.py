@@ -79,11 +79,11 @@ class SnapshotBank:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
         if any(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(lora)):
             lora = put(lora, replicated(self._mesh))
-        columns = -(-spec.rank // _RANK_UNIT) * _RANK_UNIT
-        frozen, finite = _frozen(self._mesh, columns, self._dtype, lora)
+        columns = padded_columns(spec.rank)
+        copy, finite = frozen(self._mesh, columns, self._dtype, lora)
         if not bool(to_host(finite)):
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
-        self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, frozen)
+        self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, copy)
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether there is a snapshot of that id."""
@@ -115,12 +115,12 @@ class SnapshotBank:
 
     @property
     def lora(self) -> Lora:
-        """The stack: A [.., K, in] and B [.., K, out]; without any pairs while it is empty."""
+        """The stack: A [.., K, in] and B [.., K, out]; without any pairs before it is used."""
         return self._stack.lora
 
     @property
     def width(self) -> int:
-        """K, 0 while the stack is empty."""
+        """K, 0 before it is used."""
         return self._stack.width
 
     def columns(self, snapshot: Snapshot | None) -> Columns:
@@ -128,10 +128,14 @@ class SnapshotBank:
         return BASE if snapshot is None else self._stack.places[snapshot]
 
     def use(self, wanted: Collection[Snapshot]) -> None:
-        """Make sure that every snapshot of `wanted` is in the stack; others stay only while there is room."""
+        """Make sure that every snapshot of `wanted` is in the stack; others stay only while there is room.
+
+        Without any, there is a stack all the same, in which the base model sees nothing.
+        """
         stack, ordered = self._stack, list(dict.fromkeys(wanted))
         missing = [snapshot for snapshot in ordered if snapshot not in stack.places]
-        if not missing:
+        if not stack.width:
+            self._rebuild(ordered)
             return
         for snapshot in missing:
             start = _gap(stack, snapshot.columns)
@@ -149,7 +153,7 @@ class SnapshotBank:
 
     def _rebuild(self, snapshots: list[Snapshot]) -> None:
         width = rank_columns(sum(snapshot.columns for snapshot in snapshots))
-        self._stack = _Stack(width, _empty_stack(self._cfg, self._mesh, width, self._dtype))
+        self._stack = _Stack(width, empty_stack(self._cfg, self._mesh, width, self._dtype))
         start = 0
         for snapshot in snapshots:
             self._place(snapshot, start)
@@ -157,8 +161,13 @@ class SnapshotBank:
 
     def _place(self, snapshot: Snapshot, start: int) -> None:
         stack = self._stack
-        stack.lora = _placed(self._mesh, stack.lora, snapshot.lora, snapshot.columns, np.int32(start))
+        stack.lora = placed(self._mesh, stack.lora, snapshot.lora, snapshot.columns, np.int32(start))
         stack.places[snapshot] = Columns(start, start + snapshot.columns)
+
+
+def padded_columns(rank: int) -> int:
+    """How many columns of the stack a snapshot of that rank takes."""
+    return -(-rank // _RANK_UNIT) * _RANK_UNIT
 
 
 def stack_apply(columns_B2: jax.Array) -> LoraApply:
@@ -188,7 +197,7 @@ def _gap(stack: _Stack, columns: int) -> int | None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.Array]:
+def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.Array]:
     """The copy that a snapshot keeps, and whether all of it is finite."""
 
     def freeze(pair: LoraPair) -> LoraPair:
@@ -199,16 +208,18 @@ def _frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax
             B=jnp.pad(pair.B * scale(rank), grow).astype(dtype),
         )
 
-    frozen = jax.tree.map(freeze, lora, is_leaf=lambda node: isinstance(node, LoraPair))
-    frozen = jax.lax.with_sharding_constraint(frozen, replicated(mesh))
+    copy = jax.tree.map(freeze, lora, is_leaf=lambda node: isinstance(node, LoraPair))
+    copy = jax.lax.with_sharding_constraint(copy, replicated(mesh))
     finite = functools.reduce(
-        jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(frozen)], jnp.bool_(True)
+        jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(copy)], jnp.bool_(True)
     )
-    return frozen, jax.lax.with_sharding_constraint(finite, replicated(mesh))
+    return copy, jax.lax.with_sharding_constraint(finite, replicated(mesh))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str) -> Lora:
+def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str) -> Lora:
+    """A stack of `width` columns of zeros: an adapter of all parts of the model."""
+
     def pair(name: str, stack: tuple[int, ...]) -> LoraPair:
         fan_in, fan_out = projection_sizes(cfg)[name]
         return LoraPair(A=jnp.zeros((*stack, width, fan_in), dtype), B=jnp.zeros((*stack, width, fan_out), dtype))
@@ -218,7 +229,7 @@ def _empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str) -> Lora:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
-def _placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Array) -> Lora:
+def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Array) -> Lora:
     """The stack with a snapshot written at column `start`; parts that it does not adapt are zeroed there."""
 
     def put_pair(into: LoraPair, pair: LoraPair | None) -> LoraPair:

@@ -1,7 +1,7 @@
 """The key-value cache: written in place inside the layer loop, and read in blocks by attention.
 
 Letters: L layers, S slots (or rows of a prefill), G key-value heads, T positions, d head dimension, H query heads,
-Q queries of a row, r query heads per key-value head, b keys of a block.
+Q queries of a row, r query heads per key-value head, b keys of a block, N pages (a page is a block of one slot).
 
 Heads come before positions, so that a block of keys is one matrix per head: any other order makes XLA copy what it
 multiplies. A cache is one array for all layers, or, for a loop over layers that is written out (`params.by_layer`), one
@@ -13,17 +13,21 @@ zeros: a row's result does not depend on the others' lengths.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from backend.compute.config import ModelConfig
 from backend.compute.mesh import FSDP, TENSOR, sharding
 from backend.compute.sampler.shapes import BLOCK
 
+PAGES = 16  # that are copied at once: 2,048 positions
 _MASKED = -1e30
 
 
@@ -43,6 +47,20 @@ class Cache:
     def length(self) -> int:
         """How many positions of each."""
         return int(jax.tree.leaves(self.k)[0].shape[3])
+
+
+@dataclass(frozen=True)
+class Move:
+    """The first `pages` pages of slot `source` of one cache go to slot `into` of another."""
+
+    source: int
+    into: int
+    pages: int
+
+
+def pages_for(tokens: int) -> int:
+    """How many pages hold `tokens` positions."""
+    return -(-tokens // BLOCK)
 
 
 def cache_shape(cfg: ModelConfig, slots: int, length: int) -> tuple[int, int, int, int, int]:
@@ -69,44 +87,67 @@ def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: st
     return Cache(k=part(), v=part())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def resized(cfg: ModelConfig, mesh: Mesh, length: int, cache: Cache, from_S: jax.Array) -> Cache:
-    """A cache of `length` whose slot i is a copy of slot from_S[i] of `cache`, cut or filled up with zeros.
+def moved(cfg: ModelConfig, mesh: Mesh, into: Cache, source: Cache, moves: Sequence[Move]) -> Cache:
+    """`into` with the front of slots of `source` copied to slots of its own. In place; several dispatches.
 
-    from_S int32 [new number of slots]; -1 = a slot of zeros.
+    By way of an array of a fixed size: so there is a program for each shape of cache, and none for each pair of them.
     """
+    pages = [(move, page) for move in moves for page in range(move.pages)]
+    for begin in range(0, len(pages), PAGES):
+        here = pages[begin : begin + PAGES]
+        source_N, into_N, page_N = (np.zeros(PAGES, np.int32) for _ in range(3))
+        for i, (move, page) in enumerate(here):
+            source_N[i], into_N[i], page_N[i] = move.source, move.into, page
+        count = np.int32(len(here))
+        into = pages_put(cfg, mesh, into, pages_of(cfg, mesh, source, source_N, page_N, count), into_N, page_N, count)
+    return into
 
-    def one(x: jax.Array) -> jax.Array:
-        kept = min(length, x.shape[3])
-        moved = jnp.where((from_S >= 0)[None, :, None, None, None], x[:, jnp.maximum(from_S, 0), :, :kept], 0)
-        whole = jnp.pad(moved, ((0, 0), (0, 0), (0, 0), (0, length - kept), (0, 0)))
-        return jax.lax.with_sharding_constraint(whole, cache_sharding(cfg, mesh, from_S.shape[0], length))
 
-    moved: Cache = jax.tree.map(one, cache)
-    return moved
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def pages_of(
+    cfg: ModelConfig, mesh: Mesh, cache: Cache, slot_N: jax.Array, page_N: jax.Array, count: jax.Array
+) -> Cache:
+    """Page page_N[i] of slot slot_N[i], i < count, as a cache of N = PAGES slots of BLOCK: one array for all layers."""
+
+    def one(whole: Any) -> jax.Array:
+        parts = whole if isinstance(whole, tuple) else (whole,)
+        shape = cache_shape(cfg, PAGES, BLOCK)
+
+        def copy(i: jax.Array, room: jax.Array) -> jax.Array:
+            for layer, part in enumerate(parts):
+                begin = (0, slot_N[i], 0, page_N[i] * BLOCK, 0)
+                page = jax.lax.dynamic_slice(part, begin, (part.shape[0], 1, shape[2], BLOCK, shape[4]))
+                room = jax.lax.dynamic_update_slice(room, page, (layer, i, 0, 0, 0))
+            return room
+
+        room = jax.lax.fori_loop(0, count, copy, jnp.zeros(shape, parts[0].dtype))
+        return jax.lax.with_sharding_constraint(room, cache_sharding(cfg, mesh, PAGES, BLOCK))
+
+    return Cache(k=one(cache.k), v=one(cache.v))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def seeded(
-    cfg: ModelConfig, mesh: Mesh, cache: Cache, staged: Cache, row_S: jax.Array, slot_S: jax.Array, count: jax.Array
+def pages_put(
+    cfg: ModelConfig, mesh: Mesh, cache: Cache, pages: Cache, slot_N: jax.Array, page_N: jax.Array, count: jax.Array
 ) -> Cache:
-    """`cache` with row row_S[i] of `staged` (all layers) copied to the front of slot slot_S[i], i < count. In place."""
-    kept = min(cache.length, staged.length)
+    """The inverse of `pages_of`: `cache` with those pages in their places. In place."""
 
-    def one(into: jax.Array, source: jax.Array) -> jax.Array:
-        def copy(i: jax.Array, into: jax.Array) -> jax.Array:
-            part = jax.lax.dynamic_slice_in_dim(source, row_S[i], 1, axis=1)[:, :, :, :kept]
-            return jax.lax.dynamic_update_slice(into, part, (0, slot_S[i], 0, 0, 0))
+    def one(whole: Any, source: jax.Array) -> Any:
+        parts = whole if isinstance(whole, tuple) else (whole,)
 
-        into = jax.lax.fori_loop(0, count, copy, into)
-        return jax.lax.with_sharding_constraint(into, cache_sharding(cfg, mesh, cache.slots, cache.length))
+        def copy(i: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            page = jax.lax.dynamic_slice_in_dim(source, i, 1, axis=1)
+            begin, made = (0, slot_N[i], 0, page_N[i] * BLOCK, 0), []
+            for layer, part in enumerate(parts):
+                made.append(jax.lax.dynamic_update_slice(part, page[layer : layer + part.shape[0]], begin))
+            return tuple(made)
 
-    def all_layers(into: Any, source: Any) -> Any:
-        if isinstance(into, tuple):
-            return tuple(one(part, source[layer : layer + 1]) for layer, part in enumerate(into))
-        return one(into, source)
+        where = cache_sharding(cfg, mesh, cache.slots, cache.length)
+        parts = jax.lax.fori_loop(0, count, copy, parts)
+        parts = tuple(jax.lax.with_sharding_constraint(part, where) for part in parts)
+        return parts if isinstance(whole, tuple) else parts[0]
 
-    return Cache(k=all_layers(cache.k, staged.k), v=all_layers(cache.v, staged.v))
+    return Cache(k=one(cache.k, pages.k), v=one(cache.v, pages.v))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

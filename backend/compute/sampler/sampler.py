@@ -7,6 +7,7 @@ is done. It takes about as long whatever is asked, so training commands between 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -18,11 +19,12 @@ from backend.compute.lora import Lora
 from backend.compute.mesh import FSDP, to_host
 from backend.compute.params import by_layer
 from backend.compute.sampler.bank import Snapshot, SnapshotBank
-from backend.compute.sampler.cache import Cache, empty_cache, resized, scrubbed, seeded
+from backend.compute.sampler.cache import Cache, Move, empty_cache, moved, pages_for, scrubbed
 from backend.compute.sampler.decode import Rows, decode
 from backend.compute.sampler.memory import most_cells, most_pages
 from backend.compute.sampler.prefill import Piece, prefill
 from backend.compute.sampler.prefixes import Prefixes
+from backend.compute.sampler.programs import SamplerPrograms
 from backend.compute.sampler.prompt_scores import empty_wanted, prompt_scores
 from backend.compute.sampler.requests import Scope, Sequence, Ticket, check
 from backend.compute.sampler.sampling import UniformStream, greedy_choice, width_for
@@ -30,6 +32,7 @@ from backend.compute.sampler.scheduler import Group, Scheduler
 from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
 from backend.compute.sampler.stops import Decode, StopWatch, load_decode
 from backend.compute.transformer import Params
+from backend.compute.warming import Program
 from backend.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class Sampler:
         self._shapes = make_shapes(
             max_slots=config.sample_slots, max_context=self._max_context, fsdp=mesh.shape[FSDP], most_cells=cells
         )
+        self._programs = SamplerPrograms(cfg, mesh, self._shapes, params, self._decode_params, config.decode_chunk)
         self._bank = SnapshotBank(cfg, mesh, self._dtype.name)
         pages = most_pages(cells, rows=self._shapes.rows[0], slots=config.sample_slots)
         self._prefixes = Prefixes(cfg, mesh, pages)
@@ -63,6 +67,15 @@ class Sampler:
         self._staged_scope: Scope | None = None  # what it was begun in; None when it has been kept
         self._calm = 0
         self._failed: list[SampleResult] = []
+
+    # ------------------------------------------------------------------ warm-up
+    def programs(self) -> Iterator[Program]:
+        """What it may need, whatever adapters there are."""
+        return self._programs.all()
+
+    def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
+        """What it takes to publish and sample an adapter of that shape, which need have no values."""
+        return self._programs.publishing(spec, adapter)
 
     # ------------------------------------------------------------------ snapshots
     def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
@@ -209,11 +222,8 @@ class Sampler:
         self._resize(min(max(self._shapes.slots_for(self._line.wanted_slots()), self._slots), most), length)
         seedings = self._line.seed(length)
         assert self._cache is not None
-        if seedings and group.start > 0:
-            rows, slots_S = np.zeros(self._slots, np.int32), np.zeros(self._slots, np.int32)
-            rows[: len(seedings)] = [seeding.row for seeding in seedings]
-            slots_S[: len(seedings)] = [seeding.slot for seeding in seedings]
-            self._cache = seeded(self._cfg, self._mesh, self._cache, staged, rows, slots_S, np.int32(len(seedings)))
+        moves = [Move(one.row, one.slot, pages_for(group.jobs[one.row].length)) for one in seedings]
+        self._cache = moved(self._cfg, self._mesh, self._cache, staged, moves)
 
     # ------------------------------------------------------------------ decode
     def _decode(self) -> None:
@@ -302,12 +312,12 @@ class Sampler:
     def _resize(self, slots: int, length: int) -> None:
         if (slots, length) == (self._slots, self._length):
             return
-        from_S = np.asarray(self._line.resize(slots), np.int32)
-        if self._cache is None:
-            apart = isinstance(self._decode_params.layers, tuple)
-            self._cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, apart)
-        else:
-            self._cache = resized(self._cfg, self._mesh, length, self._cache, from_S)
+        old, from_S = self._cache, self._line.resize(slots)
+        apart = isinstance(self._decode_params.layers, tuple)
+        self._cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, apart)
+        if old is not None:
+            moves = [Move(from_S[slot], slot, pages_for(held.cached)) for slot, held in self._line.decoding()]
+            self._cache = moved(self._cfg, self._mesh, self._cache, old, moves)
 
     def _snapshots(self) -> list[Snapshot]:
         """Every snapshot that a slot or the group in prefill decodes with, in a fixed order."""

@@ -12,7 +12,8 @@ BLOCK = 128  # keys that attention works on at once; every cache length is a mul
 SHORT_PROMPT = BLOCK  # prompts up to this many tokens are prefilled together, longer ones alone
 PREFILL_ROWS = (1, 4, 16)
 PREFILL_TOKENS = (32, 128, 512)
-_LARGE_AFTER = 4  # a piece larger than BLOCK is at most a quarter of what comes before it
+LARGE_AFTER = 4  # a piece larger than BLOCK is at most a quarter of what comes before it
+RANK_COLUMNS = 32
 _FACTOR = 4
 
 
@@ -64,7 +65,7 @@ def prefill_piece(*, alone: bool, start: int, remaining: int, room: int) -> int:
     least = PREFILL_TOKENS[0]
     if not alone or remaining <= least:
         return least
-    sizes = tuple(size for size in PREFILL_TOKENS if size <= max(BLOCK, start // _LARGE_AFTER))
+    sizes = tuple(size for size in PREFILL_TOKENS if size <= max(BLOCK, start // LARGE_AFTER))
     holding = at_least(sizes, remaining)
     if holding <= room and 4 * remaining >= 3 * holding:
         return holding
@@ -80,12 +81,13 @@ def prefill_pieces(tokens: int, room: int) -> list[int]:
 
 
 def rank_columns(ranks: int) -> int:
-    """The width of a stack of adapters whose padded ranks sum to `ranks`: 0, 32, 128, then doubling."""
-    if ranks == 0:
-        return 0
-    width = 32
+    """The width of a stack of adapters whose padded ranks sum to `ranks`: 32, 128, 512 and so on.
+
+    Never 0: the base model alone sees none of 32 columns, which costs it a few per cent, and no program of its own.
+    """
+    width = RANK_COLUMNS
     while width < ranks:
-        width *= 4 if width < 128 else 2
+        width *= _FACTOR
     return width
 
 

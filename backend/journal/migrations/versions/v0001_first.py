@@ -48,6 +48,7 @@ def upgrade() -> None:
         sa.Column("registered_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("generation", sa.Integer(), nullable=False),
         sa.Column("progress", sa.String(), nullable=True),
+        sa.Column("warmth", sa.String(), nullable=True),
         sa.PrimaryKeyConstraint("name", name="pk_base_model"),
     )
     op.create_table(

@@ -1,0 +1,68 @@
+"""The training programs of an adapter's shape: every shape of micro-batch that packing may make, and optimizer steps.
+
+Letters: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
+from backend.compute.config import ModelConfig
+from backend.compute.lora import Lora, init_lora
+from backend.compute.losses import choose
+from backend.compute.mesh import FSDP, replicated, sharding
+from backend.compute.optimizer import fresh_state, hyper_vector
+from backend.compute.packing import micro_batch_shapes
+from backend.compute.train import Batch, Steps
+from backend.compute.transformer import Params
+from backend.compute.warming import Program, like, result_of
+
+_FORWARD = 3  # how much rarer a forward pass alone is
+
+
+def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Lora:
+    """An adapter of that shape on the devices, without values."""
+    lora: Lora = like(init_lora(cfg, spec, 0), replicated(mesh))
+    return lora
+
+
+def training_programs(
+    cfg: ModelConfig,
+    mesh: Mesh,
+    params: Params,
+    steps: Steps,
+    lora: Lora,
+    *,
+    optimizer: Optimizer,
+    microbatch_tokens: int,
+    max_context: int,
+) -> Iterator[Program]:
+    """Those of an adapter like `lora`. Full micro-batches of short rows come first; targets are of one dimension."""
+    whole = replicated(mesh)
+    state = like(fresh_state(optimizer, lora), whole)
+    hyper = like(hyper_vector(DimuonParams(1e-3) if optimizer == "dimuon" else AdamParams()), whole)
+    of = f"rank {jax.tree.leaves(lora)[0].shape[-2]}, {optimizer}"
+    yield Program(f"optim_step, {of}", 1, partial(result_of, steps.optimize, lora, lora, state, hyper))
+    for B, T in micro_batch_shapes(microbatch_tokens, max_context, mesh.shape[FSDP]):
+        batch = batch_like(mesh, B, T)
+        distance = (microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
+        backward = partial(result_of, steps.backward, params, lora, lora, batch)
+        yield Program(f"forward_backward of {B}x{T} tokens, {of}", distance, backward)
+        forward = partial(result_of, steps.forward, params, lora, batch)
+        yield Program(f"forward of {B}x{T} tokens, {of}", distance + _FORWARD, forward)
+
+
+def batch_like(mesh: Mesh, B: int, T: int) -> Batch:
+    """A micro-batch on the devices, without values."""
+    rows = sharding(mesh, (B, T), FSDP)
+    return Batch(
+        ints_BTI=jax.ShapeDtypeStruct((B, T, 4), np.int32, sharding=rows),
+        floats_BTJK=jax.ShapeDtypeStruct((B, T, 5, 1), np.float32, sharding=rows),
+        choice=like(choose("cross_entropy", {}).vector, replicated(mesh)),
+    )

@@ -1,0 +1,38 @@
+"""Which programs the worker group of a base model has compiled: asked now and then, and kept where people look."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from sqlalchemy.exc import OperationalError
+
+from backend.commands import ReadWarmth, Warmth
+from backend.errors import TinkerflowError
+from backend.journal import Journal
+from backend.pool import Pool
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+
+
+async def note_warmth(journal: Journal, pool: Pool, base_model: str) -> None:
+    """Keep what changed, until cancelled; ends at once when the group's executor compiles nothing.
+
+    One warning for each time that programs were compiled for a request although everything planned was there.
+    """
+    last = Warmth(0, 0, 0, 0, 0)
+    while True:
+        try:
+            found = await pool.submit(ReadWarmth())
+            if not isinstance(found, Warmth):
+                return
+            if found.late > last.late:
+                log.warning("%s: %d program(s) were compiled for requests after the warm-up", base_model, found.late)
+            if found != last:
+                await asyncio.to_thread(journal.recovery.note_warmth, base_model, found)
+            last = found
+        except (TinkerflowError, OperationalError) as error:
+            log.info("%s: what is compiled is not known: %s", base_model, error)
+        await asyncio.sleep(LOOK_SECONDS)

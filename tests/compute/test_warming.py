@@ -1,0 +1,132 @@
+"""Warm-up: what it makes is what requests need, it gives way to them, and it ends nobody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from backend.commands import (
+    AdamParams,
+    CreateAdapter,
+    DropSnapshot,
+    ExportAdapter,
+    ImportAdapter,
+    LoadSnapshot,
+    LoraSpec,
+    OptimStep,
+    PublishSnapshot,
+    ReadWarmth,
+    SampleRequest,
+    SampleStep,
+    Warmth,
+)
+from backend.compute.packing import micro_batch_shapes, pack
+from backend.compute.warming import Program, WarmUp
+from tests.compute.conftest import VOCAB, Reference, random_example
+
+CONTEXT = 64  # few shapes, because each costs a second to compile
+PATIENCE = 600.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {PATIENCE} s"
+        time.sleep(0.01)
+
+
+def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(qwen3: Reference, forward, examples) -> None:
+    executor = qwen3.executor(max_context=CONTEXT, microbatch_tokens=32, sample_slots=2, warm_up=True)
+
+    def warmth() -> Warmth:
+        reply = executor.execute(ReadWarmth())
+        assert isinstance(reply, Warmth)
+        return reply
+
+    wait_for(lambda: warmth().ready == warmth().planned)
+    assert warmth().failed == warmth().needed == 0 < warmth().planned
+    rng = np.random.default_rng(0)
+
+    def sample(name: str, snapshot: str | None, prompt: int, most: int, count: int = 1) -> SampleRequest:
+        tokens = rng.integers(0, VOCAB, prompt).astype(np.int32)
+        return SampleRequest(name, "owner", snapshot, tokens, count, most, 1.0, -1, 1.0, 7, prompt_logprobs=prompt > 30)
+
+    def decode(*requests: SampleRequest) -> None:
+        progress = executor.execute(SampleStep(requests))
+        while progress.active or progress.waiting:
+            assert not any(result.error for result in progress.finished)
+            progress = executor.execute(SampleStep())
+
+    executor.execute(CreateAdapter("a", LoraSpec(32), 0))
+    for step, lengths in enumerate(((5,), (30, 20, 3), (64, 33, 32, 1))):
+        forward(executor, "a", examples(lengths, seed=step), "cross_entropy", backward=True)
+        forward(executor, "a", examples(lengths, seed=step), "importance_sampling")
+        executor.execute(OptimStep("a", AdamParams(learning_rate=1e-3)))
+        executor.execute(PublishSnapshot("a", f"s{step}"))
+        decode(sample("one", f"s{step}", 1 + step, 9), sample("base", None, 20, 5))
+        decode(
+            sample("group", f"s{step}", 40, 10, count=6), *(sample(f"r{i}", f"s{i}", 9, 3 * i + 1) for i in range(step))
+        )
+    state = executor.execute(ExportAdapter("a", optimizer=True))
+    executor.execute(ImportAdapter("b", state))
+    executor.execute(OptimStep("b", AdamParams()))
+    executor.execute(LoadSnapshot("loaded", executor.execute(ExportAdapter("b", optimizer=False))))
+    executor.execute(DropSnapshot("s0"))
+    decode(*(sample(f"last{i}", "loaded", 50 - i, 14) for i in range(3)))
+    assert warmth() == Warmth(warmth().planned, warmth().planned, failed=0, needed=0, late=0)
+
+    forward(executor, "a", (random_example(rng, 8, targets=3),))  # not among what is planned
+    assert warmth().late > 0
+
+
+def test_packing_makes_no_shape_that_is_not_listed() -> None:
+    rng = np.random.default_rng(1)
+    for microbatch, longest, multiple in ((64, 128, 1), (256, 100, 2), (1024, 32, 1), (32, 512, 4)):
+        listed = micro_batch_shapes(microbatch, longest, multiple)
+        assert len(listed) == len(set(listed)) < 40
+        for _ in range(100):
+            lengths = rng.integers(1, longest + 1, rng.integers(1, 40))
+            data = [random_example(rng, int(length)) for length in lengths]
+            for batch in pack(data, microbatch_tokens=microbatch, row_multiple=multiple):
+                assert batch.tokens_BT.shape in listed
+
+
+def test_it_makes_the_nearest_first_and_nothing_while_a_command_is_executed() -> None:
+    made: list[int] = []
+    warm_up = WarmUp(on=True, calm_seconds=0.0)
+    with warm_up.pause(lambda: 0):
+        warm_up.want([Program("", distance, partial(made.append, distance)) for distance in (3, 1, 2)])
+        time.sleep(0.05)
+        assert not made and warm_up.warmth.planned == 3
+    wait_for(lambda: warm_up.warmth.ready == 3)
+    assert made == [1, 2, 3]
+
+
+def test_a_program_that_cannot_be_made_is_counted_and_the_next_one_is_made() -> None:
+    warm_up, done = WarmUp(on=True, calm_seconds=0.0), threading.Event()
+
+    def bad() -> None:
+        raise ValueError("no")
+
+    warm_up.want([Program("bad", 0, bad), Program("good", 1, done.set)])
+    assert done.wait(PATIENCE)
+    wait_for(lambda: warm_up.warmth.ready == 2)
+    assert warm_up.warmth.failed == 1
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_what_commands_compile_is_late_only_after_the_warm_up(on: bool) -> None:
+    counts = iter((0, 2, 2, 5))
+    warm_up = WarmUp(on=on, calm_seconds=0.0)
+    with warm_up.pause(lambda: next(counts)):
+        pass
+    warm_up.want([Program("one", 0, lambda: None)])
+    wait_for(lambda: warm_up.warmth.ready == warm_up.warmth.planned)
+    with warm_up.pause(lambda: next(counts)):
+        pass
+    assert (warm_up.warmth.needed, warm_up.warmth.late) == ((2, 3) if on else (5, 0))
