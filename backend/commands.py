@@ -411,6 +411,12 @@ class GroupConfig:
     compile_cache_dir: str  # "" = no persistent compilation cache
     base_weights: Literal["full", "int8"] = "full"  # full = as dtype
     warm_up: bool = False  # compile what may be needed before it is
+    expert: int = 1  # size of the mesh's axis that experts are split over
+
+    @property
+    def devices(self) -> int:
+        """How many the mesh has."""
+        return self.fsdp * self.expert * self.tensor
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Settings(BaseSettings):
     )
     group_secret_file: str = Field(default="", description="what they must know; empty = <data_dir>/group.secret")
     tensor_parallel: int = Field(default=1, ge=1, description="size of the mesh's tensor axis; the rest is fsdp")
+    expert_parallel: int = Field(default=1, ge=1, description="size of its expert axis, for models with experts")
     max_context: int = Field(default=0, ge=0, description="tokens; 0 = what the model allows, up to 32768")
     microbatch_tokens: int = Field(default=1024, ge=32, description="padded tokens of a training micro-batch")
     sample_slots: int = Field(default=64, ge=1, description="sequences decoded together at most")

@@ -26,19 +26,20 @@ class ServedModel:
 def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
     """What every process of the group for `card` is told.
 
-    The mesh has one device per process, or `tensor_parallel` of them when there are fewer processes.
-    UserError when tensor_parallel does not divide it.
+    The mesh has one device per process, or `tensor_parallel` * `expert_parallel` of them if there are fewer processes.
+    UserError when that product does not divide it.
     """
-    devices = max(settings.processes, settings.tensor_parallel)
-    if devices % settings.tensor_parallel or devices % settings.processes:
+    split = settings.tensor_parallel * settings.expert_parallel
+    devices = max(settings.processes, split)
+    if devices % split or devices % settings.processes:
         raise UserError(
-            f"processes is {settings.processes} and tensor_parallel is {settings.tensor_parallel}: "
-            "one must be a multiple of the other"
+            f"processes is {settings.processes} and tensor_parallel is {settings.tensor_parallel} (times "
+            f"expert_parallel {settings.expert_parallel}): one must be a multiple of the other"
         )
     return GroupConfig(
         model_path=card.path,
         dtype=settings.dtype,
-        fsdp=devices // settings.tensor_parallel,
+        fsdp=devices // split,
         tensor=settings.tensor_parallel,
         max_context=card.max_context,
         microbatch_tokens=settings.microbatch_tokens,
@@ -47,4 +48,5 @@ def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
         compile_cache_dir=str(settings.compile_cache),
         base_weights=settings.base_weights,
         warm_up=settings.warm_up,
+        expert=settings.expert_parallel,
     )

@@ -68,7 +68,7 @@ class Executor:
         self._compiles = CompileCounter()
         progress(f"rank {rank} of {processes}: opening the model")
         self._cfg = load_config(config.model_path)
-        self._mesh = make_mesh(config.fsdp, config.tensor)
+        self._mesh = make_mesh(config.fsdp, config.tensor, config.expert)
         self._params = load_params(
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )

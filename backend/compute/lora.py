@@ -2,15 +2,16 @@
 
 The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both: this
 order was the fastest of those measured on CPU, forward and backward, and padding to a larger rank is one axis of zeros.
+Every expert of a mixture has updates of its own, of the same rank.
 
-Letters: L layers, R rank, S rows.
+Letters: L layers, E experts, R rank, S rows.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -20,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from backend.commands import LORA_ALPHA, LoraSpec
 from backend.compute.config import ModelConfig
+from backend.compute.grouped import Groups
 from backend.errors import UserError
 
 ATTENTION = ("q", "k", "v", "o")
@@ -29,7 +31,10 @@ MAX_RANK = 1024  # one adapter of a huge rank would take the memory of everybody
 
 @flax.struct.dataclass
 class LoraPair:
-    """A [..., R, in] and B [..., R, out], float32; inside `Lora.layers` both begin with L, in a scan's body not."""
+    """A [..., R, in] and B [..., R, out], float32; inside `Lora.layers` both begin with L, in a scan's body not.
+
+    Then comes E where the projection is the experts'.
+    """
 
     A: Any
     B: Any
@@ -43,9 +48,17 @@ class Lora:
     unembed: LoraPair | None
 
 
-# lora_apply(x, pairs) -> one update for each pair; the pairs adapt projections that share the input x [..., in].
-# Called with no pairs it returns (). The scale must be in it.
-LoraApply = Callable[[jax.Array, tuple[LoraPair, ...]], tuple[jax.Array, ...]]
+class LoraApply(Protocol):
+    """lora_apply(x, pairs): one update for each pair, the scale in it; with no pairs, ().
+
+    The pairs adapt projections that share the input x [..., in]. With `groups`, x [M, in] is sorted by expert and the
+    pairs are the experts'.
+    """
+
+    def __call__(
+        self, x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None
+    ) -> tuple[jax.Array, ...]:
+        """See the class."""
 
 
 def scale(rank: int) -> float:
@@ -62,13 +75,16 @@ def check_spec(spec: LoraSpec) -> LoraSpec:
     return spec
 
 
-def apply_one(x: jax.Array, pairs: tuple[LoraPair, ...]) -> tuple[jax.Array, ...]:
+def apply_one(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
     """The `LoraApply` for one adapter shared by all rows: updates [..., out] in the dtype of x."""
-    return tuple(_update(x, pair) for pair in pairs)
+    return tuple(_update(x, pair, groups) for pair in pairs)
 
 
-def _update(x: jax.Array, pair: LoraPair) -> jax.Array:
+def _update(x: jax.Array, pair: LoraPair, groups: Groups | None) -> jax.Array:
     A, B = pair.A.astype(x.dtype), pair.B.astype(x.dtype)
+    if groups is not None:
+        low = checkpoint_name(groups.dot(x, A.swapaxes(-1, -2)), "low") * scale(A.shape[-2])
+        return groups.dot(low, B)
     # As plain matrices: with leading dimensions kept, XLA's CPU backward pass took half as long again.
     low = checkpoint_name(x.reshape(-1, x.shape[-1]) @ A.T, "low") * scale(A.shape[-2])
     return (low @ B).reshape(*x.shape[:-1], B.shape[-1])
@@ -89,6 +105,13 @@ def projection_sizes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def stack_shape(cfg: ModelConfig, name: str) -> tuple[int, ...]:
+    """What the shapes of a projection's matrices begin with: layers, and experts where it is theirs."""
+    if name == "unembed":
+        return ()
+    return (cfg.layers, cfg.experts) if cfg.experts and name in MLP else (cfg.layers,)
+
+
 def targets(spec: LoraSpec) -> tuple[str, ...]:
     """The names of the layer projections that `spec` adapts (`unembed` is not among them)."""
     return (ATTENTION if spec.train_attn else ()) + (MLP if spec.train_mlp else ())
@@ -102,27 +125,31 @@ def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
     """
     sizes = projection_sizes(cfg)
 
-    def pair(name: str, stack: tuple[int, ...]) -> LoraPair:
-        fan_in, fan_out = sizes[name]
+    def pair(name: str) -> LoraPair:
+        (fan_in, fan_out), stack = sizes[name], stack_shape(cfg, name)
         stream = np.random.Generator(np.random.Philox([seed & (2**64 - 1), zlib.crc32(name.encode())]))
         bound = 1 / np.sqrt(fan_in)
         A = stream.random((*stack, spec.rank, fan_in), dtype=np.float32) * np.float32(2 * bound) - np.float32(bound)
         return LoraPair(A=A, B=np.zeros((*stack, spec.rank, fan_out), np.float32))
 
     return Lora(
-        layers={name: pair(name, (cfg.layers,)) for name in targets(spec)},
-        unembed=pair("unembed", ()) if spec.train_unembed else None,
+        layers={name: pair(name) for name in targets(spec)},
+        unembed=pair("unembed") if spec.train_unembed else None,
     )
 
 
 def to_peft(lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
-    """A host adapter by PEFT's tensor names: A [rank, in] and B [out, rank], contiguous, layer by layer."""
+    """A host adapter by PEFT's tensor names: A [rank, in] and B [out, rank], contiguous, layer by layer.
+
+    Experts have tensors of their own, one by one, as PEFT names them for transformers before release 5, and vLLM; PEFT
+    itself fuses these when it loads them beside a transformers 5 model, whose experts are fused.
+    """
     named: dict[str, npt.NDArray[np.float32]] = {}
     for projection, pair in lora.layers.items():
-        for layer in range(pair.A.shape[0]):
-            base = _layer_prefix(layer, projection)
-            named[f"{base}.lora_A.weight"] = np.array(pair.A[layer])
-            named[f"{base}.lora_B.weight"] = np.ascontiguousarray(pair.B[layer].T)
+        for place in np.ndindex(pair.A.shape[:-2]):
+            base = _layer_prefix(place, projection)
+            named[f"{base}.lora_A.weight"] = np.array(pair.A[place])
+            named[f"{base}.lora_B.weight"] = np.ascontiguousarray(pair.B[place].T)
     if lora.unembed is not None:
         named[f"{_UNEMBED}.lora_A.weight"] = np.array(lora.unembed.A)
         named[f"{_UNEMBED}.lora_B.weight"] = np.ascontiguousarray(lora.unembed.B.T)
@@ -140,14 +167,14 @@ def from_peft(
         A = read(f"{base}.lora_A.weight", (spec.rank, fan_in))
         return LoraPair(A=A, B=read(f"{base}.lora_B.weight", (fan_out, spec.rank)).T)
 
-    def stack(pairs: list[LoraPair]) -> LoraPair:
-        return LoraPair(A=np.stack([pair.A for pair in pairs]), B=np.stack([pair.B for pair in pairs]))
+    def stack(name: str) -> LoraPair:
+        shape = stack_shape(cfg, name)
+        pairs = [one(_layer_prefix(place, name), name) for place in np.ndindex(shape)]
+        A, B = np.stack([pair.A for pair in pairs]), np.stack([pair.B for pair in pairs])
+        return LoraPair(A=A.reshape(*shape, *A.shape[1:]), B=B.reshape(*shape, *B.shape[1:]))
 
     return Lora(
-        layers={
-            name: stack([one(_layer_prefix(layer, name), name) for layer in range(cfg.layers)])
-            for name in targets(spec)
-        },
+        layers={name: stack(name) for name in targets(spec)},
         unembed=one(_UNEMBED, "unembed") if spec.train_unembed else None,
     )
 
@@ -155,6 +182,8 @@ def from_peft(
 _UNEMBED = "base_model.model.lm_head"
 
 
-def _layer_prefix(layer: int, projection: str) -> str:
-    part = "self_attn" if projection in ATTENTION else "mlp"
+def _layer_prefix(place: tuple[int, ...], projection: str) -> str:
+    """`place`: the layer, and the expert where there are any."""
+    layer, *expert = place
+    part = "self_attn" if projection in ATTENTION else ".".join(["mlp", *(f"experts.{number}" for number in expert)])
     return f"base_model.model.model.layers.{layer}.{part}.{projection}_proj"

@@ -16,16 +16,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from backend.errors import UserError
 
-FSDP, TENSOR = "fsdp", "tensor"
+FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
 Tree = TypeVar("Tree")
 
 
-def make_mesh(fsdp: int, tensor: int) -> Mesh:
-    """A mesh (fsdp, tensor) over all devices of the group; UserError unless fsdp * tensor is their number."""
+def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
+    """A mesh (fsdp, expert, tensor) over all devices of the group; UserError unless their product is that number."""
     count = jax.device_count()
-    if fsdp * tensor != count:
-        raise UserError(f"mesh fsdp {fsdp} x tensor {tensor}: the product must equal the group's {count} devices")
-    return jax.make_mesh((fsdp, tensor), (FSDP, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
+    if fsdp * expert * tensor != count:
+        raise UserError(
+            f"mesh fsdp {fsdp} x expert {expert} x tensor {tensor}: the product must equal the group's {count} devices"
+        )
+    return jax.make_mesh((fsdp, expert, tensor), (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3)
 
 
 def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:

@@ -22,13 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from backend.compute.config import ModelConfig
 from backend.compute.lora import ATTENTION, MLP, projection_sizes
-from backend.compute.mesh import FSDP, TENSOR, from_callback, sharding
+from backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, sharding
 from backend.compute.quantized import Int8, Weight, rounded, scales
 from backend.compute.transformer import Params
 from backend.errors import UserError
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 Loaded = TypeVar("Loaded", bound=Weight)
+Part = Callable[..., npt.NDArray[Any]]  # (tensor, slices...) -> that part of a matrix [in, out], or of its scale [out]
 _ROW_PARALLEL = ("o", "down")  # their inputs are what the tensor axis splits, so their outputs are summed over it
 
 
@@ -56,12 +57,13 @@ def load_params(
     `progress` is told now and then what is being loaded, e.g. "loading weights 3/12". With base_weights "int8" the
     layers' matrices are rounded (`quantized`), all but the embedding and the unembedding, whose errors logprobs show.
     """
+    _check_expert_axis(cfg, folder, mesh)
     tensors = _open(Path(folder))
     kind = jnp.dtype(dtype)
     sizes = projection_sizes(cfg)
     stacked = {name: _layer_tensor(name) for name in (*ATTENTION, *MLP)}
     vectors = _layer_vectors(cfg)
-    total, done = len(stacked) + len(vectors) + 3, 0
+    total, done = len(stacked) + len(vectors) + (4 if cfg.experts else 3), 0
 
     def check(name: str, shape: tuple[int, ...]) -> _Tensor:
         tensor = tensors.get(name)
@@ -94,23 +96,36 @@ def load_params(
     def layers_of(pattern: str, shape: tuple[int, ...]) -> list[_Tensor]:
         return [check(f"model.layers.{i}.{pattern}", shape) for i in range(cfg.layers)]
 
+    def plain_part(tensor: _Tensor, i: slice, o: slice) -> npt.NDArray[Any]:
+        return tensor.read((o, i), kind).T
+
+    def values_part(tensor: _Tensor, i: slice, o: slice) -> npt.NDArray[Any]:
+        whole = tensor.read((o, slice(None)), np.float32)  # a scale is of all that a row holds
+        return rounded(whole[:, i], scales(whole, kind)).T
+
+    def scale_part(tensor: _Tensor, o: slice) -> npt.NDArray[Any]:
+        return scales(tensor.read((o, slice(None)), np.float32), kind)
+
     def matrices(name: str, pattern: str) -> Weight:
         (fan_in, fan_out), axes = sizes[name], (TENSOR, FSDP) if name in _ROW_PARALLEL else (FSDP, TENSOR)
-        each = layers_of(pattern, (fan_out, fan_in))
+        if cfg.experts and name in MLP:
+            by_expert = [layers_of(_expert_tensor(e, name), (fan_out, fan_in)) for e in range(cfg.experts)]
+
+            def whole(part: Part, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+                def read(layer: int, experts: slice, *where: slice) -> npt.NDArray[Any]:
+                    return np.stack([part(each[layer], *where) for each in by_expert[experts]])
+
+                return stack((cfg.experts, *shape), (EXPERT, *axes), read)
+
+        else:
+            each = layers_of(pattern, (fan_out, fan_in))
+
+            def whole(part: Part, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+                return stack(shape, axes, lambda layer, *where: part(each[layer], *where))
+
         if base_weights == "full":
-            return stack((fan_in, fan_out), axes, lambda layer, i, o: each[layer].read((o, i), kind).T)
-
-        def rows(layer: int, o: slice) -> npt.NDArray[Any]:
-            return each[layer].read((o, slice(None)), np.float32)  # whole: a scale is of all that a row holds
-
-        def values(layer: int, i: slice, o: slice) -> npt.NDArray[Any]:
-            whole = rows(layer, o)
-            return rounded(whole[:, i], scales(whole, kind)).T
-
-        return Int8(
-            values=stack((fan_in, fan_out), axes, values),
-            scale=stack((fan_out,), axes[1:], lambda layer, o: scales(rows(layer, o), kind)),
-        )
+            return whole(plain_part, (fan_in, fan_out), axes)
+        return Int8(whole(values_part, (fan_in, fan_out), axes), whole(scale_part, (fan_out,), axes[1:]))
 
     def vector(pattern: str, size: int, axis: str | None) -> jax.Array:
         each = layers_of(pattern, (size,))
@@ -118,6 +133,10 @@ def load_params(
 
     layers = {name: told(matrices(name, pattern)) for name, pattern in stacked.items()}
     layers |= {name: told(vector(*described)) for name, described in vectors.items()}
+    if cfg.experts:
+        routers = layers_of("mlp.gate.weight", (cfg.experts, cfg.hidden))
+        shape = (cfg.hidden, cfg.experts)
+        layers["router"] = told(stack(shape, (None, None), lambda layer, i, o: plain_part(routers[layer], i, o)))
     embed = plain("model.embed_tokens.weight", (cfg.vocab, cfg.hidden), TENSOR, FSDP)
     unembed = None
     if not cfg.tied:
@@ -164,6 +183,18 @@ def count(params: Params) -> int:
 
 def _layer_tensor(name: str) -> str:
     return f"self_attn.{name}_proj.weight" if name in ATTENTION else f"mlp.{name}_proj.weight"
+
+
+def _expert_tensor(expert: int, name: str) -> str:
+    return f"mlp.experts.{expert}.{name}_proj.weight"
+
+
+def _check_expert_axis(cfg: ModelConfig, folder: str | Path, mesh: Mesh) -> None:
+    size = mesh.shape[EXPERT]
+    if size > 1 and (not cfg.experts or cfg.experts % size):
+        raise UserError(
+            f"base model {str(folder)!r}: {cfg.experts} experts, expert_parallel {size}; it must divide their number"
+        )
 
 
 def _layer_vectors(cfg: ModelConfig) -> dict[str, tuple[str, int, str | None]]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from backend.compute.attention import attend_segments
 from backend.compute.config import ModelConfig
 from backend.compute.logprobs import Scored, score, score_and_grads
-from backend.compute.lora import Lora, apply_one
+from backend.compute.lora import MLP, Lora, apply_one
 from backend.compute.losses import LossChoice, LossInputs
 from backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
 from backend.compute.optimizer import State, Stepped, step
@@ -91,7 +91,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
     def hidden(params: Params, lora: Lora, batch: Batch, *, remat: bool) -> jax.Array:
         attend = attend_segments(batch.segments)
         tokens, positions = batch.tokens, batch.positions
-        return forward(cfg, params, lora, tokens, positions, attend, apply_one, constrain=constrain, remat=remat)
+        return forward(cfg, mesh, params, lora, tokens, positions, attend, apply_one, constrain=constrain, remat=remat)
 
     def gathered(params: Params) -> Params:
         # The unembedding gathered over fsdp once, not again for every chunk of logits.
@@ -142,6 +142,7 @@ def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> Batch:
 def _kept_bytes(cfg: ModelConfig, lora: Lora, tokens: int, dtype: Any) -> int:
     """What the layers keep of `tokens` tokens for a backward pass: their inputs and `transformer.KEPT`."""
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    ranks = sum(pair.A.shape[-2] for pair in lora.layers.values())
-    width = 2 * cfg.hidden + 2 * (queries + keys) + 2 * cfg.mlp + ranks
+    copies = cfg.experts_per_token or 1  # of a token, in the MLP
+    ranks = sum(pair.A.shape[-2] * (copies if name in MLP else 1) for name, pair in lora.layers.items())
+    width = 2 * cfg.hidden + 2 * (queries + keys) + 2 * copies * cfg.mlp + ranks
     return int(cfg.layers * tokens * (width * jnp.dtype(dtype).itemsize + 4 * cfg.heads))

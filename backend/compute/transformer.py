@@ -1,4 +1,4 @@
-"""Dense decoder-only transformers (Qwen2.5, Qwen3, Llama 3) as pure functions on pytrees; layers stacked and scanned.
+"""Decoder-only transformers (Qwen2.5, Qwen3, Qwen3-MoE, Llama 3) as pure functions on pytrees; layers are scanned.
 
 `block` is the one layer that training, prefill and decode share. What differs between them is handed in: `attend`
 (which keys a query sees, and where keys and values are kept) and `lora_apply` (one adapter for all rows, or one a row).
@@ -16,8 +16,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
 from backend.compute.config import ModelConfig
+from backend.compute.experts import mixture
 from backend.compute.lora import Lora, LoraApply, LoraPair
 from backend.compute.quantized import matmul
 
@@ -38,7 +40,8 @@ class Params:
 
     layers, each stacked [L, ...]: q [D, H*d], k and v [D, G*d], o [H*d, D], gate and up [D, F], down [F, D],
     attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d], with qkv_bias q_bias [H*d], k_bias and v_bias
-    [G*d]. The matrices may be `quantized.Int8`. Or a tuple of layers (`params.by_layer`).
+    [G*d]; with experts gate, up and down have E after L, and there is router [D, E]. The matrices may be
+    `quantized.Int8`. Or a tuple of layers (`params.by_layer`).
     """
 
     embed_VD: jax.Array
@@ -101,6 +104,7 @@ def rotate(x_BTHd: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def block(
     cfg: ModelConfig,
+    mesh: Mesh,
     layer_params: LayerParams,
     layer_lora: Mapping[str, LoraPair],
     x_BTD: jax.Array,
@@ -137,6 +141,8 @@ def block(
     x_BTD = x_BTD + o_BTD
 
     y_BTD = rms_norm(x_BTD, layer_params["mlp_norm"], cfg.norm_eps)
+    if cfg.experts:
+        return x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
     gate_BTF, up_BTF = project(y_BTD, "gate", "up")
     (down_BTD,) = project(jax.nn.silu(gate_BTF) * up_BTF, "down")
     return x_BTD + down_BTD
@@ -161,6 +167,7 @@ def over_layers(
 
 def forward(
     cfg: ModelConfig,
+    mesh: Mesh,
     params: Params,
     lora: Lora,
     tokens_BT: jax.Array,
@@ -180,7 +187,7 @@ def forward(
 
     def layer(x_BTD: jax.Array, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> tuple[jax.Array, None]:
         _, layer_params, layer_lora = stacked
-        return constrain(block(cfg, layer_params, layer_lora, x_BTD, rope, attend, lora_apply)), None
+        return constrain(block(cfg, mesh, layer_params, layer_lora, x_BTD, rope, attend, lora_apply)), None
 
     kept = () if remat else KEPT
     body: Any = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))

@@ -104,7 +104,7 @@ class Pool:
     ) -> Pool:
         """A pool whose first generation is ready to serve.
 
-        config: what every process is told; its fsdp * tensor devices are divided evenly among the `processes`.
+        config: what every process is told; its devices are divided evenly among the `processes`.
         command_deadline, start_deadline: seconds a command, or the start of a group, may take.
         on_progress: called in this event loop with lines for people: what the start-up or a long command is doing.
         executor: "module:attribute" of the class that each worker runs (backend.pool.worker.Executor).
@@ -117,10 +117,10 @@ class Pool:
         Raises ValueError for a mesh that cannot be divided, UserError when the executor refuses the configuration,
         GroupFailedError when no group came up in three attempts.
         """
-        if processes < 1 or (config.fsdp * config.tensor) % processes:
+        if processes < 1 or config.devices % processes:
             raise ValueError(
-                f"a mesh of fsdp {config.fsdp} x tensor {config.tensor} cannot be divided among {processes} processes: "
-                "their number must divide the number of devices"
+                f"a mesh of fsdp {config.fsdp} x expert {config.expert} x tensor {config.tensor} cannot be divided "
+                f"among {processes} processes: their number must divide the number of devices"
             )
         where = site or ThisMachine(log_dir)
         plan = Plan(config, processes, executor, start_deadline, heartbeat_timeout, where, _quietly(on_progress))

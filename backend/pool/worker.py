@@ -145,7 +145,7 @@ def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
 
     config = start.config
     update: Callable[[str, object], None] = jax.config.update
-    update("jax_num_cpu_devices", config.fsdp * config.tensor // start.processes)
+    update("jax_num_cpu_devices", config.devices // start.processes)
     update("jax_enable_preemption_service", False)  # it swallows SIGTERM
     if config.compile_cache_dir:
         cache = folder_of(config.compile_cache_dir, rank)

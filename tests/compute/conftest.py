@@ -29,6 +29,7 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -68,6 +69,8 @@ def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
             biases_are_not_zero(model)
         case "qwen3":
             model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+        case "qwen3_moe":
+            model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **EXPERTS))
         case _:
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, rope_parameters=LLAMA3))
     model.eval().save_pretrained(folder)
@@ -100,6 +103,11 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.fixture(scope="session")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return build(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=False)
+
+
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return build(tmp_path_factory.mktemp("moe"), "qwen3_moe", tied=False)
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,20 @@ def test_what_we_do_not_compute_is_refused(change, named):
         parse_config(FIELDS | change, name="m")
 
 
+def test_experts():
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = parse_config(FIELDS | experts, name="m")
+    assert (config.experts, config.experts_per_token, config.mlp, config.norm_topk) == (8, 2, 24, False)
+    assert parse_config(FIELDS, name="m").experts == 0
+    for change, named in (
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\]"),
+    ):
+        with pytest.raises(UserError, match=named):
+            parse_config(FIELDS | experts | change, name="m")
+
+
 def test_a_missing_field_and_a_broken_file_are_named(tmp_path):
     with pytest.raises(UserError, match="'vocab_size'"):
         parse_config({k: v for k, v in FIELDS.items() if k != "vocab_size"}, name="m")

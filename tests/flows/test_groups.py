@@ -14,11 +14,23 @@ CARD = ModelCard("m", "/models/m", "m", "Qwen3", 32, 128, (2,), 10, tied=False)
 
 
 @pytest.mark.parametrize(
-    ("processes", "tensor", "mesh"), [(1, 1, (1, 1)), (2, 1, (2, 1)), (2, 2, (1, 2)), (4, 2, (2, 2)), (1, 2, (1, 2))]
+    ("processes", "tensor", "expert", "mesh"),
+    [
+        (1, 1, 1, (1, 1, 1)),
+        (2, 1, 1, (2, 1, 1)),
+        (2, 2, 1, (1, 2, 1)),
+        (4, 2, 1, (2, 2, 1)),
+        (1, 2, 1, (1, 2, 1)),
+        (4, 1, 2, (2, 1, 2)),
+        (8, 2, 2, (2, 2, 2)),
+        (1, 2, 2, (1, 2, 2)),
+    ],
 )
-def test_mesh(tmp_path: Path, processes: int, tensor: int, mesh: tuple[int, int]) -> None:
-    config = group_config(Settings(data_dir=tmp_path, processes=processes, tensor_parallel=tensor), CARD)
-    assert (config.fsdp, config.tensor) == mesh
+def test_mesh(tmp_path: Path, processes: int, tensor: int, expert: int, mesh: tuple[int, int, int]) -> None:
+    settings = Settings(data_dir=tmp_path, processes=processes, tensor_parallel=tensor, expert_parallel=expert)
+    config = group_config(settings, CARD)
+    assert (config.fsdp, config.tensor, config.expert) == mesh
+    assert config.devices == mesh[0] * mesh[1] * mesh[2]
     assert (config.model_path, config.max_context, config.base_weights) == ("/models/m", 128, "full")
 
 

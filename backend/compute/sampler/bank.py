@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 
 from backend.commands import LoraSpec
 from backend.compute.config import ModelConfig
-from backend.compute.lora import Lora, LoraApply, LoraPair, projection_sizes, scale
+from backend.compute.grouped import Groups
+from backend.compute.lora import Lora, LoraApply, LoraPair, projection_sizes, scale, stack_shape
 from backend.compute.mesh import put, replicated, to_host
 from backend.compute.sampler.shapes import rank_columns
 from backend.errors import ConflictError, NotFoundError, UserError
@@ -173,13 +174,16 @@ def padded_columns(rank: int) -> int:
 def stack_apply(columns_B2: jax.Array) -> LoraApply:
     """The `LoraApply` in which row b sees columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs."""
 
-    def apply(x_BTi: jax.Array, pairs: tuple[LoraPair, ...]) -> tuple[jax.Array, ...]:
+    def apply(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
         def update(pair: LoraPair) -> jax.Array:
             place = jnp.arange(pair.A.shape[-2], dtype=jnp.int32)
             own_BK = (place >= columns_B2[:, :1]) & (place < columns_B2[:, 1:])
-            hidden = jnp.einsum("bti,ki->btk", x_BTi, pair.A)
             # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
-            return jnp.where(own_BK[:, None, :], hidden, 0) @ pair.B
+            if groups is None:
+                hidden = jnp.einsum("bti,ki->btk", x, pair.A)
+                return jnp.where(own_BK[:, None, :], hidden, 0) @ pair.B
+            hidden = groups.dot(x, pair.A.swapaxes(-1, -2))
+            return groups.dot(jnp.where(own_BK[groups.batch_M], hidden, 0), pair.B)
 
         return tuple(update(pair) for pair in pairs)
 
@@ -220,12 +224,12 @@ def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.
 def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str) -> Lora:
     """A stack of `width` columns of zeros: an adapter of all parts of the model."""
 
-    def pair(name: str, stack: tuple[int, ...]) -> LoraPair:
-        fan_in, fan_out = projection_sizes(cfg)[name]
+    def pair(name: str) -> LoraPair:
+        (fan_in, fan_out), stack = projection_sizes(cfg)[name], stack_shape(cfg, name)
         return LoraPair(A=jnp.zeros((*stack, width, fan_in), dtype), B=jnp.zeros((*stack, width, fan_out), dtype))
 
-    layers = {name: pair(name, (cfg.layers,)) for name in projection_sizes(cfg) if name != "unembed"}
-    return _pinned(mesh, Lora(layers=layers, unembed=pair("unembed", ())))
+    layers = {name: pair(name) for name in projection_sizes(cfg) if name != "unembed"}
+    return _pinned(mesh, Lora(layers=layers, unembed=pair("unembed")))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)

@@ -120,7 +120,7 @@ def layers(
             cache, o = attend_cached(mesh, cache, number, start_S, q, k, v)
             return o
 
-        x_SQD = block(cfg, layer_params, layer_lora, x_SQD, rope, attend, apply)
+        x_SQD = block(cfg, mesh, layer_params, layer_lora, x_SQD, rope, attend, apply)
         return (cache, _by_rows(mesh, x_SQD)), None
 
     start = (cache, _by_rows(mesh, embed(params, tokens_SQ)))

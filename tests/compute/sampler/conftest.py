@@ -72,6 +72,9 @@ def _save(folder: Path, architecture: str) -> None:
     if architecture == "qwen3":
         config = transformers.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True)
         model: Any = transformers.Qwen3ForCausalLM(config)
+    elif architecture == "qwen3_moe":
+        experts = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, head_dim=16, **experts))
     elif architecture == "qwen2":
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape, tie_word_embeddings=False))
         with torch.no_grad():
@@ -111,7 +114,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return _tiny(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.fixture(scope="session", params=["qwen2"])
+@pytest.fixture(scope="session", params=["qwen2", "qwen3_moe"])
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """The architectures beside those of `tiny`, for what differs between them."""
     return _tiny(tmp_path_factory.mktemp(request.param), request.param)

@@ -1,0 +1,145 @@
+"""The mixture of experts in place of a layer's MLP (Qwen3-MoE): each token goes to the k experts that its router names.
+
+Tokens are sorted by expert and every projection is one grouped matmul, so no token is dropped, and how many an expert
+gets changes no shape: nothing is compiled for a routing. Over the mesh's `expert` axis every device holds some of the
+experts, computes the rows that are theirs, and the devices' parts are summed.
+
+Letters: B rows, T tokens, D hidden, E experts (of this device, inside `_local`), k experts of a token, M = B * T * k
+rows to compute, F mlp of an expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from backend.compute.config import ModelConfig
+from backend.compute.grouped import Groups
+from backend.compute.lora import MLP, LoraApply, LoraPair
+from backend.compute.mesh import EXPERT, FSDP, TENSOR
+from backend.compute.quantized import Int8, Weight
+
+
+def route(cfg: ModelConfig, y_BTD: jax.Array, router_DE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The experts of every token, int32 [B, T, k], and what their results count, float32 [B, T, k].
+
+    Softmax over all experts in float32, then the k largest; with `norm_topk` these are made to sum to 1.
+    """
+    chances_BTE = jax.nn.softmax((y_BTD @ router_DE).astype(jnp.float32), axis=-1)
+    shares_BTk, chosen_BTk = jax.lax.top_k(chances_BTE, cfg.experts_per_token)
+    if cfg.norm_topk:
+        shares_BTk = shares_BTk / jnp.sum(shares_BTk, axis=-1, keepdims=True)
+    return chosen_BTk, shares_BTk
+
+
+def mixture(
+    cfg: ModelConfig,
+    mesh: Mesh,
+    layer_params: Mapping[str, Any],
+    layer_lora: Mapping[str, LoraPair],
+    y_BTD: jax.Array,
+    lora_apply: LoraApply,
+) -> jax.Array:
+    """What the experts make of y_BTD, in its dtype. `layer_lora` may hold pairs for gate, up and down, [E, R, ...]."""
+    chosen_BTk, shares_BTk = route(cfg, y_BTD, layer_params["router"])
+    weights = {name: layer_params[name] for name in MLP}
+    pairs = {name: layer_lora[name] for name in MLP if name in layer_lora}
+    inner = TENSOR if cfg.mlp % mesh.shape[TENSOR] == 0 else None
+    rows = PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
+    local = jax.shard_map(
+        functools.partial(_local, lora_apply, rows[0] is not None, (EXPERT, inner) if inner else (EXPERT,)),
+        mesh=mesh,
+        in_specs=(
+            rows,
+            rows,
+            rows,
+            {name: _weight_specs(name, weight, inner) for name, weight in weights.items()},
+            {name: _pair_specs(name, inner) for name in pairs},
+        ),
+        out_specs=rows,
+        check_vma=False,
+    )
+    mixed_BTD: jax.Array = local(y_BTD, chosen_BTk, shares_BTk, weights, pairs)
+    return mixed_BTD
+
+
+def _weight_specs(name: str, weight: Weight, inner: str | None) -> Any:
+    """The experts split, and F over the tensor axis where that divides it; gathered over fsdp."""
+    whole = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)
+    if isinstance(weight, Int8):
+        return Int8(values=whole, scale=PartitionSpec(EXPERT, whole[2]))
+    return whole
+
+
+def _pair_specs(name: str, inner: str | None) -> LoraPair:
+    whole, split = PartitionSpec(EXPERT), PartitionSpec(EXPERT, None, inner)
+    return LoraPair(A=split, B=whole) if name == "down" else LoraPair(A=whole, B=split)
+
+
+def _local(
+    lora_apply: LoraApply,
+    rows_are_split: bool,
+    summed: tuple[str, ...],
+    y_BTD: jax.Array,
+    chosen_BTk: jax.Array,
+    shares_BTk: jax.Array,
+    weights: Mapping[str, Weight],
+    pairs: Mapping[str, LoraPair],
+) -> jax.Array:
+    """The part that this device's experts, and its share of F, have in the result for its rows, then the sum of all."""
+    B, T, k = chosen_BTk.shape
+    D, E = y_BTD.shape[-1], jax.tree.leaves(weights["gate"])[0].shape[0]
+    here_M = chosen_BTk.reshape(-1) - jax.lax.axis_index(EXPERT) * E
+    mine_M = (here_M >= 0) & (here_M < E)
+    here_M = jnp.where(mine_M, here_M, E)  # what other devices compute is sorted to the end
+    order_M = jnp.argsort(here_M, stable=True)
+    place_M = jnp.argsort(order_M)
+    first = jax.lax.axis_index(FSDP) * B if rows_are_split else 0
+    groups = Groups(
+        sizes_E=jnp.sum(here_M[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32),
+        expert_M=jnp.minimum(here_M[order_M], E - 1),
+        batch_M=first + order_M // (T * k),
+    )
+    mine_M1 = mine_M[order_M][:, None]
+
+    def project(x_Mi: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+        adapted = tuple(name for name in names if name in pairs)
+        updates = dict(zip(adapted, lora_apply(x_Mi, tuple(pairs[name] for name in adapted), groups), strict=True))
+        plain = {name: groups.dot(x_Mi, weights[name]) for name in names}
+        sums = {name: plain[name] + updates[name] if name in updates else plain[name] for name in names}
+        # Rows of no expert may hold anything: a grouped matmul need not write them.
+        return tuple(checkpoint_name(jnp.where(mine_M1, sums[name], 0), name) for name in names)
+
+    copies_MD = jnp.broadcast_to(y_BTD.reshape(-1, 1, D), (B * T, k, D)).reshape(-1, D)
+    x_MD = jnp.where(mine_M1, _permuted(copies_MD, order_M, place_M), 0)
+    gate_MF, up_MF = project(x_MD, "gate", "up")
+    # A row's share is multiplied in before `down`, so that a backward pass does not need what comes out of that.
+    share_M1 = shares_BTk.reshape(-1)[order_M][:, None].astype(y_BTD.dtype)
+    (down_MD,) = project(jax.nn.silu(gate_MF) * up_MF * share_M1, "down")
+    parts_BTkD = _permuted(down_MD, place_M, order_M).reshape(B, T, k, D)
+    return jax.lax.psum(jnp.sum(parts_BTkD, axis=2, dtype=jnp.float32), summed).astype(y_BTD.dtype)
+
+
+@jax.custom_vjp
+def _permuted(x_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array) -> jax.Array:
+    """x_MD[order_M]. Backward it is a gather too: a scatter may add in any order, and results must come out alike."""
+    return x_MD[order_M]
+
+
+def _permuted_forward(
+    x_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return x_MD[order_M], (inverse_M,)
+
+
+def _permuted_backward(kept: tuple[jax.Array, ...], d_MD: jax.Array) -> tuple[jax.Array, None, None]:
+    return d_MD[kept[0]], None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)

@@ -1,0 +1,116 @@
+"""Matmuls of rows that are sorted by expert, each with the matrix of its own.
+
+Letters: M rows, E experts, i in, o out, b rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from backend.compute.quantized import Int8, Weight
+
+_MOST_ROWS = 64  # of a block
+_LEAST_ROWS = 8
+
+
+@flax.struct.dataclass
+class Groups:
+    """Rows sorted by expert, expert 0's first; any that are left over, of no expert, come last and give no result.
+
+    sizes_E: how many rows each expert has. expert_M: whose each row is. batch_M: the row of the batch it came from.
+    """
+
+    sizes_E: Any
+    expert_M: Any
+    batch_M: Any
+
+    def dot(self, x_Mi: jax.Array, weight_Eio: Weight) -> jax.Array:
+        """[M, o] in the dtype of x. Differentiable by x, and by the weight unless it is int8."""
+        if isinstance(weight_Eio, Int8):
+            return _dot(x_Mi, weight_Eio.values, self.sizes_E) * weight_Eio.scale[self.expert_M]
+        return _dot(x_Mi, weight_Eio, self.sizes_E)
+
+
+def _dot(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    if jax.devices()[0].platform == "cpu":
+        # XLA:CPU knows `ragged_dot` only as a product of every row with every expert's matrix.
+        return by_blocks(x_Mi, weight_Eio, sizes_E)
+    return jax.lax.ragged_dot(x_Mi, weight_Eio.astype(x_Mi.dtype), sizes_E)
+
+
+@jax.custom_vjp
+def by_blocks(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """As `jax.lax.ragged_dot` with zeros in the rows of no expert: a loop over blocks of rows of one expert each."""
+    return _product(x_Mi, weight_Eio, sizes_E, transposed=False)
+
+
+def _product(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
+    """Each row times its matrix, or times the transpose of that."""
+
+    def add(sums: jax.Array, expert: jax.Array, start: jax.Array, mine_b1: jax.Array) -> jax.Array:
+        matrix = jax.lax.dynamic_index_in_dim(weight_Eio, expert, keepdims=False).astype(x_Mi.dtype)
+        rows_bi = jax.lax.dynamic_slice_in_dim(padded, start, mine_b1.shape[0])
+        found_bo = jnp.where(mine_b1, rows_bi @ (matrix.T if transposed else matrix), 0)
+        before_bo = jax.lax.dynamic_slice_in_dim(sums, start, mine_b1.shape[0])
+        return jax.lax.dynamic_update_slice_in_dim(sums, before_bo + found_bo, start, axis=0)
+
+    M, b = x_Mi.shape[0], _block_rows(x_Mi, sizes_E)
+    padded = jnp.pad(x_Mi, ((0, b), (0, 0)))
+    outs = weight_Eio.shape[1 if transposed else 2]
+    return _over_blocks(add, jnp.zeros((M + b, outs), x_Mi.dtype), sizes_E, b)[:M]
+
+
+def _outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """[E, i, o] float32: the sum over an expert's rows of their outer products."""
+
+    def add(sums: jax.Array, expert: jax.Array, start: jax.Array, mine_b1: jax.Array) -> jax.Array:
+        rows_bi, others_bo = (jax.lax.dynamic_slice_in_dim(rows, start, mine_b1.shape[0]) for rows in padded)
+        found_io = jnp.matmul(rows_bi.T, jnp.where(mine_b1, others_bo, 0), preferred_element_type=jnp.float32)
+        before_io = jax.lax.dynamic_index_in_dim(sums, expert, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(sums, before_io + found_io, expert, axis=0)
+
+    b = _block_rows(x_Mi, sizes_E)
+    padded = [jnp.pad(rows, ((0, b), (0, 0))) for rows in (x_Mi, y_Mo)]
+    return _over_blocks(add, jnp.zeros((sizes_E.shape[0], x_Mi.shape[1], y_Mo.shape[1]), jnp.float32), sizes_E, b)
+
+
+def _block_rows(x_Mi: jax.Array, sizes_E: jax.Array) -> int:
+    """Half of what an expert gets on average, a power of two: so few rows of a block are empty."""
+    mean = x_Mi.shape[0] // sizes_E.shape[0]
+    return max(_LEAST_ROWS, min(_MOST_ROWS, (1 << mean.bit_length()) // 2))
+
+
+def _over_blocks(
+    add: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array], sums: jax.Array, sizes_E: jax.Array, b: int
+) -> jax.Array:
+    """`sums` after add(sums, expert, first row, which of the b rows are its) of every block that has rows."""
+    ends_E = jnp.cumsum(sizes_E)
+    blocks_E = -(-sizes_E // b)
+    last_E = jnp.cumsum(blocks_E)
+
+    def one(number: jax.Array, sums: jax.Array) -> jax.Array:
+        expert = jnp.searchsorted(last_E, number, side="right")
+        within = number - (last_E[expert] - blocks_E[expert])
+        start = ends_E[expert] - sizes_E[expert] + within * b
+        return add(sums, expert, start, (start + jnp.arange(b) < ends_E[expert])[:, None])
+
+    return jax.lax.fori_loop(0, last_E[-1], one, sums)
+
+
+def _forward(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return by_blocks(x_Mi, weight_Eio, sizes_E), (x_Mi, weight_Eio, sizes_E)
+
+
+def _backward(kept: tuple[jax.Array, ...], d_Mo: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+    x_Mi, weight_Eio, sizes_E = kept
+    frozen = not jnp.issubdtype(weight_Eio.dtype, jnp.floating)
+    d_weight = None if frozen else _outer(x_Mi, d_Mo, sizes_E).astype(weight_Eio.dtype)
+    return _product(d_Mo, weight_Eio, sizes_E, transposed=True), d_weight, None
+
+
+by_blocks.defvjp(_forward, _backward)

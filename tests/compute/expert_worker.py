@@ -1,0 +1,60 @@
+"""One process with eight CPU devices, for test_experts: the mixture of a loaded layer on two meshes, to a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def main() -> None:
+    """argv: model folder, file for the numbers. Meshes are named by their sizes of fsdp, expert and tensor."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType
+
+    from backend.compute.config import load_config
+    from backend.compute.experts import mixture
+    from backend.compute.lora import MLP, LoraPair, apply_one, projection_sizes
+    from backend.compute.mesh import EXPERT, FSDP, TENSOR
+    from backend.compute.params import load_params
+    from backend.compute.sampler.bank import stack_apply
+
+    folder, file = sys.argv[1:]
+    cfg = load_config(folder)
+    rng = np.random.default_rng(0)
+    y_BTD = rng.normal(size=(4, 5, cfg.hidden)).astype(np.float32)
+    columns_B2 = jnp.asarray([[0, 0], [0, 3], [3, 4], [0, 3]], jnp.int32)
+
+    def random_pair(name: str) -> LoraPair:
+        A, B = (rng.normal(size=(cfg.experts, 4, n), scale=0.1).astype(np.float32) for n in projection_sizes(cfg)[name])
+        return LoraPair(A=A, B=B)
+
+    pairs = {name: random_pair(name) for name in MLP}
+    found: dict[str, Any] = {}
+    for sizes in ((1, 1, 1), (2, 2, 2)):
+        devices = jax.devices()[: int(np.prod(sizes))]
+        mesh = jax.make_mesh(sizes, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=devices)
+        params: Any = load_params(cfg, folder, mesh, "float32", base_weights="int8")
+
+        def both(layers: Any, y: Any, pairs: Any, mesh: Any = mesh) -> Any:
+            layer = jax.tree.map(lambda stacked: stacked[1], layers)
+
+            def slope(y: Any, pairs: Any) -> Any:
+                return jnp.sum(jnp.sin(mixture(cfg, mesh, layer, pairs, y, apply_one)))
+
+            sampled = mixture(cfg, mesh, layer, pairs, y, stack_apply(columns_B2))
+            return sampled, *jax.value_and_grad(slope, argnums=(0, 1))(y, pairs)
+
+        leaves = jax.tree.leaves(jax.jit(both)(params.layers, y_BTD, pairs))
+        name = "x".join(map(str, sizes))
+        found[name] = [np.asarray(leaf).tolist() for leaf in leaves]
+        found[f"{name} holds"] = list(params.layers["gate"].values.addressable_shards[0].data.shape)
+    Path(file).write_text(json.dumps(found))
+
+
+main()

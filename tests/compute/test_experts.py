@@ -1,0 +1,157 @@
+"""Qwen3-MoE: logprobs, gradients of every adapter and the export, against Hugging Face transformers and PEFT."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import safetensors.numpy
+import torch
+
+from backend.commands import LORA_ALPHA, CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec
+from backend.compute.lora import from_peft, to_peft
+from backend.compute.mesh import make_mesh
+from backend.compute.params import count, load_params
+from backend.errors import UserError
+from backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
+
+LENGTHS = (1, 7, 30)
+
+
+@pytest.fixture(scope="module")
+def executor(moe, adapter):
+    executor = moe.executor()
+    adapter(executor, "a", train_unembed=False)
+    return executor
+
+
+def adapted_weights(model, weights):
+    """The model's parameters with torch's update for every pair of an adapter, differentiable by these."""
+    named = dict(model.named_parameters())
+    for name in sorted(n for n in weights if n.endswith(".lora_A.weight")):
+        target = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        B, A = weights[name.replace("lora_A", "lora_B")], weights[name]
+        update = B @ A * (LORA_ALPHA / A.shape[0])
+        found = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj", target)
+        if found is None:
+            named[f"{target}.weight"] = named[f"{target}.weight"] + update
+            continue
+        experts, number, part = found[1], int(found[2]), found[3]
+        fused = f"{experts}.down_proj" if part == "down" else f"{experts}.gate_up_proj"
+        whole = torch.zeros(named[fused].shape[1:])
+        if part == "down":
+            whole = whole + update
+        else:
+            half = whole.shape[0] // 2
+            rows = torch.arange(half) + (half if part == "up" else 0)
+            whole = whole.index_add(0, rows, update)
+        named[fused] = named[fused].index_add(0, torch.tensor([number]), whole[None])
+    return named
+
+
+def test_logprobs_of_the_base_model(moe, executor, examples, forward):
+    executor.execute(CreateAdapter("fresh", LoraSpec(4), 0))
+    data = examples(LENGTHS)
+    for example, found in zip(data, forward(executor, "fresh", data).logprobs, strict=True):
+        assert np.abs(found - moe.logprobs(example)[:, 0]).max() < 2e-4
+
+
+def test_gradients_of_every_adapter_as_torch_has_them(moe, executor, examples, forward, gradients):
+    state = executor.execute(ExportAdapter("a", optimizer=False))
+    weights = {name: torch.tensor(array, requires_grad=True) for name, array in state.weights.items()}
+    named = adapted_weights(moe.model, weights)
+    data = examples(LENGTHS, targets=2)
+    result = forward(executor, "a", data, backward=True)
+    loss = torch.zeros(())
+    for example, found in zip(data, result.logprobs, strict=True):
+        ids = torch.tensor(example.tokens_T[None].astype(np.int64))
+        logits = torch.func.functional_call(moe.model, named, (ids,)).logits[0]
+        scored = torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
+        assert np.abs(found - scored.detach().numpy()).max() < 2e-4
+        loss = loss - (scored * torch.tensor(example.weights_TK)).sum()
+    assert result.loss_sum == pytest.approx(float(loss.detach()), rel=1e-4)
+    loss.backward()
+    found = gradients(executor, "a")
+    assert sorted(found) == sorted(weights)
+    assert sum(np.abs(array).max() > 1e-3 for name, array in found.items() if ".experts." in name) > 40
+    for name, array in found.items():
+        wanted = weights[name].grad.numpy()
+        assert np.abs(array - wanted).max() < 2e-3 * max(1.0, np.abs(wanted).max()), name
+
+
+def test_the_same_again_bit_for_bit_and_nothing_compiled_for_another_routing(executor, examples, forward, gradients):
+    state = executor.execute(ExportAdapter("a", optimizer=False))
+    sums, slopes = [], []
+    forward(executor, "a", examples(LENGTHS, seed=1), backward=True)
+    before = executor.compiles
+    for adapter_id in ("once", "twice"):
+        executor.execute(ImportAdapter(adapter_id, state))
+        sums.append(forward(executor, adapter_id, examples(LENGTHS, seed=2), backward=True).loss_sum)
+        slopes.append(gradients(executor, adapter_id))
+    assert executor.compiles == before
+    assert sums[0] == sums[1]
+    assert all(np.array_equal(slopes[0][name], slopes[1][name]) for name in slopes[0])
+
+
+def test_peft_loads_the_export(moe, executor, tmp_path, examples, forward):
+    state = executor.execute(ExportAdapter("a", optimizer=False))
+    (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
+    safetensors.numpy.save_file(dict(state.weights), tmp_path / ADAPTER)
+    (example,) = examples((20,))
+    (found,) = forward(executor, "a", (example,)).logprobs
+    with warnings.catch_warnings():
+        # PEFT gives the fused gate_up_proj its doubled rank, and then looks for it among modules: it is a parameter.
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        model = peft.PeftModel.from_pretrained(moe.model, str(tmp_path))
+    try:
+        adapted = type(moe)(moe.folder, model).logprobs(example)[:, 0]
+    finally:
+        model.unload()
+    assert np.abs(adapted - moe.logprobs(example)[:, 0]).max() > 0.1
+    assert np.abs(found - adapted).max() < 2e-4
+
+
+def test_a_mesh_of_eight_devices_gives_the_numbers_of_one(moe, tmp_path):
+    """Values, gradients and adapters by row, with experts, rows and widths split; int8, whose scales are split too."""
+    worker, numbers = str(Path(__file__).with_name("expert_worker.py")), tmp_path / "numbers.json"
+    command = [sys.executable, worker, str(moe.folder), str(numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(numbers.read_text())
+    assert found["1x1x1 holds"] == [2, 8, 32, 24]
+    assert found["2x2x2 holds"] == [2, 4, 16, 12]
+    assert len(found["1x1x1"]) == 2 + 1 + 6  # by row, summed; slopes of the input and of three pairs
+    for one, other in zip(found["2x2x2"], found["1x1x1"], strict=True):
+        assert np.abs(other).max() > 0.01
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-3)
+
+
+def test_weights_and_names(moe, executor):
+    cfg = executor._cfg
+    params = load_params(cfg, moe.folder, make_mesh(1, 1), "float32")
+    assert count(params) == sum(p.numel() for p in moe.model.parameters())
+    experts = moe.model.model.layers[1].mlp.experts
+    assert np.array_equal(params.layers["up"][1, 5], experts.gate_up_proj[5, cfg.mlp :].detach().numpy().T)
+    assert np.array_equal(params.layers["down"][1, 5], experts.down_proj[5].detach().numpy().T)
+    state = executor.execute(ExportAdapter("a", optimizer=False))
+    name = "base_model.model.model.layers.1.mlp.experts.5.down_proj.lora_B.weight"
+    assert state.weights[name].shape == (cfg.hidden, 4)
+    lora = from_peft(cfg, state.spec, lambda name, shape: state.weights[name])
+    assert lora.layers["gate"].A.shape == (cfg.layers, 8, 4, cfg.hidden)
+    again = to_peft(lora)
+    assert sorted(again) == sorted(state.weights)
+    assert all(np.array_equal(again[name], array) for name, array in state.weights.items())
+
+
+def test_an_axis_that_does_not_divide_the_experts_is_refused(moe, qwen3):
+    for reference, said in ((moe, "8 experts, expert_parallel 3"), (qwen3, "0 experts, expert_parallel 2")):
+        mesh = type("Mesh", (), {"shape": {"expert": int(said[-1])}})()
+        with pytest.raises(UserError, match=said):
+            load_params(reference.executor()._cfg, reference.folder, mesh, "float32")
