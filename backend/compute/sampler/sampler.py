@@ -20,7 +20,7 @@ from backend.compute.mesh import FSDP, to_host
 from backend.compute.params import by_layer
 from backend.compute.sampler.bank import Snapshot, SnapshotBank
 from backend.compute.sampler.cache import Cache, Move, empty_cache, moved, pages_for, scrubbed
-from backend.compute.sampler.decode import Rows, decode
+from backend.compute.sampler.decode import Decoded, Rows, decode
 from backend.compute.sampler.memory import most_cells, most_pages
 from backend.compute.sampler.prefill import Piece, prefill
 from backend.compute.sampler.prefixes import Prefixes
@@ -38,6 +38,7 @@ from backend.errors import UserError
 log = logging.getLogger(__name__)
 
 _PREFILL_BUDGET = 2 * PREFILL_TOKENS[-1]  # padded prompt tokens of one step
+_SHORT = 4  # sequences that are decoded beside the batch at once
 _CALM_STEPS = 4  # the batch shrinks only after so many steps that would have fitted, so that it does not go to and fro
 
 
@@ -66,6 +67,7 @@ class Sampler:
         self._staged_group: Group | None = None
         self._staged_scope: Scope | None = None  # what it was begun in; None when it has been kept
         self._calm = 0
+        self._served_short = False  # in the last step
         self._failed: list[SampleResult] = []
 
     # ------------------------------------------------------------------ warm-up
@@ -107,8 +109,11 @@ class Sampler:
         for request in command.admit:
             self._admit(request)
         try:
-            self._prefill()
-            self._decode()
+            # Who was served beside the batch is answered at once, and the batch goes on in the next step.
+            self._served_short = not self._served_short and self._serve_short()
+            if not self._served_short:
+                self._prefill()
+                self._decode()
         except Exception as error:
             # The batch is gone with its donated buffers (say, no memory was left), but not the snapshots.
             log.exception("a sample step failed; every request in it is answered with an error")
@@ -171,21 +176,24 @@ class Sampler:
                 self._staged_group, self._staged_scope = group, group.scope
                 empty = empty_cache(self._cfg, self._mesh, group.rows, group.length, self._dtype.name)
                 self._staged, known = self._prefixes.fill(group, empty)
-                self._line.begin(known)
+                group.begin(known)
             while group.remaining > 0 and budget > 0:
                 budget -= group.rows * group.piece
                 self._staged = self._compute_piece(group, self._staged)
             if group.remaining > 0:
                 return
-            for ticket in dict.fromkeys(job.ticket for job in group.jobs):
-                if ticket.scores is not None and not ticket.scores.finite:
-                    self._fail(ticket)
+            self._fail_unscored(group)
             if self._line.group is not None:
                 self._keep(group, self._staged)
                 self._seed(group, self._staged)
             if self._line.group is not None:
                 return  # no more free slots: the rest of the group stays staged
             self._staged = self._staged_group = None
+
+    def _fail_unscored(self, group: Group) -> None:
+        for ticket in dict.fromkeys(job.ticket for job in group.jobs):
+            if ticket.scores is not None and not ticket.scores.finite:
+                self._fail(ticket)
 
     def _keep(self, group: Group, staged: Cache) -> None:
         """Let later requests begin with the group's prompt, if all of it was computed with weights that they have."""
@@ -211,7 +219,7 @@ class Sampler:
             columns = self._bank.columns(job.ticket.snapshot)
             piece.columns_B2[row] = columns.start, columns.end
         staged, scored = prefill(self._cfg, self._mesh, widths, self._params, self._bank.lora, staged, piece)
-        self._line.prefilled(size, to_host(scored) if piece.score else None)
+        group.advance(size, to_host(scored) if piece.score else None)
         return staged
 
     def _seed(self, group: Group, staged: Cache) -> None:
@@ -233,30 +241,70 @@ class Sampler:
         self._fit(steps)
         self._bank.use(self._snapshots())  # other snapshots may have taken the place of those that were prefilled with
         assert self._cache is not None
-        asked = max(held.ticket.request.topk_sample for _, held in self._line.decoding())
-        self._cache, on_devices = decode(
+        self._cache, decoded = self._chunk(self._cache, list(self._line.decoding()), steps)
+        self._scrub(decoded.logprobs_CS)
+        for slot in self._take(list(self._line.decoding()), steps, decoded):
+            self._line.slots[slot] = None
+
+    def _serve_short(self) -> bool:
+        """Serve those who want no more than a chunk beside the batch, when that is busy with others: at most `_SHORT`.
+
+        In it they would wait for a free slot, and then for a whole chunk of everybody's.
+        """
+        group = self._line.form_short(_SHORT, self._config.decode_chunk) if self._line.busy else None
+        if group is None:
+            return False
+        self._bank.use([*self._snapshots(), *(job.ticket.snapshot for job in group.jobs if job.ticket.snapshot)])
+        staged = empty_cache(self._cfg, self._mesh, group.rows, group.length, self._dtype.name)
+        group.begin(0)
+        while group.remaining > 0:
+            staged = self._compute_piece(group, staged)
+        self._fail_unscored(group)
+        whose = [(row, one) for row, job in enumerate(group.jobs) for one in job.sequences]
+        whose = [(row, one) for row, one in whose if self._line.holds(one.ticket.request.request_id)]
+        if not whose:
+            return True
+        held = [(slot, one) for slot, (_, one) in enumerate(whose)]
+        steps = max(one.remaining for _, one in held)
+        slots = self._shapes.slots_for(len(held))
+        length = self._shapes.length_for(max(one.cached for _, one in held) + steps)
+        apart = isinstance(self._decode_params.layers, tuple)
+        cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, apart)
+        moves = [Move(row, slot, pages_for(one.cached)) for slot, (row, one) in enumerate(whose)]
+        _, decoded = self._chunk(moved(self._cfg, self._mesh, cache, staged, moves), held, steps)
+        self._take(held, steps, decoded)
+        return True
+
+    def _chunk(self, cache: Cache, held: list[tuple[int, Sequence]], steps: int) -> tuple[Cache, Decoded]:
+        """`steps` tokens of every slot of `cache`, in which `held` are; what was decoded is on the host."""
+        asked = max(one.ticket.request.topk_sample for _, one in held)
+        cache, on_devices = decode(
             self._cfg,
             self._mesh,
             self._config.decode_chunk,
             min(width_for(asked), self._cfg.vocab),
             self._decode_params,
             self._bank.lora,
-            self._cache,
-            self._rows(steps),
+            cache,
+            self._rows(held, cache.slots, steps),
             np.int32(steps),
         )
-        decoded = to_host(on_devices)
-        self._scrub(decoded.logprobs_CS)
-        for slot, held in list(self._line.decoding()):
-            count = min(steps, held.remaining)
+        return cache, to_host(on_devices)
+
+    def _take(self, held: list[tuple[int, Sequence]], steps: int, decoded: Decoded) -> list[int]:
+        """Give everybody what was decoded; the slots of those who have ended."""
+        ended = []
+        for slot, one in held:
+            count = min(steps, one.remaining)
             logprobs_C = decoded.logprobs_CS[:count, slot]
             top = None
-            if held.ticket.request.topk_sample:
+            if one.ticket.request.topk_sample:
                 top = Candidates(decoded.top_CSk[:count, slot], decoded.top_logprobs_CSk[:count, slot])
             if not np.isfinite(logprobs_C).all():
-                self._fail(held.ticket)
-            elif held.take(decoded.tokens_CS[:count, slot].tolist(), logprobs_C.tolist(), top):
-                self._line.slots[slot] = None
+                self._fail(one.ticket)
+            elif one.take(decoded.tokens_CS[:count, slot].tolist(), logprobs_C.tolist(), top):
+                ended.append(slot)
+        return ended
 
     def _fit(self, steps: int) -> None:
         """Room for `steps` more tokens of everybody: a longer cache, maybe with fewer slots; a smaller one if calm."""
@@ -275,8 +323,7 @@ class Sampler:
         else:
             self._resize(min(self._slots, self._shapes.most_slots(length)), length)
 
-    def _rows(self, steps: int) -> Rows:
-        S = self._slots
+    def _rows(self, decoding: list[tuple[int, Sequence]], S: int, steps: int) -> Rows:
         rows = Rows(
             tokens_S=np.zeros(S, np.int32),
             positions_S=np.zeros(S, np.int32),
@@ -284,7 +331,7 @@ class Sampler:
             uniform_CS=np.zeros((self._config.decode_chunk, S), np.float32),
             choice=greedy_choice(S),
         )
-        for slot, held in self._line.decoding():
+        for slot, held in decoding:
             request, columns = held.ticket.request, self._bank.columns(held.ticket.snapshot)
             rows.tokens_S[slot], rows.positions_S[slot] = held.last_token, held.cached
             rows.columns_S2[slot] = columns.start, columns.end

@@ -1,9 +1,10 @@
 """Who is prefilled, who has a slot, who is done: the sampler's host state, without a single array of the device.
 
     waiting --form--> prefilling --seed--> decoding in a slot --take--> finished
-       ^------------------ preempt (no memory for longer caches) --'
+     | ^------------------ preempt (no memory for longer caches) --'     ^
+     '--form_short--> over within a chunk, beside the batch -------------'
 
-First come, first served. All decisions follow from commands and from what the devices answered, so every process of a
+First come, first served, but who wants little overtakes a busy batch. All decisions follow from commands and from what the devices answered, so every process of a
 group makes the same ones.
 """
 
@@ -78,6 +79,22 @@ class Group:
         """How many tokens a row the next dispatch computes."""
         alone, room = len(self.jobs) == 1, self.length - self.start
         return prefill_piece(alone=alone, start=self.start, remaining=self.remaining, room=room)
+
+    def begin(self, known: int) -> None:
+        """The staged cache is there, with the first `known` tokens of each prompt in it."""
+        self.start = known
+        for job in self.jobs:
+            if job.ticket.known is None:  # else it comes again, after it was preempted
+                job.ticket.known = known
+
+    def advance(self, tokens: int, scored: Scored | None) -> None:
+        """So many more tokens are computed; `scored` (on the host), when someone wants it, is of what follows them."""
+        for row, job in enumerate(self.jobs):
+            end = min(self.start + tokens, job.length)
+            if scored is not None and job.wants(self.start, end):
+                assert job.ticket.scores is not None
+                job.ticket.scores.take(self.start, end, row, scored)
+        self.start += tokens
 
 
 @dataclass(frozen=True)
@@ -195,23 +212,22 @@ class Scheduler:
         self.group = Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
         return self.group
 
-    def begin(self, known: int) -> None:
-        """The staged cache of the group's prompts is there, with the first `known` tokens of each in it."""
-        group = self._group()
-        group.start = known
-        for job in group.jobs:
-            if job.ticket.known is None:  # else it comes again, after it was preempted
-                job.ticket.known = known
+    def form_short(self, most_sequences: int, most_tokens: int) -> Group | None:
+        """Those in line, with short prompts, who want at most so many tokens: they need no slot, and overtake.
 
-    def prefilled(self, tokens: int, scored: Scored | None) -> None:
-        """The group has advanced by `tokens`; `scored` (on the host), when someone wants it, is of what follows."""
-        group = self._group()
-        for row, job in enumerate(group.jobs):
-            end = min(group.start + tokens, job.length)
-            if scored is not None and job.wants(group.start, end):
-                assert job.ticket.scores is not None
-                job.ticket.scores.take(group.start, end, row, scored)
-        group.start += tokens
+        At most `most_sequences` sequences; None when nobody is.
+        """
+        jobs: list[Job] = []
+        for job in self._waiting:
+            within = all(sequence.remaining <= most_tokens for sequence in job.sequences)
+            if within and not job.alone and len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
+                jobs.append(job)
+                most_sequences -= len(job.sequences)
+        if not jobs:
+            return None
+        self._waiting = deque(job for job in self._waiting if job not in jobs)
+        longest = max(job.length for job in jobs)
+        return Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
 
     def seed(self, cache_length: int) -> list[Seeding]:
         """Give free slots to the prefilled group's sequences; when all have one, the group is gone.

@@ -171,6 +171,30 @@ def test_cancelling_frees_the_slots(qwen: Any, ask: Any, run_all: Any, prompt: A
     assert "busy" not in run_all(sampler)
 
 
+def test_who_wants_little_waits_for_no_slot_and_the_batch_goes_on(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any
+) -> None:
+    sampler = qwen.sampler(sample_slots=4)
+    little = [ask(f"little{i}", prompt(9, i), 1 + i, num_samples=1 + i, temperature=1.0, seed=i) for i in range(3)]
+    expected = {one.request_id: run_all(qwen.sampler(), one)[one.request_id] for one in little}
+    busy = ask("busy", prompt(5), 100, num_samples=4)
+    sampler.step(SampleStep(admit=(busy,)))
+
+    def ended(*admit: Any) -> dict[str, Any]:
+        return {result.request_id: result for result in sampler.step(SampleStep(admit=admit)).finished}
+
+    found = ended(little[0])  # at once, although no slot is free
+    assert set(found) == {"little0"}
+    assert not ended(little[1], little[2])  # now it is the batch's turn, in every second step
+    found |= ended()  # two sequences and three are more than are served beside the batch at once
+    assert set(found) == {"little0", "little1"}
+    found |= run_all(sampler)
+    assert set(found) == {"little0", "little1", "little2", "busy"} and len(found["busy"].sequences) == 4
+    for name, result in expected.items():
+        assert [tokens_of(one) for one in found[name].sequences] == [tokens_of(one) for one in result.sequences]
+    assert tokens_of(found["busy"].sequences[0]) == tokens_of(run_all(qwen.sampler(), busy)["busy"].sequences[0])
+
+
 def test_requests_join_while_others_decode(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
     sampler = qwen.sampler()
     first, second = ask("first", prompt(5), 60), ask("second", prompt(40), 20)

@@ -44,7 +44,7 @@ def advance(line: Scheduler, slots: int = 16, length: int = 512) -> list[Seeding
     group = line.form(length)
     assert group is not None
     while group.remaining > 0:
-        line.prefilled(group.piece, None)
+        group.advance(group.piece, None)
     line.resize(slots)
     return line.seed(length)
 
@@ -135,7 +135,7 @@ def test_prompt_logprobs_are_put_together_from_pieces(line: Scheduler, admit: An
         padded = np.full((1, piece), 1e9, np.float32)
         here = expected[group.start : group.start + piece]
         padded[0, : len(here)] = here
-        line.prefilled(piece, Scored(padded))
+        group.advance(piece, Scored(padded))
     assert sequence.ticket.scores is not None
     logprobs = sequence.ticket.scores.add_to(SampleResult("a")).prompt_logprobs_T
     assert logprobs is not None and np.isnan(logprobs[0])
@@ -171,12 +171,13 @@ def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line:
     (sequence,) = admit("a", 200, limit=2)
     group = line.form(512)
     assert group is not None and group.piece == 128
-    line.begin(128)
+    group.begin(128)
     assert (group.remaining, group.piece) == (71, 32)
     advance(line)
     line.preempt(keep=0)
-    line.form(512)
-    line.begin(199)
+    again = line.form(512)
+    assert again is not None
+    again.begin(199)
     advance(line)
     sequence.take([1, 2], [0.0, 0.0])
     (result,) = line.finish()
