@@ -4,8 +4,8 @@
      | ^------------------ preempt (no memory for longer caches) --'     ^
      '--form_short--> over within a chunk, beside the batch -------------'
 
-First come, first served, but who wants little overtakes a busy batch. All decisions follow from commands and from what the devices answered, so every process of a
-group makes the same ones.
+First come, first served, but who wants little overtakes a busy batch. All decisions follow from commands and from what
+the devices answered, so every process of a group makes the same ones.
 """
 
 from __future__ import annotations

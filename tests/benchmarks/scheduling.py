@@ -1,0 +1,249 @@
+"""Whether anybody waits for others longer than they should: issue 4's criteria that are about scheduling.
+
+    python -m tests.benchmarks.scheduling [--model FOLDER] [--cases little,closed,group,publish,clients,flat]
+                                          [--minutes 10]
+
+One `tinkerflow up` without Prefect, on the tiny model unless told. RESULTS.md keeps the output.
+
+    little   samples of 1 token while 64 others of 64 are decoded: p50 and p95, beside a chunk's time
+    closed   8 users with prompts and answers of mixed lengths, each asking again when answered, beside 8 at once
+    group    8 samples of one prompt of 1,000 tokens beside 1: the prefill tokens that were billed, and the time
+    publish  save_weights_and_get_sampling_client after a step of 64 short sequences (importance_sampling)
+    clients  1, 4 and 16 clients train at once, 2 x 32 tokens a step: useful tokens a second and a CPU-second
+    flat     mixed traffic for --minutes: resident memory of the server's processes, minute by minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import httpx
+import tinker
+from tinker import types
+
+from deployments.tiny_model import make_tiny
+from tests.benchmarks.service import cpu_seconds, datum, server, step, tree
+
+KEY = "tml-bench"
+USERS, ASKED = 8, 6
+CHUNK = 8  # tokens, decode_chunk's default
+
+
+def ids(count: int) -> list[int]:
+    """Random tokens."""
+    return [random.randrange(8, 1000) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A server, and one model's clients of it."""
+
+    service: tinker.ServiceClient
+    url: str
+    pid: int
+    trainer: tinker.TrainingClient
+    model: str
+
+    async def sample(self, sampler: tinker.SamplingClient, prompt: int, most: int, count: int = 1) -> float:
+        """Seconds that a request of random tokens takes; `most` tokens are made, whatever they are."""
+        params = types.SamplingParams(max_tokens=most, temperature=1.0, stop=[1])
+        began = time.perf_counter()
+        await sampler.sample_async(types.ModelInput.from_ints(ids(prompt)), count, params)
+        return time.perf_counter() - began
+
+    def little(self) -> None:
+        sampler = self.trainer.save_weights_and_get_sampling_client()
+
+        async def case() -> tuple[float, list[float]]:
+            began = time.perf_counter()
+            burst = [asyncio.create_task(self.sample(sampler, 20, 64)) for _ in range(64)]
+            found: list[float] = []
+            while not any(one.done() for one in burst):
+                found.append(await self.sample(sampler, 20, 1))
+            await asyncio.gather(*burst)
+            return time.perf_counter() - began, found
+
+        asyncio.run(case())  # compiles
+        for _ in range(3):
+            walls = [asyncio.run(case()) for _ in range(4)]
+            found = sorted(one for _, few in walls for one in few)
+            alone = asyncio.run(self.alone(sampler))
+            chunk = alone / (64 / CHUNK)
+            p95 = found[int(0.95 * (len(found) - 1))]
+            print(
+                f"1-token sample beside 64 of 64 tokens: p50 {statistics.median(found):.3f} s, p95 {p95:.3f} s of "
+                f"{len(found)}; a chunk of the burst alone {chunk:.3f} s: p95 is {p95 / chunk:.2f} chunks; {load()}"
+            )
+
+    async def alone(self, sampler: tinker.SamplingClient) -> float:
+        """Seconds of the burst by itself."""
+        began = time.perf_counter()
+        await asyncio.gather(*(self.sample(sampler, 20, 64) for _ in range(64)))
+        return time.perf_counter() - began
+
+    def closed(self) -> None:
+        sampler = self.trainer.save_weights_and_get_sampling_client()
+        sizes = [[(random.randrange(5, 100), random.randrange(8, 64)) for _ in range(ASKED)] for _ in range(USERS)]
+        made = sum(most for user in sizes for _, most in user)
+
+        async def user(number: int) -> None:
+            for prompt, most in sizes[number]:
+                await self.sample(sampler, prompt, most)
+
+        async def users() -> None:
+            await asyncio.gather(*(user(number) for number in range(USERS)))
+
+        async def static() -> None:
+            await asyncio.gather(*(self.sample(sampler, 50, 64) for _ in range(USERS)))
+
+        for number in range(4):
+            mixed, fixed = made / timed(users), USERS * 64 / timed(static)
+            if number:  # the first round compiles
+                print(
+                    f"closed loop of {USERS} users: {mixed:.0f} tokens/s, {fixed:.0f} static: {mixed / fixed:.0%}; "
+                    f"{load()}"
+                )
+
+    def group(self) -> None:
+        sampler = self.trainer.save_weights_and_get_sampling_client()
+        for count in (1, 8, 1, 8):
+            took = asyncio.run(self.sample(sampler, 1000, 2, count))
+            print(f"{count} sample(s) of a prompt of 1000 tokens: {took:.2f} s; {load()}")
+
+    def publish(self) -> None:
+        adam = types.AdamParams(learning_rate=1e-4)
+        data = [rollout(24) for _ in range(64)]
+        walls = []
+        for _ in range(12):
+            forward = self.trainer.forward_backward(data, "importance_sampling")
+            self.trainer.optim_step(adam).result()
+            forward.result()
+            began = time.perf_counter()
+            self.trainer.save_weights_and_get_sampling_client()
+            walls.append(1e3 * (time.perf_counter() - began))
+        walls = sorted(walls[2:])
+        print(
+            f"publish: best {walls[0]:.1f} ms, p50 {statistics.median(walls):.1f} ms, worst {walls[-1]:.1f}; {load()}"
+        )
+
+    def clients(self) -> None:
+        data, rounds = [datum(ids(33)) for _ in range(2)], 12
+        made = [self.service.create_lora_training_client(base_model=self.model, rank=32).result() for _ in range(16)]
+
+        def train(client: tinker.TrainingClient) -> None:
+            for _ in range(rounds):
+                step(client, data)
+
+        train(made[0])
+        for _ in range(2):
+            first = 0.0
+            for count in (1, 4, 16):
+                threads = [threading.Thread(target=train, args=(client,)) for client in made[:count]]
+                spent, began = sum(cpu_seconds(self.pid).values()), time.perf_counter()
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                tokens = count * rounds * 64
+                rate = tokens / (time.perf_counter() - began)
+                first = first or rate
+                cpu = tokens / (sum(cpu_seconds(self.pid).values()) - spent)
+                print(
+                    f"{count:2d} clients of 2x32: {rate:.0f} tokens/s ({rate / first:.2f} of one's), {cpu:.0f} a "
+                    f"CPU-second of the server; {load()}",
+                    flush=True,
+                )
+
+    def flat(self, minutes: float) -> None:
+        began, last = time.perf_counter(), 0
+        print(f"after {0:2d} min: {resident(self.pid):.1f} MiB; {load()}")
+        while time.perf_counter() - began < 60 * minutes:
+            sampler = self.trainer.save_weights_and_get_sampling_client()
+            for lengths in ([30] * 4, [100, 7, 60]):
+                step(self.trainer, [datum(ids(length + 1)) for length in lengths])
+
+            async def some(sampler: tinker.SamplingClient = sampler) -> None:
+                sizes = [(20, 30), (60, 9), (7, 1), (100, 50)]
+                await asyncio.gather(*(self.sample(sampler, *size) for size in sizes))
+
+            asyncio.run(some())
+            if (minute := int((time.perf_counter() - began) / 60)) > last:
+                last = minute
+                print(f"after {minute:2d} min: {resident(self.pid):.1f} MiB; {load()}", flush=True)
+        headers = {"X-API-Key": KEY}
+        print(httpx.get(f"{self.url}/api/v1/metrics", headers=headers).raise_for_status().text)
+
+
+def rollout(length: int) -> types.Datum:
+    """A sampled sequence, as the importance_sampling loss takes it."""
+    tokens = ids(length + 1)
+    inputs = {"target_tokens": tokens[1:], "logprobs": [-3.0] * length, "advantages": [0.1] * length}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def resident(pid: int) -> float:
+    """MiB of memory that the processes of a tree hold now."""
+    pages = 0
+    for process in tree(pid):
+        try:
+            pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        except OSError:  # it has ended
+            continue
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def timed(work: Callable[[], Coroutine[Any, Any, object]]) -> float:
+    """Seconds that it takes."""
+    began = time.perf_counter()
+    asyncio.run(work())
+    return time.perf_counter() - began
+
+
+def load() -> str:
+    """The machine's, in words."""
+    return f"load {os.getloadavg()[0]:.1f}"
+
+
+def main() -> None:
+    """Parse the command line, measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face folder")
+    parser.add_argument("--cases", default="little,closed,group,publish,clients,flat")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    args = parser.parse_args()
+    random.seed(0)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = args.model or str(make_tiny(scratch / "tiny"))
+        url, pid = stack.enter_context(server(scratch / "data", {"WARM_UP": "false"}, model=model))
+        service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=KEY))
+        trainer = service.create_lora_training_client(base_model=model, rank=32, seed=1).result()
+        bench = Bench(service, url, pid, trainer, model)
+        cases: dict[str, Callable[[], None]] = {
+            "little": bench.little,
+            "closed": bench.closed,
+            "group": bench.group,
+            "publish": bench.publish,
+            "clients": bench.clients,
+            "flat": lambda: bench.flat(args.minutes),
+        }
+        for name in args.cases.split(","):
+            cases[name]()
+
+
+if __name__ == "__main__":
+    main()
