@@ -108,8 +108,7 @@ def test_a_matrix_takes_a_quarter_and_counts_as_before(qwen3):
         assert held.values.nbytes * 4 == was.nbytes
         assert held.scale.shape == (was.shape[0], was.shape[2])
     assert small.embed_VD.dtype == plain.embed_VD.dtype == "float32"
-    first = by_layer(small).layers[0]["q"]
-    assert np.array_equal(first.values, small.layers["q"].values[0])
+    assert by_layer(small) is small  # written out, its layers would be floats, all at once, while it decodes
 
 
 def asked(prompt_T: np.ndarray, max_tokens: int = 1) -> SampleRequest:
