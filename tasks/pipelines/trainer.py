@@ -162,21 +162,22 @@ async def train_segment(
 ) -> Segment | None:
     """Make the steps first_step..last_step (from 1), measure, save the state, and record all that.
 
-    Asked to stop, it ends with the step that is being made; None when that is none of them. A failure leaves nothing
-    behind: the same call makes the steps again, on the state before them.
+    Asked to stop, it ends with the step that is being made, and measures nothing; None when no step was made. A failure
+    leaves nothing behind: the same call makes the steps again, on the state before them.
     """
     try:
         client = await trainer.at(first_step - 1)
         made = await _steps(trainer, client, first_step, last_step, control, on_step)
         if not made:
             return None
+        cut = control.stopping and made[-1].step < trainer.training.steps  # whoever stops it does not want to wait
         segment = Segment(
             first_step=first_step,
             last_step=made[-1].step,
             state=await _save(trainer, client, made[-1].step),
             steps=made,
-            held_out=dict(await trainer.recipe.held_out(client)),
-            samples=await trainer.recipe.shown.answers(client),
+            held_out={} if cut else dict(await trainer.recipe.held_out(client)),
+            samples=[] if cut else await trainer.recipe.shown.answers(client),
         )
         trainer.progress.add(segment)
         trainer.moved(segment.last_step)

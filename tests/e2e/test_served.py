@@ -1,0 +1,197 @@
+"""`sft` as `tinkerflow serve` runs it: the buttons of Prefect's page, a killed process, and one that falls silent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from browser import wait_for
+from prefect import flow, get_client, tags, task
+from prefect.events import emit_event
+from prefect.states import Running
+from serving import serving
+
+from deployments.run import example_file, read_config
+from deployments.serve import ensure_automation, ensure_tag_limits
+from flows.pipelines import sft
+from tasks.pipelines.connection import TinkerflowConnection, connect
+from tasks.pipelines.parameters import SftParameters
+from tasks.pipelines.progress import Progress, Segment
+from tasks.pipelines.work import open_work, read_json
+
+pytestmark = pytest.mark.slow
+
+
+def values(pipelines, name: str, **training) -> dict:
+    """The example, smaller; with the rank that other tests use, so that its programs are compiled already."""
+    found = read_config(example_file("sft.yaml"))
+    found |= {"name": name, "work": pipelines.work, "model": {"rank": 8}, "samples": {"rows": 1, "max_tokens": 4}}
+    found["training"] = {"batch_size": 4, "learning_rate": 0.005, "schedule": "constant"} | training
+    return found
+
+
+@contextmanager
+def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
+    """`tinkerflow serve` with one deployment of sft, and a run of it: the run's id."""
+    file, log, api = tmp_path / "prefect.yaml", tmp_path / "serve.log", f"{pipelines.server.prefect_url}/api"
+    one = {"name": given["name"], "entrypoint": "flows.pipelines.sft.sft", "parameters": {"parameters": given}}
+    file.write_text(yaml.safe_dump({"deployments": [one]}))
+    with serving(file, log), httpx.Client(base_url=api, timeout=60) as http:
+        wait_for(lambda: http.get(f"/deployments/name/sft/{given['name']}").is_success)
+        deployment = http.get(f"/deployments/name/sft/{given['name']}").json()["id"]
+        run = http.post(f"/deployments/{deployment}/create_flow_run", json={}).raise_for_status().json()["id"]
+        try:
+            yield run
+        except BaseException:
+            print(log.read_text())
+            raise
+
+
+def state(pipelines, run: str) -> dict:
+    return httpx.get(f"{pipelines.server.prefect_url}/api/flow_runs/{run}", timeout=60).json()["state"]
+
+
+def segments(pipelines, run: str) -> list[Segment]:
+    """What the run has recorded so far."""
+    plan = read_json(open_work(pipelines.work), f"progress/{run}/plan.json")
+    return [] if plan is None else Progress(pipelines.work, run, plan["plan"]).segments()
+
+
+def step_of(pipelines, name: str) -> int:
+    """The last step that the run's page tells of."""
+    text = asyncio.run(pipelines.artifacts(f"sft-{name}-")).get("progress", {}).get("description", "step 0 of")
+    return int(text.split()[1])
+
+
+def processes_of(run: str) -> list[int]:
+    """Pids of what executes the run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if run.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_suspend_resume_and_cancel_by_the_buttons_of_the_page(pipelines, tmp_path, page):
+    given = values(pipelines, "clicked", steps=100_000, segment_steps=100_000)
+    with served(pipelines, tmp_path, given) as run:
+        wait_for(lambda: step_of(pipelines, "clicked") > 2)
+        page.open(f"{pipelines.server.prefect_url}/runs/flow-run/{run}")
+        clicked = page.press("Suspend", "Submit")
+        wait_for(lambda: segments(pipelines, run))
+        print(f"\nSuspend: the state was saved {time.monotonic() - clicked:.1f} s after the click")
+        (first,) = segments(pipelines, run)
+        wait_for(lambda: not processes_of(run))
+        assert state(pipelines, run)["name"] == "Suspended"
+        page.refresh()
+        page.shows("Suspended")
+        page.picture("sft-suspended")
+
+        clicked = page.press("Resume", "Submit")
+        wait_for(lambda: step_of(pipelines, "clicked") > first.last_step + 2)
+        print(f"Resume: the next steps were shown {time.monotonic() - clicked:.1f} s after the click")
+        clicked = page.press("Cancel", "Confirm")
+        wait_for(lambda: len(segments(pipelines, run)) == 2)
+        print(f"Cancel: the state was saved {time.monotonic() - clicked:.1f} s after the click")
+        wait_for(lambda: state(pipelines, run)["type"] == "CANCELLED")
+        second = segments(pipelines, run)[1]
+        assert second.first_step == first.last_step + 1
+        page.refresh()
+        page.shows("Cancelled")
+        page.picture("sft-cancelled")
+    with pipelines.server.client() as service:
+        client = service.create_training_client_from_state_with_optimizer(second.state).result()
+        assert client.get_info().model_data.model_name == pipelines.server.base_model
+
+
+def test_retry_after_kill_9_ends_as_if_nothing_had_happened(pipelines, tmp_path, page):
+    given = values(pipelines, "revived", steps=60, segment_steps=3)
+    with served(pipelines, tmp_path, given) as run:
+        wait_for(lambda: segments(pipelines, run))
+        for pid in processes_of(run):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: state(pipelines, run)["type"] == "CRASHED")
+        before = segments(pipelines, run)
+        assert before[-1].last_step < 60
+        page.open(f"{pipelines.server.prefect_url}/runs/flow-run/{run}")
+        page.shows("Crashed")
+        page.picture("sft-crashed")
+        page.press("Retry", "Retry")
+        wait_for(lambda: state(pipelines, run)["type"] == "COMPLETED")
+        page.refresh()
+        page.shows("Completed")
+        page.picture("sft-retried")
+    after = segments(pipelines, run)
+    assert after[: len(before)] == before
+    assert [one.step for segment in after for one in segment.steps] == list(range(1, 61))  # none twice
+    given |= {"name": "undisturbed-60"}
+    undisturbed = asyncio.run(sft(SftParameters.model_validate(given)))
+    # Asked again, a run that is finished makes no step, and says what it had made.
+    retried = asyncio.run(sft(SftParameters.model_validate(given | {"resume": run})))
+    assert segments(pipelines, run) == after
+    mine, other = pipelines.weights(retried.state), pipelines.weights(undisturbed.state)
+    assert mine.keys() == other.keys() and all(np.array_equal(mine[name], other[name]) for name in mine)
+
+
+async def test_a_run_that_falls_silent_is_said_to_have_crashed(pipelines):
+    name = "tinkerflow: test of silence"
+    assert await ensure_automation(name, silent=10)
+    assert not await ensure_automation(name, silent=10)  # it is there
+    async with get_client() as client:
+        run = await client.create_flow_run(sft, name="silent", state=Running())
+        try:
+            resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.name": "silent"}
+            emit_event("prefect.flow-run.heartbeat", resource)
+            async with asyncio.timeout(600):
+                while not (found := await client.read_flow_run(run.id)).state.is_crashed():  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+        finally:
+            (made,) = await client.read_automations_by_name(name)
+            await client.delete_automation(made.id)
+    assert "silent for 10 seconds" in found.state.message
+
+
+async def test_a_block_of_prefect_says_where_the_server_is(pipelines, monkeypatch):
+    block = TinkerflowConnection(base_url=pipelines.server.api_url, api_key="tml-of-the-block")
+    await block.asave("elsewhere", overwrite=True)
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")  # the block wins
+    async with connect("elsewhere") as server:
+        assert await server.base_model("") == pipelines.server.base_model
+    async with get_client() as client:
+        kept = await client.read_block_document_by_name("elsewhere", "tinkerflow-connection", include_secrets=False)
+    assert "tml-of-the-block" not in str(kept.data)
+
+
+async def test_a_limit_on_a_tag_lets_its_runs_take_turns(pipelines):
+    await ensure_tag_limits({"one-at-a-time": 1})
+    await ensure_tag_limits({"one-at-a-time": 1})  # it is there
+    inside, most = set(), 0
+
+    @task
+    async def turn(number: int) -> None:
+        nonlocal most
+        inside.add(number)
+        most = max(most, len(inside))
+        await asyncio.sleep(0.3)
+        inside.remove(number)
+
+    @flow
+    async def trains(number: int) -> None:
+        with tags("one-at-a-time"):  # as training.py does with the flow run's
+            await turn(number)
+
+    async with asyncio.timeout(600):
+        await asyncio.gather(trains(1), trains(2))
+    assert most == 1
