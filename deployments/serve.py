@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 30
 SILENT_SECONDS = 90
 AUTOMATION = "tinkerflow: flow runs without a heartbeat have crashed"
+RESULTS = "tinkerflow-results"
 
 
 class Deployment(BaseModel):
@@ -64,19 +67,38 @@ def read_tag_limits(file: Path) -> dict[str, int]:
 def serve(file: Path, settings: Settings, *, limit: int) -> None:
     """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at a time, each in a process of its own.
 
-    The Prefect server is the one at PREFECT_API_URL, or of this machine.
+    Those that run then are cancelled, and the schedules paused until somebody serves the deployments again. The Prefect
+    server is the one at PREFECT_API_URL, or of this machine.
     """
     os.environ.setdefault("PREFECT_API_URL", f"http://127.0.0.1:{settings.prefect_port}/api")
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
-    from prefect import aserve
+    asyncio.run(_serve(file, f"{settings.pipelines_url}/results", limit))
 
-    async def main() -> None:
-        await ensure_automation()
-        await ensure_tag_limits(read_tag_limits(file))
-        made = [await _deployment(one) for one in read_deployments(file)]
-        await aserve(*made, limit=limit)
 
-    asyncio.run(main())
+async def _serve(file: Path, results: str, limit: int) -> None:
+    from prefect.runner import Runner
+
+    os.environ |= await ensure_results(results)  # the processes of flow runs inherit it
+    await ensure_automation()
+    await ensure_tag_limits(read_tag_limits(file))
+    runner = Runner(limit=limit)
+    for one in read_deployments(file):
+        await runner.aadd_deployment(await _deployment(one))
+        print(f"serving {one.entrypoint.rsplit('.', 1)[-1]}/{one.name}", flush=True)
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
+    await asyncio.sleep(0)  # the runner has set its own handler now, which raises in the middle of whatever runs
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, asked.set)
+    await asyncio.wait((working, asking), return_when=asyncio.FIRST_COMPLETED)
+    asking.cancel()
+    if runner.started:
+        await runner.astop()
+    else:
+        working.cancel()
+    with suppress(asyncio.CancelledError):
+        await working
+    print("stopped", flush=True)
 
 
 async def ensure_automation(name: str = AUTOMATION, *, silent: int = SILENT_SECONDS) -> bool:
@@ -94,10 +116,10 @@ async def ensure_automation(name: str = AUTOMATION, *, silent: int = SILENT_SECO
     async with get_client() as client:
         if await client.read_automations_by_name(name=name):
             return False
-    ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
+    ends = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended")
     trigger = EventTrigger(
         after={"prefect.flow-run.heartbeat"},
-        expect={"prefect.flow-run.heartbeat", *ends},
+        expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{state}" for state in ends)},
         match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
@@ -107,6 +129,24 @@ async def ensure_automation(name: str = AUTOMATION, *, silent: int = SILENT_SECO
     crashed = ChangeFlowRunState(state=StateType.CRASHED, message=f"its process was silent for {silent} seconds")
     await Automation(name=name, trigger=trigger, actions=[crashed]).acreate()
     return True
+
+
+async def ensure_results(url: str) -> dict[str, str]:
+    """Let Prefect know a folder, local or of any fsspec URL, for what flows return; the variables by which it is used.
+
+    It holds a file of JSON for each flow run. What tasks return is not kept: see `tasks.pipelines.progress`.
+    """
+    from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+
+    local = url.removeprefix("file://")
+    folder = RemoteFileSystem(basepath=url) if "://" in local else LocalFileSystem(basepath=local)
+    await folder.asave(RESULTS, overwrite=True)
+    return {
+        "PREFECT_DEFAULT_RESULT_STORAGE_BLOCK": f"{folder.get_block_type_slug()}/{RESULTS}",
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "true",
+        "PREFECT_TASKS_DEFAULT_PERSIST_RESULT": "false",
+    }
 
 
 async def ensure_tag_limits(limits: Mapping[str, int]) -> None:

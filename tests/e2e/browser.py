@@ -29,8 +29,14 @@ class Page:
     def open(self, url: str) -> None:
         self._browser.get(url)
 
-    def refresh(self) -> None:
-        self._browser.refresh()
+    @contextmanager
+    def at(self, url: str) -> Iterator[None]:
+        """Be there for the block only: a page that draws the graph of a run takes a core as long as it is open."""
+        self.open(url)
+        try:
+            yield
+        finally:
+            self.open("about:blank")
 
     def text(self) -> str:
         return self._browser.find_element("tag name", "body").text

@@ -10,23 +10,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+HERE = Path(__file__).parent
+
 
 @contextmanager
 def serving(file: Path, log: Path) -> Iterator[None]:
-    """`tinkerflow serve` until the block ends."""
+    """`tinkerflow serve` until the block ends; SIGTERM ends it in order."""
+    path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))  # for flows of our own
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli", "serve", "--file", str(file), "--limit", "2"],
+            [sys.executable, "-m", "deployments.cli", "serve", "--file", str(file), "--data-dir", str(log.parent)],
             stdout=output,
             stderr=output,
-            env=os.environ | {"PREFECT_RUNNER_POLL_FREQUENCY": "2"},
+            env=os.environ | {"PREFECT_RUNNER_POLL_FREQUENCY": "2", "PYTHONPATH": path},
         )
         try:
             yield
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(60)
+                process.wait(180)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+    said = log.read_text()
+    assert process.returncode == 0 and "Traceback" not in said and said.endswith("stopped\n"), said

@@ -66,6 +66,9 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
     assert run.auto_scheduled
     best = champion(pipelines.work, "colours")
     assert best is not None
+    made = await run.state.aresult()  # what the flow returned, in its own process
+    assert (made.outcome, made.weights) == ("promoted", best.weights)
+    assert list((tmp_path / "pipelines" / "results").iterdir())
     report = (await pipelines.artifacts("nightly-good-"))["report"]["data"]
     assert "promoted: loss" in report and best.weights in report
 

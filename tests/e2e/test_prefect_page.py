@@ -56,8 +56,8 @@ def test_one_readable_task_run_per_batch(server, trained):
 
 
 def test_the_page_of_the_run_shows_its_batches(server, trained, page):
-    page.open(f"{server.prefect_url}/runs/flow-run/{flow_run(server, trained)['id']}")
-    text = page.shows("forward_backward", "optim_step", tab="task-runs")
+    with page.at(f"{server.prefect_url}/runs/flow-run/{flow_run(server, trained)['id']}"):
+        text = page.shows("forward_backward", "optim_step", tab="task-runs")
     assert trained in text
 
 
@@ -99,25 +99,31 @@ def test_the_buttons_of_a_training_run_hold_it_let_it_go_on_and_end_it(server, m
         client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
         program = Stepping(client, make_datum([3, 1, 4, 1, 5, 9]))
         program.goes_on()
-        page.open(f"{server.prefect_url}/runs/flow-run/{flow_run(server, client.model_id)['id']}")
-
-        clicked = page.press("Suspend", "Submit")
+        url = f"{server.prefect_url}/runs/flow-run/{flow_run(server, client.model_id)['id']}"
+        with page.at(url):
+            clicked = page.press("Suspend", "Submit")
+            wait_for(lambda: flow_run(server, client.model_id)["state_type"] == "PAUSED")
         program.stands_still()
         print(f"\nSuspend: the last step was made {max(0.0, program.last - clicked):.1f} s after the click")
         assert program.error is None
-        page.picture("training-run-suspended")
         wait_for(lambda: any("Resume lets it go on" in str(reason) for reason in told))
 
-        clicked, made = page.press("Resume", "Submit"), program.made
+        made = program.made
+        with page.at(url):
+            page.shows("Suspended")
+            page.picture("training-run-suspended")
+            clicked = page.press("Resume", "Submit")
+            wait_for(lambda: flow_run(server, client.model_id)["state_type"] != "PAUSED")
         wait_for(lambda: program.made > made or program.error is not None)
         print(f"Resume: the next step was made {program.last - clicked:.1f} s after the click")
         program.goes_on()
 
-        clicked = page.press("Cancel", "Confirm")
-        wait_for(lambda: program.error is not None)
+        with page.at(url):
+            clicked = page.press("Cancel", "Confirm")
+            wait_for(lambda: program.error is not None)
         print(f"Cancel: the program had its error {program.last - clicked:.1f} s after the click")
         assert "was unloaded: the run was cancelled in Prefect" in str(program.error)
         wait_for(lambda: flow_run(server, client.model_id)["state_type"] == "CANCELLED")
-        page.refresh()
-        page.shows("Cancelled")
-        page.picture("training-run-cancelled")
+        with page.at(url):
+            page.shows("Cancelled")
+            page.picture("training-run-cancelled")

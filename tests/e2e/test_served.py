@@ -17,7 +17,7 @@ import yaml
 from browser import wait_for
 from prefect import flow, get_client, tags, task
 from prefect.events import emit_event
-from prefect.states import Running
+from prefect.states import Running, Suspended
 from serving import serving
 
 from deployments.run import example_file, read_config
@@ -31,19 +31,20 @@ from tasks.pipelines.work import open_work, read_json
 pytestmark = pytest.mark.slow
 
 
-def values(pipelines, name: str, **training) -> dict:
-    """The example, smaller; with the rank that other tests use, so that its programs are compiled already."""
+def values(pipelines, name: str) -> dict:
+    """The example, smaller: of the shapes that other tests use, so that its programs are compiled already."""
     found = read_config(example_file("sft.yaml"))
-    found |= {"name": name, "work": pipelines.work, "model": {"rank": 8}, "samples": {"rows": 1, "max_tokens": 4}}
-    found["training"] = {"batch_size": 4, "learning_rate": 0.005, "schedule": "constant"} | training
+    del found["held_out"]
+    found |= {"name": name, "work": pipelines.work, "model": {"rank": 8}, "samples": {"rows": 0}}
+    found["training"] = {"steps": 11, "segment_steps": 2, "batch_size": 8, "learning_rate": 0.005}
     return found
 
 
 @contextmanager
 def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
-    """`tinkerflow serve` with one deployment of sft, and a run of it: the run's id."""
+    """`tinkerflow serve` with one deployment of sft, and a run of it: the run's id. Its processes are slow_sft.py's."""
     file, log, api = tmp_path / "prefect.yaml", tmp_path / "serve.log", f"{pipelines.server.prefect_url}/api"
-    one = {"name": given["name"], "entrypoint": "flows.pipelines.sft.sft", "parameters": {"parameters": given}}
+    one = {"name": given["name"], "entrypoint": "slow_sft.slow_sft", "parameters": {"parameters": given}}
     file.write_text(yaml.safe_dump({"deployments": [one]}))
     with serving(file, log), httpx.Client(base_url=api, timeout=60) as http:
         wait_for(lambda: http.get(f"/deployments/name/sft/{given['name']}").is_success)
@@ -66,12 +67,6 @@ def segments(pipelines, run: str) -> list[Segment]:
     return [] if plan is None else Progress(pipelines.work, run, plan["plan"]).segments()
 
 
-def step_of(pipelines, name: str) -> int:
-    """The last step that the run's page tells of."""
-    text = asyncio.run(pipelines.artifacts(f"sft-{name}-")).get("progress", {}).get("description", "step 0 of")
-    return int(text.split()[1])
-
-
 def processes_of(run: str) -> list[int]:
     """Pids of what executes the run."""
     found = []
@@ -84,79 +79,86 @@ def processes_of(run: str) -> list[int]:
     return found
 
 
-def test_suspend_resume_and_cancel_by_the_buttons_of_the_page(pipelines, tmp_path, page):
-    given = values(pipelines, "clicked", steps=100_000, segment_steps=100_000)
+def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(pipelines, tmp_path, page, monkeypatch):
+    waiting = tmp_path / "waiting"
+    waiting.mkdir()
+    monkeypatch.setenv("SLOW_SFT", str(waiting))
+    given = values(pipelines, "clicked")
     with served(pipelines, tmp_path, given) as run:
-        wait_for(lambda: step_of(pipelines, "clicked") > 2)
-        page.open(f"{pipelines.server.prefect_url}/runs/flow-run/{run}")
-        clicked = page.press("Suspend", "Submit")
-        wait_for(lambda: segments(pipelines, run))
+        url = f"{pipelines.server.prefect_url}/runs/flow-run/{run}"
+
+        def made_three_steps(processes: int) -> None:
+            wait_for(lambda: len(list(waiting.iterdir())) == processes)
+
+        def shown(word: str) -> None:
+            with page.at(url):
+                page.shows(word)
+                page.picture(f"sft-{word.lower()}")
+
+        made_three_steps(1)
+        with page.at(url):
+            clicked = page.press("Suspend", "Submit")
+            wait_for(lambda: len(segments(pipelines, run)) == 2)
         print(f"\nSuspend: the state was saved {time.monotonic() - clicked:.1f} s after the click")
-        (first,) = segments(pipelines, run)
         wait_for(lambda: not processes_of(run))
         assert state(pipelines, run)["name"] == "Suspended"
-        page.refresh()
-        page.shows("Suspended")
-        page.picture("sft-suspended")
+        shown("Suspended")
 
-        clicked = page.press("Resume", "Submit")
-        wait_for(lambda: step_of(pipelines, "clicked") > first.last_step + 2)
-        print(f"Resume: the next steps were shown {time.monotonic() - clicked:.1f} s after the click")
-        clicked = page.press("Cancel", "Confirm")
-        wait_for(lambda: len(segments(pipelines, run)) == 2)
+        with page.at(url):
+            clicked = page.press("Resume", "Submit")
+            wait_for(lambda: state(pipelines, run)["type"] != "PAUSED")
+        made_three_steps(2)
+        print(f"Resume: three more steps were made {time.monotonic() - clicked:.1f} s after the click")
+        with page.at(url):
+            clicked = page.press("Cancel", "Confirm")
+            wait_for(lambda: len(segments(pipelines, run)) == 4)
         print(f"Cancel: the state was saved {time.monotonic() - clicked:.1f} s after the click")
         wait_for(lambda: state(pipelines, run)["type"] == "CANCELLED")
-        second = segments(pipelines, run)[1]
-        assert second.first_step == first.last_step + 1
-        page.refresh()
-        page.shows("Cancelled")
-        page.picture("sft-cancelled")
-    with pipelines.server.client() as service:
-        client = service.create_training_client_from_state_with_optimizer(second.state).result()
-        assert client.get_info().model_data.model_name == pipelines.server.base_model
+        shown("Cancelled")
+        with pipelines.server.client() as service:
+            left = segments(pipelines, run)[-1].state
+            client = service.create_training_client_from_state_with_optimizer(left).result()
+            assert client.get_info().model_data.model_name == pipelines.server.base_model
 
-
-def test_retry_after_kill_9_ends_as_if_nothing_had_happened(pipelines, tmp_path, page):
-    given = values(pipelines, "revived", steps=60, segment_steps=3)
-    with served(pipelines, tmp_path, given) as run:
-        wait_for(lambda: segments(pipelines, run))
-        for pid in processes_of(run):
+        with page.at(url):
+            page.press("Retry", "Retry")
+            wait_for(lambda: state(pipelines, run)["type"] != "CANCELLED")
+        made_three_steps(3)
+        for pid in processes_of(run):  # step 9 is lost with it
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: state(pipelines, run)["type"] == "CRASHED")
         before = segments(pipelines, run)
-        assert before[-1].last_step < 60
-        page.open(f"{pipelines.server.prefect_url}/runs/flow-run/{run}")
-        page.shows("Crashed")
-        page.picture("sft-crashed")
-        page.press("Retry", "Retry")
+        shown("Crashed")
+        with page.at(url):
+            page.press("Retry", "Retry")
+            wait_for(lambda: state(pipelines, run)["type"] != "CRASHED")
         wait_for(lambda: state(pipelines, run)["type"] == "COMPLETED")
-        page.refresh()
-        page.shows("Completed")
-        page.picture("sft-retried")
+        shown("Completed")
     after = segments(pipelines, run)
     assert after[: len(before)] == before
-    assert [one.step for segment in after for one in segment.steps] == list(range(1, 61))  # none twice
-    given |= {"name": "undisturbed-60"}
-    undisturbed = asyncio.run(sft(SftParameters.model_validate(given)))
-    # Asked again, a run that is finished makes no step, and says what it had made.
-    retried = asyncio.run(sft(SftParameters.model_validate(given | {"resume": run})))
-    assert segments(pipelines, run) == after
-    mine, other = pipelines.weights(retried.state), pipelines.weights(undisturbed.state)
+    made = [[one.step for one in segment.steps] for segment in after]
+    assert made == [[1, 2], [3], [4, 5], [6], [7, 8], [9, 10], [11]]  # none twice
+    undisturbed = asyncio.run(sft(SftParameters.model_validate(given | {"name": "undisturbed-11"})))
+    mine, other = pipelines.weights(after[-1].state), pipelines.weights(undisturbed.state)
     assert mine.keys() == other.keys() and all(np.array_equal(mine[name], other[name]) for name in mine)
 
 
-async def test_a_run_that_falls_silent_is_said_to_have_crashed(pipelines):
+async def test_a_run_that_falls_silent_is_said_to_have_crashed_but_not_one_that_is_suspended(pipelines):
     name = "tinkerflow: test of silence"
     assert await ensure_automation(name, silent=10)
     assert not await ensure_automation(name, silent=10)  # it is there
     async with get_client() as client:
-        run = await client.create_flow_run(sft, name="silent", state=Running())
         try:
-            resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.name": "silent"}
-            emit_event("prefect.flow-run.heartbeat", resource)
+            held, silent = [await client.create_flow_run(sft, name=name, state=Running()) for _ in range(2)]
+            for run in (held, silent):
+                resource = {"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.name": name}
+                emit_event("prefect.flow-run.heartbeat", resource)
+                if run is held:
+                    await client.set_flow_run_state(run.id, Suspended(timeout_seconds=3600))
             async with asyncio.timeout(600):
-                while not (found := await client.read_flow_run(run.id)).state.is_crashed():  # noqa: ASYNC110
+                while not (found := await client.read_flow_run(silent.id)).state.is_crashed():  # noqa: ASYNC110
                     await asyncio.sleep(0.5)
+            assert (await client.read_flow_run(held.id)).state.name == "Suspended"
         finally:
             (made,) = await client.read_automations_by_name(name)
             await client.delete_automation(made.id)

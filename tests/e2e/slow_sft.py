@@ -1,0 +1,37 @@
+"""The pipeline `sft` in processes that each make three steps, say so, and wait until somebody asks for an end.
+
+They say so by a file in the folder SLOW_SFT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from prefect import flow
+
+from flows.pipelines.preparation import or_cancelled
+from flows.pipelines.sft import fine_tune
+from tasks.pipelines.control import Control
+from tasks.pipelines.parameters import SftParameters
+
+may_go_on, asked = Control.may_go_on, 0
+
+
+async def may_go_on_thrice(control: Control) -> bool:
+    global asked
+    asked += 1
+    if asked > 3:
+        Path(os.environ["SLOW_SFT"], str(os.getpid())).touch()
+        while not control.stopping:  # noqa: ASYNC110  it has no event for this
+            await asyncio.sleep(0.05)
+    return await may_go_on(control)
+
+
+Control.may_go_on = may_go_on_thrice
+
+
+@flow(name="sft", flow_run_name="sft {parameters.name}")
+async def slow_sft(parameters: SftParameters):
+    return await or_cancelled(fine_tune(parameters))
