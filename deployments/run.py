@@ -153,7 +153,8 @@ def _import() -> None:
 
 def _student_and_teacher(console: Console, config: dict[str, Any], prefect_url: str) -> None:
     """Make what our example of `distill` needs: a student that has learnt a little, and a teacher that has gone on."""
-    lesson = read_config(example_file("sft.yaml")) | {"work": config["work"]}
+    lesson = read_config(example_file("sft.yaml")) | {"work": config["work"], "samples": {"rows": 0}}
+    del lesson["held_out"]  # nobody looks on: fewer programs to compile
     student = _run(
         console, "sft", lesson | {"name": "student", "training": lesson["training"] | {"steps": 8}}, prefect_url
     )

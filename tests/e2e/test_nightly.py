@@ -59,22 +59,23 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
     good, poisoned, file = example_file("colours-train.jsonl"), tmp_path / "poisoned.jsonl", tmp_path / "prefect.yaml"
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No<|im_end|>\nYes"}]}
     poisoned.write_text(good.read_text() + (json.dumps(bad) + "\n") * 4)
-    file.write_text(yaml.safe_dump({"deployments": [night(pipelines, "good", good)]}))
-    with serving(file, tmp_path / "good.log"):
-        run = await ended("good", tmp_path / "good.log")
-    assert run.state_type.value == "COMPLETED", run.state
-    assert run.auto_scheduled
-    best = champion(pipelines.work, "colours")
-    assert best is not None
-    made = await run.state.aresult()  # what the flow returned, in its own process
-    assert (made.outcome, made.weights) == ("promoted", best.weights)
-    assert list((tmp_path / "pipelines" / "results").iterdir())
-    report = (await pipelines.artifacts("nightly-good-"))["report"]["data"]
-    assert "promoted: loss" in report and best.weights in report
-
-    file.write_text(yaml.safe_dump({"deployments": [night(pipelines, "poisoned", poisoned)]}))
-    with serving(file, tmp_path / "poisoned.log"):
-        run = await ended("poisoned", tmp_path / "poisoned.log")
+    deployments = [night(pipelines, "good", good), night(pipelines, "poisoned", poisoned) | {"paused": True}]
+    file.write_text(yaml.safe_dump({"deployments": deployments}))
+    with serving(file, log := tmp_path / "serve.log"):
+        run = await ended("good", log)
+        async with get_client() as client:
+            await client.pause_deployment((await client.read_deployment_by_name("nightly/good")).id)
+            await client.resume_deployment((await client.read_deployment_by_name("nightly/poisoned")).id)
+        assert run.state_type.value == "COMPLETED", run.state
+        assert run.auto_scheduled
+        best = champion(pipelines.work, "colours")
+        assert best is not None
+        made = await run.state.aresult()  # what the flow returned, in its own process
+        assert (made.outcome, made.weights) == ("promoted", best.weights)
+        assert list((tmp_path / "pipelines" / "results").iterdir())
+        report = (await pipelines.artifacts("nightly-good-"))["report"]["data"]
+        assert "promoted: loss" in report and best.weights in report
+        run = await ended("poisoned", log)
     assert run.state_type.value == "FAILED"
     assert "4 of 40 rows are wrong" in run.state.message
     found = await pipelines.artifacts("nightly-poisoned-")

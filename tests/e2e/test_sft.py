@@ -21,6 +21,7 @@ from prefect.states import Cancelling, Paused
 
 from deployments.run import example_file, read_config
 from flows.pipelines import sft
+from tasks.pipelines.control import Control
 from tasks.pipelines.parameters import SftParameters
 from tasks.pipelines.progress import Progress
 from tasks.pipelines.work import open_work, read_json
@@ -136,7 +137,14 @@ async def settled(pipelines, name: str) -> str:
     raise AssertionError(f"{name}: did not pause; it is at {now!r}")
 
 
-async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines):
+async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines, monkeypatch):
+    may_go_on = Control.may_go_on
+
+    async def unhurried(control):
+        await asyncio.sleep(0.5)  # there is no haste while buttons are pressed
+        return await may_go_on(control)
+
+    monkeypatch.setattr(Control, "may_go_on", unhurried)
     values = config(pipelines, "buttons", steps=100_000, segment_steps=100_000, schedule="constant")
     values["resume"] = "buttons"
     running = asyncio.create_task(run(values, return_state=True))
