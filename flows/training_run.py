@@ -12,7 +12,7 @@ from prefect.states import Cancelled, Completed, Failed
 from flows.lane import End, Lane, Why
 from flows.tracking import Tracking, run_body
 
-MOST_RUNS = 2000  # task runs of one flow run: Prefect's graph stops at 10,000 nodes
+MOST_RUNS = 500  # task runs of one flow run: with 2000, its page takes 6 to 8 s to open (tests/benchmarks/RESULTS.md)
 
 
 @flow(
