@@ -15,7 +15,7 @@ from serving import serving
 
 from deployments.run import example_file
 from deployments.serve import AUTOMATION, ensure_automation, read_deployments
-from flows.pipelines import evaluate
+from flows.pipelines import Night, evaluate
 from tasks.pipelines.champions import champion
 from tasks.pipelines.parameters import EvaluateParameters
 
@@ -70,7 +70,7 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
         assert run.auto_scheduled
         best = champion(pipelines.work, "colours")
         assert best is not None
-        made = await run.state.aresult()  # what the flow returned, in its own process
+        made = Night.model_validate(await run.state.aresult())  # what the flow returned, in its own process
         assert (made.outcome, made.weights) == ("promoted", best.weights)
         assert list((tmp_path / "pipelines" / "results").iterdir())
         report = (await pipelines.artifacts("nightly-good-"))["report"]["data"]
