@@ -34,4 +34,4 @@ def serving(file: Path, log: Path) -> Iterator[None]:
                 process.kill()
                 process.wait()
     said = log.read_text()
-    assert process.returncode == 0 and "Traceback" not in said and said.endswith("stopped\n"), said
+    assert process.returncode == 0 and "SystemExit" not in said and said.endswith("stopped\n"), said
