@@ -66,7 +66,7 @@ class Bench:
         return time.perf_counter() - began
 
     def little(self) -> None:
-        sampler = self.trainer.save_weights_and_get_sampling_client()
+        sampler = self.trainer.save_weights_and_get_sampling_client().result()
 
         async def case() -> tuple[float, list[float]]:
             began = time.perf_counter()
@@ -96,7 +96,7 @@ class Bench:
         return time.perf_counter() - began
 
     def closed(self) -> None:
-        sampler = self.trainer.save_weights_and_get_sampling_client()
+        sampler = self.trainer.save_weights_and_get_sampling_client().result()
         sizes = [[(random.randrange(5, 100), random.randrange(8, 64)) for _ in range(ASKED)] for _ in range(USERS)]
         made = sum(most for user in sizes for _, most in user)
 
@@ -119,7 +119,7 @@ class Bench:
                 )
 
     def group(self) -> None:
-        sampler = self.trainer.save_weights_and_get_sampling_client()
+        sampler = self.trainer.save_weights_and_get_sampling_client().result()
         for count in (1, 8, 1, 8):
             took = asyncio.run(self.sample(sampler, 1000, 2, count))
             print(f"{count} sample(s) of a prompt of 1000 tokens: {took:.2f} s; {load()}")
@@ -133,7 +133,7 @@ class Bench:
             self.trainer.optim_step(adam).result()
             forward.result()
             began = time.perf_counter()
-            self.trainer.save_weights_and_get_sampling_client()
+            self.trainer.save_weights_and_get_sampling_client().result()
             walls.append(1e3 * (time.perf_counter() - began))
         walls = sorted(walls[2:])
         print(
@@ -172,7 +172,7 @@ class Bench:
         began, last = time.perf_counter(), 0
         print(f"after {0:2d} min: {resident(self.pid):.1f} MiB; {load()}")
         while time.perf_counter() - began < 60 * minutes:
-            sampler = self.trainer.save_weights_and_get_sampling_client()
+            sampler = self.trainer.save_weights_and_get_sampling_client().result()
             for lengths in ([30] * 4, [100, 7, 60]):
                 step(self.trainer, [datum(ids(length + 1)) for length in lengths])
 

@@ -247,11 +247,11 @@ class Sampler:
             self._line.slots[slot] = None
 
     def _serve_short(self) -> bool:
-        """Serve those who want no more than a chunk beside the batch, when that is busy with others: at most `_SHORT`.
+        """Serve those who want no more than a chunk beside the batch, unless nobody else is there: at most `_SHORT`.
 
         In it they would wait for a free slot, and then for a whole chunk of everybody's.
         """
-        group = self._line.form_short(_SHORT, self._config.decode_chunk) if self._line.busy else None
+        group = self._line.form_short(_SHORT, self._config.decode_chunk)
         if group is None:
             return False
         self._bank.use([*self._snapshots(), *(job.ticket.snapshot for job in group.jobs if job.ticket.snapshot)])

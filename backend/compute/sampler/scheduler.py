@@ -43,6 +43,10 @@ class Job:
         scores = self.ticket.scores
         return self.length > SHORT_PROMPT or (self.score and scores is not None and scores.widths != PLAIN)
 
+    def is_over_in(self, tokens: int) -> bool:
+        """Whether its sequences end within so many tokens."""
+        return all(sequence.remaining <= tokens for sequence in self.sequences)
+
     def wants(self, start: int, end: int) -> bool:
         """Whether something is wanted of what follows the prompt's tokens [start, end)."""
         scores = self.ticket.scores
@@ -215,12 +219,14 @@ class Scheduler:
     def form_short(self, most_sequences: int, most_tokens: int) -> Group | None:
         """Those in line, with short prompts, who want at most so many tokens: they need no slot, and overtake.
 
-        At most `most_sequences` sequences; None when nobody is.
+        At most `most_sequences` sequences; None when there are none, or nobody but such.
         """
         jobs: list[Job] = []
-        for job in self._waiting:
-            within = all(sequence.remaining <= most_tokens for sequence in job.sequences)
-            if within and not job.alone and len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
+        short = [job for job in self._waiting if not job.alone and job.is_over_in(most_tokens)]
+        if not self.busy and len(short) == len(self._waiting):
+            return None
+        for job in short:
+            if len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
                 jobs.append(job)
                 most_sequences -= len(job.sequences)
         if not jobs:

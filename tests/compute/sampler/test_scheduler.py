@@ -199,3 +199,15 @@ def test_only_a_prompt_computed_in_shapes_of_its_own_is_shared(line: Scheduler, 
     line.admit(ticket, [Sequence(ticket, 0, StopWatch(frozenset(), (), None), UniformStream(0, 0))])
     draws = line.form(512)
     assert draws is not None and draws.scope is None
+
+
+def test_who_wants_little_overtakes_whoever_does_not(line: Scheduler, admit: Any) -> None:
+    admit("little", 5, limit=2)
+    assert line.form_short(4, 8) is None  # nobody else is there: the batch is theirs
+    admit("long", 5, limit=100)
+    admit("many", 5, samples=5, limit=8)
+    admit("long prompt", 300, limit=1)
+    admit("last", 5, samples=3, limit=8)
+    group = line.form_short(4, 8)
+    assert group is not None and [job.ticket.request.request_id for job in group.jobs] == ["little", "last"]
+    assert line.form_short(4, 8) is None and line.waiting == 5
