@@ -104,7 +104,7 @@ async def test_killed_and_run_again_it_ends_as_if_nothing_had_happened(pipelines
 async def flow_run_in(name: str, *states: StateType):
     """The run of `sft` by its name, as soon as it is in one of the states."""
     async with get_client() as client:
-        for _ in range(600):
+        for _ in range(6000):
             filters = FlowRunFilter.model_validate({"name": {"any_": [f"sft {name}"]}})
             for one in await client.read_flow_runs(flow_run_filter=filters):
                 if one.state_type in states:
@@ -119,7 +119,7 @@ async def step_of(pipelines, name: str) -> str:
 
 
 async def changed(pipelines, name: str, before: str) -> str:
-    for _ in range(600):
+    for _ in range(6000):
         if (now := await step_of(pipelines, name)) != before:
             return now
         await asyncio.sleep(0.1)
