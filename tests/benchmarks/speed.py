@@ -149,13 +149,13 @@ class Bench:
 
     def sampling(self, count: int) -> Case:
         """`count` prompts at once, one sample of each."""
-        sampler = self.client().save_weights_and_get_sampling_client()
+        sampler = self.client().save_weights_and_get_sampling_client().result()
         prompts = [tokens(PROMPT) for _ in range(count)]
         params = types.SamplingParams(max_tokens=NEW, temperature=1.0)
 
         async def burst() -> None:
             made = await asyncio.gather(
-                *(sampler.sample_async(types.ModelInput.from_ints(ids), 1, params) for ids in prompts)
+                *(sampler.sample(types.ModelInput.from_ints(ids), 1, params) for ids in prompts)
             )
             ended = sum(len(answer.sequences[0].tokens) < NEW for answer in made)
             if ended:
