@@ -32,7 +32,7 @@ def request(body: bytes, encoding: str | None, pieces: int = 1) -> Request:
 
 
 @given(st.binary(max_size=LIMIT), st.sampled_from([None, "identity", "zstd"]), st.integers(1, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 async def test_what_was_sent_is_read(body: bytes, encoding: str | None, pieces: int) -> None:
     sent = zstandard.ZstdCompressor().compress(body) if encoding == "zstd" else body
     assert await read_body(request(sent, encoding, pieces), 2 * LIMIT) == body

@@ -13,8 +13,9 @@ from fastapi.responses import StreamingResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.bytes import PIECE, Segment, send
+from api.bytes import Segment, send
 from api.tar import archive
+from backend.store import BLOCK
 
 
 def request(method: str = "GET", **headers: str) -> Request:
@@ -43,7 +44,7 @@ async def test_a_part_is_that_part_of_the_whole(parts: list[bytes], start: int, 
 
 
 async def test_a_large_file_is_never_held_whole() -> None:
-    size, reads = 5 * PIECE + 3, []
+    size, reads = 5 * BLOCK + 3, []
 
     def read(start: int, length: int) -> bytes:
         reads.append((start, length))
@@ -52,7 +53,7 @@ async def test_a_large_file_is_never_held_whole() -> None:
     answer = send(request(), [Segment(size, read)], {}, "tag")
     assert isinstance(answer, StreamingResponse) and reads == []
     first = await anext(aiter(answer.body_iterator))
-    assert reads == [(0, PIECE)] and len(first) == PIECE
+    assert reads == [(0, BLOCK)] and len(first) == BLOCK
     assert send(request("HEAD"), [Segment(size, read)], {}, "tag").headers["content-length"] == str(size)
     assert len(reads) == 1
 

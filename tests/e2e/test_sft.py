@@ -1,19 +1,17 @@
-"""The pipeline `sft` on the real service: it learns, shows what it does, and goes on where it was stopped or killed."""
+"""The pipeline `sft` on the real service: it learns, shows what it does, and is paused, stopped and asked again.
+
+That it goes on where it was killed is in test_served.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
-import yaml
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
@@ -28,8 +26,6 @@ from tasks.pipelines.work import open_work, read_json
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-
 
 def config(pipelines, name: str, **training) -> dict:
     """The example, smaller; with the rank that other tests use, so that its programs are compiled already."""
@@ -43,12 +39,9 @@ async def run(values: dict, **options):
     return await sft(SftParameters.model_validate(values), **options)
 
 
-def same(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
-
-
 async def test_it_learns_and_shows_what_it_did(pipelines):
-    trained = await run(config(pipelines, "shown", steps=12, segment_steps=4))
+    values = config(pipelines, "shown", steps=12, segment_steps=4) | {"resume": "shown"}
+    trained = await run(values)
     assert trained.last["loss"] < 0.7 * trained.first["loss"]
     assert len(trained.samples) == 2
 
@@ -71,32 +64,8 @@ async def test_it_learns_and_shows_what_it_did(pipelines):
         every = await client.read_artifacts(limit=200)
     assert sum(one.key == "sft-shown-curves" for one in every) == 1
 
-
-async def test_killed_and_run_again_it_ends_as_if_nothing_had_happened(pipelines, tmp_path):
-    undisturbed = await run(config(pipelines, "undisturbed"))
-    values = config(pipelines, "killed") | {"resume": "killed"}
-    file = tmp_path / "killed.yaml"
-    file.write_text(yaml.safe_dump(values))
-    # On a thread, because the loop of this test must stay free for what the first run left running.
-    died = await asyncio.to_thread(
-        subprocess.run, [sys.executable, str(HERE / "killed_sft.py"), str(file), "4"], capture_output=True, text=True,
-        env=os.environ | {"PREFECT_LOGGING_LEVEL": "ERROR"}, check=False,
-    )  # fmt: skip
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    plan = read_json(open_work(pipelines.work), "progress/killed/plan.json")["plan"]
-    progress = Progress(pipelines.work, "killed", plan)
-    (before,) = progress.segments()  # steps 1 and 2; step 3 was made, and is lost with its adapter
-    assert before.last_step == 2
-
-    resumed = await run(values)
-    segments = progress.segments()
-    assert segments[0] == before
-    assert [one.step for segment in segments for one in segment.steps] == [1, 2, 3, 4, 5, 6]
-    assert same(pipelines.weights(resumed.weights), pipelines.weights(undisturbed.weights))
-    assert resumed.held_out == undisturbed.held_out
     again = await run(values)  # finished: no step is made
-    assert progress.segments() == segments
-    assert again.state == resumed.state
+    assert (again.state, again.last) == (trained.state, trained.last)
     with pytest.raises(Exception, match="begun with other parameters or data"):
         await run(values | {"training": values["training"] | {"learning_rate": 0.001}})
 

@@ -67,8 +67,8 @@ async def tracking(server: PrefectServer) -> AsyncIterator[Tracking]:
 async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict[str, Any]]:
     """Flow or task runs, as soon as there are `wanted` and all have ended: the server writes them with some delay."""
     found: list[dict[str, Any]] = []
-    async with httpx.AsyncClient() as http:
-        for _ in range(100):
+    async with httpx.AsyncClient(timeout=60) as http:
+        for _ in range(600):
             answer = await http.post(
                 f"{url}/{kind}/filter",
                 json={**filters, "sort": "EXPECTED_START_TIME_ASC"} if kind == "task_runs" else filters,

@@ -166,7 +166,7 @@ SEQ_IDS = st.permutations(range(1, 9))
 NUMBER = itertools.count()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(order=SEQ_IDS, bad=st.sets(st.integers(1, 8)), pauses=st.sets(st.integers(0, 7)))
 def test_whatever_the_order_of_arrival_execution_is_in_order_and_once(scene, order, bad, pauses):
     model = scene.model(n=next(NUMBER))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -156,7 +156,7 @@ def test_no_dataclass_that_crosses_is_missing_from_the_registry() -> None:
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_round_trip(kind: type, data: st.DataObject) -> None:
     value = data.draw(MESSAGES[kind])
@@ -208,7 +208,7 @@ def test_integers_beyond_64_bits_are_refused() -> None:
         codec.encode(c.CreateAdapter("a", c.LoraSpec(1), 2**64))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=80))
 def test_garbage_is_a_value_error(body: bytes) -> None:
     try:
@@ -217,7 +217,7 @@ def test_garbage_is_a_value_error(body: bytes) -> None:
         assert "no message of ours" in str(error)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_message_is_a_value_error_or_a_message(data: st.DataObject) -> None:
     body = bytearray(b"".join(codec.encode(data.draw(MESSAGES[c.Forward]))))

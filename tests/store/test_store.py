@@ -24,7 +24,7 @@ Same = Callable[[AdapterState, AdapterState], None]
 
 
 def test_public_names() -> None:
-    assert room.__all__ == ["RECOVERY", "CheckpointMeta", "CheckpointPath", "Digest", "Saved", "Store"]
+    assert room.__all__ == ["BLOCK", "RECOVERY", "CheckpointMeta", "CheckpointPath", "Digest", "Saved", "Store"]
     assert all(hasattr(room, name) for name in room.__all__)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tasks.turns import MOST_ASIDE, Line, Turn
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(["works", "fails early", "fails sending", "slow answer"]), max_size=12), st.integers())
 def test_whatever_happens_sending_and_answering_stay_in_order(fates: list[str], seed: int) -> None:
     sent: list[int] = []
@@ -50,7 +50,7 @@ def test_whatever_happens_sending_and_answering_stay_in_order(fates: list[str], 
     assert answered == list(range(len(fates)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.booleans(), max_size=12), st.integers())
 def test_those_who_step_aside_are_settled_in_order_and_hold_up_nobody_else(saves: list[bool], seed: int) -> None:
     answered: list[int] = []

@@ -96,7 +96,7 @@ def test_the_old_config_map_is_read_when_the_new_is_absent(body: Any, datum: Any
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_two_dimensional_targets_dense_or_sparse(data: st.DataObject) -> None:
     from tinker.proto.request_conv import _tensor_data_to_proto
 
@@ -234,7 +234,7 @@ def test_a_broken_sparse_tensor_is_named(body: Any, datum: Any, crow: Any, cols:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_decode_or_are_refused_by_name(data: bytes) -> None:
     for read in (decode, forward_backward_header):
         try:

@@ -30,7 +30,7 @@ from backend.wire import (
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), max_size=8), st.floats(allow_nan=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_forward_results_of_any_shapes(shapes: list[tuple[int, int]], loss: float) -> None:
     rng = np.random.default_rng(0)
     arrays = tuple(rng.normal(size=(t, k) if k else t).astype(np.float32) for t, k in shapes)

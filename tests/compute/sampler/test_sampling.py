@@ -72,7 +72,7 @@ def test_a_tiny_temperature_is_greedy_and_stays_finite() -> None:
     assert np.isfinite(logprobs_S).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     top_k=st.one_of(st.just(-1), st.integers(1, 2 * VOCAB)),
@@ -99,7 +99,7 @@ def test_ties_at_the_border_are_all_kept() -> None:
     assert (np.asarray(jitted_filter(weights_V[None], choice(1, 1.0, 2)))[0] > 0).sum() == 3
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), empty=st.floats(0, 0.999), uniform=st.floats(0, 1, exclude_max=True))
 def test_inversion_never_finds_a_token_of_weight_zero(seed: int, empty: float, uniform: float) -> None:
     generator = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, takewhile
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.compute.sampler.shapes import (
@@ -17,7 +17,6 @@ from backend.compute.sampler.shapes import (
 )
 
 
-@settings(deadline=None)
 @given(
     max_slots=st.integers(1, 300),
     max_context=st.integers(2, 40_000),
@@ -35,7 +34,6 @@ def test_sizes_hold_everything_and_are_few(max_slots: int, max_context: int, fsd
         assert most in shapes.slots and (most * length <= cells or most == shapes.slots[0])
 
 
-@settings(deadline=None)
 @given(length=st.integers(0, 5000), rows=st.sampled_from([1, 4, 16]))
 def test_pieces_cover_a_prompt_within_its_cache(length: int, rows: int) -> None:
     shapes = make_shapes(max_slots=64, max_context=5000, fsdp=1, most_cells=10**9)
@@ -50,7 +48,6 @@ def test_pieces_cover_a_prompt_within_its_cache(length: int, rows: int) -> None:
         assert pieces <= min(length, 2048) / 128 + max(length - 2048, 0) / 512 + 8
 
 
-@settings(deadline=None)
 @given(length=st.integers(0, 5000), more=st.integers(1, 5000))
 def test_a_prompt_and_its_continuation_are_cut_alike(length: int, more: int) -> None:
     shapes = make_shapes(max_slots=64, max_context=10_000, fsdp=1, most_cells=10**9)
@@ -60,7 +57,6 @@ def test_a_prompt_and_its_continuation_are_cut_alike(length: int, more: int) -> 
     assert length - shared < max(BLOCK, length / 4)
 
 
-@settings(deadline=None)
 @given(ranks=st.integers(0, 5000))
 def test_a_stack_is_wide_enough_and_its_widths_are_few(ranks: int) -> None:
     assert rank_columns(ranks) >= ranks

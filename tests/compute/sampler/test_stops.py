@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.compute.sampler.stops import StopWatch, load_decode
@@ -55,7 +55,6 @@ def test_text_before_a_stop_that_nearly_came_is_not_counted_twice() -> None:
     assert ended_at(spell(b"a", b"b", b"a", b"bc"), frozenset(), ("abc",)) == 4
 
 
-@settings(deadline=None)
 @given(
     tokens=st.lists(
         st.sampled_from([*spell(b"a", b"b", b"c", b"ab", b"bc", b"abc", b" a"), 0xE2, 0x82, 0xAC, 256]), max_size=40
