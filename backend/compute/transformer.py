@@ -49,6 +49,11 @@ class Params:
     final_norm_D: jax.Array
     unembed_DV: jax.Array | None
 
+    @property
+    def apart(self) -> bool:
+        """Whether each layer has arrays of its own."""
+        return isinstance(self.layers, tuple)
+
 
 def embed(params: Params, tokens_BT: jax.Array) -> jax.Array:
     """x_BTD, in the dtype of the weights."""

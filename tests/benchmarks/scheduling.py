@@ -21,11 +21,11 @@ import os
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,11 @@ import tinker
 from tinker import types
 
 from deployments.tiny_model import make_tiny
-from tests.benchmarks.service import cpu_seconds, datum, server, step, tree
+from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, server, step, tree
 
 KEY = "tml-bench"
 USERS, ASKED = 8, 6
 CHUNK = 8  # tokens, decode_chunk's default
-
-
-def ids(count: int) -> list[int]:
-    """Random tokens."""
-    return [random.randrange(8, 1000) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class Bench:
         """Seconds that a request of random tokens takes; `most` tokens are made, whatever they are."""
         params = types.SamplingParams(max_tokens=most, temperature=1.0, stop=[1])
         began = time.perf_counter()
-        await sampler.sample_async(types.ModelInput.from_ints(ids(prompt)), count, params)
+        await sampler.sample(types.ModelInput.from_ints(random_ids(prompt)), count, params)
         return time.perf_counter() - began
 
     def little(self) -> None:
@@ -141,7 +136,7 @@ class Bench:
         )
 
     def clients(self) -> None:
-        data, rounds = [datum(ids(33)) for _ in range(2)], 12
+        data, rounds = [datum(random_ids(33)) for _ in range(2)], 12
         made = [self.service.create_lora_training_client(base_model=self.model, rank=32).result() for _ in range(16)]
 
         def train(client: tinker.TrainingClient) -> None:
@@ -152,12 +147,8 @@ class Bench:
         for _ in range(2):
             first = 0.0
             for count in (1, 4, 16):
-                threads = [threading.Thread(target=train, args=(client,)) for client in made[:count]]
                 spent, began = sum(cpu_seconds(self.pid).values()), time.perf_counter()
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+                at_once(partial(train, client) for client in made[:count])
                 tokens = count * rounds * 64
                 rate = tokens / (time.perf_counter() - began)
                 first = first or rate
@@ -174,7 +165,7 @@ class Bench:
         while time.perf_counter() - began < 60 * minutes:
             sampler = self.trainer.save_weights_and_get_sampling_client().result()
             for lengths in ([30] * 4, [100, 7, 60]):
-                step(self.trainer, [datum(ids(length + 1)) for length in lengths])
+                step(self.trainer, [datum(random_ids(length + 1)) for length in lengths])
 
             async def some(sampler: tinker.SamplingClient = sampler) -> None:
                 sizes = [(20, 30), (60, 9), (7, 1), (100, 50)]
@@ -190,7 +181,7 @@ class Bench:
 
 def rollout(length: int) -> types.Datum:
     """A sampled sequence, as the importance_sampling loss takes it."""
-    tokens = ids(length + 1)
+    tokens = random_ids(length + 1)
     inputs = {"target_tokens": tokens[1:], "logprobs": [-3.0] * length, "advantages": [0.1] * length}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
@@ -229,7 +220,7 @@ def main() -> None:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = args.model or str(make_tiny(scratch / "tiny"))
-        url, pid = stack.enter_context(server(scratch / "data", {"WARM_UP": "false"}, model=model))
+        url, pid = stack.enter_context(server(scratch / "data", {}, model=model))
         service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=KEY))
         trainer = service.create_lora_training_client(base_model=model, rank=32, seed=1).result()
         bench = Bench(service, url, pid, trainer, model)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,13 +23,17 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @contextmanager
 def server(data_dir: Path, settings: Mapping[str, str], *, model: str = "") -> Iterator[tuple[str, int]]:
-    """`tinkerflow up` with these settings (TINKERFLOW_<NAME>), Prefect off; its URL and pid. model: "" = the tiny."""
+    """`tinkerflow up` with these settings (TINKERFLOW_<NAME>), Prefect off; its URL and pid. model: "" = the tiny.
+
+    Nothing is compiled in the background, unless `settings` say so: what is measured would share the cores with it.
+    """
+    settings = {"PREFECT": "off", "WARM_UP": "false", **settings}
     command = [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", str(data_dir)]
     up = subprocess.Popen(
         command + (["--base-model", model] if model else []),
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TINKERFLOW_PREFECT": "off"} | {f"TINKERFLOW_{k}": v for k, v in settings.items()},
+        env=os.environ | {f"TINKERFLOW_{k}": v for k, v in settings.items()},
     )
     try:
         assert up.stdout is not None
@@ -35,6 +41,11 @@ def server(data_dir: Path, settings: Mapping[str, str], *, model: str = "") -> I
     finally:
         up.terminate()
         up.wait()
+
+
+def random_ids(count: int) -> list[int]:
+    """Ids that are no special token's."""
+    return [random.randrange(8, 1000) for _ in range(count)]
 
 
 def datum(tokens: list[int]) -> types.Datum:
@@ -50,6 +61,15 @@ def step(client: tinker.TrainingClient, data: list[types.Datum]) -> float:
     client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
     forward.result()
     return time.perf_counter() - began
+
+
+def at_once(works: Iterable[Callable[[], object]]) -> None:
+    """Do all of them, each in a thread of its own."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def tree(pid: int) -> list[int]:

@@ -21,11 +21,11 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -38,7 +38,7 @@ from backend.compute.config import load_config
 from backend.compute.lora import projection_sizes
 from deployments.tiny_model import make_tiny
 from tests.benchmarks.peak import matmul_peak
-from tests.benchmarks.service import cpu_seconds, datum, server, step
+from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, server, step
 from tests.benchmarks.small_model import make_small
 
 RANK = 32
@@ -129,28 +129,22 @@ class Bench:
 
     def training(self, name: str, lengths: list[int]) -> Case:
         """A step of these lengths."""
-        client, data = self.client(), [datum(tokens(length + 1)) for length in lengths]
+        client, data = self.client(), [datum(random_ids(length + 1)) for length in lengths]
         plain = plain_step(self.model, lengths) if self.plain else None
         return Case(name, sum(lengths), self.flops(lengths, train=True), lambda: step(client, data), plain)
 
     def clients(self, count: int, lengths: list[int]) -> Case:
         """The same step by `count` clients at once, each of an adapter of its own."""
-        clients, data = [self.client() for _ in range(count)], [datum(tokens(length + 1)) for length in lengths]
-
-        def together() -> None:
-            threads = [threading.Thread(target=step, args=(client, data)) for client in clients]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        clients, data = [self.client() for _ in range(count)], [datum(random_ids(length + 1)) for length in lengths]
 
         flops = count * self.flops(lengths, train=True)
-        return Case(f"{count} clients {shape(lengths)}", count * sum(lengths), flops, together, None)
+        name, both = f"{count} clients {shape(lengths)}", lambda: at_once(partial(step, one, data) for one in clients)
+        return Case(name, count * sum(lengths), flops, both, None)
 
     def sampling(self, count: int) -> Case:
         """`count` prompts at once, one sample of each."""
         sampler = self.client().save_weights_and_get_sampling_client().result()
-        prompts = [tokens(PROMPT) for _ in range(count)]
+        prompts = [random_ids(PROMPT) for _ in range(count)]
         params = types.SamplingParams(max_tokens=NEW, temperature=1.0)
 
         async def burst() -> None:
@@ -190,11 +184,6 @@ def shape(lengths: list[int]) -> str:
     """`8x128`, or `16 of 32..512`."""
     least, most = min(lengths), max(lengths)
     return f"{len(lengths)}x{most}" if least == most else f"{len(lengths)} of {least}..{most}"
-
-
-def tokens(count: int) -> list[int]:
-    """Random ids that are no special token's."""
-    return [random.randrange(8, 1000) for _ in range(count)]
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,20 @@ import pytest
 import torch
 import transformers
 
-from backend.commands import CreateAdapter, Example, ExportAdapter, Forward, GroupConfig, ImportAdapter, LoraSpec
+from backend.commands import (
+    CreateAdapter,
+    Example,
+    ExportAdapter,
+    Forward,
+    GroupConfig,
+    ImportAdapter,
+    LoraSpec,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+)
 from backend.compute.executor import Executor
+from backend.compute.sampler import Sampler
 
 VOCAB = 96
 SHAPE = {
@@ -153,6 +165,46 @@ def adapter() -> Callable[..., None]:
         executor.execute(ImportAdapter(adapter_id, type(state)(state.spec, 0, weights)))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., SampleRequest]:
+    """ask(id, prompt, max_tokens, …): a request, greedy and without stops unless told."""
+
+    def make(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> SampleRequest:
+        plain = SampleRequest(
+            request_id=request_id,
+            owner="owner",
+            snapshot_id=None,
+            prompt_T=np.asarray(prompt, np.int32),
+            num_samples=1,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            top_k=-1,
+            top_p=1.0,
+            seed=0,
+        )
+        return replace(plain, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_all() -> Callable[..., dict[str, SampleResult]]:
+    """run_all(sampler or executor, *requests): every result by id, steps made until nobody is left."""
+
+    def run(sampler: Sampler | Executor, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
+        step = sampler.execute if isinstance(sampler, Executor) else sampler.step
+        results: dict[str, SampleResult] = {}
+        progress = step(SampleStep(admit=requests))
+        for _ in range(most_steps):
+            results |= {result.request_id: result for result in progress.finished}
+            if not (progress.active or progress.waiting):
+                return results
+            progress = step(SampleStep())
+        raise AssertionError(f"{progress} after {most_steps} steps")
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from backend.commands import SampleRequest, SampleStep
 from backend.compute.config import load_config
 from backend.compute.mesh import make_mesh
 from backend.compute.params import by_layer, count, load_params
@@ -63,7 +62,7 @@ def test_a_scale_in_bfloat16_is_the_one_that_values_are_rounded_by():
 
 
 def test_logprobs_and_gradients_are_those_of_rounded_weights(
-    qwen3, by_torch, executor, examples, adapter, forward, gradients
+    qwen3, by_torch, executor, examples, adapter, forward, gradients, ask, run_all
 ):
     data = examples((7, 33))
     adapter(executor, "zero-and-not", train_unembed=False)
@@ -76,25 +75,21 @@ def test_logprobs_and_gradients_are_those_of_rounded_weights(
     for name, gradient in gradients(executor, "zero-and-not").items():
         assert np.abs(gradient - slopes[name]).max() < 2e-3 * max(1.0, np.abs(slopes[name]).max()), name
     # The base model alone, by torch; rounding is far larger than what is left between us.
-    result = executor.execute(SampleStep((asked(data[0].tokens_T),), ()))
-    (scored,) = result.finished
+    scored = run_all(executor, ask("scored", data[0].tokens_T, 1, prompt_logprobs=True))["scored"]
     torch_says = by_torch.logprobs(shifted(data[0]))[:-1, 0]
     assert np.abs(scored.prompt_logprobs_T[1:] - torch_says).max() < 2e-4
     assert np.abs(qwen3.logprobs(shifted(data[0]))[:-1, 0] - torch_says).max() > 5e-3
 
 
-def test_greedy_decode_is_what_hugging_face_generates(by_torch, executor, examples):
+def test_greedy_decode_is_what_hugging_face_generates(by_torch, executor, examples, ask, run_all):
     prompt = examples((20,))[0].tokens_T
-    request = asked(prompt, max_tokens=12)
-    finished = executor.execute(SampleStep((request,), ())).finished
-    while not finished:
-        finished = executor.execute(SampleStep((), ())).finished
+    (found,) = run_all(executor, ask("a", prompt, 12))["a"].sequences
     with torch.no_grad():
         ids = torch.tensor(prompt[None].astype(np.int64))
         wanted = by_torch.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
         )
-    assert finished[0].sequences[0].tokens_T.tolist() == wanted[0, len(prompt) :].tolist()
+    assert found.tokens_T.tolist() == wanted[0, len(prompt) :].tolist()
 
 
 def test_a_matrix_takes_a_quarter_and_counts_as_before(qwen3):
@@ -109,22 +104,6 @@ def test_a_matrix_takes_a_quarter_and_counts_as_before(qwen3):
         assert held.scale.shape == (was.shape[0], was.shape[2])
     assert small.embed_VD.dtype == plain.embed_VD.dtype == "float32"
     assert by_layer(small) is small  # written out, its layers would be floats, all at once, while it decodes
-
-
-def asked(prompt_T: np.ndarray, max_tokens: int = 1) -> SampleRequest:
-    return SampleRequest(
-        request_id=f"of {len(prompt_T)}",
-        owner="owner",
-        snapshot_id=None,
-        prompt_T=prompt_T,
-        num_samples=1,
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_k=-1,
-        top_p=1.0,
-        seed=0,
-        prompt_logprobs=max_tokens == 1,
-    )
 
 
 def shifted(example):

@@ -85,8 +85,7 @@ class SamplerPrograms:
         yield Program(f"prefixes of {length}", distance + 1, partial(self._prefixes, (alone, length)))
 
     def _of_batch(self, distance: int, slots: int, length: int) -> Iterator[Program]:
-        by_layer, of = isinstance(self.decode_params.layers, tuple), f"{slots} slots of {length}"
-        shape = (slots, length, by_layer)
+        shape, of = (slots, length, self.decode_params.apart), f"{slots} slots of {length}"
         for width in _WIDTHS:
             make = partial(self._decode, shape, width)
             yield Program(f"decode, {of}, {width} columns", _distance(distance, width), make)

@@ -241,9 +241,10 @@ class Sampler:
         self._fit(steps)
         self._bank.use(self._snapshots())  # other snapshots may have taken the place of those that were prefilled with
         assert self._cache is not None
-        self._cache, decoded = self._chunk(self._cache, list(self._line.decoding()), steps)
+        held = list(self._line.decoding())
+        self._cache, decoded = self._chunk(self._cache, held, steps)
         self._scrub(decoded.logprobs_CS)
-        for slot in self._take(list(self._line.decoding()), steps, decoded):
+        for slot in self._take(held, steps, decoded):
             self._line.slots[slot] = None
 
     def _serve_short(self) -> bool:
@@ -268,8 +269,7 @@ class Sampler:
         steps = max(one.remaining for _, one in held)
         slots = self._shapes.slots_for(len(held))
         length = self._shapes.length_for(max(one.cached for _, one in held) + steps)
-        apart = isinstance(self._decode_params.layers, tuple)
-        cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, apart)
+        cache = self._empty_cache(slots, length)
         moves = [Move(row, slot, pages_for(one.cached)) for slot, (row, one) in enumerate(whose)]
         _, decoded = self._chunk(moved(self._cfg, self._mesh, cache, staged, moves), held, steps)
         self._take(held, steps, decoded)
@@ -360,11 +360,14 @@ class Sampler:
         if (slots, length) == (self._slots, self._length):
             return
         old, from_S = self._cache, self._line.resize(slots)
-        apart = isinstance(self._decode_params.layers, tuple)
-        self._cache = empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, apart)
+        self._cache = self._empty_cache(slots, length)
         if old is not None:
             moves = [Move(from_S[slot], slot, pages_for(held.cached)) for slot, held in self._line.decoding()]
             self._cache = moved(self._cfg, self._mesh, self._cache, old, moves)
+
+    def _empty_cache(self, slots: int, length: int) -> Cache:
+        """One to decode in."""
+        return empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, self._decode_params.apart)
 
     def _snapshots(self) -> list[Snapshot]:
         """Every snapshot that a slot or the group in prefill decodes with, in a fixed order."""

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from backend.commands import GroupConfig, LoraSpec, SampleRequest, SampleResult, SampleStep
+from backend.commands import GroupConfig, LoraSpec
 from backend.compute.config import ModelConfig, load_config
 from backend.compute.lora import Lora, init_lora
 from backend.compute.mesh import make_mesh
@@ -127,45 +127,6 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
     model = request.getfixturevalue(request.param)
     assert isinstance(model, Tiny)
     return model
-
-
-@pytest.fixture(scope="session")
-def ask() -> Callable[..., SampleRequest]:
-    """ask(id, prompt, max_tokens, …): a request, greedy and without stops unless told."""
-
-    def make(request_id: str, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> SampleRequest:
-        plain = SampleRequest(
-            request_id=request_id,
-            owner="owner",
-            snapshot_id=None,
-            prompt_T=np.asarray(prompt, np.int32),
-            num_samples=1,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            top_k=-1,
-            top_p=1.0,
-            seed=0,
-        )
-        return replace(plain, **changes)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def run_all() -> Callable[..., dict[str, SampleResult]]:
-    """run_all(sampler, *requests): every result by id, steps made until nobody is left."""
-
-    def run(sampler: Sampler, *requests: SampleRequest, most_steps: int = 500) -> dict[str, SampleResult]:
-        results: dict[str, SampleResult] = {}
-        progress = sampler.step(SampleStep(admit=requests))
-        for _ in range(most_steps):
-            results |= {result.request_id: result for result in progress.finished}
-            if not (progress.active or progress.waiting):
-                return results
-            progress = sampler.step(SampleStep())
-        raise AssertionError(f"{progress} after {most_steps} steps")
-
-    return run
 
 
 @pytest.fixture(scope="session")
