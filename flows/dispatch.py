@@ -97,9 +97,13 @@ class Dispatcher:
                 self._sweep.set()
 
     async def _look(self) -> None:
+        began = False
         while True:
             try:
                 waiting = await asyncio.to_thread(self._journal.pending_models)
+                if not began:  # later ones are in the hands of a lane
+                    waiting += await asyncio.to_thread(self._journal.recovery.unstored_models)
+                    began = True
             except OperationalError:
                 log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
                 waiting = []

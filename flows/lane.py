@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -56,6 +57,11 @@ _ROLL_OVER = End(Why.ROLL_OVER, Why.ROLL_OVER.value)
 _STOPPED = End(Why.STOPPED, Why.STOPPED.value)
 
 
+def _place(request: Pending) -> float:
+    """In the model's line; an unload comes last."""
+    return math.inf if request.seq_id is None else request.seq_id
+
+
 @dataclass(frozen=True)
 class Shared:
     """What the lanes of all models have in common."""
@@ -103,6 +109,7 @@ class Lane:
         self._woken = asyncio.Event()
         self._woken.set()
         self._look_again = False  # something changed while operations were in flight
+        self._begins = True  # and looks for saves that an earlier worker group has answered, and not stored
         self._stopping = False
         self._at_step_end = False
         self._window: Window | None = None
@@ -183,8 +190,12 @@ class Lane:
                 self._take_snapshot(group)
             aside = frozenset(self._aside)  # from before the look: what is in neither was answered meanwhile
             rows = await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
+            if self._begins:
+                left = await self._runtime.read(self._runtime.journal.recovery.unstored, self.model_id)
+                self._begins = bool(left)
+                rows = sorted([*left, *rows], key=_place)
             fresh = [row for row in rows if row.id not in aside and self._is_fresh(row)]
-            if len(rows) == _LOOK:
+            if len(rows) >= _LOOK:
                 self._woken.set()  # there may be more
             if fresh and not tracked and self._shared.tracking.reachable and not self._storing:
                 return self._rolled()  # Prefect is back
@@ -192,6 +203,7 @@ class Lane:
                 if not await self._is_ready(needed=any(request.seq_id is not None for request in fresh)):
                     self._woken.set()
                     continue
+                self._begins = False
                 return batches(fresh, self._steps_made)
             if self._flying:
                 self._look_again = True
@@ -269,7 +281,7 @@ class Lane:
         self._show(Running(name="Interrupted", message=text))
         self._interrupted = False
         model = await self._unbound.read(self._unbound.journal.model, self.model_id, None)
-        self._steps_made, self._cursor, self._unloading = model.step, 0, False
+        self._steps_made, self._cursor, self._unloading, self._begins = model.step, 0, False, True
         self._turn = self._turn and self._turn.anew()
         self._journey.interrupted()
         self._runtime = self._unbound
@@ -356,6 +368,7 @@ class Lane:
         outcome = answered.result() if ended else None
         if ended and outcome is None:
             self._interrupted = True
+            self._woken.set()
         if request_id in self._aside:
             self._aside.remove(request_id)
         else:

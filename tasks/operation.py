@@ -65,6 +65,7 @@ def begin(runtime: Runtime, request: Pending, turn: Turn, group: asyncio.TaskGro
 async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome | None:
     sent: list[Command] = []
     times: list[datetime] = []
+    runtime = replace(runtime, rest=[])
 
     def note(command: Command) -> None:
         sent.append(command)
@@ -82,8 +83,16 @@ async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome | 
             except GroupFailedError as interrupted:
                 return await _interrupted(runtime, request, turn, interrupted)
             outcome = failure(request, error)
-        started = times[0] if times else None
-        await answer(runtime, replace(outcome, replays=any(map(_changes, sent)), started_at=started))
+        started, replays = times[0] if times else None, outcome.replays or any(map(_changes, sent))
+        if not request.answered:
+            await answer(runtime, replace(outcome, replays=replays, started_at=started))
+        if runtime.rest:
+            await turn.step_aside()
+        try:
+            for work in runtime.rest:
+                await work()
+        except GroupFailedError as error:
+            return await _interrupted(runtime, request, turn, error)
         return outcome
     finally:
         await turn.end()

@@ -16,8 +16,10 @@ What must hold: the weights, gradients and moments after a recovery are those of
 - Loading. A load (create-via-load too) commits the state it loaded as a snapshot before it is answered, so no replay
   depends on a checkpoint that was deleted or overwritten since: one that begins before the load, because that snapshot
   cannot be read, takes the checkpoint only if it is the one of then.
-- Samplers. An unnamed save commits what it published before it is answered; named ones are in the store by nature. So
-  samplers come back by themselves, when they are next used.
+- Samplers. An unnamed save is answered when it has published, and steps aside while that is stored. Until then no
+  snapshot that is past it is recorded, and a replay passes its place: there the weights are copied again, and stored
+  by the lane, which looks for such saves when it begins. An inflight one is stored before it is answered; named ones
+  are in the store by nature. So samplers come back by themselves, when they are next used.
 - Death. What was in flight is not answered (operation.py): its effects ended with the group. The lane waits until the
   next group serves, has restore.py make the model again, and takes from the journal again. All commands of a lane are
   bound to the group that the model was restored in; an older or newer one refuses them. A restarted engine does the

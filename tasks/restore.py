@@ -46,8 +46,8 @@ class Restored:
 async def restore(runtime: Runtime, model_id: str, aside: Collection[str] = ()) -> Restored:
     """Make a live model in the worker group that `runtime` is bound to, as its answered requests have left it.
 
-    For saves that are behind these and not answered, their state is left in `runtime.exported`; not for those `aside`,
-    which are being written.
+    For saves among these that are not answered, or not stored, their state is left in `runtime.exported`; not for those
+    `aside`, which are being written.
 
     GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
     """
@@ -144,7 +144,7 @@ async def _again(runtime: Runtime, one: Executed, turn: Turn) -> None:
     """Execute a request again; its answer is in the journal already, and stays."""
     request = one.request
     try:
-        if one.answered_at is None:
+        if one.answered_at is None or request.kind is Kind.SAVE_FOR_SAMPLER:
             runtime.exported[request.id] = await export(runtime, request, turn)
             return
         outcome = await EXECUTE[request.kind](replace(runtime, as_of=one.answered_at), request, turn)

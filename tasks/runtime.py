@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -50,7 +50,8 @@ class Runtime:
 
     generation: the only worker group that may execute what is sent through this; None: whichever serves. note: is told
     of every command that is sent. as_of: in a replay, when what is done again was first answered: what was saved later
-    is not there. exported: by request, what a replay has copied for saves that are still to be answered.
+    is not there. exported: by request, what a replay has copied for saves that are still to be answered or stored.
+    rest: what an operation has left to do when it is answered.
     """
 
     journal: Journal
@@ -64,6 +65,7 @@ class Runtime:
     as_of: datetime | None = None
     exported: dict[str, AdapterState] = field(default_factory=dict)
     note: Callable[[Command], None] = lambda _: None
+    rest: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:

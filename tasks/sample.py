@@ -28,6 +28,8 @@ from tasks.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.1  # between looks whether published weights are in the store
+
 
 class Batch:
     """The decode batch of one worker group, as the engine sees it. `step` drives it; nothing else sends SampleSteps."""
@@ -233,8 +235,15 @@ def _stopped(request: Pending) -> Outcome:
 
 async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
     """Load what an unnamed save has committed: the group that it was published in is gone."""
-    missed = None
-    while (stored := await runtime.read(runtime.journal.recovery.sampler_snapshot, snapshot_id)) is not None:
+    missed, recovery = None, runtime.journal.recovery
+    while True:
+        coming = await runtime.read(recovery.is_unstored, snapshot_id)  # first: once it is not, it is stored, or lost
+        if (stored := await runtime.read(recovery.sampler_snapshot, snapshot_id)) is None:
+            if not coming:
+                where = "its weights are in no worker group and not in the store"
+                raise StateLostError(f"sampling snapshot {snapshot_id}: {where}")
+            await asyncio.sleep(_LOOK_SECONDS)
+            continue
         try:
             state, _ = await asyncio.to_thread(runtime.store.load, stored.path)
         except NotFoundError:
@@ -244,7 +253,6 @@ async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
         else:
             await runtime.send(LoadSnapshot(snapshot_id, state), Done)
             return
-    raise StateLostError(f"sampling snapshot {snapshot_id}: its weights are in no worker group and not in the store")
 
 
 def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:

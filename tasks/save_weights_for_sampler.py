@@ -1,6 +1,9 @@
 """save_weights_for_sampler: named, a checkpoint to sample from; unnamed, a snapshot in memory and its sampler.
 
-An unnamed one of kind `snapshot` keeps its weights. Those of kind `inflight` share one snapshot per model, and every
+An unnamed one of kind `snapshot` keeps its weights. It is answered as soon as they are published in the worker group,
+and stored beside what follows it: a sampler does not wait for the store. How that is safe is told in recovery.py.
+
+Those of kind `inflight` share one snapshot per model, and every
 later inflight save replaces its weights, for new requests of all these samplers and for those that are being decoded:
 they keep what they have cached and go on with the new weights from their next chunk. The replacement comes after the
 commit, so the samplers never use what could be lost, and a save that fails changes nothing. When the worker group dies,
@@ -10,17 +13,26 @@ beginning with the same seed, but where in it the weights change is then another
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
 from backend.commands import AdapterState, Done, DropSnapshot, ExportAdapter, MoveSnapshot, PublishSnapshot
-from backend.errors import GroupFailedError
+from backend.errors import GroupFailedError, StoreError
 from backend.ids import inflight_id, sampler_id
-from backend.journal import CheckpointKind, NewSampler, Outcome, Pending, SamplerOpened
+from backend.journal import CheckpointKind, Effect, NewSampler, Outcome, Pending, SamplerOpened, SnapshotTaken
+from backend.processes import backoff
 from backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
-from tasks.commit import commit
+from tasks.commit import commit, record
 from tasks.runtime import Runtime
 from tasks.save_weights import export_aside, one_checkpoint, save
 from tasks.turns import Turn
+
+log = logging.getLogger(__name__)
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
@@ -33,30 +45,61 @@ async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:
 
 
 async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, *, inflight: bool) -> Outcome:
-    """Publish, and commit the same weights to the store, so that the sampler `opened` outlives the worker group."""
+    """Publish, and have the same weights in the store, so that the sampler `opened` outlives the worker group."""
+    if request.answered:  # in a worker group that has ended: a replay has copied what it published
+        async with turn:
+            runtime.rest.append(partial(_store, runtime, request, runtime.exported.pop(request.id)))
+        return _opened(runtime, request, opened, request.id)
     model_id = str(request.model_id)
-    # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
-    snapshot_id = inflight_id(model_id) if inflight else request.id
     async with turn:
+        # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
         reply = runtime.send(PublishSnapshot(model_id, request.id), Done)
         copy = runtime.send(ExportAdapter(model_id, optimizer=False), AdapterState)
     await reply
     runtime.snapshots.published(request.id)
+    if not inflight:
+        runtime.rest.append(partial(_store_copy, runtime, request, copy))
+        return replace(_opened(runtime, request, opened, request.id), replays=True)
+    snapshot_id = inflight_id(model_id)
     try:
-        taken = await commit(runtime, model_id, request.owner, int(request.seq_id or 0), await copy, snapshot_id)
-        if inflight:
-            await turn.to_answer()  # an earlier save must not replace a later one
-            moved = runtime.send(MoveSnapshot(request.id, snapshot_id), Done)
-            runtime.snapshots.moving(request.id, snapshot_id)
-            await moved
-            runtime.snapshots.published(snapshot_id)
+        taken = await _commit(runtime, request, await copy, snapshot_id)
+        await turn.to_answer()  # an earlier save must not replace a later one
+        moved = runtime.send(MoveSnapshot(request.id, snapshot_id), Done)
+        runtime.snapshots.moving(request.id, snapshot_id)
+        await moved
+        runtime.snapshots.published(snapshot_id)
     except Exception:
         runtime.snapshots.dropped(request.id)
         with suppress(GroupFailedError):
             await runtime.send(DropSnapshot(request.id), Done)
         raise
+    return _opened(runtime, request, opened, snapshot_id, taken)
+
+
+async def _store_copy(runtime: Runtime, request: Pending, copy: asyncio.Task[AdapterState]) -> None:
+    await _store(runtime, request, await copy)
+
+
+async def _store(runtime: Runtime, request: Pending, state: AdapterState) -> None:
+    """Commit what was published, as often as it takes while a sampler uses it."""
+    for failures in itertools.count(1):
+        try:
+            await record(runtime, await _commit(runtime, request, state, request.id))
+            return
+        except StoreError as error:
+            log.warning("what %s published is not stored, again in %.1f s: %s", request.id, backoff(failures), error)
+        await asyncio.sleep(backoff(failures))
+        if await runtime.read(runtime.journal.unused_snapshots, {request.id}):
+            return
+
+
+def _commit(runtime: Runtime, request: Pending, state: AdapterState, snapshot_id: str) -> Awaitable[SnapshotTaken]:
+    return commit(runtime, str(request.model_id), request.owner, int(request.seq_id or 0), state, snapshot_id)
+
+
+def _opened(runtime: Runtime, request: Pending, opened: str, snapshot_id: str, *effects: Effect) -> Outcome:
     sampler = NewSampler(opened, request.session_id, request.owner, runtime.card.name, snapshot_id=snapshot_id)
-    return request.done(encode_sampler_opened(opened), "json", SamplerOpened(sampler), taken)
+    return request.done(encode_sampler_opened(opened), "json", SamplerOpened(sampler), *effects)
 
 
 async def _save(runtime: Runtime, request: Pending, turn: Turn, wanted: SaveForSampler) -> Outcome:

@@ -1,8 +1,9 @@
 """Operations of one model overlap, but command the pool and are answered in order of their sequence ids.
 
-All but saves under a name: once its state is copied and everybody before is answered, a save steps aside. Those behind
-it are answered meanwhile, and what depends on its answer (a later save, a load, the end of the model, the record of a
-snapshot) waits until it is settled. See recovery.py for why nothing is lost.
+All but saves: once its state is copied and everybody before is answered, a save under a name steps aside, and one
+without a name when it is answered itself. Those behind it are answered meanwhile, and what depends on the stored state
+(a later save, a load, the end of the model, the record of a snapshot) waits until it is settled. See recovery.py for
+why nothing is lost.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,35 @@ def compiled_programs(pytestconfig: pytest.Config) -> Path:
     """A folder for JAX's compilation cache that all tests share: most of them compile the same few programs."""
     assert pytestconfig.cache is not None
     return pytestconfig.cache.mkdir("jax")
+
+
+@pytest.fixture(scope="session")
+def postgres_database() -> Iterator[Callable[[str], str]]:
+    """postgres_database(name): the URL of a new database, on a server that is there as long as the tests run."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as runtime,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", runtime)  # platformdirs warns unless it is a folder of mode 0700
+        import pgserver
+        import psycopg
+
+        server = pgserver.get_server(folder)
+        url: str = server.get_uri()
+
+        def make(name: str) -> str:
+            with psycopg.connect(url, autocommit=True) as connection:
+                connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
+            return url.replace("/postgres?", f"/{name}?")
+
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET fsync = off")  # stopping syncs every database: half a minute here
+            connection.execute("SELECT pg_reload_conf()")
+        try:
+            yield make
+        finally:
+            server.cleanup()
 
 
 def _uses_the_sdk(item: pytest.Item) -> bool:

@@ -8,6 +8,10 @@ be a save which others have overtaken: a replay passes its place, so no snapshot
 Payloads stay exactly as long as a replay may need them: `replays` is set with the answer of a request that changed its
 model, and taken back when two snapshots that hold it are committed (the newer one may turn out to be damaged), when the
 model is unloaded, or when the session of a model that failed is over (holding.py).
+
+An unnamed save is answered when its weights are published in the worker group, and stored after that. Until then it
+`replays` too: that passes its place, where the weights are copied again. No snapshot past it counts before they are
+stored, unless no sampler uses them any more.
 """
 
 from __future__ import annotations
@@ -17,18 +21,21 @@ from dataclasses import asdict
 from datetime import datetime
 
 import sqlalchemy as sa
+from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
-from backend.journal.kinds import TAKES_WORK, ModelState, RequestState, SamplerState, SessionState
+from backend.journal.kinds import TAKES_WORK, Kind, ModelState, RequestState, SamplerState, SessionState
 from backend.journal.records import SnapshotTaken
 from backend.journal.recovery_tables import RecoverySnapshot, Suspect
 from backend.journal.statements import IS_PENDING, in_chunks, insert_if_absent
 from backend.journal.tables import BaseModelRow, Model, Request, Sampler, Session
-from backend.journal.views import Executed, SnapshotView, pending_view, snapshot_view
+from backend.journal.views import Executed, Pending, SnapshotView, pending_view, snapshot_view
 
 KEPT = 2  # snapshots of a model: the newest one restores it, or if that cannot be read the one before
 
 _IS_MODEL = col(RecoverySnapshot.snapshot_id).is_(None)
+_USED = sa.exists().where(col(Sampler.snapshot_id) == col(Request.id), col(Sampler.state) == SamplerState.LIVE)
+_UNSTORED = sa.and_(col(Request.replays), col(Request.kind) == Kind.SAVE_FOR_SAMPLER, _USED)
 _LET_GO = {
     "replays": False,
     "payload": sa.case((col(Request.dropped_at).is_not(None), b""), else_=col(Request.payload)),
@@ -39,26 +46,55 @@ def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetim
     """Record a committed snapshot, and let go of what it makes superfluous; False when it must not be used.
 
     That is when a request that is in it is not answered yet (it would be executed twice, or a save that others have
-    overtaken would find another state), or when the model has ended.
+    overtaken would find another state) or an unnamed save in it not stored, or when the model has ended.
     """
+    if taken.snapshot_id is not None:
+        return _published(connection, taken, now)
     model = connection.execute(
         sa.select(col(Model.next_seq), col(Model.state)).where(col(Model.id) == taken.model_id).with_for_update()
     ).one()
-    if model.state not in TAKES_WORK or (taken.snapshot_id is None and model.next_seq <= taken.seq_id):
+    if model.state not in TAKES_WORK or model.next_seq <= taken.seq_id:
         return False
-    waiting = sa.exists().where(
-        col(Request.model_id) == taken.model_id, col(Request.seq_id) <= taken.seq_id, IS_PENDING
-    )
-    if taken.snapshot_id is None and connection.execute(sa.select(waiting)).scalar():
+    up_to = (col(Request.model_id) == taken.model_id, col(Request.seq_id) <= taken.seq_id)
+    waiting, unstored = (sa.exists().where(*up_to, where) for where in (IS_PENDING, _UNSTORED))
+    if connection.execute(sa.select(sa.or_(waiting, unstored))).scalar():
         return False
-    if taken.snapshot_id is not None:  # inflight samplers of a model share one: what it held before goes
-        held = col(RecoverySnapshot.snapshot_id) == taken.snapshot_id
-        connection.execute(sa.update(RecoverySnapshot).where(held).values(snapshot_id=RecoverySnapshot.path))
     if not insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now}):
         return False
-    if taken.snapshot_id is None:
-        _let_go(connection, taken.model_id)
+    _let_go(connection, taken.model_id)
     return True
+
+
+def _published(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
+    """The same of what a sampler samples, which may outlive the model. `superfluous` finds what nobody uses."""
+    # Inflight samplers of a model share one: what it held before goes.
+    held = col(RecoverySnapshot.snapshot_id) == taken.snapshot_id
+    connection.execute(sa.update(RecoverySnapshot).where(held).values(snapshot_id=RecoverySnapshot.path))
+    connection.execute(sa.update(Request).where(col(Request.id) == taken.snapshot_id).values(**_LET_GO))
+    return insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now})
+
+
+def unstored_models(connection: sa.Connection) -> list[str]:
+    """Ids of models with answered saves whose weights are in no store, and which samplers use."""
+    found = _coming(col(Model.id)).distinct()
+    return [str(model_id) for model_id in connection.execute(found).scalars()]
+
+
+def is_unstored(connection: sa.Connection, snapshot_id: str) -> bool:
+    """Whether such a save of such a model has published this snapshot."""
+    found = _coming(col(Request.id)).where(col(Request.id) == snapshot_id)
+    return connection.execute(found).first() is not None
+
+
+def _coming(what: Mapped[str]) -> sa.Select[tuple[str]]:
+    of_model = sa.select(what).join(Model, col(Model.id) == col(Request.model_id)).select_from(Request)
+    return of_model.where(_UNSTORED, col(Model.state).in_(TAKES_WORK))
+
+
+def unstored(connection: sa.Connection, model_id: str) -> list[Pending]:
+    """Those saves of one model, in order."""
+    of_model = sa.select(Request).where(col(Request.model_id) == model_id, _UNSTORED).order_by(col(Request.seq_id))
+    return [pending_view(row) for row in connection.execute(of_model)]
 
 
 def _let_go(connection: sa.Connection, model_id: str) -> None:

@@ -260,8 +260,9 @@ class Outcome:
     model_id, sampler_id and seq_id are the request's own: they move the model's next_seq past it, or have the sampler
     number it (completions.py). effects happen in the same
     transaction, and only if this is the request's first answer. A failed creation (seq_id 0) ends its model by itself.
-    replays: it changed the model, so it is executed again when the model must be made again. That counts even when
-    somebody else answered the request first. started_at: when its first command was sent, None when none was.
+    replays: it changed the model, so it is executed again when the model must be made again; or it has published
+    weights that are not stored yet. That counts even when somebody else answered the request first. started_at: when
+    its first command was sent, None when none was.
     """
 
     request_id: str

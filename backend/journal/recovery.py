@@ -15,7 +15,7 @@ from backend.journal.effects import end_models
 from backend.journal.kinds import ModelState
 from backend.journal.leases import Held
 from backend.journal.records import SnapshotTaken
-from backend.journal.views import Executed, SnapshotView
+from backend.journal.views import Executed, Pending, SnapshotView
 
 
 class Recovery:
@@ -49,6 +49,21 @@ class Recovery:
         """Where the weights of a sampling snapshot are stored, if they are."""
         with self._database.read() as connection:
             return history.sampler_snapshot(connection, snapshot_id)
+
+    def unstored_models(self) -> list[str]:
+        """Ids of models that take work and have saves as in `unstored`. One statement."""
+        with self._database.read() as connection:
+            return history.unstored_models(connection)
+
+    def is_unstored(self, snapshot_id: str) -> bool:
+        """Whether a save as in `unstored`, of a model that takes work, has published this snapshot."""
+        with self._database.read() as connection:
+            return history.is_unstored(connection, snapshot_id)
+
+    def unstored(self, model_id: str) -> list[Pending]:
+        """The model's unnamed saves that are answered, used by samplers and not stored yet, in order."""
+        with self._database.read() as connection:
+            return history.unstored(connection, model_id)
 
     def executed(self, model_id: str, after: int, limit: int) -> list[Executed]:
         """What to replay after seq_id `after`, in order, at most `limit` requests."""

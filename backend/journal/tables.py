@@ -188,7 +188,8 @@ class Request(Table, table=True):
 
     An unload has no seq_id (it comes from the service, not from the client's counter), and NULLs are distinct.
     The partial indexes hold only what waits, still has bytes to drop, or may be replayed: they stay small while the
-    table grows. replays: it changed the model, and less than two snapshots hold it: its payload stays.
+    table grows. replays: it changed the model, and less than two snapshots hold it: its payload stays. Or it has
+    published weights that are not stored yet.
     """
 
     __tablename__ = "request"

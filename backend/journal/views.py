@@ -11,7 +11,16 @@ from sqlalchemy import Row
 
 from backend.commands import Optimizer, Warmth
 from backend.errors import Category, TinkerflowError
-from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, SessionState, UsageKind
+from backend.journal.kinds import (
+    CheckpointKind,
+    Kind,
+    ModelState,
+    PayloadType,
+    RequestState,
+    SamplerState,
+    SessionState,
+    UsageKind,
+)
 from backend.journal.records import Effect, Outcome
 
 T = TypeVar("T")
@@ -261,7 +270,10 @@ class BaseModelView:
 
 @dataclass(frozen=True)
 class Pending:
-    """A request that waits for its answer. sampler is set for samples."""
+    """A request that waits for its answer. sampler is set for samples.
+
+    answered: it does not wait any more, and is executed again, or has something left to do (history.py).
+    """
 
     id: str
     kind: Kind
@@ -274,6 +286,7 @@ class Pending:
     payload_type: PayloadType
     created_at: datetime
     sampler: SamplerView | None = None
+    answered: bool = False
 
     def done(self, result: bytes, result_type: PayloadType, *effects: Effect) -> Outcome:
         """The outcome that answers this request with `result`."""
@@ -436,6 +449,7 @@ def pending_view(row: Row[Any], sampler: SamplerView | None = None) -> Pending:
         payload_type=row.payload_type,
         created_at=row.created_at,
         sampler=sampler,
+        answered=row.state != RequestState.PENDING,
     )
 
 

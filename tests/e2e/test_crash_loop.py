@@ -1,6 +1,7 @@
 """Kills of every kind at random moments of a run of two clients: they see pauses, and get what they get without.
 
-CI makes ten. For more: CRASH_LOOP_KILLS=100 CRASH_LOOP_PREFECT=embedded pytest -s tests/e2e/test_crash_loop.py
+CI makes ten, with the journal in SQLite. For more:
+CRASH_LOOP_KILLS=100 CRASH_LOOP_PREFECT=embedded CRASH_LOOP_DATABASE=postgres pytest -s tests/e2e/test_crash_loop.py
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tinker import types
 SEED = int(os.environ.get("CRASH_LOOP_SEED", "7"))
 KILLS = int(os.environ.get("CRASH_LOOP_KILLS", "10"))
 PREFECT = os.environ.get("CRASH_LOOP_PREFECT", "off")
+DATABASE = os.environ.get("CRASH_LOOP_DATABASE", "sqlite")
 # Once each, then by chance. A name alone: SIGKILL. `up` takes its children with it; "all" leaves only `up`.
 WAYS = ("worker", "stop api", "engine", "up", "worker", "stop worker", "all", "api", "stop engine", "worker")
 PATIENCE = 900.0  # seconds until the loop counts as stuck; on a quiet machine a kill costs less than ten
@@ -133,8 +135,10 @@ def wait_until(condition, what):
     return found
 
 
-def test_kills_change_nothing(tmp_path, start_server, make_datum, monkeypatch):
+def test_kills_change_nothing(tmp_path, start_server, make_datum, monkeypatch, request):
     print(f"CRASH_LOOP_SEED={SEED}")
+    if DATABASE == "postgres":
+        monkeypatch.setenv("TINKERFLOW_DATABASE_URL", request.getfixturevalue("postgres_database")("crashes"))
     for name, value in {"PREFECT": PREFECT, "HEARTBEAT_TIMEOUT": "3", "SNAPSHOT_STEPS": "4"}.items():
         monkeypatch.setenv(f"TINKERFLOW_{name}", value)
     chance, killed, progress = random.Random(SEED), [], Progress()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import orjson
 import pytest
 
-from backend.commands import ImportAdapter, LoadSnapshot, OptimStep, SampleStep
+from backend.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
 from backend.errors import StoreError
 from backend.ids import sampler_id
 from backend.journal import Kind, ModelState
@@ -121,6 +123,132 @@ async def test_another_engine_goes_on_where_this_one_ended(serve: Any, client: A
         assert pb.SampleResponse.FromString(again.result) == pb.SampleResponse.FromString(first.result)
         assert state(pool, model) != before
         assert any(isinstance(command, LoadSnapshot) for command in pool.log)
+
+
+@dataclass
+class Stuck:
+    """A store whose saves of published weights wait, or fail."""
+
+    monkeypatch: pytest.MonkeyPatch
+    store: Any
+    go: threading.Event = field(default_factory=threading.Event)
+    failing: bool = False
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        save = type(self.store).save
+
+        def stuck(store: Any, run_id: str, kind: Any, name: str, state: Any, meta: Any, **how: Any) -> Any:
+            if meta.request_id:  # of a publication: recovery snapshots of models have none
+                self.tried += 1
+                if self.failing:
+                    raise StoreError("no space is left")
+                assert self.go.wait(60)
+            return save(store, run_id, kind, name, state, meta, **how)
+
+        self.monkeypatch.setattr(type(self.store), "save", stuck)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> Iterator[Stuck]:
+    found = Stuck(monkeypatch, runtime.store)
+    yield found
+    found.go.set()
+
+
+def publish(client: Any, model: str, number: int) -> str:
+    return client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": number})
+
+
+def said(journal: Any, request: str) -> bytes:
+    result = journal.result(request, "local")
+    assert result.error is None, result.error
+    return pb.SampleResponse.FromString(result.result).SerializeToString()
+
+
+async def test_a_sampler_does_not_wait_for_the_store_and_outlives_its_group_all_the_same(
+    serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, until: Any
+) -> None:
+    async with serve(pool, steps=2):
+        model = await client.create()
+        await answers(client, work(client, model, 1))
+        await answers(client, [publish(client, model, 1), *work(client, model, 5)])
+        sampler = sampler_id(client.session, 1)
+        before = client.sample(sampler)
+        await client.result(before)
+        assert journal.recovery.unstored_models() == [model]
+        assert journal.recovery.snapshots(model) == [], "a replay must pass what is not stored"
+        pool.die()
+        after = client.sample(sampler)  # it waits: the weights are on their way to the store
+        await answers(client, work(client, model, 1))
+        assert journal.result(after, "local") is None
+        stuck.go.set()
+        await client.result(after)
+        assert said(journal, after) == said(journal, before)
+        assert stuck.tried == 1, "what was copied before the group ended is written, and not copied again"
+        await until(lambda: bool(journal.recovery.snapshots(model)))
+        assert journal.recovery.unstored_models() == []
+
+
+async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_one(
+    serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck
+) -> None:
+    stuck.failing = True
+    async with serve(pool, steps=2):
+        model = await client.create()
+        await answers(client, [*work(client, model, 1), publish(client, model, 1), *work(client, model, 3)])
+        await answers(client, [publish(client, model, 2)])
+        before = [client.sample(sampler_id(client.session, number)) for number in (1, 2)]
+        await client.results(*before)
+        weights = state(pool, model)
+    pool.die()
+    stuck.failing = False
+    stuck.go.set()
+    waiting = [client.sample(sampler_id(client.session, number)) for number in (1, 2)]
+    async with serve(pool):  # nobody asks for the model: its lane begins for what is to be stored
+        await client.results(*waiting)
+        assert [said(journal, one) for one in waiting] == [said(journal, one) for one in before]
+        assert said(journal, waiting[0]) != said(journal, waiting[1])
+        assert state(pool, model) == weights
+        assert journal.recovery.unstored_models() == []
+        await answers(client, work(client, model, 1))
+
+
+async def test_a_group_that_ends_before_the_weights_are_copied_costs_nothing(
+    serve: Any, client: Any, pool: Any, journal: Any, until: Any
+) -> None:
+    async with serve(pool):
+        model = await client.create()
+        await answers(client, work(client, model, 2))
+        published, executor = publish(client, model, 1), pool.executor
+
+        def dies_with(command: Any) -> bool:
+            return isinstance(command, ExportAdapter) and pool.executor is executor
+
+        pool.poison = dies_with
+        await answers(client, [published])
+        sample = client.sample(sampler_id(client.session, 1))
+        await client.result(sample)
+        first = said(journal, sample)
+        again = publish(client, model, 2)  # the same weights
+        await answers(client, [again])
+        sample = client.sample(sampler_id(client.session, 2))
+        await client.result(sample)
+        assert said(journal, sample) == first
+        await until(lambda: journal.recovery.unstored_models() == [])
+
+
+async def test_publishing_goes_on_being_tried_until_nobody_samples_it(
+    serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, until: Any
+) -> None:
+    stuck.failing = True
+    async with serve(pool):
+        model = await client.create()
+        await answers(client, [*work(client, model, 1), publish(client, model, 1)])
+        await until(lambda: stuck.tried > 2)
+        client.journal.finish_session(client.session, "local", None)
+        await until(lambda: journal.model(model, None).state is ModelState.UNLOADED)
+    assert journal.recovery.unstored_models() == []
 
 
 async def test_inflight_samplers_come_back_with_the_last_weights_that_were_published(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -43,44 +42,16 @@ def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgres_server() -> Iterator[str]:
-    """The URL of a running server's maintenance database."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory() as runtime,
-    ):
-        patch.setenv("XDG_RUNTIME_DIR", runtime)  # platformdirs warns unless it is a folder of mode 0700
-        import pgserver
-
-        server = pgserver.get_server(folder)
-        with psycopg.connect(server.get_uri(), autocommit=True) as connection:
-            connection.execute("ALTER SYSTEM SET fsync = off")  # stopping syncs every database: half a minute here
-            connection.execute("SELECT pg_reload_conf()")
-        try:
-            yield server.get_uri()
-        finally:
-            server.cleanup()
-
-
-@pytest.fixture(scope="session")
-def postgres_migrated(postgres_server: str) -> str:
+def postgres_migrated(postgres_database: Callable[[str], str]) -> str:
     """The URL of a migrated database, which tests empty instead of making their own: making one takes seconds."""
-    url = postgres_database(postgres_server, "migrated")
+    url = postgres_database("migrated")
     migrate(url)
     return url
 
 
 @pytest.fixture(scope="session")
-def postgres_bare(postgres_server: str) -> str:
-    return postgres_database(postgres_server, "bare")
-
-
-def postgres_database(server: str, name: str) -> str:
-    """The URL of a new database on `server`."""
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
-    return server.replace("/postgres?", f"/{name}?")
+def postgres_bare(postgres_database: Callable[[str], str]) -> str:
+    return postgres_database("bare")
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.journal import Kind, ModelEnded, ModelState, NewRequest, SnapshotTaken
+from backend.journal import Kind, ModelEnded, ModelState, NewRequest, NewSampler, SamplerOpened, SnapshotTaken
 
 
 def executed(scene, model, *seqs):
@@ -53,6 +53,37 @@ def test_a_save_that_others_have_overtaken_is_passed_by_a_replay_and_no_snapshot
     scene.journal.finish([save.done(b"", "json")])
     assert replayed(scene, model) == [1, 3]
     assert journal.snapshot_taken(taken(model, 3))
+
+
+def published(scene, session, model, seq):
+    """An unnamed save that is answered: its id."""
+    asked = replace(scene.operation(model, seq), kind=Kind.SAVE_FOR_SAMPLER, payload=b"{}", payload_type="json")
+    request = scene.journal.submit(asked)
+    (pending,) = scene.journal.ready(model)
+    opened = SamplerOpened(NewSampler(f"sampler {seq}", session, scene.owner, "tiny", snapshot_id=request))
+    scene.journal.finish([replace(pending.done(b"{}", "json", opened), replays=True)])
+    return request
+
+
+def test_a_publication_that_is_not_stored_is_passed_by_a_replay_while_a_sampler_uses_it(scene):
+    session = scene.session()
+    model, journal = scene.model(session), scene.journal.recovery
+    executed(scene, model, 1)
+    request = published(scene, session, model, 2)
+    executed(scene, model, 3)
+    assert scene.journal.ready(model) == [] and replayed(scene, model) == [1, 2, 3]
+    assert journal.unstored_models() == [model] and journal.is_unstored(request)
+    assert [(one.id, one.answered) for one in journal.unstored(model)] == [(request, True)]
+    assert journal.snapshot_taken(taken(model, 1)) and not journal.snapshot_taken(taken(model, 3))
+    assert journal.snapshot_taken(taken(model, 2, snapshot_id=request)), "now it is stored"
+    assert not journal.is_unstored(request) and journal.unstored(model) == journal.unstored_models() == []
+    assert replayed(scene, model) == [1, 3]
+    assert journal.snapshot_taken(taken(model, 3))
+    other = published(scene, session, model, 4)
+    assert journal.is_unstored(other)
+    scene.journal.finish_session(session, scene.owner, None)
+    assert not journal.is_unstored(other) and journal.unstored(model) == [], "nobody samples it any more"
+    assert journal.snapshot_taken(taken(model, 4))
 
 
 def test_a_snapshot_that_was_forgotten_does_not_count(scene):
