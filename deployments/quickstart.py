@@ -37,18 +37,19 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
         settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0, warm_up=False)
         with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
             console.print(stack.ready_line, highlight=False)
-            return _teach(console, stack, steps)
+            return teach(console, stack.api_url, stack.prefect_url, steps)
 
 
-def _teach(console: Console, stack: Stack, steps: int) -> bool:
+def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> bool:
+    """The same on the service at `api_url`; `prefect_url`: of its pages, empty when Prefect is off."""
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
     from tinker import types
 
-    rest = tinker.RestClient(base_url=stack.api_url, api_key=API_KEY)
+    rest = tinker.RestClient(base_url=api_url, api_key=API_KEY)
     models = [m.model_name for m in rest.get_server_capabilities().result().supported_models]
     base_model = next(name for name in models if name)
-    with tinker.ServiceClient(base_url=stack.api_url, api_key=API_KEY) as service:
+    with tinker.ServiceClient(base_url=api_url, api_key=API_KEY) as service:
         console.print(f"base model: {base_model}", highlight=False)
         trainer = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
         tokenizer = trainer.get_tokenizer()
@@ -65,7 +66,7 @@ def _teach(console: Console, stack: Stack, steps: int) -> bool:
             console.print(f"step {step + 1:3d}/{steps}  loss {losses[-1]:9.4f}", highlight=False)
         after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         console.print(_table(before, after))
-        run_url = _flow_run_url(stack, trainer.model_id)
+        run_url = _flow_run_url(prefect_url, trainer.model_id)
         console.print(f"every batch of this run is a task in Prefect: {run_url}", highlight=False, soft_wrap=True)
     learnt = after == [lesson.pig_latin for lesson in LESSONS]
     console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {'all three answers learnt' if learnt else 'not learnt'}")
@@ -108,15 +109,15 @@ def _table(before: list[str], after: list[str]) -> Table:
     return table
 
 
-def _flow_run_url(stack: Stack, model_id: str) -> str:
+def _flow_run_url(prefect_url: str, model_id: str) -> str:
     """Where the Prefect UI shows the training run of `model_id`; the page of all runs if it is untracked."""
-    if not stack.prefect_url:
+    if not prefect_url:
         return "(Prefect is off)"
     named = {"flow_runs": {"name": {"any_": [model_id]}}}
     deadline = time.monotonic() + SHOWN_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):  # on a busy machine Prefect may be late, or start anew
-            if runs := httpx.post(f"{stack.prefect_url}/api/flow_runs/filter", json=named).raise_for_status().json():
-                return f"{stack.prefect_url}/runs/flow-run/{runs[0]['id']}"
+            if runs := httpx.post(f"{prefect_url}/api/flow_runs/filter", json=named).raise_for_status().json():
+                return f"{prefect_url}/runs/flow-run/{runs[0]['id']}"
         time.sleep(0.2)
-    return f"{stack.prefect_url}/runs"
+    return f"{prefect_url}/runs"

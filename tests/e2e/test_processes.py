@@ -1,8 +1,13 @@
-"""Two JAX processes give the numbers of one, through the same command."""
+"""Two JAX processes give the numbers of one, through the same command, and outlive the death of one of them."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import numpy as np
+import pytest
 from tinker import types
 
 
@@ -22,12 +27,55 @@ def run(server, make_datum) -> tuple[list[float], list[list[float]]]:
         return losses, [*scored, *tokens]
 
 
-def test_two_processes_agree_with_one(tmp_path, server, start_server, make_datum):
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, start_server):
+    with start_server(tmp_path_factory.mktemp("pair"), "--processes", "2", prefect="off") as found:
+        assert len(found.workers()) == 2
+        yield found
+
+
+def test_two_processes_agree_with_one(server, pair, make_datum):
     losses, numbers = run(server, make_datum)
-    with start_server(tmp_path, "--processes", "2", prefect="off") as pair:
-        assert len(pair.workers()) == 2
-        other_losses, other_numbers = run(pair, make_datum)
+    other_losses, other_numbers = run(pair, make_datum)
     assert losses[-1] < losses[0]
     assert np.allclose(losses, other_losses, rtol=1e-4)
     for a, b in zip(numbers, other_numbers, strict=True):
         assert np.allclose(a, b, atol=2e-3)
+
+
+def train(client, make_datum, kill=lambda: None):
+    """Losses and gradient norms of some steps sent at once; `kill` is called while they are under way."""
+    tokens = [1 + i % 200 for i in range(80)]
+    futures = []
+    for step in range(4):
+        futures.append(client.forward_backward([make_datum(tokens[step:])] * 4, "cross_entropy"))
+        futures.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
+    kill()
+    return [future.result().metrics for future in futures]
+
+
+def test_one_of_two_processes_killed_costs_a_pause(pair, make_datum):
+    """kill -9 in the middle of a step. One process alone is among those that test_crash_loop.py kills."""
+    prompt = types.ModelInput.from_ints([1, 2, 3, 4])
+    params = types.SamplingParams(max_tokens=100, seed=5, stop=[])
+    with pair.client() as service:
+        base = pair.base_model
+        undisturbed = service.create_lora_training_client(base_model=base, rank=8, seed=3).result()
+        expected = train(undisturbed, make_datum)
+        sampler = undisturbed.save_weights_and_get_sampling_client().result()
+        said = sampler.sample(prompt, 2, params).result().sequences
+
+        client = service.create_lora_training_client(base_model=base, rank=8, seed=3).result()
+        killed = pair.workers()
+        assert len(killed) == 2
+        again = sampler.sample(prompt, 2, params)
+
+        def kill():
+            time.sleep(0.1)
+            os.kill(killed[-1], signal.SIGKILL)
+
+        assert train(client, make_datum, kill) == expected
+        assert [one.tokens for one in again.result().sequences] == [one.tokens for one in said]
+        assert not set(pair.workers()) & set(killed)
+        # Both models live on, the one that was idle as well, and they are still the same.
+        assert train(client, make_datum) == train(undisturbed, make_datum)

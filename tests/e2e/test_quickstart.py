@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import sys
+
+import pytest
+from rich.console import Console
+
+from deployments.quickstart import teach
 
 
 def test_quickstart_teaches_pig_latin(tmp_path):
@@ -24,16 +30,15 @@ def test_quickstart_teaches_pig_latin(tmp_path):
     assert re.search(r"http://127\.0\.0\.1:\d+/runs/flow-run/[0-9a-f-]{36}", run.stdout)
 
 
-def test_too_few_steps_fail(tmp_path, compiled_programs):
-    (tmp_path / "jax-cache").symlink_to(compiled_programs)
-    run = subprocess.run(
-        [sys.executable, "-m", "deployments.cli", "quickstart", "--data-dir", str(tmp_path), "--steps", "2"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env=os.environ | {"TINKERFLOW_PREFECT": "off"},
-    )
-    assert "(Prefect is off)" in run.stdout, run.stdout + run.stderr
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert "not learnt" in run.stdout
+def test_too_few_steps_teach_nothing(server):
+    said = io.StringIO()
+    assert not teach(Console(file=said, width=200), server.api_url, "", steps=2)
+    assert "not learnt" in said.getvalue() and "(Prefect is off)" in said.getvalue()
+
+
+@pytest.mark.parametrize("learnt", [True, False])
+def test_the_command_fails_unless_it_was_learnt(learnt):
+    """In a process of its own: it ends that."""
+    stand_in = f"import deployments.quickstart as q; q.quickstart = lambda *_, **__: {learnt}; "
+    command = "from deployments.cli import app; app(['quickstart', '--steps', '2'])"
+    assert subprocess.run([sys.executable, "-c", stand_in + command], timeout=300, check=False).returncode == 1 - learnt
