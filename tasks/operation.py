@@ -86,9 +86,9 @@ async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome | 
         started, replays = times[0] if times else None, outcome.replays or any(map(_changes, sent))
         if not request.answered:
             await answer(runtime, replace(outcome, replays=replays, started_at=started))
-        if runtime.rest:
-            await turn.step_aside()
         try:
+            if runtime.rest:
+                await turn.step_aside()
             for work in runtime.rest:
                 await work()
         except GroupFailedError as error:

@@ -17,7 +17,7 @@ import pytest
 from backend.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
 from backend.errors import StoreError
 from backend.ids import sampler_id
-from backend.journal import Kind, ModelState
+from backend.journal import Kind, ModelState, SamplerOpened
 from backend.settings import Settings
 from backend.wire import tinker_pb2 as pb
 from flows.dispatch import Dispatcher
@@ -25,6 +25,7 @@ from flows.groups import ServedModel
 from flows.lane import Shared
 from flows.sampling import SamplingLane
 from flows.tracking import Tracking
+from tasks import operation
 from tasks.recovery import Policy
 from tasks.snapshots import Snapshots
 
@@ -235,6 +236,36 @@ async def test_a_group_that_ends_before_the_weights_are_copied_costs_nothing(
         sample = client.sample(sampler_id(client.session, 2))
         await client.result(sample)
         assert said(journal, sample) == first
+        await until(lambda: journal.recovery.unstored_models() == [])
+
+
+async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
+    serve: Any, client: Any, pool: Any, journal: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, deaths = operation.answer, []
+
+    def hold_those_behind(command: Any) -> bool:
+        if isinstance(command, ExportAdapter) and not deaths:
+            pool.hold = asyncio.Event()
+        return False
+
+    async def answer(runtime: Any, outcome: Any) -> None:
+        if outcome.replays and any(isinstance(effect, SamplerOpened) for effect in outcome.effects) and not deaths:
+            await until(lambda: isinstance(pool.log[-1], OptimStep) and pool.hold is not None)
+            deaths.append(pool.die())
+            pool.hold.set()
+            await asyncio.sleep(0.05)  # meanwhile those behind it hear that they were interrupted
+        await put(runtime, outcome)
+
+    monkeypatch.setattr(operation, "answer", answer)
+    pool.poison = hold_those_behind
+    async with serve(pool):
+        model = await client.create()
+        await answers(client, work(client, model, 2))
+        await answers(client, [publish(client, model, 1), *work(client, model, 2)])
+        assert deaths
+        sample = client.sample(sampler_id(client.session, 1))
+        assert (await client.result(sample)).error is None
         await until(lambda: journal.recovery.unstored_models() == [])
 
 
