@@ -97,13 +97,9 @@ class Dispatcher:
                 self._sweep.set()
 
     async def _look(self) -> None:
-        began = False
         while True:
             try:
                 waiting = await asyncio.to_thread(self._journal.pending_models)
-                if not began:  # later ones are in the hands of a lane
-                    waiting += await asyncio.to_thread(self._journal.recovery.unstored_models)
-                    began = True
             except OperationalError:
                 log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
                 waiting = []
@@ -208,6 +204,9 @@ class Dispatcher:
         while True:
             self._sweep.clear()
             try:
+                for model_id in await asyncio.to_thread(self._journal.recovery.unstored_models):
+                    if model_id not in self._lanes:  # an earlier engine did not come to it
+                        self.wake(model_id)
                 abandoned = await asyncio.to_thread(self._sweep_journal)
                 for model_id, lane in list(self._lanes.items()):
                     if lane is None:

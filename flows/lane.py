@@ -174,9 +174,10 @@ class Lane:
                 self._take_snapshot(group)
                 return _STOPPED
             self._woken.clear()
-            if self._held and not self._cancelled:
-                if not tracked and self._shared.tracking.reachable:
-                    return self._rolled()  # into a run with a button that ends the hold
+            holding = self._held and not self._cancelled
+            if holding and not tracked and self._shared.tracking.reachable:
+                return self._rolled()  # into a run with a button that ends the hold
+            if holding and not (self._begins or self._interrupted):
                 continue
             if self._interrupted:
                 if self._flying:
@@ -189,8 +190,8 @@ class Lane:
             if self._journey.due(self._runtime.clock.monotonic()):
                 self._take_snapshot(group)
             aside = frozenset(self._aside)  # from before the look: what is in neither was answered meanwhile
-            rows = await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
-            if self._begins:
+            rows = [] if holding else await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
+            if self._begins:  # also on hold: samplers wait for these
                 left = await self._runtime.read(self._runtime.journal.recovery.unstored, self.model_id)
                 self._begins = bool(left)
                 rows = sorted([*left, *rows], key=_place)
@@ -200,14 +201,19 @@ class Lane:
             if fresh and not tracked and self._shared.tracking.reachable and not self._storing:
                 return self._rolled()  # Prefect is back
             if fresh:
+                bound = self._runtime.generation
                 if not await self._is_ready(needed=any(request.seq_id is not None for request in fresh)):
+                    self._woken.set()
+                    continue
+                if self._runtime.generation != bound:
+                    self._begins = True  # what the replay has copied is to be stored
                     self._woken.set()
                     continue
                 self._begins = False
                 return batches(fresh, self._steps_made)
             if self._flying:
                 self._look_again = True
-            elif (end := await self._ended()) is not None:
+            elif not holding and (end := await self._ended()) is not None:
                 return end
 
     def _rolled(self) -> End:
@@ -305,6 +311,8 @@ class Lane:
 
     def _is_fresh(self, row: Pending) -> bool:
         # Not by the ids in flight: one of them may have been answered since the rows were read.
+        if row.answered:
+            return True  # asked for only when nothing is in flight
         return not self._unloading if row.seq_id is None else row.seq_id >= self._cursor
 
     async def _ended(self) -> End | None:

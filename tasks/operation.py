@@ -45,9 +45,9 @@ EXECUTE: dict[Kind, Execute] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation on its way; `answered` ends with its outcome when that is in the journal.
+    """An operation on its way; `answered` ends with its outcome when that is in the journal, and nothing left to do.
 
-    None: its worker group ended first. It is still pending there, and must be begun again.
+    None: its worker group ended first. It must be begun again.
     """
 
     request: Pending
@@ -57,7 +57,7 @@ class Operation:
 def begin(runtime: Runtime, request: Pending, turn: Turn, group: asyncio.TaskGroup) -> Operation:
     """Start an operation. Whatever happens to it becomes its outcome, and later turns go on.
 
-    Only a journal that cannot be written ends `group`.
+    Only an answer that the journal does not take ends `group`.
     """
     return Operation(request, group.create_task(_perform(runtime, request, turn), name=f"{request.kind} {request.id}"))
 
@@ -87,12 +87,12 @@ async def _perform(runtime: Runtime, request: Pending, turn: Turn) -> Outcome | 
         if not request.answered:
             await answer(runtime, replace(outcome, replays=replays, started_at=started))
         try:
-            if runtime.rest:
-                await turn.step_aside()
             for work in runtime.rest:
                 await work()
         except GroupFailedError as error:
-            return await _interrupted(runtime, request, turn, error)
+            turn.line.broken = True
+            log.info("%s %s of %s is answered, and ended later: %s", request.kind, request.id, request.model_id, error)
+            return None
         return outcome
     finally:
         await turn.end()

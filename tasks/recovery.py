@@ -18,8 +18,9 @@ What must hold: the weights, gradients and moments after a recovery are those of
   cannot be read, takes the checkpoint only if it is the one of then.
 - Samplers. An unnamed save is answered when it has published, and steps aside while that is stored. Until then no
   snapshot that is past it is recorded, and a replay passes its place: there the weights are copied again, and stored
-  by the lane, which looks for such saves when it begins. An inflight one is stored before it is answered; named ones
-  are in the store by nature. So samplers come back by themselves, when they are next used.
+  by the lane, which looks for such saves when it begins. (A model that somebody cancels in that moment is not replayed:
+  if the engine dies too before the weights are written, they are lost.) An inflight one is stored before it is
+  answered; named ones are in the store by nature. So samplers come back by themselves, when they are next used.
 - Death. What was in flight is not answered (operation.py): its effects ended with the group. The lane waits until the
   next group serves, has restore.py make the model again, and takes from the journal again. All commands of a lane are
   bound to the group that the model was restored in; an older or newer one refuses them. A restarted engine does the

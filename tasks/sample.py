@@ -234,10 +234,11 @@ def _stopped(request: Pending) -> Outcome:
 
 
 async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
-    """Load what an unnamed save has committed: the group that it was published in is gone."""
+    """Load what an unnamed save has committed, or will: the group that it was published in is gone."""
     missed, recovery = None, runtime.journal.recovery
     while True:
-        coming = await runtime.read(recovery.is_unstored, snapshot_id)  # first: once it is not, it is stored, or lost
+        # First: once it is not coming, it is stored, or lost.
+        coming = runtime.snapshots.is_being_stored(snapshot_id) or await runtime.read(recovery.is_unstored, snapshot_id)
         if (stored := await runtime.read(recovery.sampler_snapshot, snapshot_id)) is None:
             if not coming:
                 where = "its weights are in no worker group and not in the store"

@@ -1,7 +1,8 @@
 """save_weights_for_sampler: named, a checkpoint to sample from; unnamed, a snapshot in memory and its sampler.
 
 An unnamed one of kind `snapshot` keeps its weights. It is answered as soon as they are published in the worker group,
-and stored beside what follows it: a sampler does not wait for the store. How that is safe is told in recovery.py.
+and stored beside what follows it: a sampler does not wait for the store. How that is safe is told in recovery.py. While
+the store fails, it does wait, and fails with it.
 
 Those of kind `inflight` share one snapshot per model, and every
 later inflight save replaces its weights, for new requests of all these samplers and for those that are being decoded:
@@ -22,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 
 from backend.commands import AdapterState, Done, DropSnapshot, ExportAdapter, MoveSnapshot, PublishSnapshot
-from backend.errors import GroupFailedError, StoreError
+from backend.errors import FencedError, GroupFailedError, StoreError
 from backend.ids import inflight_id, sampler_id
 from backend.journal import CheckpointKind, Effect, NewSampler, Outcome, Pending, SamplerOpened, SnapshotTaken
 from backend.processes import backoff
@@ -48,7 +49,7 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
     """Publish, and have the same weights in the store, so that the sampler `opened` outlives the worker group."""
     if request.answered:  # in a worker group that has ended: a replay has copied what it published
         async with turn:
-            runtime.rest.append(partial(_store, runtime, request, runtime.exported.pop(request.id)))
+            runtime.rest.append(partial(_store, runtime, request, turn, runtime.exported.pop(request.id)))
         return _opened(runtime, request, opened, request.id)
     model_id = str(request.model_id)
     async with turn:
@@ -57,17 +58,19 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
         copy = runtime.send(ExportAdapter(model_id, optimizer=False), AdapterState)
     await reply
     runtime.snapshots.published(request.id)
-    if not inflight:
-        runtime.rest.append(partial(_store_copy, runtime, request, copy))
+    if not (inflight or turn.line.failing):
+        runtime.rest.append(partial(_store_copy, runtime, request, turn, copy))
         return replace(_opened(runtime, request, opened, request.id), replays=True)
-    snapshot_id = inflight_id(model_id)
+    snapshot_id = inflight_id(model_id) if inflight else request.id
     try:
         taken = await _commit(runtime, request, await copy, snapshot_id)
-        await turn.to_answer()  # an earlier save must not replace a later one
-        moved = runtime.send(MoveSnapshot(request.id, snapshot_id), Done)
-        runtime.snapshots.moving(request.id, snapshot_id)
-        await moved
-        runtime.snapshots.published(snapshot_id)
+        turn.line.failing = False
+        if inflight:
+            await turn.to_answer()  # an earlier save must not replace a later one
+            moved = runtime.send(MoveSnapshot(request.id, snapshot_id), Done)
+            runtime.snapshots.moving(request.id, snapshot_id)
+            await moved
+            runtime.snapshots.published(snapshot_id)
     except Exception:
         runtime.snapshots.dropped(request.id)
         with suppress(GroupFailedError):
@@ -76,21 +79,37 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
     return _opened(runtime, request, opened, snapshot_id, taken)
 
 
-async def _store_copy(runtime: Runtime, request: Pending, copy: asyncio.Task[AdapterState]) -> None:
-    await _store(runtime, request, await copy)
+async def _store_copy(runtime: Runtime, request: Pending, turn: Turn, copy: asyncio.Task[AdapterState]) -> None:
+    """Not aside before the copy is there: nothing that happens to the group may touch who is aside."""
+    try:
+        state = await copy
+    except GroupFailedError:
+        raise
+    except Exception:
+        log.exception("what %s published cannot be copied; it is stored when its model is next restored", request.id)
+    else:
+        await _store(runtime, request, turn, state)
 
 
-async def _store(runtime: Runtime, request: Pending, state: AdapterState) -> None:
-    """Commit what was published, as often as it takes while a sampler uses it."""
-    for failures in itertools.count(1):
-        try:
-            await record(runtime, await _commit(runtime, request, state, request.id))
-            return
-        except StoreError as error:
-            log.warning("what %s published is not stored, again in %.1f s: %s", request.id, backoff(failures), error)
-        await asyncio.sleep(backoff(failures))
-        if await runtime.read(runtime.journal.unused_snapshots, {request.id}):
-            return
+async def _store(runtime: Runtime, request: Pending, turn: Turn, state: AdapterState) -> None:
+    """Commit what was published, as often as it takes while a sampler uses it; whatever fails does not end the lane."""
+    await turn.step_aside()
+    with runtime.snapshots.storing(request.id):
+        for failures in itertools.count(1):
+            try:
+                if await runtime.read(runtime.journal.unused_snapshots, {request.id}):
+                    return
+                await record(runtime, await _commit(runtime, request, state, request.id))
+                turn.line.failing = False
+                return
+            except FencedError:  # another engine has this model, and stores it
+                raise
+            except Exception as error:
+                turn.line.failing = True
+                pause, unknown = backoff(failures), not isinstance(error, StoreError)
+                text = "what %s published is not stored, again in %.1f s: %s"
+                log.warning(text, request.id, pause, error, exc_info=unknown)
+            await asyncio.sleep(pause)
 
 
 def _commit(runtime: Runtime, request: Pending, state: AdapterState, snapshot_id: str) -> Awaitable[SnapshotTaken]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 
 class Snapshots:
@@ -14,6 +15,7 @@ class Snapshots:
         self._present: set[str] = set()
         self._recorded: set[str] = set()
         self._loading: dict[str, asyncio.Future[None]] = {}
+        self._storing: set[str] = set()
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether the group holds it."""
@@ -22,6 +24,19 @@ class Snapshots:
     def published(self, snapshot_id: str) -> None:
         """The group holds it now, and the journal's row of its sampler says so or will in the same transaction."""
         self._present.add(snapshot_id)
+
+    @contextmanager
+    def storing(self, snapshot_id: str) -> Iterator[None]:
+        """Its weights are on their way to the store, whatever becomes of the group."""
+        self._storing.add(snapshot_id)
+        try:
+            yield
+        finally:
+            self._storing.discard(snapshot_id)
+
+    def is_being_stored(self, snapshot_id: str) -> bool:
+        """Whether they are."""
+        return snapshot_id in self._storing
 
     async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[None]]) -> None:
         """Call `load` unless the snapshot is there; callers at the same time share one call, and its failure."""

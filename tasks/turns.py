@@ -21,10 +21,12 @@ MOST_ASIDE = 4  # saves of one model that are written at once wait: each holds a
 class Line:
     """The line that turns follow each other in. broken: one was interrupted, so no later one may be answered.
 
-    aside: those that let later ones be answered first, and are not answered yet, by their number in the line.
+    failing: what was tried last for somebody aside has failed, and is tried again. aside: those that let later ones go
+    first, and have not ended yet, by their number in the line.
     """
 
     broken: bool = False
+    failing: bool = False
     aside: dict[int, asyncio.Event] = field(default_factory=dict)
 
 
@@ -36,7 +38,7 @@ class Turn:
         ... await reply                     # meanwhile the next one sends
 
     `await turn.to_answer()` waits until everybody before is answered or aside. `end()` lets the later ones go in any
-    case; `step_aside()` lets them go although this one is not answered, until its `end()`.
+    case; `step_aside()` lets them go although this one has not ended.
     """
 
     def __init__(self, after: Turn | None = None) -> None:

@@ -121,7 +121,7 @@ def snapshots(connection: sa.Connection, model_id: str | None) -> list[SnapshotV
 
 
 def sampler_snapshot(connection: sa.Connection, snapshot_id: str) -> SnapshotView | None:
-    """What the store holds of one sampling snapshot, None when its model must be restored to have it again."""
+    """What the store holds of one sampling snapshot, None when that is nothing (yet: see `is_unstored`)."""
     of_sampler = sa.select(RecoverySnapshot).where(col(RecoverySnapshot.snapshot_id) == snapshot_id)
     row = connection.execute(of_sampler).one_or_none()
     return None if row is None else snapshot_view(row)

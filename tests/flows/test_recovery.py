@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from backend.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
-from backend.errors import StoreError
+from backend.errors import ServerError, StoreError
 from backend.ids import sampler_id
 from backend.journal import Kind, ModelState, SamplerOpened
 from backend.settings import Settings
@@ -31,12 +31,20 @@ from tasks.snapshots import Snapshots
 
 
 @pytest.fixture
-def serve(runtime: Any, untracked: Shared, journal: Any, tmp_path: Path, running: Any) -> Any:
-    """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own."""
+def serve(
+    runtime: Any, untracked: Shared, journal: Any, tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own.
 
-    def serve(pool: Any, *, steps: int = 1000) -> Any:
+    prefect: the URL of a Prefect server that is away; without one no model is ever held.
+    """
+
+    def serve(pool: Any, *, steps: int = 1000, prefect: str = "") -> Any:
         own = replace(runtime, pool=pool, snapshots=Snapshots())
-        shared = replace(untracked, snapshots=Policy(steps, 1000.0))
+        shared = replace(untracked, snapshots=Policy(steps, 1000.0), tracking=Tracking(prefect))
+        shared.tracking.reachable = False
+        if prefect:  # with an address, an event that finds no server would start one
+            monkeypatch.setattr(shared.tracking, "tell", lambda *_, **__: None)
         served = ServedModel(own.card, own, pool, SamplingLane(own, shared, most_waiting=8))
         dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, shared, [served])
         return running(dispatcher.serve(lambda: None))
@@ -97,13 +105,16 @@ async def test_deaths_at_any_moment_change_nothing(
         assert 1 <= len(journal.recovery.snapshots(disturbed)) <= 6
 
 
-async def test_deaths_in_a_row_do_not_replay_ever_more(serve: Any, client: Any, pool: Any, journal: Any) -> None:
+async def test_deaths_in_a_row_do_not_replay_ever_more(
+    serve: Any, client: Any, pool: Any, journal: Any, until: Any
+) -> None:
     async with serve(pool, steps=4):
         model = await client.create()
         for _ in range(4):  # never four steps in one life
             await answers(client, work(client, model, 2))
             pool.die()
         await answers(client, work(client, model, 2))
+        await until(lambda: bool(journal.recovery.snapshots(model)))
     (newest, *_) = journal.recovery.snapshots(model)
     assert journal.recovery.count_executed(model, newest.seq_id) <= 3 * 4
 
@@ -133,7 +144,7 @@ class Stuck:
     monkeypatch: pytest.MonkeyPatch
     store: Any
     go: threading.Event = field(default_factory=threading.Event)
-    failing: bool = False
+    failing: Exception | None = None
     tried: int = 0
 
     def __post_init__(self) -> None:
@@ -142,8 +153,8 @@ class Stuck:
         def stuck(store: Any, run_id: str, kind: Any, name: str, state: Any, meta: Any, **how: Any) -> Any:
             if meta.request_id:  # of a publication: recovery snapshots of models have none
                 self.tried += 1
-                if self.failing:
-                    raise StoreError("no space is left")
+                if self.failing is not None:
+                    raise self.failing
                 assert self.go.wait(60)
             return save(store, run_id, kind, name, state, meta, **how)
 
@@ -191,10 +202,10 @@ async def test_a_sampler_does_not_wait_for_the_store_and_outlives_its_group_all_
         assert journal.recovery.unstored_models() == []
 
 
+@pytest.mark.parametrize("held", [False, True])
 async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_one(
-    serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck
+    serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, held: bool
 ) -> None:
-    stuck.failing = True
     async with serve(pool, steps=2):
         model = await client.create()
         await answers(client, [*work(client, model, 1), publish(client, model, 1), *work(client, model, 3)])
@@ -203,16 +214,22 @@ async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_
         await client.results(*before)
         weights = state(pool, model)
     pool.die()
-    stuck.failing = False
     stuck.go.set()
+    if held:
+        journal.recovery.hold(model, "for the night")
     waiting = [client.sample(sampler_id(client.session, number)) for number in (1, 2)]
-    async with serve(pool):  # nobody asks for the model: its lane begins for what is to be stored
+    async with serve(pool, prefect="http://127.0.0.1:1/api" if held else ""):  # its lane begins for these alone
         await client.results(*waiting)
         assert [said(journal, one) for one in waiting] == [said(journal, one) for one in before]
         assert said(journal, waiting[0]) != said(journal, waiting[1])
         assert state(pool, model) == weights
         assert journal.recovery.unstored_models() == []
-        await answers(client, work(client, model, 1))
+        more = work(client, model, 1)
+        if held:
+            await asyncio.sleep(0.2)
+            assert journal.result(more[-1], "local") is None
+        else:
+            await answers(client, more)
 
 
 async def test_a_group_that_ends_before_the_weights_are_copied_costs_nothing(
@@ -269,17 +286,56 @@ async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
         await until(lambda: journal.recovery.unstored_models() == [])
 
 
-async def test_publishing_goes_on_being_tried_until_nobody_samples_it(
-    serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, until: Any
+@pytest.mark.parametrize("error", [StoreError("no space is left"), RuntimeError("can't start new thread")])
+async def test_storing_goes_on_being_tried_and_meanwhile_others_fail_by_name(
+    serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, until: Any, error: Exception
 ) -> None:
-    stuck.failing = True
+    stuck.failing = error
     async with serve(pool):
         model = await client.create()
         await answers(client, [*work(client, model, 1), publish(client, model, 1)])
         await until(lambda: stuck.tried > 2)
+        refused = await client.result(publish(client, model, 2))
+        assert refused.error is not None and str(error) in refused.error
+        assert [*pool.executor.snapshots] == [one.id for one in journal.recovery.unstored(model)]
+        stuck.failing = None
+        stuck.go.set()
+        await until(lambda: journal.recovery.unstored(model) == [])
+        await answers(client, [*work(client, model, 1), publish(client, model, 3)])
+
+
+async def test_storing_is_given_up_when_nobody_samples_it(
+    serve: Any, client: Any, pool: Any, journal: Any, stuck: Stuck, until: Any
+) -> None:
+    stuck.failing = StoreError("no space is left")
+    async with serve(pool):
+        model = await client.create()
+        await answers(client, [*work(client, model, 1), publish(client, model, 1)])
         client.journal.finish_session(client.session, "local", None)
         await until(lambda: journal.model(model, None).state is ModelState.UNLOADED)
     assert journal.recovery.unstored_models() == []
+
+
+async def test_an_export_that_fails_ends_nothing(serve: Any, client: Any, pool: Any, journal: Any, until: Any) -> None:
+    execute = pool.executor.execute
+
+    def refuse(command: Any) -> Any:
+        if isinstance(command, ExportAdapter):
+            raise ServerError("no memory is left")
+        return execute(command)
+
+    async with serve(pool):
+        model = await client.create()
+        pool.executor.execute = refuse
+        await answers(client, [*work(client, model, 1), publish(client, model, 1), *work(client, model, 1)])
+        sample = client.sample(sampler_id(client.session, 1))
+        assert (await client.result(sample)).error is None
+        pool.die()
+        again = client.sample(sampler_id(client.session, 1))
+        await answers(client, work(client, model, 1))
+        await client.result(again)
+        assert said(journal, again) == said(journal, sample)
+        await until(lambda: journal.recovery.unstored_models() == [])
 
 
 async def test_inflight_samplers_come_back_with_the_last_weights_that_were_published(
