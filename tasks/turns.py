@@ -61,7 +61,7 @@ class Turn:
         self._sent.set()
 
     async def to_answer(self) -> None:
-        """Wait until every earlier operation of the model is answered or aside; GroupFailedError when that will not be.
+        """Wait until every earlier operation of the model has ended or is aside; GroupFailedError when it will not.
 
         Whoever is aside has waited, and is touched by nothing that happens to the line since.
         """
@@ -70,7 +70,7 @@ class Turn:
             raise GroupFailedError("an earlier operation was interrupted")
 
     async def step_aside(self) -> None:
-        """Let later ones be answered before this one, which has sent all it sends; waits while too many are aside."""
+        """Let later ones go before this one, which has sent all it sends; waits while too many are aside."""
         await self.to_answer()
         while len(self.line.aside) >= MOST_ASIDE:
             await next(iter(self.line.aside.values())).wait()
@@ -83,7 +83,7 @@ class Turn:
         await self._answered.wait()
 
     async def settled(self) -> None:
-        """Of somebody who has waited `to_answer`: wait until everybody before is answered, those aside too."""
+        """Of somebody who has waited `to_answer`: wait until everybody before has ended, those aside too."""
         for settled in [event for number, event in self.line.aside.items() if number < self._number]:
             await settled.wait()
 

@@ -318,7 +318,8 @@ class Pending:
 class Executed:
     """A request to replay. succeeded: how it ended the first time, None when that is not known any more.
 
-    answered_at: when that was; None: it is a save that later requests have overtaken, and still to be answered.
+    answered_at: when that was; None: it is a save that later requests have overtaken, and still to be answered. A save
+    that is answered and replayed is not stored yet.
     """
 
     request: Pending
