@@ -4,12 +4,12 @@ An unnamed one of kind `snapshot` keeps its weights. It is answered as soon as t
 and stored beside what follows it: a sampler does not wait for the store. How that is safe is told in recovery.py. While
 the store fails, it does wait, and fails with it.
 
-Those of kind `inflight` share one snapshot per model, and every
-later inflight save replaces its weights, for new requests of all these samplers and for those that are being decoded:
-they keep what they have cached and go on with the new weights from their next chunk. The replacement comes after the
-commit, so the samplers never use what could be lost, and a save that fails changes nothing. When the worker group dies,
-samplers come back with the last weights that were committed and answered; a request that had begun is decoded from its
-beginning with the same seed, but where in it the weights change is then another place, so its tokens may be others.
+Those of kind `inflight` share one snapshot per model, and every later inflight save replaces its weights, for new
+requests of all these samplers and for those that are being decoded: they keep what they have cached and go on with the
+new weights from their next chunk. The replacement comes after the commit, so the samplers never use what could be lost,
+and a save that fails changes nothing. When the worker group dies, samplers come back with the last weights that were
+committed and answered; a request that had begun is decoded from its beginning with the same seed, but where in it the
+weights change is then another place, so its tokens may be others.
 """
 
 from __future__ import annotations

@@ -112,10 +112,13 @@ def open_pages(http: httpx.Client, url: str, runs: list[tuple[str, int]], folder
     That one shows what Prefect's page costs by itself: a browser without a GPU draws for seconds.
     """
     body = {"flows": {"name": {"any_": ["sampling"]}}}
-    (sampling,) = http.post("/flow_runs/filter", json=body).raise_for_status().json()
+    sampling, *_ = http.post("/flow_runs/filter", json=body).raise_for_status().json()  # more, if Prefect was away
     fullest, last = max(runs, key=lambda run: run[1]), runs[-1]
-    pages = [(sampling["id"], 0, "an empty", ("0 Task runs",)), (*fullest, "the fullest", ("model-", "step"))]
-    pages += [(*last, "the last", ("model-", "step"))]
+    pages = [
+        (sampling["id"], 0, "an empty", ("0 Task runs",)),
+        (*fullest, "the fullest", ("model-", "step")),
+        (*last, "the last", ("model-", "step")),
+    ]
     with open_page(folder) as page:
         for run, count, what, words in pages:
             began = time.monotonic()

@@ -136,10 +136,12 @@ class Bench:
     def clients(self, count: int, lengths: list[int]) -> Case:
         """The same step by `count` clients at once, each of an adapter of its own."""
         clients, data = [self.client() for _ in range(count)], [datum(random_ids(length + 1)) for length in lengths]
-
         flops = count * self.flops(lengths, train=True)
-        name, both = f"{count} clients {shape(lengths)}", lambda: at_once(partial(step, one, data) for one in clients)
-        return Case(name, count * sum(lengths), flops, both, None)
+
+        def together() -> None:
+            at_once(partial(step, client, data) for client in clients)
+
+        return Case(f"{count} clients {shape(lengths)}", count * sum(lengths), flops, together, None)
 
     def sampling(self, count: int) -> Case:
         """`count` prompts at once, one sample of each."""
