@@ -236,4 +236,16 @@ def _told(value: object) -> str:
 
 
 def _numbers(values: Mapping[str, object]) -> str:
-    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k}: {v!s}" for k, v in values.items())
+    """On one line; of a list only how long it is: what was sampled, say, is in the artifacts."""
+    told = []
+    for name, value in values.items():
+        match value:
+            case float():
+                told.append(f"{name} {value:.4g}")
+            case dict():
+                told.append(f"\n{name}: {_numbers(value)}")
+            case list():
+                told.append(f"{name}: {len(value)}")
+            case _:
+                told.append(f"{name}: {value!s}")
+    return "  ".join(told).removeprefix("\n")

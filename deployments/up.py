@@ -1,4 +1,4 @@
-"""`tinkerflow up`: the Prefect server, the engine with its pool, and the API, as children of one process."""
+"""`tinkerflow up`: the Prefect server, the engine, the workers and the API, as children of one process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from backend.errors import ServerError
 from backend.processes import free_port, tail
 from backend.settings import Settings
 from deployments.keeper import LOOK_SECONDS, Keeper
+from deployments.local_host import LocalHost
 
 
 class Stack:
@@ -24,6 +25,7 @@ class Stack:
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
         """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads."""
         self.settings = _with_ports(settings)
+        self._workers = LocalHost(self.settings) if not settings.group else None
         parent = str(os.getpid())
         self._keeper = Keeper(
             {name: (sys.executable, "-m", "deployments.cli", name, "--parent", parent) for name in ("engine", "api")},
@@ -58,6 +60,8 @@ class Stack:
         """Start the parts and wait until requests can be served."""
         self.settings.data_dir.mkdir(parents=True, exist_ok=True)
         try:
+            if self._workers is not None:
+                self._workers.start()
             for name in ("engine", "api"):
                 self._keeper.start(name)
             self._wait_until_ready()
@@ -77,8 +81,10 @@ class Stack:
         self._keeper.keep()
 
     def stop(self) -> None:
-        """End all parts."""
+        """End all parts, and then what an engine may have left."""
         self._keeper.stop()
+        if self._workers is not None:
+            self._workers.stop()
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.settings.start_deadline
@@ -98,6 +104,8 @@ def _with_ports(settings: Settings) -> Settings:
     changes: dict[str, object] = {}
     if settings.port == 0:
         changes["port"] = free_port()
+    if not settings.group:
+        changes["group"] = f"127.0.0.1:{free_port()}"
     if settings.prefect == "embedded" and os.environ.get("PREFECT_API_URL"):
         changes["prefect"] = "external"
     elif settings.prefect == "embedded" and settings.prefect_port == 0:

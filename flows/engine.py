@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from backend.clock import Clock, SystemClock
 from backend.errors import UserError
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 5.0
 TURN_SECONDS = 1.0
+_LOCAL_JOIN_SECONDS = 1.0  # an agent of this machine tries ten times a second
 
 Say = Callable[[str], None]
 
@@ -201,8 +202,20 @@ async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
         hosts = await Hosts.listen(host, port, secret, settings.heartbeat_timeout)
     except OSError as error:
         raise UserError(f"group is {settings.group!r}, where nothing can listen: {error}") from error
+    if await _is_joined(hosts, within=_LOCAL_JOIN_SECONDS if host.startswith("127.") else 0):
+        return hosts
     on_progress(f"hosts join at {host}:{hosts.port}: tinkerflow worker --group {host}:{hosts.port}")
     return hosts
+
+
+async def _is_joined(hosts: Hosts, *, within: float) -> bool:
+    """Whether a host is there after so many seconds, or before."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within):
+            while hosts.lack(1):
+                await hosts.changed()
+            return True
+    return False
 
 
 async def _start_pool(

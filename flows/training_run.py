@@ -12,7 +12,9 @@ from prefect.states import Cancelled, Completed, Failed
 from flows.lane import End, Lane, Why
 from flows.tracking import Tracking, run_body
 
-MOST_RUNS = 500  # task runs of one flow run: with 2000, its page takes 6 to 8 s to open (tests/benchmarks/RESULTS.md)
+MOST_RUNS = (
+    200  # task runs of one flow run: with 500, its page takes more than 6 s to open (tests/benchmarks/RESULTS.md)
+)
 
 
 @flow(

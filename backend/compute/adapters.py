@@ -63,6 +63,10 @@ class AdapterStore:
         """Forget the adapter, if there is one."""
         self._adapters.pop(adapter_id, None)
 
+    def clear(self) -> None:
+        """Forget all adapters."""
+        self._adapters.clear()
+
     def create(self, adapter_id: str, spec: LoraSpec, seed: int, optimizer: Optimizer) -> None:
         """A fresh adapter: no update to the base model until its first step."""
         self.set(adapter_id, self._fresh(spec, init_lora(self._cfg, check_spec(spec), seed), optimizer))

@@ -108,6 +108,11 @@ class Executor:
             if made := self._compiles.here - before:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
 
+    def clear(self) -> None:
+        """Forget all adapters, snapshots and requests; the base model and what is compiled stay."""
+        self._adapters.clear()
+        self._sampler.clear()
+
     def _execute(self, command: Command) -> Reply:
         match command:
             case Forward():

@@ -1,24 +1,27 @@
 """A host's part in a group: join, start and end processes as the driver asks, and join again when it is lost.
 
-When the driver is silent, or the connection ends, all processes are killed first: a host that offers room runs nothing
-of an earlier generation. They do not outlive this process either (spawn.py).
+When the driver has closed the connection, it has ended: its processes are kept for the next one, which finds the base
+model in their memory, or ended after KEEP_SECONDS. When it is silent, nobody knows what they are in the middle of, and
+they are killed before this host offers its room again. They do not outlive this process either (spawn.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from backend.errors import UserError
 from backend.pool import codec
+from backend.pool.birth import Birth
 from backend.pool.conversation import Conversation
-from backend.pool.host_messages import Ended, Offer, Refusal, Signal, Spawn, Spawned, Welcome
+from backend.pool.host_messages import Ended, Held, Offer, Refusal, Signal, Spawn, Spawned, TakeOver, Welcome
 from backend.pool.places import generation_secret
 from backend.pool.software import software
 from backend.pool.spawn import ChildProcess, spawn_worker
@@ -28,12 +31,16 @@ from backend.processes import backoff, free_port
 log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
-_LONGEST_PAUSE = 5.0  # between attempts to join: a link that is mended is found soon
+KEEP_SECONDS = 120.0  # processes without a driver hold memory of the devices
 
 
 @dataclass(frozen=True)
 class Post:
-    """Where a host's agent joins, and what it offers. compile_cache_dir: of this host's processes."""
+    """Where a host's agent joins, and what it offers.
+
+    compile_cache_dir: of this host's processes, in place of the one that the driver names; "" = that one.
+    longest_pause: seconds between attempts to join; a link that is mended is found so soon.
+    """
 
     driver: str
     port: int
@@ -41,6 +48,7 @@ class Post:
     processes: int
     log_dir: Path | None
     compile_cache_dir: str
+    longest_pause: float = 5.0
 
 
 async def serve_group(post: Post, say: Callable[[str], None]) -> None:
@@ -48,11 +56,20 @@ async def serve_group(post: Post, say: Callable[[str], None]) -> None:
 
     `say` gets lines for people. UserError when the driver has another secret or other software.
     """
-    agent, where, failures = uuid.uuid4().hex, f"{post.driver}:{post.port}", 0
+    where = f"{post.driver}:{post.port}"
+    crew = _Crew(post)
+    try:
+        await _serve(post, crew, where, say)
+    finally:
+        await crew.end()
+
+
+async def _serve(post: Post, crew: _Crew, where: str, say: Callable[[str], None]) -> None:
+    agent, failures, clock = uuid.uuid4().hex, 0, asyncio.get_running_loop().time
     while True:
         failures += 1
         try:
-            link, silence = await _join(post, agent)
+            link, silence = await _join(post, agent, crew)
         except PermissionError as error:
             raise UserError(f"the group at {where} has another secret: {error}") from error
         except (OSError, EOFError) as error:
@@ -62,12 +79,18 @@ async def serve_group(post: Post, say: Callable[[str], None]) -> None:
             say(f"joined the group at {where} from {link.address} with room for {post.processes} process(es)")
             if doubt := await asyncio.to_thread(_doubt, link.address):
                 say(doubt)
-            began = asyncio.get_running_loop().time()
-            why = await _Visit(post, link.address, Conversation(link, silence)).run()
-            say(f"left the group at {where}: {why}; its processes here have ended")
-            if asyncio.get_running_loop().time() - began > silence:
+            began = clock()
+            talk = Conversation(link, silence)
+            why = await _Visit(crew, link.address, talk).run()
+            if talk.closed and crew.leave():
+                kept = f"are kept for its next driver, {KEEP_SECONDS:g} s"
+            else:
+                await crew.end()
+                kept = "have ended"
+            say(f"left the group at {where}: {why}; its processes here {kept}")
+            if clock() - began > silence:
                 failures = 0
-        await asyncio.sleep(min(_LONGEST_PAUSE, backoff(max(1, failures))))
+        await asyncio.sleep(min(post.longest_pause, backoff(max(1, failures))))
 
 
 def _doubt(address: str) -> str:
@@ -85,11 +108,11 @@ def _doubt(address: str) -> str:
     )
 
 
-async def _join(post: Post, agent: str) -> tuple[LoopLink, float]:
+async def _join(post: Post, agent: str, crew: _Crew) -> tuple[LoopLink, float]:
     """Connect and be welcomed: the connection, and the seconds after which a silent end is lost."""
     link = await _connect(post)
     try:
-        offer = Offer(agent, socket.gethostname(), link.address, post.processes, software())
+        offer = Offer(agent, socket.gethostname(), link.address, post.processes, software(), crew.held)
         async with asyncio.timeout(_CONNECT_SECONDS):
             await link.write(0, codec.encode(offer))
             answer = codec.decode((await link.read()).body)
@@ -118,57 +141,142 @@ async def _connect(post: Post) -> LoopLink:
         raise
 
 
-class _Visit:
-    """One connection to the driver, and the processes that were started through it."""
+@dataclass(eq=False)
+class _Process:
+    """A worker that runs here. salt, plan: of its generation. number: its driver's, for it; None: it has no driver."""
 
-    def __init__(self, post: Post, address: str, talk: Conversation) -> None:
+    child: ChildProcess
+    rank: int
+    salt: bytes
+    plan: str
+    number: int | None
+
+
+class _Crew:
+    """The processes that run here, with and without a driver."""
+
+    def __init__(self, post: Post) -> None:
+        """Nobody yet."""
+        self.talk: Conversation | None = None  # with the driver that is there
         self._post = post
+        self._watches: dict[_Process, asyncio.Task[None]] = {}
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """Those without a driver."""
+        return tuple(
+            Held(one.child.pid, one.rank, one.child.coordinator, one.salt, one.plan) for one in self._without_driver()
+        )
+
+    def find(self, number: int) -> ChildProcess | None:
+        """The process that the driver knows by `number`; None when it has ended."""
+        return next((one.child for one in self._watches if one.number == number), None)
+
+    async def spawn(self, asked: Spawn, address: str) -> ChildProcess:
+        """Start one, in place of all that have no driver. OSError when that fails."""
+        await self._end(self._without_driver())
+        birth = self._birth(asked.port, asked.salt, asked.generation, asked.rank)
+        coordinator = f"{address}:{free_port(address)}"
+        child = await spawn_worker(birth, coordinator, log_dir=self._post.log_dir, keep=True)
+        one = _Process(child, asked.rank, asked.salt, asked.plan, asked.process)
+        self._watches[one] = asyncio.create_task(self._watch(one))
+        return child
+
+    def take_over(self, asked: TakeOver) -> ChildProcess | None:
+        """Let one without a driver serve the one that is there; None when it has ended."""
+        for one in self._without_driver():
+            if one.child.pid == asked.pid:
+                one.salt, one.number = asked.salt, asked.process
+                one.child.serve(self._birth(asked.port, asked.salt, asked.generation, one.rank))
+                return one.child
+        return None
+
+    def leave(self) -> bool:
+        """The driver has ended: keep what there is for the next one, for a while. Whether there is anything."""
+        for one in self._watches:
+            one.number = None
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(KEEP_SECONDS, self._expire)
+        return bool(self._watches)
+
+    async def end(self) -> None:
+        """End all."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await self._end(self._watches)
+
+    def _birth(self, port: int, salt: bytes, generation: int, rank: int) -> Birth:
+        return Birth(
+            host=self._post.driver,
+            port=port,
+            secret=generation_secret(self._post.secret, salt).hex(),
+            generation=generation,
+            rank=rank,
+            parent=os.getpid(),
+            compile_cache_dir=self._post.compile_cache_dir,
+        )
+
+    def _without_driver(self) -> list[_Process]:
+        return [one for one in self._watches if one.number is None]
+
+    def _expire(self) -> None:
+        for one in self._without_driver():
+            log.warning("rank %d had no driver for %g s: it is ended", one.rank, KEEP_SECONDS)
+            one.child.signal(signal.SIGKILL)
+
+    async def _end(self, processes: Iterable[_Process]) -> None:
+        ending = {one: self._watches[one] for one in processes}
+        for one in ending:
+            one.child.signal(signal.SIGKILL)
+        await asyncio.gather(*ending.values())
+
+    async def _watch(self, one: _Process) -> None:
+        ending = await one.child.ended()
+        del self._watches[one]
+        if one.number is not None and self.talk is not None:
+            self.talk.tell(Ended(one.number, ending.how, ending.crashed))
+
+
+class _Visit:
+    """One connection to the driver."""
+
+    def __init__(self, crew: _Crew, address: str, talk: Conversation) -> None:
+        self._crew = crew
         self._address = address
         self._talk = talk
-        self._processes: dict[int, ChildProcess] = {}
-        self._watches: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> str:
-        """Do as the driver says until it is lost: why it was. No process is left afterwards."""
+        """Do as the driver says until it is lost: why it was."""
+        self._crew.talk = self._talk
         try:
             return await self._talk.run(self._obey)
         finally:
-            for process in self._processes.values():
-                process.signal(signal.SIGKILL)
-            await asyncio.gather(*self._watches.values())
+            self._crew.talk = None
 
     async def _obey(self, message: object) -> None:
         match message:
             case Spawn():
                 await self._spawn(message)
+            case TakeOver():
+                self._tell(message.process, self._crew.take_over(message))
             case Signal():
-                if (process := self._processes.get(message.process)) is not None:  # else it has ended already
+                if (process := self._crew.find(message.process)) is not None:  # else it has ended already
                     process.signal(message.number)
             case _:
                 raise ValueError(f"{type(message).__name__}, which is not for us")
 
     async def _spawn(self, asked: Spawn) -> None:
-        post = self._post
         try:
-            coordinator = f"{self._address}:{free_port(self._address)}"
-            started = await spawn_worker(
-                host=post.driver,
-                port=asked.port,
-                secret=generation_secret(post.secret, asked.salt),
-                generation=asked.generation,
-                rank=asked.rank,
-                log_dir=post.log_dir,
-                compile_cache_dir=post.compile_cache_dir,
-            )
+            self._tell(asked.process, await self._crew.spawn(asked, self._address))
         except OSError as error:
             log.exception("rank %d of generation %d cannot be started", asked.rank, asked.generation)
             self._talk.tell(Ended(asked.process, f"could not be started: {error}", crashed=False))
-            return
-        process = self._processes[asked.process] = ChildProcess(started, coordinator)
-        self._talk.tell(Spawned(asked.process, process.pid, coordinator))
-        self._watches[asked.process] = asyncio.create_task(self._watch(asked.process, process))
 
-    async def _watch(self, number: int, process: ChildProcess) -> None:
-        ending = await process.ended()
-        self._talk.tell(Ended(number, ending.how, ending.crashed))
-        del self._processes[number], self._watches[number]
+    def _tell(self, number: int, child: ChildProcess | None) -> None:
+        """Say that it runs, or does not any more."""
+        if child is None:
+            self._talk.tell(Ended(number, "has ended", crashed=False))
+        else:
+            self._talk.tell(Spawned(number, child.pid, child.coordinator))

@@ -19,6 +19,7 @@ class Conversation:
 
     def __init__(self, link: LoopLink, silence: float) -> None:
         """`run` closes `link` at its end. silence: seconds until a silent other end is lost."""
+        self.closed = False  # from the other end, as when its process ends
         self._link = link
         self._heart = Heart(silence)
         self._outbox: asyncio.Queue[object] = asyncio.Queue()
@@ -72,7 +73,8 @@ class Conversation:
                 message = codec.decode(frame.body)
                 if not isinstance(message, Beat):
                     await take(message)
-        except EOFError:
+        except (EOFError, ConnectionResetError):
+            self.closed = True
             return "it closed the connection"
         except OSError as error:
             return f"its connection broke ({error})"

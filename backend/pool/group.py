@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import secrets
@@ -23,7 +24,7 @@ from backend.commands import Command, GroupConfig, GroupInfo, Reply
 from backend.errors import DeadlineError, GroupFailedError, SuspectError, TinkerflowError
 from backend.pool import codec
 from backend.pool.heart import BEATS, Heart
-from backend.pool.messages import Ack, Beat, Failed, Fatal, Progress, Ready, Start, same_outcome, to_error
+from backend.pool.messages import Ack, Beat, Failed, Fatal, Left, Progress, Ready, Start, same_outcome, to_error
 from backend.pool.places import Launch, Place, Site, WorkerProcess
 from backend.pool.transport import LoopLink, next_connection
 
@@ -48,6 +49,15 @@ class Plan:
     site: Site
     on_progress: Callable[[str], None]
 
+    def start(self, coordinator: str) -> list[codec.Buffer]:
+        """What every process is told first, encoded."""
+        return codec.encode(Start(self.config, self.processes, coordinator, self.executor, self.heartbeat_timeout))
+
+    @property
+    def digest(self) -> str:
+        """The same for plans whose processes can serve each other's drivers."""
+        return hashlib.sha256(b"".join(self.start(coordinator=""))).hexdigest()
+
 
 @dataclass
 class _Member:
@@ -58,6 +68,7 @@ class _Member:
     heart: Heart
     link: LoopLink | None = None
     outbox: asyncio.Queue[tuple[int, Sequence[codec.Buffer]]] = field(default_factory=asyncio.Queue)
+    left: Left | None = None  # what it said of an earlier driver
     ready: Ready | None = None
 
 
@@ -172,7 +183,7 @@ class Group:
         salt = secrets.token_bytes(32)
         with socket.create_server((plan.site.address, 0)) as listener:
             listener.setblocking(False)
-            launch = Launch(self.generation, listener.getsockname()[1], salt)
+            launch = Launch(self.generation, listener.getsockname()[1], salt, plan.digest)
             for rank, place in enumerate(self._places):
                 process = await place.spawn(launch, rank)
                 self._members.append(_Member(rank, process, Heart(plan.heartbeat_timeout)))
@@ -181,8 +192,8 @@ class Group:
             self._do(self._notice_absence())
             self._do(self._beat())
             coordinator = self._members[0].process.coordinator if plan.processes > 1 else ""
-            start = Start(plan.config, plan.processes, coordinator, plan.executor, plan.heartbeat_timeout)
-            doorman = self._loop.create_task(self._welcome(listener, plan.site.secret(salt), codec.encode(start)))
+            welcome = self._welcome(listener, plan.site.secret(salt), plan.start(coordinator))
+            doorman = self._loop.create_task(welcome)
             try:
                 futures: set[asyncio.Future[Any]] = {doorman, self._started}
                 await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -237,6 +248,9 @@ class Group:
         elif isinstance(message, Progress):
             if member.rank == 0:
                 self._plan.on_progress(message.text)
+        elif isinstance(message, Left) and member.left is None:
+            member.left = message
+            self._compare_left()
         elif isinstance(message, Ready) and member.ready is None:
             member.ready = message
             told = self._members[0].ready
@@ -246,6 +260,12 @@ class Group:
             self._ended_itself(member.rank, message.failed)
         else:
             raise ValueError(f"{type(message).__name__}, for which nobody asked")
+
+    def _compare_left(self) -> None:
+        """Give the group up whose ranks got different commands of the driver that left it: one waits for another."""
+        last = {member.left.command for member in self._members if member.left is not None}
+        if len(last) > 1:
+            self._fail(f"an earlier driver left its ranks at different commands: {sorted(last)}", crashed=False)
 
     def _answer(self, rank: int, index: int, message: object) -> None:
         entry = next((e for e in self._outstanding if rank not in e.answers), None)

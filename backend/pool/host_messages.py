@@ -9,11 +9,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Held:
+    """A process that an earlier driver left. coordinator: as in Spawned. salt, plan: those that it was last told."""
+
+    pid: int
+    rank: int
+    coordinator: str
+    salt: bytes
+    plan: str
+
+
+@dataclass(frozen=True)
 class Offer:
     """Agent to driver, first: how many processes the host runs.
 
     agent: the same for all connections of one agent. address: the host's, as seen from the driver's network. software:
-    what must be the same on all hosts.
+    what must be the same on all hosts. held: those of its processes that run already.
     """
 
     agent: str
@@ -21,6 +32,7 @@ class Offer:
     address: str
     processes: int
     software: str
+    held: tuple[Held, ...]
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,26 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Spawn:
-    """Driver to agent: start a process of a group. Its secret is made of the group's own and `salt` (places.py)."""
+    """Driver to agent: start a process of a group, after the end of all that are held.
+
+    Its secret is made of the group's own and `salt` (places.py). plan: a digest of what it is to be.
+    """
 
     process: int
     generation: int
     rank: int
+    port: int
+    salt: bytes
+    plan: str
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """Driver to agent: let a process that is held serve this driver; it keeps its rank and plan."""
+
+    process: int
+    pid: int
+    generation: int
     port: int
     salt: bytes
 
@@ -58,7 +85,10 @@ class Signal:
 
 @dataclass(frozen=True)
 class Spawned:
-    """Agent to driver: a process runs. coordinator: "address:port", free on that host, for jax.distributed."""
+    """Agent to driver: a process runs, or was taken over.
+
+    coordinator: "address:port" for jax.distributed, free on that host when the process began.
+    """
 
     process: int
     pid: int
@@ -67,7 +97,7 @@ class Spawned:
 
 @dataclass(frozen=True)
 class Ended:
-    """Agent to driver: a process has ended, or could not be started (then there was no Spawned). See places.Ending."""
+    """Agent to driver: a process has ended, or never was (then there was no Spawned). See places.Ending."""
 
     process: int
     how: str

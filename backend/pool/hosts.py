@@ -1,8 +1,8 @@
 """The hosts that joined a group, as its driver sees them: each is an agent's connection (agent.py).
 
-An agent kills its processes when it loses us, and before it joins again: a host that offers room runs nothing of an
-earlier generation. A host that is lost takes its processes with it: for us they have ended, and what they may still do
-until the agent notices reaches nobody, because their connections are closed.
+A host that is lost takes its processes with it: for us they have ended, and what they may still do until its agent
+notices reaches nobody, because their connections are closed. An agent keeps the processes of a driver that ended, and
+offers them with its room: the next driver takes a group over that is whole and was told the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Self
 
 from backend.pool import codec
 from backend.pool.conversation import Conversation
-from backend.pool.host_messages import Ended, Offer, Refusal, Signal, Spawn, Spawned, Welcome
+from backend.pool.host_messages import Ended, Held, Offer, Refusal, Signal, Spawn, Spawned, TakeOver, Welcome
 from backend.pool.places import Launch, Place, WorkerProcess, generation_secret
 from backend.pool.software import software
 from backend.pool.spawn import Ending
@@ -49,22 +49,23 @@ class HostProcess:
 
 
 class Room:
-    """Room for one process on a host."""
+    """Room for one process on a host, or a process that an earlier driver left there."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, left: Held | None = None) -> None:
         """Taken from what `host` offers."""
         self._host = host
-        self._held = True
+        self._left = left
+        self._released = False
         host.taken += 1
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
-        """Start the process there. OSError when that fails or the host is lost meanwhile."""
-        return await self._host.spawn(launch, rank)
+        """Start the process there, or take it over. OSError when that fails or the host is lost meanwhile."""
+        return await self._host.spawn(launch, rank, self._left)
 
     def release(self) -> None:
         """The host offers it again."""
-        if self._held:
-            self._held = False
+        if not self._released:
+            self._released = True
             self._host.taken -= 1
             self._host.site.ring()
 
@@ -78,6 +79,7 @@ class Host:
         self.offer = offer
         self.talk = talk
         self.taken = 0
+        self.held = list(offer.held)
         self._births: dict[int, asyncio.Future[Spawned]] = {}
         self._endings: dict[int, asyncio.Future[Ending]] = {}
 
@@ -86,14 +88,19 @@ class Host:
         """How many processes more it can run."""
         return max(0, self.offer.processes - self.taken)
 
-    async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
-        """Start a process. OSError when that fails, or the host is lost meanwhile."""
+    async def spawn(self, launch: Launch, rank: int, left: Held | None = None) -> WorkerProcess:
+        """Start a process, or take over one that is left. OSError when that fails, or the host is lost meanwhile."""
         if self.talk.over is not None:
             raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
         number, loop = self.site.next_number(), asyncio.get_running_loop()
         birth = self._births[number] = loop.create_future()
         ending = self._endings[number] = loop.create_future()
-        self.talk.tell(Spawn(number, launch.generation, rank, launch.port, launch.salt))
+        self.site.launched.add(launch.salt)
+        if left is None:
+            self.held.clear()  # it ends them first
+            self.talk.tell(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
+        else:
+            self.talk.tell(TakeOver(number, left.pid, launch.generation, launch.port, launch.salt))
         try:
             return HostProcess(self, await birth, ending)
         except asyncio.CancelledError:
@@ -137,6 +144,7 @@ class Hosts:
         """Use `listen`."""
         self.address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
+        self.launched: set[bytes] = set()  # salts: what they name was this driver's, who gave it up if it is left
         self._listener = listener
         self._secret = secret
         self._silence = silence
@@ -192,10 +200,23 @@ class Hosts:
         self._change.clear()
         await self._change.wait()
 
-    def take(self, processes: int) -> Sequence[Place]:
-        """Room for so many processes, host by host in the order of their names."""
+    def take(self, processes: int, plan: str) -> Sequence[Place]:
+        """A group that an earlier driver left, or room for one, host by host in the order of their names."""
+        if left := self._left_behind(processes, plan):
+            return left
         slots = [host for host in self._in_order() for _ in range(host.free)]
         return [Room(host) for host in slots[:processes]]
+
+    def _left_behind(self, processes: int, plan: str) -> Sequence[Place]:
+        groups: dict[bytes, dict[int, tuple[Host, Held]]] = {}
+        for host in self._in_order():
+            for one in host.held:
+                if one.plan == plan and one.salt not in self.launched:
+                    groups.setdefault(one.salt, {})[one.rank] = host, one
+        whole = next((group for group in groups.values() if len(group) == processes), {})
+        for host, one in whole.values():
+            host.held.remove(one)
+        return [Room(*whole[rank]) for rank in sorted(whole)]
 
     # ------------------------------------------------------------------ for its hosts
     def next_number(self) -> int:

@@ -33,6 +33,13 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Left:
+    """Worker to driver, first, when it has served another one: the number of the last command of that one, or 0."""
+
+    command: int
+
+
+@dataclass(frozen=True)
 class Ready:
     """Worker to driver, once: the executor stands."""
 

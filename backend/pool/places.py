@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from backend.pool.spawn import ChildProcess, Ending, spawn_worker
+from backend.pool.birth import Birth
+from backend.pool.spawn import Ending, spawn_worker
 from backend.processes import free_port
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the processes of one generation have in common. port: the driver's. salt: what its secret is made of."""
+    """What the processes of one generation have in common.
+
+    port: the driver's. salt: what its secret is made of. plan: a digest of all that they are told to be (Plan.digest).
+    """
 
     generation: int
     port: int
     salt: bytes
+    plan: str
 
 
 class WorkerProcess(Protocol):
@@ -63,8 +69,11 @@ class Site(Protocol):
     async def changed(self) -> None:
         """Wait until `lack` may say something else."""
 
-    def take(self, processes: int) -> Sequence[Place]:
-        """As many places; only when nothing lacks. Ranks are given to them in this order."""
+    def take(self, processes: int, plan: str) -> Sequence[Place]:
+        """As many places; only when nothing lacks. Ranks are given to them in this order.
+
+        plan: a digest. Where an earlier driver has left a whole group of the same one, its processes are taken over.
+        """
         ...
 
 
@@ -88,20 +97,22 @@ class ThisMachine:
     async def changed(self) -> None:
         """Return at once."""
 
-    def take(self, processes: int) -> Sequence[Place]:
+    def take(self, processes: int, plan: str) -> Sequence[Place]:
         """The machine itself, `processes` times."""
         return [self] * processes
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
         """Start a child."""
-        process = await spawn_worker(
+        birth = Birth(
+            host=self.address,
             port=launch.port,
-            secret=self.secret(launch.salt),
+            secret=self.secret(launch.salt).hex(),
             generation=launch.generation,
             rank=rank,
-            log_dir=self._log_dir,
+            parent=os.getpid(),
+            compile_cache_dir="",
         )
-        return ChildProcess(process, f"{self.address}:{free_port()}")
+        return await spawn_worker(birth, f"{self.address}:{free_port()}", log_dir=self._log_dir)
 
     def release(self) -> None:
         """Nothing is held."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import backend
+from backend.pool.birth import Birth
 
 _PACKAGES = Path(backend.__file__).parents[1]
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for them by madvise; C libraries without tunables ignore it
@@ -27,22 +27,13 @@ class Ending:
     crashed: bool
 
 
-async def spawn_worker(
-    *,
-    port: int,
-    secret: bytes,
-    generation: int,
-    rank: int,
-    log_dir: Path | None,
-    host: str = "127.0.0.1",
-    compile_cache_dir: str = "",
-) -> asyncio.subprocess.Process:
-    """Start `backend.pool.worker`, which connects to the driver. It writes to our stderr, or to a file in `log_dir`.
+async def spawn_worker(birth: Birth, coordinator: str, *, log_dir: Path | None, keep: bool = False) -> ChildProcess:
+    """Start `backend.pool.worker`, which connects to the driver of `birth`. It writes to our stderr, or into `log_dir`.
 
-    The secret goes through standard input. The worker leads a session of its own: Ctrl-C reaches the supervisor only.
-    compile_cache_dir: this machine's, in place of the one that the driver names.
+    coordinator: "address:port" that was free a moment ago. keep: it outlives its driver, to be given another one.
+    The worker leads a session of its own: Ctrl-C reaches the supervisor only.
     """
-    output = _STDERR if log_dir is None else _log_file(log_dir, rank)
+    output = _STDERR if log_dir is None else _log_file(log_dir, birth.rank)
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -57,29 +48,31 @@ async def spawn_worker(
     finally:
         if output != _STDERR:
             os.close(output)
-    birth = {
-        "host": host,
-        "port": port,
-        "secret": secret.hex(),
-        "generation": generation,
-        "rank": rank,
-        "parent": os.getpid(),
-        "compile_cache_dir": compile_cache_dir,
-    }
-    assert process.stdin is not None  # for the type checker: PIPE was asked for
-    process.stdin.write(json.dumps(birth).encode())  # far less than a pipe holds: no need to drain
-    process.stdin.close()
-    return process
+    child = ChildProcess(process, coordinator)
+    child.serve(birth)
+    if not keep:
+        child.serve_no_other()
+    return child
 
 
 class ChildProcess:
-    """A worker that this process started."""
+    """A worker that this process started; use `spawn_worker`."""
 
     def __init__(self, process: asyncio.subprocess.Process, coordinator: str) -> None:
-        """`coordinator`: "address:port" that was free a moment ago."""
+        """Its standard input is a pipe of ours."""
+        assert process.stdin is not None  # for the type checker
         self.pid = process.pid
         self.coordinator = coordinator
         self._process = process
+        self._input = process.stdin
+
+    def serve(self, birth: Birth) -> None:
+        """Have it leave the driver that it serves, and connect to that of `birth`."""
+        self._input.write(birth.to_line())  # far less than a pipe holds: no need to drain
+
+    def serve_no_other(self) -> None:
+        """Let it end with the driver that it serves."""
+        self._input.close()
 
     def signal(self, number: int) -> None:
         """Send a signal; nothing happens to one that has ended."""

@@ -255,7 +255,7 @@ class Pool:
         self._generation += 1
         self._open = False
         await self._wait_for_room()
-        places = self._plan.site.take(self._plan.processes)
+        places = self._plan.site.take(self._plan.processes, self._plan.digest)
         self._plan.on_progress(f"starting worker group {self._generation}: {self._plan.processes} process(es)")
         try:
             group, info = await Group.launch(self._plan, self._generation, places)

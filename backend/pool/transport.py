@@ -75,6 +75,8 @@ class WorkerLink:
         """
         sock = socket.create_connection((host, port), timeout=timeout)
         try:
+            if sock.getsockname() == sock.getpeername():  # TCP's simultaneous open: our own port was the one asked for
+                raise ConnectionRefusedError(f"nobody but we ourselves on port {port}")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = _HELLO.pack(_MAGIC, generation, rank, os.urandom(32))
             sock.sendall(hello)
@@ -106,6 +108,11 @@ class WorkerLink:
         self._sock.sendall(first)
         for part in body:
             self._sock.sendall(part)
+
+    def hang_up(self) -> None:
+        """End the connection under whoever reads or writes: they get EOFError or OSError."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def to_loop(self) -> LoopLink:
         """The same connection for use in an event loop; this object must not be used any more."""

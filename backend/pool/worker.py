@@ -1,17 +1,18 @@
 """One process of a worker group: `python -m backend.pool.worker`, started by the supervisor or a host's agent only.
 
 The main thread executes commands in the order in which they come; a reader thread keeps the socket drained and answers
-the driver's beats meanwhile. The process ends with its driver: by the kernel's parent-death signal (of the driver, or
-of its host's agent, which watches the driver), and by the end of the connection. Whatever goes wrong outside a command
-ends the process at once: a Python exception that nobody catches would wait in jax.distributed's shutdown barrier for
-the other processes, and they in a collective for this one.
+the driver's beats meanwhile. The process ends with who started it, by the kernel's parent-death signal. When that was
+the driver, also by the end of the connection; when it was a host's agent (agent.py), the next driver may take the
+process over, with the base model in its memory. Whatever was received from the earlier one is executed before that, on
+every rank: a rank alone would wait in a collective. Whatever goes wrong outside a command ends the process at once: a
+Python exception that nobody catches would wait in jax.distributed's shutdown barrier for the other processes, and they
+in a collective for this one.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
-import json
 import logging
 import math
 import os
@@ -19,16 +20,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Protocol, cast
+from typing import IO, Protocol, cast
 
 from backend.commands import Command, GroupConfig, Reply
 from backend.errors import UserError
 from backend.pool import codec
+from backend.pool.birth import Birth
 from backend.pool.compile_cache import CacheMender, folder_of, write_here
-from backend.pool.messages import Ack, Beat, Fatal, Progress, Ready, Start, to_failed
+from backend.pool.messages import Ack, Beat, Fatal, Left, Progress, Ready, Start, to_failed
 from backend.pool.transport import Frame, WorkerLink
 from backend.processes import die_with_parent
 
@@ -57,35 +59,62 @@ class Executor(Protocol):
     def execute(self, command: Command) -> Reply:
         """Do what `command` says."""
 
+    def clear(self) -> None:
+        """Forget all that commands have made, as if none had been executed; the base model stays."""
 
-@dataclass(frozen=True)
-class Birth:
-    """What the supervisor writes to the worker's standard input: never in argv, where everybody could read it.
 
-    compile_cache_dir: this host's, in place of the one that the driver names; "" = the driver's.
+class Desk:
+    """Where commands come in, from one driver after the other, and the way to the one that is there.
+
+    What is meant for a driver that is gone is dropped.
     """
 
-    host: str  # of the driver
-    port: int
-    secret: str  # hex
-    generation: int
-    rank: int
-    parent: int  # process id of who started it
-    compile_cache_dir: str
+    def __init__(self) -> None:
+        """Nobody is there yet."""
+        self.inbox: SimpleQueue[tuple[WorkerLink, Frame]] = SimpleQueue()
+        self._link: WorkerLink | None = None
+        self._turn = threading.Lock()  # of those who write
+        self._reader: threading.Thread | None = None
+        self._received = 0  # the newest command of the driver that is there, or was last
+        self._alone = threading.Event()  # that driver is gone
+        self._last = threading.Event()  # and nobody will give us another one
 
+    def receive(self, births: IO[bytes]) -> None:
+        """Serve one driver after the other, as the lines say; for a thread of its own."""
+        for line in births:
+            try:
+                self.serve(Birth.from_line(line))
+            except OSError as error:
+                log.warning("the driver cannot be reached: %s", error)
+        self._last.set()
+        self._end_unless_wanted()
 
-class Channel:
-    """The link, with turns for those who write."""
+    def serve(self, birth: Birth) -> None:
+        """Leave the driver that is there, connect to that of `birth`, and read what it sends in another thread.
 
-    def __init__(self, link: WorkerLink) -> None:
-        """Write to `link`."""
-        self._link = link
-        self._turn = threading.Lock()
-
-    def send(self, index: int, body: Sequence[codec.Buffer]) -> None:
-        """Send an encoded message as frame `index` (0 = it belongs to no command)."""
+        OSError when it cannot be reached, or does not know the secret.
+        """
+        self._leave()
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_log_format(birth), force=True)
+        link = WorkerLink.connect(birth.host, birth.port, bytes.fromhex(birth.secret), birth.generation, birth.rank)
+        if self._reader is not None:
+            link.write(0, codec.encode(Left(self._received)))
         with self._turn:
-            self._link.write(index, body)
+            self._link = link
+        self._received = 0
+        self._alone.clear()
+        self._reader = threading.Thread(target=self._read, args=(link,), name="reader", daemon=True)
+        self._reader.start()
+
+    def send(self, index: int, body: Sequence[codec.Buffer], to: WorkerLink | None = None) -> None:
+        """Send an encoded message as frame `index` (0 = it belongs to no command) to a driver; None: who is there."""
+        with self._turn:
+            if self._link is None or to not in (None, self._link):
+                return
+            try:
+                self._link.write(index, body)
+            except OSError as error:
+                log.info("the driver does not listen any more (%s)", error)  # who reads notices it, too
 
     def tell(self, text: str) -> None:
         """Send a line of progress."""
@@ -94,38 +123,72 @@ class Channel:
     def send_last(self, message: object) -> None:
         """Send `message` when the link is free within a second; the process is about to end."""
         body = codec.encode(message)
-        if self._turn.acquire(timeout=1.0):
+        if self._turn.acquire(timeout=1.0) and self._link is not None:
             self._link.write(0, body)
+
+    def _leave(self) -> None:
+        if self._link is not None and self._reader is not None:
+            self._link.hang_up()  # whoever reads from it, or waits to write, stops
+            self._reader.join()
+            with self._turn:
+                self._link.close()
+                self._link = None
+
+    def _read(self, link: WorkerLink) -> None:
+        beat = codec.encode(Beat())
+        while True:
+            try:
+                frame = link.read()
+            except (EOFError, OSError) as error:
+                log.info("the driver is gone (%s)", error)
+                break
+            if frame.index == 0 and bytes(frame.body) == b"".join(beat):
+                self.send(0, beat, link)
+            else:
+                self._received = max(self._received, frame.index)
+                self.inbox.put((link, frame))
+        self._alone.set()
+        self._end_unless_wanted()
+
+    def _end_unless_wanted(self) -> None:
+        if self._alone.is_set() and self._last.is_set():
+            os._exit(0)
 
 
 def main() -> None:
-    """Read a Birth, join the group, execute commands until the driver ends."""
-    birth = Birth(**json.load(sys.stdin))
+    """Read a Birth, join the group, execute what its driver says, and then what others say; end when there is none."""
+    birth = Birth.from_line(sys.stdin.buffer.readline())
     die_with_parent(birth.parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills a hung one
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s rank {birth.rank} generation {birth.generation} %(name)s: %(message)s",
-    )
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every platform that is not there
-    link = WorkerLink.connect(birth.host, birth.port, bytes.fromhex(birth.secret), birth.generation, birth.rank)
-    channel = Channel(link)
-    _end_on_uncaught(channel)
-    start: Start = codec.decode(link.read().body)
+    desk = Desk()
+    _end_on_uncaught(desk)
+    desk.serve(birth)
+    threading.Thread(target=desk.receive, args=(sys.stdin.buffer,), name="births", daemon=True).start()
+    try:
+        executor: Executor | None = None
+        while True:
+            driver, frame = desk.inbox.get()
+            message = codec.decode(frame.body)
+            if executor is not None and not isinstance(message, Start):
+                desk.send(frame.index, _answer(executor, message, birth.rank), driver)
+                continue
+            executor = _begin(executor, message, birth, desk.tell)
+            desk.send(0, codec.encode(Ready(tuple(executor.devices), int(executor.parameters))), driver)
+    except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
+        _end(desk, error)
+
+
+def _begin(executor: Executor | None, start: Start, birth: Birth, progress: Callable[[str], None]) -> Executor:
+    """The executor as a driver wants it that has sent nothing but `start`."""
+    if executor is not None:
+        progress("the base model is loaded already: an earlier driver left it")
+        executor.clear()
+        return executor
     if birth.compile_cache_dir:
         start = replace(start, config=replace(start.config, compile_cache_dir=birth.compile_cache_dir))
-    frames: SimpleQueue[Frame] = SimpleQueue()
-    threading.Thread(target=_drain, args=(link, channel, frames), name="reader", daemon=True).start()
-    try:
-        executor = build(start, birth.rank, channel.tell)
-        channel.send(0, codec.encode(Ready(tuple(executor.devices), int(executor.parameters))))
-        while True:
-            frame = frames.get()
-            channel.send(frame.index, _answer(executor, codec.decode(frame.body), birth.rank))
-    except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
-        _end(channel, error)
+    return build(start, birth.rank, progress)
 
 
 def build(start: Start, rank: int, progress: Callable[[str], None]) -> Executor:
@@ -186,32 +249,23 @@ def _answer(executor: Executor, command: Command, rank: int) -> list[codec.Buffe
     return codec.encode(failed if rank == 0 else Ack(failed))
 
 
-def _drain(link: WorkerLink, channel: Channel, frames: SimpleQueue[Frame]) -> None:
-    beat = codec.encode(Beat())
-    while True:
-        try:
-            frame = link.read()
-        except (EOFError, OSError) as error:
-            log.info("the driver is gone (%s)", error)
-            os._exit(0)
-        if frame.index == 0 and bytes(frame.body) == b"".join(beat):
-            channel.send(0, beat)
-        else:
-            frames.put(frame)
+def _log_format(birth: Birth) -> str:
+    who = f"rank {birth.rank} generation {birth.generation}"
+    return f"%(asctime)s %(levelname)s {who} %(name)s: %(message)s"
 
 
-def _end_on_uncaught(channel: Channel) -> None:
+def _end_on_uncaught(desk: Desk) -> None:
     def main_thread(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _end(channel, error)
+        _end(desk, error)
 
     def other_thread(args: threading.ExceptHookArgs) -> None:
-        _end(channel, args.exc_value or args.exc_type())
+        _end(desk, args.exc_value or args.exc_type())
 
     sys.excepthook = main_thread
     threading.excepthook = other_thread
 
 
-def _end(channel: Channel, error: BaseException) -> None:
+def _end(desk: Desk, error: BaseException) -> None:
     """Log, tell the driver, and end without any clean-up that could wait for other processes."""
     log.critical("ending", exc_info=error)
     logging.shutdown()
@@ -220,7 +274,7 @@ def _end(channel: Channel, error: BaseException) -> None:
     hurry.daemon = True
     hurry.start()
     try:
-        channel.send_last(Fatal(to_failed(error)))
+        desk.send_last(Fatal(to_failed(error)))
     finally:
         os._exit(70)
 

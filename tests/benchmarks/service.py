@@ -88,6 +88,14 @@ def tree(pid: int) -> list[int]:
     return found
 
 
+_PARTS = {
+    "backend.pool.worker": "backend.pool.worker",
+    "cli engine": "cli engine",
+    "cli api": "cli api",
+    "prefect": "prefect.server",
+}
+
+
 def cpu_seconds(pid: int) -> dict[str, float]:
     """CPU-seconds spent by each part of the service, by what its command line names."""
     spent: dict[str, float] = {}
@@ -97,6 +105,6 @@ def cpu_seconds(pid: int) -> dict[str, float]:
             command = Path(f"/proc/{process}/cmdline").read_bytes().decode().replace("\0", " ")
         except OSError:
             continue
-        part = next((p for p in ("backend.pool.worker", "cli engine", "cli api", "prefect") if p in command), "other")
+        part = next((name for name, words in _PARTS.items() if words in command), "other")
         spent[part] = spent.get(part, 0.0) + (int(fields[11]) + int(fields[12])) / TICK
     return spent

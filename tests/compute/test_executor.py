@@ -10,10 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import AdamParams, CreateAdapter, Done, Forward, LoraSpec, OptimStep, Ping
+from backend.commands import (
+    AdamParams,
+    CreateAdapter,
+    Done,
+    ExportAdapter,
+    Forward,
+    LoraSpec,
+    OptimStep,
+    Ping,
+    PublishSnapshot,
+    SampleStep,
+)
 from backend.compute import executor as module
 from backend.compute import train
-from backend.errors import ServerError, UserError
+from backend.errors import NotFoundError, ServerError, UserError
 
 LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
 
@@ -49,6 +60,29 @@ def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, for
     assert gradients(executor, "a") == {}
     assert executor.execute(OptimStep("a", AdamParams())).grad_norm == 0.0
     assert forward(executor, "a", examples((9,)), backward=True).loss_sum != 0.0
+
+
+def test_what_is_cleared_is_as_it_was_made(qwen3, examples, adapter, forward, ask, run_all):
+    executor = qwen3.executor()
+
+    def live() -> tuple[Any, ...]:
+        adapter(executor, "a", seed=3)
+        executor.execute(PublishSnapshot("a", "s"))
+        sampled = run_all(executor, ask("r", range(1, 40), snapshot_id="s"))["r"]
+        result = forward(executor, "a", examples((20, 9)), backward=True)
+        norm = executor.execute(OptimStep("a", AdamParams(learning_rate=0.01))).grad_norm
+        return sampled, result.loss_sum, norm
+
+    first = live()
+    executor.execute(SampleStep(admit=(ask("unfinished", [1, 2, 3], max_tokens=50),)))
+    made = executor.compiles
+    executor.clear()
+    for command in (ExportAdapter("a", optimizer=False), Forward("a", examples((9,)), "cross_entropy")):
+        with pytest.raises(NotFoundError):
+            executor.execute(command)
+    assert "not in the sampler's bank" in run_all(executor, ask("r", [1], snapshot_id="s"))["r"].error
+    assert repr(live()) == repr(first)  # the same prompt tokens came from no cache, too
+    assert executor.compiles == made
 
 
 def test_hyper_parameters_must_be_finite(shared_executor):

@@ -1,4 +1,4 @@
-"""Two JAX processes give the numbers of one, through the same command, and outlive the death of one of them."""
+"""Two JAX processes give the numbers of one, through the same command, and outlive one of them, or the engine."""
 
 from __future__ import annotations
 
@@ -78,4 +78,22 @@ def test_one_of_two_processes_killed_costs_a_pause(pair, make_datum):
         assert [one.tokens for one in again.result().sequences] == [one.tokens for one in said]
         assert not set(pair.workers()) & set(killed)
         # Both models live on, the one that was idle as well, and they are still the same.
+        assert train(client, make_datum) == train(undisturbed, make_datum)
+
+
+def test_a_killed_engine_leaves_its_processes_to_the_next_one(pair, make_datum):
+    with pair.client() as service:
+        base = pair.base_model
+        undisturbed = service.create_lora_training_client(base_model=base, rank=8, seed=4).result()
+        expected = train(undisturbed, make_datum)
+        client = service.create_lora_training_client(base_model=base, rank=8, seed=4).result()
+        ((engine,), workers) = pair.parts("engine"), pair.workers()
+
+        def kill():
+            time.sleep(0.1)
+            os.kill(engine, signal.SIGKILL)
+
+        assert train(client, make_datum, kill) == expected
+        assert pair.parts("engine") != [engine]
+        assert pair.workers() == workers  # nothing was loaded or compiled again
         assert train(client, make_datum) == train(undisturbed, make_datum)

@@ -53,6 +53,9 @@ class Unigram:
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         self.devices = ("numpy:0",)
         self.parameters = VOCAB
+        self.clear()
+
+    def clear(self) -> None:
         self.adapters: dict[str, AdapterState] = {}
         self.snapshots: dict[str, np.ndarray] = {}
         self.batch: dict[str, Decoding] = {}

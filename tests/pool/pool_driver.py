@@ -1,15 +1,20 @@
-"""A driver process to be killed: starts a pool, prints the workers' process ids, and keeps them busy."""
+"""A driver process to be killed: starts a pool, prints the workers' process ids, and keeps them busy.
+
+Its arguments: the executor, how many processes, and for processes on hosts that join, a port and the group's secret.
+What it does with them comes on its standard input, a word a line: `busy` for a minute, `brief` for less than a
+second, `steps` for three commands, `uneven` for a command that reaches only rank 0.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 
-from backend.commands import CreateAdapter, GroupConfig, LoraSpec
-from backend.pool import Pool
+from backend.commands import AdamParams, CreateAdapter, GroupConfig, LoraSpec, OptimStep
+from backend.pool import Hosts, Pool, codec
 
 
-async def main(executor: str, processes: int) -> None:
+async def main(executor: str, processes: int, port: int = 0, secret: str = "") -> None:
     config = GroupConfig("none", "float32", processes, 1, 64, 64, 4, 4, "")
     pool = await Pool.start(
         config,
@@ -18,10 +23,27 @@ async def main(executor: str, processes: int) -> None:
         start_deadline=60,
         on_progress=lambda text: print(text, file=sys.stderr),
         executor=f"pool_executors:{executor}",
+        site=await Hosts.listen("127.0.0.1", port, secret.encode(), 3.0) if port else None,
     )
     print(*pool.pids, flush=True)
-    await pool.submit(CreateAdapter("a", LoraSpec(1), 60_000))
+    while word := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        match word:
+            case "busy":
+                await pool.submit(CreateAdapter("a", LoraSpec(1), 60_000))
+            case "steps":
+                for _ in range(3):
+                    print(await pool.submit(OptimStep("a", AdamParams(learning_rate=0.0))), flush=True)
+            case "brief":
+                task = asyncio.create_task(pool.submit(CreateAdapter("a", LoraSpec(1), 700)))
+                await asyncio.sleep(0.1)
+                print("sent", flush=True)
+                await task
+            case "uneven":
+                assert pool._group is not None
+                pool._group._members[0].outbox.put_nowait((4, codec.encode(CreateAdapter("a", LoraSpec(1), 300))))
+                await asyncio.sleep(0.1)
+                print("sent", flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), *map(int, sys.argv[3:4]), *sys.argv[4:]))

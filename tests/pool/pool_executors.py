@@ -72,6 +72,10 @@ class Echo:
                 pass
         return Done()
 
+    def clear(self) -> None:
+        self.steps = 0
+        self.state = AdapterState(LoraSpec(1), 0, {})
+
     def obey(self, order: str, *words: str) -> Reply:
         only = int(words[0]) if words else self.rank
         if order == "progress":
@@ -192,6 +196,9 @@ class Collective:
         values_D = command.examples[0].weights_TK[:, 0]
         x_D = jax.make_array_from_callback(values_D.shape, self.sharded, lambda index: values_D[index])
         return ForwardResult((), float(self.total(x_D)))
+
+    def clear(self) -> None:
+        """It keeps nothing."""
 
 
 class Counting(Collective):

@@ -5,18 +5,31 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from backend import errors
-from backend.commands import AdamParams, CreateAdapter, GroupConfig, LoraSpec, OptimResult, OptimStep
+from backend.commands import (
+    AdamParams,
+    CreateAdapter,
+    Example,
+    Forward,
+    ForwardResult,
+    GroupConfig,
+    LoraSpec,
+    OptimResult,
+    OptimStep,
+)
 from backend.pool import Hosts, Pool, Post, agent, codec, serve_group
+from backend.pool.birth import Birth
 from backend.pool.host_messages import Offer, Spawned, Welcome
 from backend.pool.software import software
-from backend.pool.spawn import spawn_worker
+from backend.pool.spawn import ChildProcess, spawn_worker
 from backend.pool.transport import LoopLink, WorkerLink
 
 HERE = Path(__file__).parent
@@ -158,21 +171,169 @@ async def test_a_group_lives_on_spare_hosts(bench: Bench, wait_until: WaitUntil)
     assert not bench.waits
 
 
-async def test_agents_end_their_processes_with_the_driver_and_join_the_next_one(
-    bench: Bench, wait_until: WaitUntil, workers: Callable[[], list[int]]
+class Driver:
+    """Another process (pool_driver.py) that drives the hosts of a bench, to be killed."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        assert process.stdin is not None and process.stdout is not None
+        self.stdin, self.stdout = process.stdin, process.stdout
+
+    async def line(self) -> list[str]:
+        return (await self.stdout.readline()).decode().split()
+
+    def do(self, word: str) -> None:
+        self.stdin.write(f"{word}\n".encode())
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.communicate()
+
+
+@pytest.fixture
+async def drive(bench: Bench) -> AsyncIterator[Callable[..., Awaitable[tuple[Driver, set[int]]]]]:
+    """Have a process of its own drive the hosts, in place of the bench: it, and the pids of its workers."""
+    drivers: list[Driver] = []
+
+    async def started(processes: int, executor: str = "Echo") -> tuple[Driver, set[int]]:
+        port = bench.hosts.port
+        await bench.hosts.close()
+        words = (str(HERE / "pool_driver.py"), executor, str(processes), str(port), SECRET.decode())
+        path = os.pathsep.join((str(HERE), str(HERE.parents[1])))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *words,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        drivers.append(Driver(process))
+        return drivers[0], {int(word) for word in await drivers[0].line()}
+
+    yield started
+    for driver in drivers:
+        await driver.kill()
+
+
+@pytest.fixture
+def next_driver(bench: Bench) -> Callable[[], Awaitable[None]]:
+    """Let the bench drive the hosts again."""
+
+    async def listen() -> None:
+        bench.hosts = await Hosts.listen("127.0.0.1", bench.hosts.port, SECRET, 3.0)
+
+    return listen
+
+
+async def test_the_next_driver_takes_a_group_over(
+    bench: Bench, drive: Any, next_driver: Any, wait_until: WaitUntil
 ) -> None:
     bench.join("a", 2)
-    await bench.start(2)
-    port = bench.hosts.port
-    for host in bench.hosts._hosts:  # as a driver ends that is killed: without a word to its workers
-        host.talk.end("it is killed")
-    await wait_until(lambda: len(bench.said) >= 2)
-    assert "it closed the connection; its processes here have ended" in bench.said[1]
-    for pool in bench.pools:
-        await pool.stop()
-    await bench.hosts.close()
-    bench.hosts = await Hosts.listen("127.0.0.1", port, SECRET, 3.0)
-    await serves(await bench.start(2), 1)
+    bench.join("b", 1)
+    driver, pids = await drive(3)
+    driver.do("steps")
+    assert [await driver.line() for _ in range(3)][-1][-1] == "step=3)"
+    driver.do("brief")
+    assert await driver.line() == ["sent"]
+    await driver.kill()  # what it sent is executed first, on every rank
+    await next_driver()
+    pool = await bench.start(3)
+    assert set(pool.pids) == pids
+    await serves(pool, 1)  # nothing is left of the steps
+    assert sum("are kept for its next driver, 120 s" in text for text in bench.said) == 2
+    os.kill(pool.pids[2], signal.SIGKILL)  # it is a group like any other
+    await wait_until(lambda: not pool.ready)
+    await serves(pool, 2)
+    assert not set(pool.pids) & pids
+
+
+async def test_a_group_of_jax_outlives_its_driver(bench: Bench, drive: Any, next_driver: Any) -> None:
+    bench.join("a", 2)
+    driver, pids = await drive(2, "Collective")
+    driver.do("steps")
+    for _ in range(3):
+        await driver.line()
+    await driver.kill()
+    await next_driver()
+    pool = await bench.start(2, "Collective")
+    assert set(pool.pids) == pids
+    tokens, weights = np.zeros(2, np.int32), np.array([[3], [4]], np.float32)
+    reply = await pool.submit(Forward("a", (Example(tokens, tokens[:, None], weights),), "cross_entropy"))
+    assert isinstance(reply, ForwardResult)
+    assert reply.loss_sum == 7
+
+
+async def test_ranks_that_were_left_at_different_commands_are_not_kept(
+    bench: Bench, drive: Any, next_driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.join("a", 2)
+    driver, pids = await drive(2)
+    driver.do("uneven")
+    assert await driver.line() == ["sent"]
+    await driver.kill()
+    await next_driver()
+    pool = await bench.start(2)
+    assert "an earlier driver left its ranks at different commands: [0, 4]" in caplog.text
+    assert not set(pool.pids) & pids
+    await serves(pool, 2)
+
+
+@pytest.mark.parametrize("why", ["a rank is missing", "another plan"])
+async def test_what_is_left_and_does_not_fit_is_ended(
+    bench: Bench, drive: Any, next_driver: Any, why: str, alive: Callable[[int], bool], wait_until: WaitUntil
+) -> None:
+    bench.join("a", 2)
+    driver, pids = await drive(2)
+    if why == "a rank is missing":
+        lost = min(pids)
+        await driver.kill()
+        os.kill(lost, signal.SIGKILL)
+        await wait_until(lambda: not alive(lost))
+        await next_driver()
+        pool = await bench.start(2)
+    else:
+        await driver.kill()
+        await next_driver()
+        pool = await bench.start(2, "Collective")
+    assert not set(pool.pids) & pids
+    assert not any(map(alive, pids))
+
+
+async def test_what_no_driver_wants_is_ended(
+    bench: Bench,
+    drive: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    alive: Callable[[int], bool],
+    wait_until: WaitUntil,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(agent, "KEEP_SECONDS", 0.2)
+    bench.join("a")
+    driver, pids = await drive(1)
+    await driver.kill()
+    await wait_until(lambda: not any(map(alive, pids)))
+    assert "rank 0 had no driver for 0.2 s: it is ended" in caplog.text
+
+
+async def test_a_process_that_ends_as_it_is_taken_over_is_replaced(
+    bench: Bench, drive: Any, next_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.join("a")
+    driver, pids = await drive(1)
+    await driver.kill()
+    serve = ChildProcess.serve
+
+    def serve_dying(child: ChildProcess, birth: Birth) -> None:
+        if child.pid in pids:
+            child.signal(signal.SIGKILL)
+        serve(child, birth)
+
+    monkeypatch.setattr(ChildProcess, "serve", serve_dying)
+    await next_driver()
+    pool = await bench.start(1)
+    assert not set(pool.pids) & pids
+    await serves(pool, 2)
 
 
 class Cable:
@@ -269,12 +430,12 @@ async def test_two_groups_share_the_hosts(bench: Bench, wait_until: WaitUntil) -
 async def test_a_host_that_cannot_start_a_process_is_asked_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 
-    async def spawn(**kwargs: Any) -> asyncio.subprocess.Process:
+    async def spawn(*args: Any, **kwargs: Any) -> ChildProcess:
         nonlocal asked
         asked += 1
         if asked == 2:
             raise OSError(11, "Resource temporarily unavailable")
-        return await spawn_worker(**kwargs)
+        return await spawn_worker(*args, **kwargs)
 
     monkeypatch.setattr("backend.pool.agent.spawn_worker", spawn)
     bench.join("a", 2)
@@ -302,7 +463,7 @@ async def visit(bench: Bench, offer: Offer) -> LoopLink:
 
 async def test_hosts_that_cannot_reach_each_other_are_not_joined(bench: Bench, wait_until: WaitUntil) -> None:
     links = [
-        await visit(bench, Offer(n, n, address, 1, software()))
+        await visit(bench, Offer(n, n, address, 1, software(), ()))
         for n, address in (("a", "10.0.0.9"), ("b", "127.0.0.1"))
     ]
     assert bench.hosts.lack(2).startswith("waiting for hosts: b joined through 127.0.0.1, where others cannot reach")
@@ -313,7 +474,7 @@ async def test_hosts_that_cannot_reach_each_other_are_not_joined(bench: Bench, w
 
 
 async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait_until: WaitUntil) -> None:
-    offer = Offer("same", "a", "127.0.0.1", 1, software())
+    offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]
     await wait_until(lambda: "(a: 1)" in bench.hosts.lack(2))
     await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late for whoever asked: nothing happens

@@ -33,7 +33,7 @@ from backend.commands import (
     Ping,
 )
 from backend.pool import GroupLost, Pool
-from backend.pool.spawn import spawn_worker
+from backend.pool.spawn import ChildProcess, spawn_worker
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 WaitUntil = Callable[..., Awaitable[None]]
@@ -436,12 +436,12 @@ async def test_a_machine_without_room_for_a_process_is_tried_again(
     pool = await start_pool(processes=2)
     spawned = 0
 
-    async def spawn(**kwargs: Any) -> asyncio.subprocess.Process:
+    async def spawn(*args: Any, **kwargs: Any) -> ChildProcess:
         nonlocal spawned
         spawned += 1
         if spawned in (2, 3):
             raise OSError(11, "Resource temporarily unavailable")
-        return await spawn_worker(**kwargs)
+        return await spawn_worker(*args, **kwargs)
 
     monkeypatch.setattr("backend.pool.places.spawn_worker", spawn)
     os.kill(pool.pids[0], signal.SIGKILL)

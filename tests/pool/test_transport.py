@@ -6,11 +6,13 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from backend.pool import codec
+from backend.pool.birth import Birth
 from backend.pool.transport import LoopLink, WorkerLink, header, next_connection
 
 SECRET = b"a secret of this generation"
@@ -97,6 +99,22 @@ async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket
     await reflected
 
 
+def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TCP makes of an attempt whose own port happens to be the one where nobody listens."""
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        sock = socket.socket()
+        sock.bind(address)
+        sock.connect(address)
+        return sock
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(ConnectionRefusedError, match=f"nobody but we ourselves on port {port}"):
+        WorkerLink.connect("127.0.0.1", port, SECRET, 0, 0)
+
+
 async def test_a_connection_is_not_lost_when_nobody_waits_for_it_any_more(listener: socket.socket) -> None:
     waiting = asyncio.create_task(next_connection(listener))
     await asyncio.sleep(0)
@@ -145,12 +163,10 @@ async def test_a_group_starts_although_strangers_knock(
 ) -> None:
     from backend.pool import places, spawn
 
-    async def knock_then_spawn(**kwargs: object) -> asyncio.subprocess.Process:
-        port = kwargs["port"]
-        assert isinstance(port, int)
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
+    async def knock_then_spawn(birth: Birth, coordinator: str, *, log_dir: Path | None) -> spawn.ChildProcess:
+        with socket.create_connection((birth.host, birth.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
-        return await spawn.spawn_worker(**kwargs)  # type: ignore[arg-type]
+        return await spawn.spawn_worker(birth, coordinator, log_dir=log_dir)
 
     monkeypatch.setattr(places, "spawn_worker", knock_then_spawn)
     pool = await start_pool(processes=2)  # type: ignore[misc]

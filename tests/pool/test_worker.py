@@ -14,8 +14,9 @@ import pytest
 
 from backend.commands import GroupConfig, Ping
 from backend.pool import codec
+from backend.pool.birth import Birth
 from backend.pool.messages import Beat, Progress, Ready, Start
-from backend.pool.spawn import how_it_ended, spawn_worker, worker_environment
+from backend.pool.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
 from backend.pool.transport import LoopLink, next_connection
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,7 @@ async def start_driver(executor: str, processes: int) -> asyncio.subprocess.Proc
         str(HERE / "pool_driver.py"),
         executor,
         str(processes),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
@@ -46,6 +48,8 @@ async def test_workers_end_when_their_driver_is_killed(
     pids = [int(word) for word in (await driver.stdout.readline()).split()]
     assert len(pids) == 2
     assert all(alive(pid) for pid in pids)
+    assert driver.stdin
+    driver.stdin.write(b"busy\n")
     if stopped:
         os.kill(pids[1], signal.SIGSTOP)  # cannot read the end of its connection: only the kernel can end it
     driver.kill()
@@ -67,13 +71,16 @@ async def test_workers_end_when_their_driver_is_killed_during_start(
     await wait_until(lambda: not any(alive(pid) for pid in pids), 5.0)
 
 
-async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[asyncio.subprocess.Process, LoopLink]:
+def birth(listener: socket.socket, secret: bytes) -> Birth:
+    """To connect there, as a child of ours."""
+    return Birth("127.0.0.1", listener.getsockname()[1], secret.hex(), 5, 0, os.getpid(), "")
+
+
+async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[ChildProcess, LoopLink]:
     """A worker that has been told to run `executor`, and our end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        process = await spawn_worker(
-            port=listener.getsockname()[1], secret=SECRET, generation=5, rank=0, log_dir=tmp_path
-        )
+        process = await spawn_worker(birth(listener, SECRET), "", log_dir=tmp_path)
         sock = await next_connection(listener)
     link = await LoopLink.accept(sock, SECRET, 5, 1)
     await link.write(0, codec.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0)))
@@ -93,7 +100,7 @@ async def test_a_worker_ends_when_its_connection_does(
     while not isinstance(await next_message(link), Ready):
         pass
     link.close()
-    assert await process.wait() == 0
+    assert (await process.ended()).how == "ended with exit status 0"
     assert "rank 0 generation 5 backend.pool.worker: the driver is gone" in (tmp_path / "worker-0.log").read_text()
 
 
@@ -107,7 +114,7 @@ async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
     await link.write(0, codec.encode(Beat()))
     assert await next_message(link) == Beat()
     link.close()
-    assert await process.wait() == 0
+    assert (await process.ended()).how == "ended with exit status 0"
 
 
 async def test_the_secret_is_in_no_argument_and_no_environment(
@@ -120,19 +127,17 @@ async def test_the_secret_is_in_no_argument_and_no_environment(
         assert seen
         assert SECRET.hex().encode() not in seen
     link.close()
-    await process.wait()
+    await process.ended()
 
 
 async def test_a_worker_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        process = await spawn_worker(
-            port=listener.getsockname()[1], secret=b"wrong", generation=5, rank=0, log_dir=tmp_path
-        )
+        process = await spawn_worker(birth(listener, b"wrong"), "", log_dir=tmp_path)
         sock = await next_connection(listener)
         with pytest.raises((PermissionError, EOFError)):  # it finds out first, from our proof
             await LoopLink.accept(sock, SECRET, 5, 1)
-    assert await process.wait() == 1
+    assert (await process.ended()).how == "ended with exit status 70"
     assert "does not know the secret of generation 5" in (tmp_path / "worker-0.log").read_text()
 
 

@@ -101,6 +101,10 @@ class SnapshotBank:
         """Forget a snapshot, if there is one. The stack lets go of it when its columns are wanted."""
         self._snapshots.pop(snapshot_id, None)
 
+    def clear(self) -> None:
+        """Forget all snapshots."""
+        self._snapshots.clear()
+
     def find(self, snapshot_id: str) -> Snapshot:
         """The snapshot of that id; NotFoundError when it was never published, or dropped."""
         try:

@@ -101,6 +101,13 @@ class Sampler:
         self._bank.drop(snapshot_id)
         self._prefixes.forget(lambda scope: not self._bank.alive(scope.snapshot))
 
+    def clear(self) -> None:
+        """Forget all snapshots, all requests and what was kept of their prompts; programs stay compiled."""
+        self._bank.clear()
+        self._prefixes.clear()
+        self._failed, self._served_short = [], False
+        self._start_over()
+
     # ------------------------------------------------------------------ sampling
     def step(self, command: SampleStep) -> SampleProgress:
         """Admit, cancel, prefill, decode one chunk. A request that cannot be served is answered by its own `error`."""
@@ -123,12 +130,15 @@ class Sampler:
         finished = (*self._failed, *self._line.finish())
         self._failed = []
         if not (self._line.active or self._line.waiting):
-            # Idle: start over, so that the shapes which later requests meet depend on them alone.
-            self._cache = self._staged = self._staged_group = self._staged_scope = None
-            self._calm = 0
-            self._line.clear()
-            self._bank.reset()
+            self._start_over()
         return SampleProgress(finished, active=self._line.active, waiting=self._line.waiting)
+
+    def _start_over(self) -> None:
+        """Be idle, so that the shapes which later requests meet depend on them alone."""
+        self._cache = self._staged = self._staged_group = self._staged_scope = None
+        self._calm = 0
+        self._line.clear()
+        self._bank.reset()
 
     def _admit(self, request: SampleRequest) -> None:
         if self._line.holds(request.request_id):
