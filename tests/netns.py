@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,16 @@ class NetHost:
     def heal(self) -> None:
         """Give the link back."""
         _ip("link", "set", self.cable, "up")
+
+    def narrow(self) -> None:
+        """Let 256 kbit/s come to it, a packet at a time, and drop the others. NotHereError when the kernel cannot."""
+        limits = ("rate", "256kbit", "burst", "1600", "limit", "1600")
+        _run(("tc", "qdisc", "add", "dev", self.cable, "root", "tbf", *limits))
+
+    def dropped(self) -> int:
+        """How many packets to it were dropped since `narrow`."""
+        told = _run(("tc", "-s", "qdisc", "show", "dev", self.cable))
+        return sum(map(int, re.findall(r"dropped (\d+)", told)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,8 @@ def _quietly(*words: str) -> None:
         _ip(*words)
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotHereError(f"{' '.join(command[:8])}: {done.stderr.strip()[-300:]}")
+    return done.stdout
