@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,10 @@ import fsspec
 from backend.errors import UserError
 from backend.store.local import LocalBlobs
 from backend.store.objects import MEMORY_LOCK, ObjectBlobs
+
+# Else gcsfs asks another API over gRPC what kind of bucket it is (FINDINGS.md, 2). It looks at import, and not only we
+# import it: data of pipelines and the results that Prefect keeps go through fsspec.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 class Blobs(Protocol):

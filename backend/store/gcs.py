@@ -10,21 +10,16 @@ import base64
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
-from google.auth.credentials import Signing
-from google.auth.exceptions import GoogleAuthError
-
-# Else the first operation asks another API over gRPC what kind of bucket it is (FINDINGS.md, 2). gcsfs looks at import.
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
-
 import gcsfs
 from gcsfs.retry import ChecksumError, HttpError
+from google.auth.credentials import Signing
+from google.auth.exceptions import GoogleAuthError
 
 RESUMABLE = 16 * 2**20  # bytes; an object of this size or more is sent in pieces of it, and each piece is tried again
 _TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=20, sock_read=60)  # seconds, of one request

@@ -164,3 +164,11 @@ def test_other_stores_do_not_pay_for_gcsfs(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_what_others_do_through_fsspec_asks_no_other_api() -> None:
+    """Data of pipelines, and results that Prefect keeps."""
+    code = "import backend.store, fsspec; print(type(fsspec.filesystem('gs', token='anon')).__name__)"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GCSFS_")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "GCSFileSystem"

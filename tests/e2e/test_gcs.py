@@ -1,0 +1,100 @@
+"""A pipeline with data, work folder, results and checkpoints on gs://, for which the fake of its API stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import prefect.settings
+import pytest
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import StateType
+
+from backend.errors import UserError
+from deployments.run import example_file
+from deployments.serve import ensure_results
+from deployments.testing import TinyService, serve_tiny
+from flows.pipelines import Trained, sft
+from tasks.pipelines.imitate import Imitate
+from tasks.pipelines.parameters import SftParameters
+from tests.store.fake_gcs import FakeGcs
+
+pytestmark = pytest.mark.slow
+
+WORK, DATA = "gs://bucket/pipelines", "gs://bucket/given/colours.jsonl"
+
+
+@pytest.fixture
+def gcs(monkeypatch) -> Iterator[FakeGcs]:
+    """The fake, with the rows of an example in it."""
+    with FakeGcs() as fake:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
+        monkeypatch.setenv("NO_GCE_CHECK", "true")  # else credentials are looked for on the network, for seconds
+        fake.write("given/colours.jsonl", example_file("colours-train.jsonl").read_bytes(), None)
+        yield fake
+
+
+@pytest.fixture
+def tiny(pipelines, gcs, tmp_path, compiled_programs) -> Iterator[TinyService]:
+    """A service that keeps its checkpoints there; Prefect is the shared server's."""
+    (tmp_path / "jax-cache").symlink_to(compiled_programs)
+    with serve_tiny(tmp_path, store="gs://bucket/store") as service:
+        yield service
+
+
+def kept(gcs: FakeGcs, folder: str) -> list[str]:
+    """What lies below a folder of the bucket."""
+    return sorted(name.removeprefix(folder) for name in gcs.objects if name.startswith(folder))
+
+
+async def test_a_run_that_died_goes_on_from_what_is_on_gs_and_its_result_is_handed_out(
+    gcs, tiny, tmp_path, monkeypatch
+):
+    given = SftParameters.model_validate(
+        {"name": "on-gs", "resume": "on-gs", "work": WORK, "data": {"url": DATA}}
+        | {"model": {"rank": 8}, "samples": {"rows": 0}}
+        | {"training": {"steps": 4, "segment_steps": 2, "batch_size": 8, "learning_rate": 0.005}}
+    )
+    submit, asked = Imitate.submit, []
+
+    def dies(self, client, step, params):
+        asked.append(step)
+        if asked == [0, 1, 2, 3]:  # segments are of two steps: step 2 is lost
+            raise UserError("it ends here")  # which nothing tries again
+        return submit(self, client, step, params)
+
+    monkeypatch.setattr(Imitate, "submit", dies)
+    results = await ensure_results(f"{WORK}/results")
+    with prefect.settings.temporary_settings({getattr(prefect.settings, name): results[name] for name in results}):
+        with pytest.raises(UserError, match="it ends here"):
+            await sft(given)
+        assert {name.partition("/")[0] for name in kept(gcs, "pipelines/")} == {
+            "data",
+            "rendered",
+            "progress",
+            "results",
+        }
+        assert kept(gcs, "pipelines/progress/on-gs/") == ["plan.json", "segments/00000002.json"]
+        first = dict(gcs.objects)  # among them the failure, as a result of its run
+
+        made = await sft(given)
+        async with get_client() as client:
+            filters = FlowRunFilter.model_validate({"name": {"any_": ["sft on-gs"]}})
+            runs = {run.state_type: run for run in await client.read_flow_runs(flow_run_filter=filters)}
+        assert runs.keys() == {StateType.FAILED, StateType.COMPLETED}
+        handed_out = Trained.model_validate(await runs[StateType.COMPLETED].state.aresult())
+    assert asked == [0, 1, 2, 3, 2, 3]
+    assert handed_out == made
+    (result,) = set(kept(gcs, "pipelines/results/")) - {name.removeprefix("pipelines/results/") for name in first}
+    assert made.weights in gcs.objects[f"pipelines/results/{result}"].data.decode()
+    assert kept(gcs, "pipelines/progress/on-gs/segments/") == ["00000002.json", "00000004.json"]
+    assert all(gcs.objects[name] is one for name, one in first.items() if name.startswith("pipelines/"))  # written once
+    commits = [name for name in kept(gcs, "store/runs/") if name.endswith("commit.json")]
+    assert {name.split("/", 1)[1] for name in commits} >= {
+        "weights/step-00000002/commit.json",
+        "weights/step-00000004/commit.json",
+        "sampler_weights/final/commit.json",
+    }
+    assert not any((tmp_path / name).exists() for name in ("store", "pipelines", "work"))
+    with tiny.client() as service:
+        assert service.create_training_client_from_state(made.state).result().get_info().lora_rank == 8
