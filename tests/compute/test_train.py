@@ -131,7 +131,7 @@ def test_impossible_specs_are_named(shared_executor):
 
 def test_nothing_recompiles_after_warm_up(shared_executor, examples, adapter, forward):
     executor = shared_executor
-    adapter(executor, "warm", rank=6)
+    adapter(executor, "warm")
 
     def traffic(seed: int) -> None:
         for loss in LOSSES:
@@ -142,6 +142,6 @@ def test_nothing_recompiles_after_warm_up(shared_executor, examples, adapter, fo
 
     traffic(1)
     warm = executor.compiles
-    adapter(executor, "second", rank=6)
+    adapter(executor, "second")
     traffic(2)
     assert executor.compiles == warm
