@@ -14,7 +14,8 @@ from rich.console import Console
 from deployments.quickstart import teach
 
 
-def test_quickstart_teaches_pig_latin(tmp_path):
+def test_quickstart_teaches_pig_latin(tmp_path, compiled_programs):
+    (tmp_path / "jax-cache").symlink_to(compiled_programs)  # the next test needs the same programs
     run = subprocess.run(
         [sys.executable, "-m", "deployments.cli", "quickstart", "--data-dir", str(tmp_path)],
         capture_output=True,
