@@ -16,7 +16,6 @@ from sqlalchemy.engine import make_url
 from backend.errors import ServerError
 
 BUSY_SECONDS = 30.0
-_WRITE = "journal_write"
 
 
 def is_sqlite(url: str) -> bool:
@@ -44,10 +43,8 @@ class Database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, connect_args={"timeout": BUSY_SECONDS})
             event.listen(self.engine, "connect", _set_up_sqlite)
-            event.listen(self.engine, "begin", _begin_sqlite)
         else:
             self.engine = sa.create_engine(parsed, pool_size=8, max_overflow=24, pool_pre_ping=False)
-        self._writer = self.engine.execution_options(**{_WRITE: True})
         # Threads of one process queue here rather than in SQLite's busy handler, which sleeps up to 100 ms a time.
         self._turn: Any = threading.Lock() if self._sqlite else nullcontext()
 
@@ -55,12 +52,16 @@ class Database:
     def read(self) -> Iterator[sa.Connection]:
         """A transaction that only reads; it never waits for a writer."""
         with self.engine.begin() as connection:
+            if self._sqlite:
+                _driver(connection).execute("BEGIN")
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
         """A transaction that writes: committed at the end, rolled back by an exception."""
-        with self._turn, self._writer.begin() as connection:
+        with self._turn, self.engine.begin() as connection:
+            if self._sqlite:
+                _begin_to_write(connection)
             yield connection
 
     def close(self) -> None:
@@ -79,13 +80,16 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
     cursor.close()
 
 
-def _begin_sqlite(connection: sa.Connection) -> None:
+# Called by ourselves: an engine with a listener for it looks for listeners several times in every statement, too.
+def _begin_to_write(connection: sa.Connection) -> None:
     # A writer takes the lock at once: a read transaction that upgrades later fails without waiting (SQLITE_BUSY).
-    writes = connection.get_execution_options().get(_WRITE, False)
-    driver: Any = connection.connection.driver_connection
     try:
-        driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+        _driver(connection).execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
         raise ServerError(
             f"journal {connection.engine.url.database}: no turn to write within {BUSY_SECONDS:g} s ({error})"
         ) from error
+
+
+def _driver(connection: sa.Connection) -> Any:
+    return connection.connection.driver_connection
