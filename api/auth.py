@@ -78,10 +78,9 @@ class Authenticator:
         if not shown or not shown.startswith((PREFIX, TOKEN_PREFIX)):
             raise _refused(f"the X-API-Key header must hold a key that starts with {PREFIX}")
         now = self._clock.monotonic()
-        if self._open and await self._no_keys():
-            if shown.startswith(PREFIX):
-                return LOCAL
-        elif (known := self._known.get(shown)) is not None and now < known[1]:
+        if self._open and await self._no_keys() and shown.startswith(PREFIX):
+            return LOCAL
+        if (known := self._known.get(shown)) is not None and now < known[1]:
             return known[0]
         if shown.startswith(TOKEN_PREFIX):
             identity, seconds = await self._of_token(shown)

@@ -33,10 +33,11 @@ async def retrieve_future(call: Authorised) -> Response:
     if refused is not None:
         return _failed(refused, "user")
     at_most = services.settings.metadata_only_over if body.allow_metadata_only else None
-    result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner, at_most=at_most)
     hold = spread(services.settings.poll_hold, body.request_id)
-    if result is None and await services.holds.hold(services.waiters.wait(body.request_id, hold)):
+    with services.waiters.expect(body.request_id) as answer:
         result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner, at_most=at_most)
+        if result is None and await services.holds.hold(answer.wait(hold)):
+            result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner, at_most=at_most)
     if result is None:
         return _not_yet(body.request_id, await asyncio.to_thread(services.journal.recovery.waits_for, body.request_id))
     return _answer(result, body.request_id)

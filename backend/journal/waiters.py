@@ -1,11 +1,11 @@
-"""Waiting for answers: one task per process listens to the bell and asks the database for everybody at once."""
+"""Waiting for answers: one task listens to the bell, and another asks the database for everybody at once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection
-from contextlib import AbstractContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from typing import Protocol, Self
 
 import sqlalchemy as sa
@@ -25,16 +25,38 @@ class Answers(Numbers, Protocol):
         ...
 
 
+class Expected:
+    """One client's wait for one answer."""
+
+    def __init__(self) -> None:
+        """Use Waiters.expect."""
+        self._there = asyncio.Event()
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether the request has been answered since this was made, or is within `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._there.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def wake(self) -> None:
+        """The answer is there."""
+        self._there.set()
+
+
 class Waiters:
-    """`await waiters.wait(id, timeout)` for thousands of ids costs one query a second, whatever their number."""
+    """`with waiters.expect(id) as answer: … await answer.wait(seconds)`, for thousands of ids.
+
+    Whoever waits hears of an answer from the moment that `expect` is entered. So look for it inside, and wait when it
+    is not there: nothing falls in between. A lost bell costs a second, and one query a second serves them all.
+    """
 
     def __init__(self, journal: Answers) -> None:
         """Wait for answers of `journal`. Use it as an async context manager."""
         self._journal = journal
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._users: dict[str, int] = {}
-        self._unchecked: set[str] = set()
-        self._news = asyncio.Event()
+        self._expected: dict[str, set[Expected]] = {}
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._arrivals = Arrivals(journal)
@@ -53,25 +75,17 @@ class Waiters:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stack.aclose()
 
-    async def wait(self, request_id: str, timeout: float) -> bool:
-        """Whether the request is answered within `timeout` seconds; an answer from before this call counts.
-
-        An id that does not exist is never answered.
-        """
-        future = self._waiting.get(request_id)
-        if future is None or future.done():
-            future = self._waiting[request_id] = asyncio.get_running_loop().create_future()
-        self._users[request_id] = self._users.get(request_id, 0) + 1
-        self._unchecked.add(request_id)
-        self._news.set()
+    @contextmanager
+    def expect(self, request_id: str) -> Iterator[Expected]:
+        """Inside, what wakes for the answer of a request. An id that does not exist is never answered."""
+        expected = Expected()
+        self._expected.setdefault(request_id, set()).add(expected)
         try:
-            await asyncio.wait([future], timeout=timeout)
-            return future.done()
+            yield expected
         finally:
-            self._users[request_id] -= 1
-            if not self._users[request_id]:
-                del self._users[request_id], self._waiting[request_id]
-                self._unchecked.discard(request_id)
+            self._expected[request_id].discard(expected)
+            if not self._expected[request_id]:
+                del self._expected[request_id]
 
     def watch(self, sampler_id: str, clone: int) -> AbstractContextManager[Watch]:
         """Inside, what wakes for every answer to one clone's requests of a sampler (arrivals.py)."""
@@ -82,36 +96,19 @@ class Waiters:
             self._answered(topic.removeprefix("done:"))
 
     async def _check(self) -> None:
-        """Ask for new ids at once (those that come meanwhile share the next query), for all of them once a second."""
-        loop = asyncio.get_running_loop()
-        due = loop.time() + RECHECK_SECONDS
         while True:
-            if loop.time() < due:
-                try:
-                    async with asyncio.timeout_at(due):
-                        await self._news.wait()
-                except TimeoutError:
-                    continue
-                asked = set(self._unchecked)
-            else:
-                due = loop.time() + RECHECK_SECONDS
-                asked = set(self._waiting)
-            self._news.clear()
-            self._unchecked -= asked
-            if asked:
-                await self._ask(asked)
-
-    async def _ask(self, asked: set[str]) -> None:
-        try:
-            finished = await asyncio.to_thread(self._journal.finished, asked)
-        except sa.exc.SQLAlchemyError:
-            # Waiting must outlive a database that is away for a moment: the next second asks again.
-            log.exception("cannot ask the journal for %d waiting requests; asking again in a second", len(asked))
-            return
-        for request_id in finished:
-            self._answered(request_id)
+            await asyncio.sleep(RECHECK_SECONDS)
+            if not self._expected:
+                continue
+            try:
+                finished = await asyncio.to_thread(self._journal.finished, list(self._expected))
+            except sa.exc.SQLAlchemyError:
+                # Waiting must outlive a database that is away for a moment: the next second asks again.
+                log.exception("cannot ask the journal for %d requests; asking again in a second", len(self._expected))
+                continue
+            for request_id in finished:
+                self._answered(request_id)
 
     def _answered(self, request_id: str) -> None:
-        future = self._waiting.get(request_id)
-        if future is not None and not future.done():
-            future.set_result(None)
+        for expected in self._expected.get(request_id, ()):
+            expected.wake()

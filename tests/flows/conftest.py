@@ -186,8 +186,11 @@ class Client:
         return NewRequest(kind, "local", payload, kind_of, f"{kind}{seq}", model_id=model, seq_id=seq)
 
     async def result(self, request: str, seconds: float = 120.0) -> Result:
-        assert await self.waiters.wait(request, seconds), f"{request} was not answered in {seconds} s"
-        result = self.journal.result(request, "local")
+        with self.waiters.expect(request) as answer:
+            result = self.journal.result(request, "local")
+            if result is None:
+                assert await answer.wait(seconds), f"{request} was not answered in {seconds} s"
+                result = self.journal.result(request, "local")
         assert result is not None
         return result
 

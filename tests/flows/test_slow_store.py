@@ -108,7 +108,7 @@ async def test_what_depends_on_a_save_waits_for_it(
         unload = client.journal.request_unload(model, "over")
         gate.opened.set()
         await done(client, *saves)
-        assert await client.waiters.wait(unload, 120)
+        await client.result(unload)
     assert {row.name for row in client.journal.checkpoints("local").rows} == {f"slow-{n}" for n in range(6)}
 
 
