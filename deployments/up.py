@@ -25,7 +25,7 @@ class Stack:
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
         """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads."""
         self.settings = _with_ports(settings)
-        self._workers = LocalHost(self.settings) if not settings.group else None
+        self._workers = LocalHost(self.settings, report=report) if not settings.group else None
         parent = str(os.getpid())
         self._keeper = Keeper(
             {name: (sys.executable, "-m", "deployments.cli", name, "--parent", parent) for name in ("engine", "api")},

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 5.0
 TURN_SECONDS = 1.0
-_LOCAL_JOIN_SECONDS = 1.0  # an agent of this machine tries ten times a second
+_LOCAL_JOIN_SECONDS = 3.0  # an agent of this machine tries ten times a second
 
 Say = Callable[[str], None]
 
@@ -193,7 +193,7 @@ async def _gather(starting: Sequence[asyncio.Task[Pool]], stop: asyncio.Event) -
 
 
 async def _listen(settings: Settings, on_progress: Say) -> Hosts | None:
-    """Where other hosts join, if they are to."""
+    """Where hosts join, if they are to: others, or this machine's own agent below `tinkerflow up`."""
     if not settings.group:
         return None
     host, port = parse_address(settings.group)
@@ -277,7 +277,7 @@ async def _in_thread(main: Callable[[asyncio.Event], Coroutine[object, object, N
         else:
             loop.call_soon_threadsafe(ended.set_result, None)
 
-    # The workers of the pool end with this thread: it lives until the pool is stopped.
+    # The workers that this process starts end with this thread: it lives until the pool is stopped.
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(thread,), name="engine", daemon=True).start()
     inner, stop = await asyncio.wrap_future(started)

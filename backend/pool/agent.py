@@ -1,8 +1,9 @@
 """A host's part in a group: join, start and end processes as the driver asks, and join again when it is lost.
 
-When the driver has closed the connection, it has ended: its processes are kept for the next one, which finds the base
-model in their memory, or ended after KEEP_SECONDS. When it is silent, nobody knows what they are in the middle of, and
-they are killed before this host offers its room again. They do not outlive this process either (spawn.py).
+When the driver has closed the connection, it has most likely ended: its processes are kept for the next one, which
+finds the base model in their memory, or ended after KEEP_SECONDS. (A driver that lives on knows them again, and starts
+new ones.) When it is silent, nobody knows what they are in the middle of, and they are killed before this host offers
+its room again. They do not outlive this process either (spawn.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 KEEP_SECONDS = 120.0  # processes without a driver hold memory of the devices
+_END_SECONDS = 10.0  # that a killed process may take to end; we go on without it
 
 
 @dataclass(frozen=True)
@@ -143,13 +145,17 @@ async def _connect(post: Post) -> LoopLink:
 
 @dataclass(eq=False)
 class _Process:
-    """A worker that runs here. salt, plan: of its generation. number: its driver's, for it; None: it has no driver."""
+    """A worker that runs here.
+
+    salt, plan: of its generation. number: its driver's, for it; None: it has no driver. doomed: we have killed it.
+    """
 
     child: ChildProcess
     rank: int
     salt: bytes
     plan: str
     number: int | None
+    doomed: bool = False
 
 
 class _Crew:
@@ -174,8 +180,11 @@ class _Crew:
         return next((one.child for one in self._watches if one.number == number), None)
 
     async def spawn(self, asked: Spawn, address: str) -> ChildProcess:
-        """Start one, in place of all that have no driver. OSError when that fails."""
-        await self._end(self._without_driver())
+        """Start one, in place of those without a driver that have its plan, or of all. OSError when that fails."""
+        old = [one for one in self._without_driver() if one.plan == asked.plan]
+        if len(self._watches) - len(old) >= self._post.processes:
+            old = self._without_driver()
+        await self._end(old)
         birth = self._birth(asked.port, asked.salt, asked.generation, asked.rank)
         coordinator = f"{address}:{free_port(address)}"
         child = await spawn_worker(birth, coordinator, log_dir=self._post.log_dir, keep=True)
@@ -219,18 +228,25 @@ class _Crew:
         )
 
     def _without_driver(self) -> list[_Process]:
-        return [one for one in self._watches if one.number is None]
+        return [one for one in self._watches if one.number is None and not one.doomed]
 
     def _expire(self) -> None:
         for one in self._without_driver():
             log.warning("rank %d had no driver for %g s: it is ended", one.rank, KEEP_SECONDS)
-            one.child.signal(signal.SIGKILL)
+            self._kill(one)
 
     async def _end(self, processes: Iterable[_Process]) -> None:
-        ending = {one: self._watches[one] for one in processes}
-        for one in ending:
-            one.child.signal(signal.SIGKILL)
-        await asyncio.gather(*ending.values())
+        ending = [self._watches[one] for one in processes]
+        for one in tuple(processes):
+            self._kill(one)
+        if ending:
+            _, late = await asyncio.wait(ending, timeout=_END_SECONDS)
+            if late:
+                log.error("%d killed process(es) have not ended in %g s", len(late), _END_SECONDS)
+
+    def _kill(self, one: _Process) -> None:
+        one.doomed = True
+        one.child.signal(signal.SIGKILL)
 
     async def _watch(self, one: _Process) -> None:
         ending = await one.child.ended()

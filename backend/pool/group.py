@@ -18,6 +18,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from backend.commands import Command, GroupConfig, GroupInfo, Reply
@@ -26,6 +27,7 @@ from backend.pool import codec
 from backend.pool.heart import BEATS, Heart
 from backend.pool.messages import Ack, Beat, Failed, Fatal, Left, Progress, Ready, Start, same_outcome, to_error
 from backend.pool.places import Launch, Place, Site, WorkerProcess
+from backend.pool.software import code_version, files_version
 from backend.pool.transport import LoopLink, next_connection
 
 log = logging.getLogger(__name__)
@@ -55,8 +57,11 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """The same for plans whose processes can serve each other's drivers."""
-        return hashlib.sha256(b"".join(self.start(coordinator=""))).hexdigest()
+        """The same for plans whose processes can serve each other's drivers: told the same, from the same files."""
+        told = hashlib.sha256(b"".join(self.start(coordinator="")))
+        told.update(code_version().encode())
+        told.update(files_version(Path(self.config.model_path).glob("*")).encode())
+        return told.hexdigest()
 
 
 @dataclass
@@ -262,10 +267,16 @@ class Group:
             raise ValueError(f"{type(message).__name__}, for which nobody asked")
 
     def _compare_left(self) -> None:
-        """Give the group up whose ranks got different commands of the driver that left it: one waits for another."""
-        last = {member.left.command for member in self._members if member.left is not None}
-        if len(last) > 1:
-            self._fail(f"an earlier driver left its ranks at different commands: {sorted(last)}", crashed=False)
+        """Give a group up that was left in the middle of something: where one rank waits for another in vain."""
+        told = [member.left.commands for member in self._members if member.left is not None]
+        if len(set(told)) > 1:
+            self._fail(f"an earlier driver left its ranks at different commands: {sorted(set(told))}", crashed=False)
+        elif len(told) == len(self._members):
+            self._loop.call_later(_START_SECONDS, self._give_up_what_was_left)
+
+    def _give_up_what_was_left(self) -> None:
+        if not self._started.done():
+            self._fail(f"what an earlier driver left its ranks with took longer than {_START_SECONDS:g} s")
 
     def _answer(self, rank: int, index: int, message: object) -> None:
         entry = next((e for e in self._outstanding if rank not in e.answers), None)

@@ -51,7 +51,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Spawn:
-    """Driver to agent: start a process of a group, after the end of all that are held.
+    """Driver to agent: start a process of a group, after the end of those that are held and had the same plan.
 
     Its secret is made of the group's own and `salt` (places.py). plan: a digest of what it is to be.
     """

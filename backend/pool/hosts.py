@@ -51,16 +51,16 @@ class HostProcess:
 class Room:
     """Room for one process on a host, or a process that an earlier driver left there."""
 
-    def __init__(self, host: Host, left: Held | None = None) -> None:
+    def __init__(self, host: Host, held: Held | None = None) -> None:
         """Taken from what `host` offers."""
         self._host = host
-        self._left = left
+        self._held = held
         self._released = False
         host.taken += 1
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
         """Start the process there, or take it over. OSError when that fails or the host is lost meanwhile."""
-        return await self._host.spawn(launch, rank, self._left)
+        return await self._host.spawn(launch, rank, self._held)
 
     def release(self) -> None:
         """The host offers it again."""
@@ -88,19 +88,19 @@ class Host:
         """How many processes more it can run."""
         return max(0, self.offer.processes - self.taken)
 
-    async def spawn(self, launch: Launch, rank: int, left: Held | None = None) -> WorkerProcess:
-        """Start a process, or take over one that is left. OSError when that fails, or the host is lost meanwhile."""
+    async def spawn(self, launch: Launch, rank: int, held: Held | None = None) -> WorkerProcess:
+        """Start a process, or take over one that is held. OSError when that fails, or the host is lost meanwhile."""
         if self.talk.over is not None:
             raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
         number, loop = self.site.next_number(), asyncio.get_running_loop()
         birth = self._births[number] = loop.create_future()
         ending = self._endings[number] = loop.create_future()
         self.site.launched.add(launch.salt)
-        if left is None:
-            self.held.clear()  # it ends them first
+        if held is None:
+            self.held = [one for one in self.held if one.plan != launch.plan]  # it ends these first
             self.talk.tell(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
         else:
-            self.talk.tell(TakeOver(number, left.pid, launch.generation, launch.port, launch.salt))
+            self.talk.tell(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
         try:
             return HostProcess(self, await birth, ending)
         except asyncio.CancelledError:
@@ -165,7 +165,7 @@ class Hosts:
         return cls(listener, secret, silence)
 
     async def close(self) -> None:
-        """Take no more hosts, and leave those that joined: their agents end what still runs."""
+        """Take no more hosts, and leave those that joined; what still runs there is the next driver's."""
         self._door.cancel()
         tasks = {self._door, *self._connections}
         for host in self._hosts:
@@ -202,12 +202,12 @@ class Hosts:
 
     def take(self, processes: int, plan: str) -> Sequence[Place]:
         """A group that an earlier driver left, or room for one, host by host in the order of their names."""
-        if left := self._left_behind(processes, plan):
-            return left
+        if held := self._held_group(processes, plan):
+            return held
         slots = [host for host in self._in_order() for _ in range(host.free)]
         return [Room(host) for host in slots[:processes]]
 
-    def _left_behind(self, processes: int, plan: str) -> Sequence[Place]:
+    def _held_group(self, processes: int, plan: str) -> Sequence[Place]:
         groups: dict[bytes, dict[int, tuple[Host, Held]]] = {}
         for host in self._in_order():
             for one in host.held:

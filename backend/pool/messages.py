@@ -34,9 +34,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Left:
-    """Worker to driver, first, when it has served another one: the number of the last command of that one, or 0."""
+    """Worker to driver, first, when it has served another one: how many commands it has received in its life.
 
-    command: int
+    A driver sends commands only to a group that is ready: so ranks that were told the same have the same number.
+    """
+
+    commands: int
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class Pool:
         site: where processes are started; None: as children of this one. It may have room for them only later: the
         start, and each later generation, waits for it.
         on_waiting: told what a generation waits for before its processes can be started, and when it waits no more.
-        Call it in a thread that lives as long as the pool: the kernel ends the workers when that thread ends.
+        Without a site, call it in a thread that lives as long as the pool: the kernel ends the workers with it.
         Raises ValueError for a mesh that cannot be divided, UserError when the executor refuses the configuration,
         GroupFailedError when no group came up in three attempts.
         """

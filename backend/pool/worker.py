@@ -75,9 +75,9 @@ class Desk:
         self._link: WorkerLink | None = None
         self._turn = threading.Lock()  # of those who write
         self._reader: threading.Thread | None = None
-        self._received = 0  # the newest command of the driver that is there, or was last
-        self._alone = threading.Event()  # that driver is gone
-        self._last = threading.Event()  # and nobody will give us another one
+        self._received = 0  # commands, of all drivers
+        self._alone = threading.Event()  # the driver is gone
+        self._no_other = threading.Event()  # there will be none after it
 
     def receive(self, births: IO[bytes]) -> None:
         """Serve one driver after the other, as the lines say; for a thread of its own."""
@@ -86,7 +86,7 @@ class Desk:
                 self.serve(Birth.from_line(line))
             except OSError as error:
                 log.warning("the driver cannot be reached: %s", error)
-        self._last.set()
+        self._no_other.set()
         self._end_unless_wanted()
 
     def serve(self, birth: Birth) -> None:
@@ -98,10 +98,13 @@ class Desk:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_log_format(birth), force=True)
         link = WorkerLink.connect(birth.host, birth.port, bytes.fromhex(birth.secret), birth.generation, birth.rank)
         if self._reader is not None:
-            link.write(0, codec.encode(Left(self._received)))
+            try:
+                link.write(0, codec.encode(Left(self._received)))
+            except OSError:
+                link.close()
+                raise
         with self._turn:
             self._link = link
-        self._received = 0
         self._alone.clear()
         self._reader = threading.Thread(target=self._read, args=(link,), name="reader", daemon=True)
         self._reader.start()
@@ -121,7 +124,7 @@ class Desk:
         self.send(0, codec.encode(Progress(text)))
 
     def send_last(self, message: object) -> None:
-        """Send `message` when the link is free within a second; the process is about to end."""
+        """Send `message` when the link is free within a second, and nothing after it: the process is about to end."""
         body = codec.encode(message)
         if self._turn.acquire(timeout=1.0) and self._link is not None:
             self._link.write(0, body)
@@ -145,13 +148,13 @@ class Desk:
             if frame.index == 0 and bytes(frame.body) == b"".join(beat):
                 self.send(0, beat, link)
             else:
-                self._received = max(self._received, frame.index)
+                self._received += frame.index > 0
                 self.inbox.put((link, frame))
         self._alone.set()
         self._end_unless_wanted()
 
     def _end_unless_wanted(self) -> None:
-        if self._alone.is_set() and self._last.is_set():
+        if self._alone.is_set() and self._no_other.is_set():
             os._exit(0)
 
 

@@ -27,7 +27,9 @@ from backend.commands import (
 )
 from backend.pool import Hosts, Pool, Post, agent, codec, serve_group
 from backend.pool.birth import Birth
+from backend.pool.group import Plan
 from backend.pool.host_messages import Offer, Spawned, Welcome
+from backend.pool.places import ThisMachine
 from backend.pool.software import software
 from backend.pool.spawn import ChildProcess, spawn_worker
 from backend.pool.transport import LoopLink, WorkerLink
@@ -274,9 +276,43 @@ async def test_ranks_that_were_left_at_different_commands_are_not_kept(
     await driver.kill()
     await next_driver()
     pool = await bench.start(2)
-    assert "an earlier driver left its ranks at different commands: [0, 4]" in caplog.text
+    assert "an earlier driver left its ranks at different commands: [0, 1]" in caplog.text
     assert not set(pool.pids) & pids
     await serves(pool, 2)
+
+
+async def test_a_held_process_that_dies_slowly_costs_a_visit_and_no_host(
+    bench: Bench, drive: Any, next_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = bench.join("a")
+    driver, pids = await drive(1)
+    await driver.kill()
+    signals = ChildProcess.signal
+
+    def signal_late(child: ChildProcess, number: int) -> None:
+        if child.pid in pids:  # longer than a driver waits for a beat
+            asyncio.get_running_loop().call_later(4.5, signals, child, number)
+        else:
+            signals(child, number)
+
+    monkeypatch.setattr(ChildProcess, "signal", signal_late)
+    await next_driver()
+    pool = await bench.start(1, "Collective")
+    assert not set(pool.pids) & pids
+    assert not task.done()
+
+
+def test_a_plan_is_another_one_when_the_files_are_others(
+    tmp_path: Path, group_config: Callable[..., GroupConfig]
+) -> None:
+    def digest() -> str:
+        return Plan(group_config(str(tmp_path)), 1, "a:b", 1.0, 1.0, site=ThisMachine(None), on_progress=print).digest
+
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = digest()
+    assert digest() == before
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert digest() != before
 
 
 @pytest.mark.parametrize("why", ["a rank is missing", "another plan"])

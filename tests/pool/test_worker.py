@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from backend.commands import GroupConfig, Ping
+from backend.commands import Done, GroupConfig, Ping
 from backend.pool import codec
 from backend.pool.birth import Birth
-from backend.pool.messages import Beat, Progress, Ready, Start
+from backend.pool.messages import Beat, Left, Progress, Ready, Start
 from backend.pool.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
 from backend.pool.transport import LoopLink, next_connection
 
@@ -102,6 +102,34 @@ async def test_a_worker_ends_when_its_connection_does(
     link.close()
     assert (await process.ended()).how == "ended with exit status 0"
     assert "rank 0 generation 5 backend.pool.worker: the driver is gone" in (tmp_path / "worker-0.log").read_text()
+
+
+async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
+    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        to_us = birth(listener, SECRET)
+        worker = await spawn_worker(to_us, "", log_dir=tmp_path, keep=True)
+
+        async def next_driver() -> LoopLink:
+            return await LoopLink.accept(await next_connection(listener), SECRET, 5, 1)
+
+        first = await next_driver()
+        await first.write(0, codec.encode(Start(config, 1, "", "pool_executors:Echo", 30.0)))
+        for index in (1, 2):
+            await first.write(index, codec.encode(Ping()))
+        while not isinstance(await next_message(first), Done):
+            pass
+        first.close()
+        for _ in range(2):  # the second one follows one that got no further than this
+            worker.serve(to_us)
+            link = await next_driver()
+            assert await next_message(link) == Left(2)
+            link.close()
+        worker.serve_no_other()
+        assert (await worker.ended()).how == "ended with exit status 0"
 
 
 async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
