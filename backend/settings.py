@@ -42,6 +42,9 @@ class Settings(BaseSettings):
     max_context: int = Field(default=0, ge=0, description="tokens; 0 = what the model allows, up to 32768")
     microbatch_tokens: int = Field(default=1024, ge=32, description="padded tokens of a training micro-batch")
     sample_slots: int = Field(default=64, ge=1, description="sequences decoded together at most")
+    resident_snapshots: int = Field(
+        default=32, ge=1, description="snapshots for sampling kept on the devices; others are loaded when sampled"
+    )
     decode_chunk: int = Field(default=8, ge=1, description="tokens decoded between two looks at the queue")
     warm_up: bool = Field(default=True, description="compile what requests may need while there are none")
     command_deadline: float = Field(default=600.0, gt=0, description="seconds a pool command may take")

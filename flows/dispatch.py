@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from uuid import UUID
 
 from sqlalchemy.exc import OperationalError
@@ -246,14 +247,19 @@ class Dispatcher:
         return abandoned
 
     async def _drop_snapshots(self, model: ServedModel) -> None:
+        """Those of samplers that are closed; and others that are too many, until somebody samples them again."""
         snapshots = model.runtime.snapshots
-        if not snapshots.droppable:
-            return
-        for snapshot_id in await asyncio.to_thread(self._journal.unused_snapshots, snapshots.droppable):
-            if snapshot_id not in snapshots.droppable:
-                continue  # a sampler that uses it was opened meanwhile
-            snapshots.dropped(snapshot_id)
-            try:
-                await model.runtime.send(DropSnapshot(snapshot_id), Done)
-            except GroupFailedError:
-                return  # all of them went with the group
+        if snapshots.droppable:
+            unused = await asyncio.to_thread(self._journal.unused_snapshots, snapshots.droppable)
+            # of some of them a sampler may have been opened meanwhile
+            await _drop(model, [one for one in unused if one in snapshots.droppable])
+            await _drop(model, snapshots.surplus(self._settings.resident_snapshots))
+
+
+async def _drop(model: ServedModel, snapshot_ids: Sequence[str]) -> None:
+    """Send all before anything else happens: whoever loads one again does so after it was dropped."""
+    for snapshot_id in snapshot_ids:
+        model.runtime.snapshots.dropped(snapshot_id)
+    for sent in [model.runtime.send(DropSnapshot(snapshot_id), Done) for snapshot_id in snapshot_ids]:
+        with suppress(GroupFailedError):  # all of them went with the group
+            await sent

@@ -173,10 +173,17 @@ class Batch:
             self._stopped.discard(request.id)
 
     async def _decode(self, request: Pending) -> Outcome:
-        card = self._runtime.card
         sampler = request.sampler
         assert sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
-        snapshot, loaded = await _snapshot(self._runtime, sampler)
+        if (snapshot := _snapshot(self._runtime, sampler)) is None:
+            return await self._sample(request, None)
+        with self._runtime.snapshots.using(snapshot):
+            loaded = await _load_unless_there(self._runtime, sampler, snapshot)
+            outcome = await self._sample(request, snapshot)
+            return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
+
+    async def _sample(self, request: Pending, snapshot: str | None) -> Outcome:
+        card = self._runtime.card
         wanted = await self._runtime.decode(
             len(request.payload),
             lambda: decode_sample(
@@ -190,14 +197,13 @@ class Batch:
             ),
         )
         if request.id in self._stopped:
-            return _with(_stopped(request), loaded)
+            return _stopped(request)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = ended
         self._prompts[request.id] = len(wanted.prompt_T)
         self._admit.append(wanted)
         self._some.set()
-        outcome = await ended
-        return _with(outcome, loaded)
+        return await ended
 
     def _end(self, outcome: Outcome) -> None:
         ended = self._answers.get(outcome.request_id)
@@ -209,23 +215,26 @@ class Batch:
             self._end(failure(self._requests[request_id], error))
 
 
-async def _snapshot(runtime: Runtime, sampler: SamplerView) -> tuple[str | None, SamplerLoaded | None]:
-    """The snapshot that the sampler samples (None: the base model), and the row change when it was loaded for it."""
-    if sampler.model_path is None:
-        if sampler.snapshot_id is not None:
-            await runtime.snapshots.load_once(sampler.snapshot_id, partial(_bring_back, runtime, sampler.snapshot_id))
-            runtime.snapshots.recorded(sampler.snapshot_id)
-        return sampler.snapshot_id, None
-    path, name = sampler.model_path, f"{sampler.id}@{runtime.pool.generation}"
+def _snapshot(runtime: Runtime, sampler: SamplerView) -> str | None:
+    """The snapshot that the sampler samples; None: the base model."""
+    return sampler.snapshot_id if sampler.model_path is None else f"{sampler.id}@{runtime.pool.generation}"
 
-    async def bring() -> None:
+
+async def _load_unless_there(runtime: Runtime, sampler: SamplerView, snapshot: str) -> SamplerLoaded | None:
+    """Have the worker group hold the sampler's snapshot; the change of the sampler's row when it has another one."""
+
+    async def load_checkpoint(path: str) -> None:
         state = await load(runtime, sampler.owner, path, optimizer=False)
-        await runtime.send(LoadSnapshot(name, state), Done)
+        await runtime.send(LoadSnapshot(snapshot, state), Done)
 
-    await runtime.snapshots.load_once(name, bring)
-    if sampler.snapshot_id == name:
-        runtime.snapshots.recorded(name)
-    return name, SamplerLoaded(sampler.id, name) if sampler.snapshot_id != name else None
+    bring = (
+        partial(load_checkpoint, sampler.model_path) if sampler.model_path else partial(_bring_back, runtime, snapshot)
+    )
+    await runtime.snapshots.load_once(snapshot, bring)
+    if sampler.snapshot_id != snapshot:
+        return SamplerLoaded(sampler.id, snapshot)
+    runtime.snapshots.recorded(snapshot)
+    return None
 
 
 def _stopped(request: Pending) -> Outcome:
@@ -278,7 +287,3 @@ def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:
         for i, sequence in enumerate(result.sequences)
     )
     return replace(outcome, effects=(*outcome.effects, SequencesRecorded(session, sequences)))
-
-
-def _with(outcome: Outcome, loaded: SamplerLoaded | None) -> Outcome:
-    return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))

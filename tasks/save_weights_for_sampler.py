@@ -71,6 +71,7 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
             runtime.snapshots.moving(request.id, snapshot_id)
             await moved
             runtime.snapshots.published(snapshot_id)
+        runtime.snapshots.stored(snapshot_id)
     except Exception:
         runtime.snapshots.dropped(request.id)
         with suppress(GroupFailedError):
@@ -100,6 +101,7 @@ async def _store(runtime: Runtime, request: Pending, turn: Turn, state: AdapterS
                 if await runtime.read(runtime.journal.unused_snapshots, {request.id}):
                     return
                 await record(runtime, await _commit(runtime, request, state, request.id))
+                runtime.snapshots.stored(request.id)
                 turn.line.failing = False
                 return
             except FencedError:  # another engine has this model, and stores it

@@ -1,19 +1,22 @@
-"""Which sampling snapshots are in the worker group now, and which of them nobody uses any more."""
+"""Which sampling snapshots are in the worker group now, and which of them it can do without."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 
 class Snapshots:
-    """The engine's own list of what it put into the group. Snapshots of checkpoints are loaded when first sampled."""
+    """The engine's own list of what it put into the group. What is in the store is loaded when it is sampled."""
 
     def __init__(self) -> None:
         """None yet."""
         self._present: set[str] = set()
-        self._recorded: set[str] = set()
+        self._recorded: dict[str, None] = {}  # least recently used first
+        self._stored: set[str] = set()
+        self._users: Counter[str] = Counter()
         self._loading: dict[str, asyncio.Future[None]] = {}
         self._storing: set[str] = set()
 
@@ -24,6 +27,15 @@ class Snapshots:
     def published(self, snapshot_id: str) -> None:
         """The group holds it now, and the journal's row of its sampler says so or will in the same transaction."""
         self._present.add(snapshot_id)
+
+    @contextmanager
+    def using(self, snapshot_id: str) -> Iterator[None]:
+        """Somebody samples it, or will as soon as it is loaded: it stays."""
+        self._users[snapshot_id] += 1
+        try:
+            yield
+        finally:
+            self._users -= Counter((snapshot_id,))  # without what comes to 0
 
     @contextmanager
     def storing(self, snapshot_id: str) -> Iterator[None]:
@@ -48,28 +60,42 @@ class Snapshots:
             pending.add_done_callback(lambda _: self._loading.pop(snapshot_id, None))
         await asyncio.shield(pending)
         self._present.add(snapshot_id)
+        self._stored.add(snapshot_id)
+
+    def stored(self, snapshot_id: str) -> None:
+        """The store holds its weights: it can be loaded again."""
+        if snapshot_id in self._present:
+            self._stored.add(snapshot_id)
 
     def recorded(self, snapshot_id: str) -> None:
-        """A sampler's row in the journal names this snapshot by now."""
+        """A sampler's row in the journal names this snapshot by now. Say so again whenever it is used."""
         if snapshot_id in self._present:
-            self._recorded.add(snapshot_id)
+            self._recorded.pop(snapshot_id, None)
+            self._recorded[snapshot_id] = None
 
     def moving(self, snapshot_id: str, to_id: str) -> None:
         """The one gets the other's id. It is not dropped before the row of the sampler that wants it says so."""
-        self._present.discard(snapshot_id)
-        self._recorded.discard(to_id)
+        self.dropped(snapshot_id)
+        self._recorded.pop(to_id, None)
 
     @property
     def droppable(self) -> frozenset[str]:
         """Those that the journal knows of: of these it can say whether a sampler still uses them."""
         return frozenset(self._recorded)
 
+    def surplus(self, most: int) -> list[str]:
+        """Those in excess of `most` that are stored and that nobody uses at the moment, least recently used first."""
+        idle = [one for one in self._recorded if one in self._stored and not self._users[one]]
+        return idle[: max(0, len(self._present) - most)]
+
     def dropped(self, snapshot_id: str) -> None:
         """The group does not hold it any more."""
         self._present.discard(snapshot_id)
-        self._recorded.discard(snapshot_id)
+        self._recorded.pop(snapshot_id, None)
+        self._stored.discard(snapshot_id)
 
     def lost(self) -> None:
         """The group ended, and all snapshots with it."""
         self._present.clear()
         self._recorded.clear()
+        self._stored.clear()

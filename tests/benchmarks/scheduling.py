@@ -1,7 +1,7 @@
 """Whether anybody waits for others longer than they should: issue 4's criteria that are about scheduling.
 
     python -m tests.benchmarks.scheduling [--model FOLDER] [--cases little,closed,group,publish,clients | flat]
-                                          [--minutes 10]
+                                          [--minutes 10] [--data-dir FOLDER]
 
 One `tinkerflow up` without Prefect, on the tiny model unless told. RESULTS.md keeps the output.
 
@@ -229,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face folder")
     parser.add_argument("--cases", default="little,closed,group,publish,clients")
+    parser.add_argument("--data-dir", help="the server's, kept: a second run finds its programs compiled")
     parser.add_argument("--minutes", type=float, default=10.0)
     args = parser.parse_args()
     random.seed(0)
@@ -245,7 +246,7 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = args.model or str(make_tiny(scratch / "tiny"))
         settings = {"WARM_UP": "true"} if asked == ["flat"] else {}
-        url, pid = stack.enter_context(server(scratch / "data", settings, model=model))
+        url, pid = stack.enter_context(server(Path(args.data_dir or scratch / "data"), settings, model=model))
         service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=KEY))
         trainer = service.create_lora_training_client(base_model=model, rank=32, seed=1).result()
         bench = Bench(service, url, pid, trainer, model)

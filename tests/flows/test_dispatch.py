@@ -80,6 +80,37 @@ async def test_snapshots_that_nobody_uses_are_dropped(
     assert (await other.result(other.sample(f"{other.session}:sample:1"))).error is None
 
 
+async def test_too_many_snapshots_make_room_until_they_are_sampled_again(
+    dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, _ = dispatcher
+    monkeypatch.setattr(serving, "_settings", serving._settings.model_copy(update={"resident_snapshots": 2}))
+    model = await client.create()
+    said: dict[str, Any] = {}
+    for number in range(5):
+        await client.result(client.forward_backward(model, [number]))
+        await client.result(client.optim_step(model))
+        saved = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": number}))
+        sampler = orjson.loads(saved.result)["sampling_session_id"]
+        said[sampler] = (await client.result(client.sample(sampler))).result
+    await until(lambda: len(pool.executor.snapshots) == 2)
+    dropped = [command.snapshot_id for command in pool.log if isinstance(command, DropSnapshot)]
+    kept = [client.journal.sampler(sampler, None).snapshot_id for sampler in said]
+    assert dropped == kept[:3]  # least recently used first
+    pool.hold = asyncio.Event()  # it stays while somebody samples it
+    again = [client.sample(sampler) for sampler in said]
+    await until(lambda: len(serving._served) and all(not snapshots_idle(serving, one) for one in kept))
+    pool.hold.set()
+    results = await client.results(*again)
+    assert [result.result for result in results] == [*said.values()]
+    await until(lambda: len(pool.executor.snapshots) == 2)
+
+
+def snapshots_idle(serving: Dispatcher, snapshot_id: str) -> bool:
+    (model,) = serving._served.values()
+    return not model.runtime.snapshots._users[snapshot_id]
+
+
 async def test_trouble_with_one_model_ends_that_model_only(
     dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

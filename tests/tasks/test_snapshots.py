@@ -62,6 +62,26 @@ def test_only_what_the_journal_knows_can_be_dropped() -> None:
     assert snapshots.droppable == frozenset() and "a" not in snapshots
 
 
+def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
+    snapshots = Snapshots()
+    for name in "abcd":
+        snapshots.published(name)
+        snapshots.recorded(name)
+        snapshots.stored(name)
+    snapshots.published("not stored yet")
+    snapshots.recorded("not stored yet")
+    assert snapshots.surplus(5) == []
+    assert snapshots.surplus(2) == ["a", "b", "c"]
+    snapshots.recorded("a")  # used again
+    with snapshots.using("b"), snapshots.using("b"):
+        assert snapshots.surplus(1) == ["c", "d", "a"]
+    snapshots.dropped("b")
+    assert snapshots.surplus(1) == ["c", "d", "a"]
+    snapshots.published("c")  # over the old one, as an inflight save does
+    snapshots.moving("x", "c")
+    assert "c" not in snapshots.surplus(1)
+
+
 def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:
     snapshots = Snapshots()
     snapshots.published("shared")
