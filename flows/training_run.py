@@ -12,9 +12,8 @@ from prefect.states import Cancelled, Completed, Failed
 from flows.lane import End, Lane, Why
 from flows.tracking import Tracking, run_body
 
-MOST_RUNS = (
-    200  # task runs of one flow run: with 500, its page takes more than 6 s to open (tests/benchmarks/RESULTS.md)
-)
+# Task runs of one flow run: with 500, its page takes more than six seconds to open (tests/benchmarks/RESULTS.md).
+MOST_RUNS = 150
 
 
 @flow(
