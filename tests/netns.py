@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+_ENV = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}  # where tc is on Debian
+
 
 class NotHereError(Exception):
     """This machine does not let us make namespaces, and says why."""
@@ -118,7 +120,10 @@ def _quietly(*words: str) -> None:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=_ENV)
+    except FileNotFoundError as error:
+        raise NotHereError(f"no {command[0]} command") from error
     if done.returncode:
         raise NotHereError(f"{' '.join(command[:8])}: {done.stderr.strip()[-300:]}")
     return done.stdout

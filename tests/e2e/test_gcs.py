@@ -13,7 +13,6 @@ from prefect.client.schemas.objects import StateType
 from backend.errors import UserError
 from deployments.run import example_file
 from deployments.serve import ensure_results
-from deployments.testing import TinyService, serve_tiny
 from flows.pipelines import Trained, sft
 from tasks.pipelines.imitate import Imitate
 from tasks.pipelines.parameters import SftParameters
@@ -35,8 +34,10 @@ def gcs(monkeypatch) -> Iterator[FakeGcs]:
 
 
 @pytest.fixture
-def tiny(pipelines, gcs, tmp_path, compiled_programs) -> Iterator[TinyService]:
+def tiny(pipelines, gcs, tmp_path, compiled_programs):
     """A service that keeps its checkpoints there; Prefect is the shared server's."""
+    from deployments.testing import serve_tiny  # a plugin of test_testing.py, which must be the first to import it
+
     (tmp_path / "jax-cache").symlink_to(compiled_programs)
     with serve_tiny(tmp_path, store="gs://bucket/store") as service:
         yield service

