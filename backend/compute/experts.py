@@ -22,16 +22,17 @@ from jax.sharding import Mesh, PartitionSpec
 from backend.compute.config import ModelConfig
 from backend.compute.grouped import Groups
 from backend.compute.lora import MLP, LoraApply, LoraPair
+from backend.compute.matmul import matmul
 from backend.compute.mesh import EXPERT, FSDP, TENSOR
 from backend.compute.quantized import Int8, Weight
 
 
-def route(cfg: ModelConfig, y_BTD: jax.Array, router_DE: jax.Array) -> tuple[jax.Array, jax.Array]:
+def route(cfg: ModelConfig, y_BTD: jax.Array, router_ED: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The experts of every token, int32 [B, T, k], and what their results count, float32 [B, T, k].
 
     Softmax over all experts in float32, then the k largest; with `norm_topk` these are made to sum to 1.
     """
-    chances_BTE = jax.nn.softmax((y_BTD @ router_DE).astype(jnp.float32), axis=-1)
+    chances_BTE = jax.nn.softmax(matmul(y_BTD, router_ED).astype(jnp.float32), axis=-1)
     shares_BTk, chosen_BTk = jax.lax.top_k(chances_BTE, cfg.experts_per_token)
     if cfg.norm_topk:
         shares_BTk = shares_BTk / jnp.sum(shares_BTk, axis=-1, keepdims=True)

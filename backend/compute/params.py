@@ -28,7 +28,7 @@ from backend.errors import UserError
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 Loaded = TypeVar("Loaded", bound=Weight)
-Part = Callable[..., npt.NDArray[Any]]  # (tensor, slices...) -> that part of a matrix [in, out], or of its scale [out]
+Part = Callable[..., npt.NDArray[Any]]  # (tensor, slices...) -> that part of a matrix [out, in], or of its scale [out]
 _ROW_PARALLEL = ("o", "down")  # their inputs are what the tensor axis splits, so their outputs are summed over it
 
 
@@ -95,26 +95,27 @@ def load_params(
     def layers_of(pattern: str, shape: tuple[int, ...]) -> list[_Tensor]:
         return [check(f"model.layers.{i}.{pattern}", shape) for i in range(cfg.layers)]
 
-    def plain_part(tensor: _Tensor, i: slice, o: slice) -> npt.NDArray[Any]:
-        return tensor.read((o, i), kind).T
+    def plain_part(tensor: _Tensor, o: slice, i: slice) -> npt.NDArray[Any]:
+        return tensor.read((o, i), kind)
 
-    def values_part(tensor: _Tensor, i: slice, o: slice) -> npt.NDArray[Any]:
+    def values_part(tensor: _Tensor, o: slice, i: slice) -> npt.NDArray[Any]:
         whole = tensor.read((o, slice(None)), np.float32)  # a scale is of all that a row holds
-        return rounded(whole[:, i], scales(whole, kind)).T
+        return rounded(whole[:, i], scales(whole, kind))
 
     def scale_part(tensor: _Tensor, o: slice) -> npt.NDArray[Any]:
         return scales(tensor.read((o, slice(None)), np.float32), kind)
 
     def matrices(name: str, pattern: str) -> Weight:
-        (fan_in, fan_out), axes = sizes[name], (TENSOR, FSDP) if name in _ROW_PARALLEL else (FSDP, TENSOR)
+        (fan_in, fan_out), axes = sizes[name], (FSDP, TENSOR) if name in _ROW_PARALLEL else (TENSOR, FSDP)
         if cfg.experts and name in MLP:
             by_expert = [layers_of(_expert_tensor(e, name), (fan_out, fan_in)) for e in range(cfg.experts)]
 
             def whole(part: Part, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+                # Turned around: [in, out] is what grouped matmuls take.
                 def read(layer: int, experts: slice, *where: slice) -> npt.NDArray[Any]:
-                    return np.stack([part(each[layer], *where) for each in by_expert[experts]])
+                    return np.stack([part(each[layer], *where[::-1]).T for each in by_expert[experts]])
 
-                return stack((cfg.experts, *shape), (EXPERT, *axes), read)
+                return stack((cfg.experts, *shape[::-1]), (EXPERT, *axes[::-1]), read)
 
         else:
             each = layers_of(pattern, (fan_out, fan_in))
@@ -123,8 +124,8 @@ def load_params(
                 return stack(shape, axes, lambda layer, *where: part(each[layer], *where))
 
         if base_weights == "full":
-            return whole(plain_part, (fan_in, fan_out), axes)
-        return Int8(whole(values_part, (fan_in, fan_out), axes), whole(scale_part, (fan_out,), axes[1:]))
+            return whole(plain_part, (fan_out, fan_in), axes)
+        return Int8(whole(values_part, (fan_out, fan_in), axes), whole(scale_part, (fan_out,), axes[:1]))
 
     def vector(pattern: str, size: int, axis: str | None) -> jax.Array:
         each = layers_of(pattern, (size,))
@@ -134,19 +135,13 @@ def load_params(
     layers |= {name: told(vector(*described)) for name, described in vectors.items()}
     if cfg.experts:
         routers = layers_of("mlp.gate.weight", (cfg.experts, cfg.hidden))
-        shape = (cfg.hidden, cfg.experts)
-        layers["router"] = told(stack(shape, (None, None), lambda layer, i, o: plain_part(routers[layer], i, o)))
-    embed = plain("model.embed_tokens.weight", (cfg.vocab, cfg.hidden), TENSOR, FSDP)
-    unembed = None
-    if not cfg.tied:
-        head = check("lm_head.weight", (cfg.vocab, cfg.hidden))
-        shape = (cfg.hidden, cfg.vocab)
-        unembed = from_callback(shape, sharding(mesh, shape, FSDP, TENSOR), lambda ix: head.read(ix[::-1], kind).T)
+        shape = (cfg.experts, cfg.hidden)
+        layers["router"] = told(stack(shape, (None, None), lambda layer, o, i: plain_part(routers[layer], o, i)))
     return Params(
-        embed_VD=embed,
+        embed_VD=plain("model.embed_tokens.weight", (cfg.vocab, cfg.hidden), TENSOR, FSDP),
         layers=layers,
         final_norm_D=plain("model.norm.weight", (cfg.hidden,), None),
-        unembed_DV=unembed if unembed is None else told(unembed),
+        unembed_VD=None if cfg.tied else plain("lm_head.weight", (cfg.vocab, cfg.hidden), TENSOR, FSDP),
     )
 
 

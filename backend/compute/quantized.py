@@ -18,7 +18,10 @@ import numpy.typing as npt
 
 @flax.struct.dataclass
 class Int8:
-    """A frozen matrix: values int8 [..., in, out], scale [..., out] in the dtype of the activations."""
+    """A frozen matrix: values int8 [..., out, in], scale [..., out] in the dtype of the activations.
+
+    The values of experts lie the other way, [..., in, out].
+    """
 
     values: Any
     scale: Any
@@ -30,13 +33,6 @@ class Int8:
 
 
 Weight = jax.Array | Int8
-
-
-def matmul(x: jax.Array, weight: Weight) -> jax.Array:
-    """x [..., in] times a base weight, in the dtype of x. Differentiable by x."""
-    if isinstance(weight, Int8):
-        return (x @ weight.values.astype(x.dtype)) * weight.scale
-    return x @ weight
 
 
 def scales(rows: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:

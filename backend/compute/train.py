@@ -8,7 +8,7 @@ Letters: B rows, T tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.struct
@@ -95,12 +95,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
 
     def gathered(params: Params) -> Params:
         # The unembedding gathered over fsdp once, not again for every chunk of logits.
-        embed, matrix = params.embed_VD, params.unembed_DV
-        if matrix is None:
-            embed = jax.lax.with_sharding_constraint(embed, sharding(mesh, embed.shape, TENSOR))
-        else:
-            matrix = jax.lax.with_sharding_constraint(matrix, sharding(mesh, matrix.shape, None, TENSOR))
-        return Params(embed, params.layers, params.final_norm_D, matrix)
+        head = jax.lax.with_sharding_constraint(params.head, sharding(mesh, params.head.shape, TENSOR))
+        return replace(params, unembed_VD=head)
 
     def forward_step(params: Params, lora: Lora, batch: Batch) -> Scored:
         hidden_BTD = hidden(params, lora, batch, remat=False)

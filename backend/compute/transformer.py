@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from backend.compute.config import ModelConfig
 from backend.compute.experts import mixture
 from backend.compute.lora import Lora, LoraApply, LoraPair
-from backend.compute.quantized import matmul
+from backend.compute.matmul import matmul, product
 
 # attend(q_BTHd, k_BTGd, v_BTGd) -> o_BTHd; keys and queries are rotated already, and scores are still to be scaled.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -36,18 +36,23 @@ KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low")
 
 @flax.struct.dataclass
 class Params:
-    """Frozen base weights. `unembed_DV` is None when the embedding is tied.
+    """Frozen base weights. `unembed_VD` is None when the embedding is tied.
 
-    layers, each stacked [L, ...]: q [D, H*d], k and v [D, G*d], o [H*d, D], gate and up [D, F], down [F, D],
+    layers, each stacked [L, ...]: q [H*d, D], k and v [G*d, D], o [D, H*d], gate and up [F, D], down [D, F],
     attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d], with qkv_bias q_bias [H*d], k_bias and v_bias
-    [G*d]; with experts gate, up and down have E after L, and there is router [D, E]. The matrices may be
+    [G*d]; with experts gate and up are [E, D, F], down is [E, F, D], and there is router [E, D]. The matrices may be
     `quantized.Int8`. Or a tuple of layers (`params.by_layer`).
     """
 
     embed_VD: jax.Array
     layers: LayerParams | tuple[LayerParams, ...]
     final_norm_D: jax.Array
-    unembed_DV: jax.Array | None
+    unembed_VD: jax.Array | None
+
+    @property
+    def head(self) -> jax.Array:
+        """The matrix of the unembedding, [V, D]."""
+        return self.embed_VD if self.unembed_VD is None else self.unembed_VD
 
     @property
     def apart(self) -> bool:
@@ -62,17 +67,12 @@ def embed(params: Params, tokens_BT: jax.Array) -> jax.Array:
 
 def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] in float32, without the update of an adapter."""
-    if params.unembed_DV is None:
-        # A tied embedding is multiplied as it lies: in a loop, XLA would write its transpose out.
-        return jnp.einsum("btd,vd->btv", hidden_BTD, params.embed_VD, preferred_element_type=jnp.float32)
-    return jnp.einsum("btd,dv->btv", hidden_BTD, params.unembed_DV, preferred_element_type=jnp.float32)
+    return product(hidden_BTD, params.head, jnp.float32)
 
 
 def unembed_pullback(params: Params, d_logits_BTV: jax.Array) -> jax.Array:
     """The gradient by hidden_BTD of what `unembed` gives."""
-    if params.unembed_DV is None:
-        return jnp.einsum("btv,vd->btd", d_logits_BTV, params.embed_VD)
-    return jnp.einsum("btv,dv->btd", d_logits_BTV, params.unembed_DV)
+    return jnp.einsum("btv,vd->btd", d_logits_BTV, params.head)
 
 
 def final_hidden(cfg: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

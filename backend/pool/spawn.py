@@ -15,7 +15,12 @@ import backend
 from backend.pool.birth import Birth
 
 _PACKAGES = Path(backend.__file__).parents[1]
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for them by madvise; C libraries without tunables ignore it
+_MALLOC = {  # C libraries without tunables ignore them
+    "hugetlb": 1,  # asks for huge pages by madvise
+    "arena_max": 1,  # all memory from one heap,
+    "mmap_max": 0,  # however large the piece,
+    "trim_threshold": 2**60,  # and none of it is given back
+}
 _STDERR = 2  # ours, inherited
 
 
@@ -86,13 +91,15 @@ class ChildProcess:
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Our environment as a worker gets it: our packages are found, and its memory comes in huge pages where it can.
+    """Our environment as a worker gets it: our packages are found, and memory is in huge pages, and kept when freed.
 
-    XLA's CPU client takes the memory of each execution anew, and small pages cost a sixth of a training step's CPU
-    time (tests/benchmarks/RESULTS.md). Tunables that are set already are kept, and win.
+    XLA's CPU client takes the memory of each execution anew. Small pages cost a sixth of a training step's CPU time,
+    and pages that went back to the system and are wanted again a twelfth (tests/benchmarks/RESULTS.md). So a worker on
+    CPUs stays as large as it ever was. Tunables that are set already are kept, and win.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGES), environ.get("PYTHONPATH"))))
-    tunables = ":".join(filter(None, (_HUGE_PAGES, environ.get("GLIBC_TUNABLES"))))
+    ours = (f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items())
+    tunables = ":".join(filter(None, (*ours, environ.get("GLIBC_TUNABLES"))))
     return {**environ, "PYTHONPATH": path, "GLIBC_TUNABLES": tunables}
 
 

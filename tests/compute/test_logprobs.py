@@ -27,13 +27,13 @@ def data(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     inputs = LossInputs(
         draw(B, T, K), draw(B, T, K) - 4, draw(B, T, K), jnp.full((B, T, K), jnp.nan), jnp.full((B, T, K), 1.3)
     )
-    params = Params(draw(V, D), {}, draw(D), draw(D, V) if request.param == "untied" else None)
+    params = Params(draw(V, D), {}, draw(D), draw(V, D) if request.param == "untied" else None)
     return params, LoraPair(draw(R, D), draw(R, V)), draw(B, T, D), targets, choose("ppo", {}), inputs
 
 
 def plain(params, pair, hidden, targets, choice, inputs):
     """As one would write it without minding memory."""
-    logits = hidden @ (params.embed_VD.T if params.unembed_DV is None else params.unembed_DV)
+    logits = hidden @ params.head.T
     if pair is not None:
         logits += (hidden @ pair.A.T) @ pair.B * (32 / R)
     scored = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1)

@@ -27,7 +27,7 @@ def same(one, other) -> bool:
 def test_every_parameter_is_loaded_and_counted(reference):
     params = load(reference.folder)
     assert count(params) == sum(p.numel() for p in reference.model.parameters())
-    wanted = reference.model.model.layers[1].mlp.down_proj.weight.detach().numpy().T
+    wanted = reference.model.model.layers[1].mlp.down_proj.weight.detach().numpy()
     assert np.array_equal(params.layers["down"][1], wanted)
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from backend.compute.config import load_config
+from backend.compute.matmul import matmul
 from backend.compute.mesh import make_mesh
 from backend.compute.params import by_layer, count, load_params
-from backend.compute.quantized import Int8, matmul, rounded, scales
+from backend.compute.quantized import Int8, rounded, scales
 
 
 def rounded_copy(model: torch.nn.Module) -> torch.nn.Module:
@@ -50,7 +51,7 @@ def test_the_rule():
     assert np.array_equal(rounded(rows[:, 1:], scale), values[:, 1:])
     x = np.array([[1, 2, 3]], np.float32)
     meant = values * scale[:, None]
-    np.testing.assert_allclose(matmul(jax.numpy.asarray(x), Int8(values.T, scale)), x @ meant.T, rtol=1e-6)
+    np.testing.assert_allclose(matmul(jax.numpy.asarray(x), Int8(values, scale)), x @ meant.T, rtol=1e-6)
 
 
 def test_a_scale_in_bfloat16_is_the_one_that_values_are_rounded_by():
@@ -101,7 +102,7 @@ def test_a_matrix_takes_a_quarter_and_counts_as_before(qwen3):
     for name in ("q", "o", "gate", "down"):
         held, was = small.layers[name], plain.layers[name]
         assert held.values.nbytes * 4 == was.nbytes
-        assert held.scale.shape == (was.shape[0], was.shape[2])
+        assert held.scale.shape == was.shape[:2]
     assert small.embed_VD.dtype == plain.embed_VD.dtype == "float32"
     assert by_layer(small) is small  # written out, its layers would be floats, all at once, while it decodes
 

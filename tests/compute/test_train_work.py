@@ -49,7 +49,7 @@ def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
     program = jax.make_jaxpr(make_steps(cfg, mesh).backward)(params, lora, lora, batch)
     matrices = [params.layers[name] for name in ("q", "k", "v", "o", "gate", "up", "down")]
     frozen = size(matrices) + size(params.embed_VD)  # tied: the embedding is multiplied as the unembedding
-    assert isinstance(lora, Lora) and params.unembed_DV is None
+    assert isinstance(lora, Lora) and params.unembed_VD is None
     # Forward and to the input for what is frozen; to the weights too for an adapter.
     assert matmuls(program.jaxpr, batched=False) == ROWS * TOKENS * (2 * frozen + 3 * size(lora))
     # Attention: scores and their product with v; again the scores, and to weights, v, q and k.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,9 @@ class _Stack:
 class SnapshotBank:
     """Snapshots by id, and the stack. The same on every process of a group when it is told the same."""
 
-    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: str) -> None:
-        """An empty bank for adapters of `cfg`, kept as `dtype`."""
-        self._cfg, self._mesh, self._dtype = cfg, mesh, dtype
+    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: str, *, by_layer: bool) -> None:
+        """An empty bank for adapters of `cfg`, kept as `dtype`; `by_layer`: the stack is, as the weights are."""
+        self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._snapshots: dict[str, Snapshot] = {}
         self._stack = _Stack()
 
@@ -120,7 +121,7 @@ class SnapshotBank:
 
     @property
     def lora(self) -> Lora:
-        """The stack: A [.., K, in] and B [.., K, out]; without any pairs before it is used."""
+        """The stack: A [.., K, in] and B [.., K, out], or tuples of those; without any pairs before it is used."""
         return self._stack.lora
 
     @property
@@ -158,7 +159,7 @@ class SnapshotBank:
 
     def _rebuild(self, snapshots: list[Snapshot]) -> None:
         width = rank_columns(sum(snapshot.columns for snapshot in snapshots))
-        self._stack = _Stack(width, empty_stack(self._cfg, self._mesh, width, self._dtype))
+        self._stack = _Stack(width, empty_stack(self._cfg, self._mesh, width, self._dtype, self._by_layer))
         start = 0
         for snapshot in snapshots:
             self._place(snapshot, start)
@@ -224,13 +225,19 @@ def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.
     return copy, jax.lax.with_sharding_constraint(finite, replicated(mesh))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str) -> Lora:
-    """A stack of `width` columns of zeros: an adapter of all parts of the model."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: bool = False) -> Lora:
+    """A stack of `width` columns of zeros: an adapter of all parts of the model; `by_layer`: see `params.by_layer`."""
+
+    def zeros(name: str, size: int) -> jax.Array | tuple[jax.Array, ...]:
+        layers, *experts = stack_shape(cfg, name) or (0,)
+        if by_layer and layers:
+            return tuple(jnp.zeros((*experts, width, size), dtype) for _ in range(layers))
+        return jnp.zeros((*stack_shape(cfg, name), width, size), dtype)
 
     def pair(name: str) -> LoraPair:
-        (fan_in, fan_out), stack = projection_sizes(cfg)[name], stack_shape(cfg, name)
-        return LoraPair(A=jnp.zeros((*stack, width, fan_in), dtype), B=jnp.zeros((*stack, width, fan_out), dtype))
+        fan_in, fan_out = projection_sizes(cfg)[name]
+        return LoraPair(A=zeros(name, fan_in), B=zeros(name, fan_out))
 
     layers = {name: pair(name) for name in projection_sizes(cfg) if name != "unembed"}
     return _pinned(mesh, Lora(layers=layers, unembed=pair("unembed")))
@@ -241,7 +248,9 @@ def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Arr
     """The stack with a snapshot written at column `start`; parts that it does not adapt are zeroed there."""
 
     def put_pair(into: LoraPair, pair: LoraPair | None) -> LoraPair:
-        def one(held: jax.Array, new: jax.Array | None) -> jax.Array:
+        def one(held: Any, new: Any) -> Any:
+            if isinstance(held, tuple):
+                return tuple(one(part, None if new is None else new[layer]) for layer, part in enumerate(held))
             shape = (*held.shape[:-2], columns, held.shape[-1])
             part = jnp.zeros(shape, held.dtype) if new is None else new
             return jax.lax.dynamic_update_slice_in_dim(held, part, start, axis=held.ndim - 2)

@@ -4,16 +4,18 @@ Letters: L layers, S slots (or rows of a prefill), G key-value heads, T position
 Q queries of a row, r query heads per key-value head, b keys of a block, N pages (a page is a block of one slot).
 
 Heads come before positions, so that a block of keys is one matrix per head: any other order makes XLA copy what it
-multiplies. A cache is one array for all layers, or, for a loop over layers that is written out (`params.by_layer`), one
-a layer, because XLA:CPU copies a layer out of a stack before it multiplies by it. Attention stops after the block that
-the longest row has reached, so a long cache costs nothing while it is empty, and blocks beyond a row's end add exact
+multiplies. Keys lie with their positions last, values with theirs before d, each as its matmul reads it: with both
+alike, XLA:CPU transposed every key for every token (64 rows at 128 positions: three times the values' time, now equal).
+A cache is one array for all layers, or, for a loop over layers that is written out (`params.by_layer`), one a layer,
+because XLA:CPU copies a layer out of a stack before it multiplies by it. Attention stops after the block that the
+longest row has reached, so a long cache costs nothing while it is empty, and blocks beyond a row's end add exact
 zeros: a row's result does not depend on the others' lengths.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +29,14 @@ from backend.compute.config import ModelConfig
 from backend.compute.mesh import FSDP, TENSOR, sharding
 from backend.compute.sampler.shapes import BLOCK
 
+_KEYS, _VALUES = 4, 3  # the axes that are positions
 PAGES = 16  # that are copied at once: 2,048 positions
 _MASKED = -1e30
 
 
 @flax.struct.dataclass
 class Cache:
-    """Keys (rotated) and values, each [L, S, G, T, d] in the dtype of the weights, or L of [1, S, G, T, d]."""
+    """Keys (rotated) [L, S, G, d, T], values [L, S, G, T, d], in the dtype of the weights; or L of each with L = 1."""
 
     k: Any
     v: Any
@@ -46,7 +49,7 @@ class Cache:
     @property
     def length(self) -> int:
         """How many positions of each."""
-        return int(jax.tree.leaves(self.k)[0].shape[3])
+        return int(jax.tree.leaves(self.v)[0].shape[_VALUES])
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,10 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // BLOCK)
 
 
-def cache_shape(cfg: ModelConfig, slots: int, length: int) -> tuple[int, int, int, int, int]:
-    """[L, S, G, T, d]."""
-    return (cfg.layers, slots, cfg.kv_heads, length, cfg.head_dim)
+def cache_shape(cfg: ModelConfig, slots: int, length: int, axis: int = _VALUES) -> tuple[int, ...]:
+    """[L, S, G, T, d] of values, or with T on the `axis` of keys."""
+    inner = (length, cfg.head_dim) if axis == _VALUES else (cfg.head_dim, length)
+    return (cfg.layers, slots, cfg.kv_heads, *inner)
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh, slots: int, length: int) -> NamedSharding:
@@ -77,14 +81,14 @@ def cache_sharding(cfg: ModelConfig, mesh: Mesh, slots: int, length: int) -> Nam
 def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str, by_layer: bool = False) -> Cache:
     """A cache of zeros. Never of anything else: a masked value still meets a weight of 0, and 0 * nan is nan."""
 
-    def zeros(layers: int) -> jax.Array:
-        shape = (layers, *cache_shape(cfg, slots, length)[1:])
+    def zeros(layers: int, axis: int) -> jax.Array:
+        shape = (layers, *cache_shape(cfg, slots, length, axis)[1:])
         return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), cache_sharding(cfg, mesh, slots, length))
 
-    def part() -> jax.Array | tuple[jax.Array, ...]:
-        return tuple(zeros(1) for _ in range(cfg.layers)) if by_layer else zeros(cfg.layers)
+    def part(axis: int) -> jax.Array | tuple[jax.Array, ...]:
+        return tuple(zeros(1, axis) for _ in range(cfg.layers)) if by_layer else zeros(cfg.layers, axis)
 
-    return Cache(k=part(), v=part())
+    return Cache(k=part(_KEYS), v=part(_VALUES))
 
 
 def moved(cfg: ModelConfig, mesh: Mesh, into: Cache, source: Cache, moves: Sequence[Move]) -> Cache:
@@ -109,21 +113,21 @@ def pages_of(
 ) -> Cache:
     """Page page_N[i] of slot slot_N[i], i < count, as a cache of N = PAGES slots of BLOCK: one array for all layers."""
 
-    def one(whole: Any) -> jax.Array:
+    def one(axis: int, whole: Any) -> jax.Array:
         parts = whole if isinstance(whole, tuple) else (whole,)
-        shape = cache_shape(cfg, PAGES, BLOCK)
+        shape = cache_shape(cfg, PAGES, BLOCK, axis)
 
         def copy(i: jax.Array, room: jax.Array) -> jax.Array:
             for layer, part in enumerate(parts):
-                begin = (0, slot_N[i], 0, page_N[i] * BLOCK, 0)
-                page = jax.lax.dynamic_slice(part, begin, (part.shape[0], 1, shape[2], BLOCK, shape[4]))
+                begin = _begin(axis, slot_N[i], page_N[i])
+                page = jax.lax.dynamic_slice(part, begin, (part.shape[0], 1, *shape[2:]))
                 room = jax.lax.dynamic_update_slice(room, page, (layer, i, 0, 0, 0))
             return room
 
         room = jax.lax.fori_loop(0, count, copy, jnp.zeros(shape, parts[0].dtype))
         return jax.lax.with_sharding_constraint(room, cache_sharding(cfg, mesh, PAGES, BLOCK))
 
-    return Cache(k=one(cache.k), v=one(cache.v))
+    return Cache(k=one(_KEYS, cache.k), v=one(_VALUES, cache.v))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -132,12 +136,12 @@ def pages_put(
 ) -> Cache:
     """The inverse of `pages_of`: `cache` with those pages in their places. In place."""
 
-    def one(whole: Any, source: jax.Array) -> Any:
+    def one(axis: int, whole: Any, source: jax.Array) -> Any:
         parts = whole if isinstance(whole, tuple) else (whole,)
 
         def copy(i: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             page = jax.lax.dynamic_slice_in_dim(source, i, 1, axis=1)
-            begin, made = (0, slot_N[i], 0, page_N[i] * BLOCK, 0), []
+            begin, made = _begin(axis, slot_N[i], page_N[i]), []
             for layer, part in enumerate(parts):
                 made.append(jax.lax.dynamic_update_slice(part, page[layer : layer + part.shape[0]], begin))
             return tuple(made)
@@ -147,31 +151,29 @@ def pages_put(
         parts = tuple(jax.lax.with_sharding_constraint(part, where) for part in parts)
         return parts if isinstance(whole, tuple) else parts[0]
 
-    return Cache(k=one(cache.k, pages.k), v=one(cache.v, pages.v))
+    return Cache(k=one(_KEYS, cache.k, pages.k), v=one(_VALUES, cache.v, pages.v))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def page_of(cfg: ModelConfig, mesh: Mesh, cache: Cache, page: jax.Array) -> Cache:
     """A copy of positions [page * BLOCK, (page + 1) * BLOCK) of every slot."""
 
-    def one(x: jax.Array) -> jax.Array:
-        part = jax.lax.dynamic_slice_in_dim(x, page * BLOCK, BLOCK, axis=3)
+    def one(axis: int, x: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(x, page * BLOCK, BLOCK, axis)
         return jax.lax.with_sharding_constraint(part, cache_sharding(cfg, mesh, cache.slots, BLOCK))
 
-    part: Cache = jax.tree.map(one, cache)
-    return part
+    return _each(one, cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def with_page(cfg: ModelConfig, mesh: Mesh, cache: Cache, part: Cache, page: jax.Array) -> Cache:
     """`cache` with `part`, BLOCK positions of every slot, at positions [page * BLOCK, (page + 1) * BLOCK). In place."""
 
-    def one(x: jax.Array, part: jax.Array) -> jax.Array:
-        x = jax.lax.dynamic_update_slice_in_dim(x, part, page * BLOCK, axis=3)
+    def one(axis: int, x: jax.Array, part: jax.Array) -> jax.Array:
+        x = jax.lax.dynamic_update_slice_in_dim(x, part, page * BLOCK, axis)
         return jax.lax.with_sharding_constraint(x, cache_sharding(cfg, mesh, cache.slots, cache.length))
 
-    whole: Cache = jax.tree.map(one, cache, part)
-    return whole
+    return _each(one, cache, part)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -192,7 +194,8 @@ def attend_cached(
     """Write k and v [S, Q, G, d] at positions start_S.. of `layer`, then attend: the new cache, and o [S, Q, H, d].
 
     `layer` is an int if the cache is by layer. Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all
-    rows start together (start_S[0]), and must fit; with Q = 1 what would lie beyond the cache is not written.
+    rows start together (start_S[0]), and must fit; with Q = 1 what would lie
+    beyond the cache is not written, or over the last position of an only row: nobody reads on who is there.
     """
     if isinstance(cache.k, tuple):
         one = Cache(k=cache.k[layer], v=cache.v[layer])
@@ -232,9 +235,11 @@ def _attend_local(
     v_SQGd: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     S, Q, H, d = q_SQHd.shape
-    _, _, G, T, _ = cache_k.shape
-    cache_k = _written(cache_k, layer, start_S, k_SQGd)
-    cache_v = _written(cache_v, layer, start_S, v_SQGd)
+    _, _, G, T, _ = cache_v.shape
+    cache_k = _written(cache_k, _KEYS, layer, start_S, k_SQGd)
+    cache_v = _written(cache_v, _VALUES, layer, start_S, v_SQGd)
+    # Otherwise XLA writes one row's twice, for the cache and for what reads it here, and needs copies to do so.
+    cache_k, cache_v = jax.lax.optimization_barrier((cache_k, cache_v))
 
     # The query heads that share a key-value head, and a row's queries, are rows of one matrix.
     q = (q_SQHd * d**-0.5).reshape(S, Q, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(S, G, H // G * Q, d)
@@ -243,10 +248,9 @@ def _attend_local(
 
     def block(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = state
-        begin = (layer, 0, 0, i * BLOCK, 0)
-        k_SGbd = jax.lax.dynamic_slice(cache_k, begin, (1, S, G, BLOCK, d))[0]
-        v_SGbd = jax.lax.dynamic_slice(cache_v, begin, (1, S, G, BLOCK, d))[0]
-        scores = jnp.einsum("sgqd,sgbd->sgqb", q, k_SGbd, preferred_element_type=jnp.float32)
+        k_SGdb = jax.lax.dynamic_slice(cache_k, (layer, 0, 0, 0, i * BLOCK), (1, S, G, d, BLOCK))[0]
+        v_SGbd = jax.lax.dynamic_slice(cache_v, (layer, 0, 0, i * BLOCK, 0), (1, S, G, BLOCK, d))[0]
+        scores = jnp.einsum("sgqd,sgdb->sgqb", q, k_SGdb, preferred_element_type=jnp.float32)
         scores = jnp.where(i * BLOCK + jnp.arange(BLOCK) <= seen, scores, _MASKED)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - higher)
@@ -268,10 +272,27 @@ def _attend_local(
     return cache_k, cache_v, o.reshape(S, G, H // G, Q, d).transpose(0, 3, 1, 2, 4).reshape(S, Q, H, d)
 
 
-def _written(cache: jax.Array, layer: jax.Array, start_S: jax.Array, new_SQGd: jax.Array) -> jax.Array:
+def _written(cache: jax.Array, axis: int, layer: jax.Array, start_S: jax.Array, new_SQGd: jax.Array) -> jax.Array:
+    """The keys' or the values' part of a cache with new ones at positions start_S.., which are its `axis`."""
     new_SQGd = new_SQGd.astype(cache.dtype)
-    if new_SQGd.shape[1] == 1:
+    if new_SQGd.shape[1] == 1 and new_SQGd.shape[0] > 1:
         slots = jnp.arange(new_SQGd.shape[0])
+        if axis == _KEYS:
+            return cache.at[layer, slots, :, :, start_S].set(new_SQGd[:, 0], mode="drop")
         return cache.at[layer, slots, :, start_S].set(new_SQGd[:, 0], mode="drop")
-    new_SGQd = new_SQGd.transpose(0, 2, 1, 3)
-    return jax.lax.dynamic_update_slice(cache, new_SGQd[None], (layer, 0, 0, start_S[0], 0))
+    new_SG = new_SQGd.transpose(0, 2, 3, 1) if axis == _KEYS else new_SQGd.transpose(0, 2, 1, 3)
+    begin = (0, 0, start_S[0]) if axis == _KEYS else (0, start_S[0], 0)
+    return jax.lax.dynamic_update_slice(cache, new_SG[None], (layer, 0, *begin))
+
+
+def _each(change: Callable[..., jax.Array], *caches: Cache) -> Cache:
+    """change(axis of positions, arrays...) of all keys, and of all values."""
+    return Cache(
+        k=jax.tree.map(functools.partial(change, _KEYS), *(cache.k for cache in caches)),
+        v=jax.tree.map(functools.partial(change, _VALUES), *(cache.v for cache in caches)),
+    )
+
+
+def _begin(axis: int, slot: jax.Array, page: jax.Array) -> tuple[Any, ...]:
+    """Where a page of a slot begins in an array whose positions are its `axis`."""
+    return (0, slot, 0, 0, page * BLOCK) if axis == _KEYS else (0, slot, 0, page * BLOCK, 0)

@@ -50,7 +50,6 @@ class SamplerPrograms:
     mesh: Mesh
     shapes: Shapes
     params: Params
-    decode_params: Params
     chunk: int
 
     def all(self) -> Iterator[Program]:
@@ -85,7 +84,7 @@ class SamplerPrograms:
         yield Program(f"prefixes of {length}", distance + 1, partial(self._prefixes, (alone, length)))
 
     def _of_batch(self, distance: int, slots: int, length: int) -> Iterator[Program]:
-        shape, of = (slots, length, self.decode_params.apart), f"{slots} slots of {length}"
+        shape, of = (slots, length), f"{slots} slots of {length}"
         for width in _WIDTHS:
             make = partial(self._decode, shape, width)
             yield Program(f"decode, {of}, {width} columns", _distance(distance, width), make)
@@ -105,7 +104,7 @@ class SamplerPrograms:
         stack, staged = self._stack(width), self._cache(rows, length)
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, stack, staged, piece).compile()
 
-    def _decode(self, shape: tuple[int, int, bool], width: int) -> None:
+    def _decode(self, shape: tuple[int, int], width: int) -> None:
         S = shape[0]
         rows = Rows(
             tokens_S=np.zeros(S, np.int32),
@@ -115,14 +114,13 @@ class SamplerPrograms:
             choice=greedy_choice(S),
         )
         stack, cache = self._stack(width), self._cache(*shape)
-        weights = self.decode_params
-        decode.lower(self.cfg, self.mesh, self.chunk, 0, weights, stack, cache, rows, np.int32(1)).compile()
+        decode.lower(self.cfg, self.mesh, self.chunk, 0, self.params, stack, cache, rows, np.int32(1)).compile()
 
-    def _pages_of(self, shape: tuple[Any, ...]) -> Any:
+    def _pages_of(self, shape: tuple[int, int]) -> Any:
         places = np.zeros(PAGES, np.int32)
         return result_of(pages_of, self.cfg, self.mesh, self._cache(*shape), places, places, np.int32(1))
 
-    def _pages_put(self, shape: tuple[Any, ...]) -> None:
+    def _pages_put(self, shape: tuple[int, int]) -> None:
         pages, places = self._pages_of((self.shapes.rows[0], self.shapes.lengths[0])), np.zeros(PAGES, np.int32)
         pages_put.lower(self.cfg, self.mesh, self._cache(*shape), pages, places, places, np.int32(1)).compile()
 
@@ -131,7 +129,7 @@ class SamplerPrograms:
         page = result_of(page_of, self.cfg, self.mesh, staged, np.int32(0))
         with_page.lower(self.cfg, self.mesh, staged, page, np.int32(0)).compile()
 
-    def _scrub(self, shape: tuple[int, int, bool]) -> None:
+    def _scrub(self, shape: tuple[int, int]) -> None:
         scrubbed.lower(self.cfg, self.mesh, self._cache(*shape), np.zeros(shape[0], np.bool_)).compile()
 
     def _place(self, width: int, columns: int, publish: Callable[[], Any]) -> None:
@@ -140,11 +138,11 @@ class SamplerPrograms:
 
     # ------------------------------------------------------------------ what several of them are given
     # JAX has what was compiled for these before, and makes no second one.
-    def _cache(self, slots: int, length: int, *by_layer: bool) -> Any:
-        return result_of(empty_cache, self.cfg, self.mesh, slots, length, self._dtype, *by_layer)
+    def _cache(self, slots: int, length: int) -> Any:
+        return result_of(empty_cache, self.cfg, self.mesh, slots, length, self._dtype, self.params.apart)
 
     def _stack(self, width: int) -> Any:
-        return result_of(empty_stack, self.cfg, self.mesh, width, self._dtype)
+        return result_of(empty_stack, self.cfg, self.mesh, width, self._dtype, self.params.apart)
 
     @property
     def _dtype(self) -> str:

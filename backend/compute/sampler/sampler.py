@@ -1,7 +1,8 @@
 """The sampler: requests join and leave one decode batch between short chunks.
 
-A step admits and cancels, prefills a bounded number of prompt tokens, decodes one chunk for every slot, and reports who
-is done. It takes about as long whatever is asked, so training commands between steps never wait long.
+A step admits and cancels, prefills a bounded number of prompt tokens, decodes one chunk for every slot (unless many are
+about to join: then a few steps only prefill), and reports who is done. It takes about as long whatever is asked, so
+training commands between steps never wait long.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _PREFILL_BUDGET = 2 * PREFILL_TOKENS[-1]  # padded prompt tokens of one step
 _SHORT = 4  # sequences that are decoded beside the batch at once
+_FILLING_STEPS = 3  # in a row that only prefill, because a fuller batch decodes for the price of this one
+_WORTH = 4  # the batch waits for who is to join when that is at least one for so many that are in it
 _CALM_STEPS = 4  # the batch shrinks only after so many steps that would have fitted, so that it does not go to and fro
 
 
@@ -49,16 +52,15 @@ class Sampler:
         self, cfg: ModelConfig, params: Params, mesh: Mesh, config: GroupConfig, *, cache_cells: int | None = None
     ) -> None:
         """An idle sampler. `cache_cells`: slots times positions of the largest cache; None = what memory allows."""
-        self._cfg, self._params, self._mesh, self._config = cfg, params, mesh, config
-        self._decode_params = by_layer(params)
+        self._cfg, self._params, self._mesh, self._config = cfg, by_layer(params), mesh, config
         self._dtype = params.embed_VD.dtype
         self._max_context = min(config.max_context, cfg.max_positions)
         cells = most_cells(cfg, mesh, self._dtype.itemsize) if cache_cells is None else cache_cells
         self._shapes = make_shapes(
             max_slots=config.sample_slots, max_context=self._max_context, fsdp=mesh.shape[FSDP], most_cells=cells
         )
-        self._programs = SamplerPrograms(cfg, mesh, self._shapes, params, self._decode_params, config.decode_chunk)
-        self._bank = SnapshotBank(cfg, mesh, self._dtype.name)
+        self._programs = SamplerPrograms(cfg, mesh, self._shapes, self._params, config.decode_chunk)
+        self._bank = SnapshotBank(cfg, mesh, self._dtype.name, by_layer=self._params.apart)
         pages = most_pages(cells, rows=self._shapes.rows[0], slots=config.sample_slots)
         self._prefixes = Prefixes(cfg, mesh, pages)
         self._line = Scheduler(self._shapes, config.sample_slots)
@@ -68,6 +70,7 @@ class Sampler:
         self._staged_scope: Scope | None = None  # what it was begun in; None when it has been kept
         self._calm = 0
         self._served_short = False  # in the last step
+        self._filling = 0  # steps in a row that only prefilled
         self._failed: list[SampleResult] = []
 
     # ------------------------------------------------------------------ warm-up
@@ -119,8 +122,9 @@ class Sampler:
             # Who was served beside the batch is answered at once, and the batch goes on in the next step.
             self._served_short = not self._served_short and self._serve_short()
             if not self._served_short:
-                self._prefill()
-                self._decode()
+                self._filling = self._filling + 1 if self._prefill() and self._fills_up() else 0
+                if not self._filling:
+                    self._decode()
         except Exception as error:
             # The batch is gone with its donated buffers (say, no memory was left), but not the snapshots.
             log.exception("a sample step failed; every request in it is answered with an error")
@@ -136,7 +140,7 @@ class Sampler:
     def _start_over(self) -> None:
         """Be idle, so that the shapes which later requests meet depend on them alone."""
         self._cache = self._staged = self._staged_group = self._staged_scope = None
-        self._calm = 0
+        self._calm = self._filling = 0
         self._line.clear()
         self._bank.reset()
 
@@ -178,27 +182,34 @@ class Sampler:
         self._failed.append(SampleResult(ticket.request.request_id, error=text))
 
     # ------------------------------------------------------------------ prefill
-    def _prefill(self) -> None:
+    def _prefill(self) -> bool:
+        """Compute as much of the prompts in line as a step may; whether there was any to compute."""
         budget = _PREFILL_BUDGET
         while budget > 0 and (group := self._line.form(self._length)) is not None:
             self._bank.use(self._snapshots())
             if self._staged_group is not group or self._staged is None:
                 self._staged_group, self._staged_scope = group, group.scope
-                empty = empty_cache(self._cfg, self._mesh, group.rows, group.length, self._dtype.name)
+                empty = self._empty_cache(group.rows, group.length)
                 self._staged, known = self._prefixes.fill(group, empty)
                 group.begin(known)
             while group.remaining > 0 and budget > 0:
                 budget -= group.rows * group.piece
                 self._staged = self._compute_piece(group, self._staged)
             if group.remaining > 0:
-                return
+                return True
             self._fail_unscored(group)
             if self._line.group is not None:
                 self._keep(group, self._staged)
                 self._seed(group, self._staged)
             if self._line.group is not None:
-                return  # no more free slots: the rest of the group stays staged
+                break  # no more free slots: the rest of the group stays staged
             self._staged = self._staged_group = None
+        return budget < _PREFILL_BUDGET
+
+    def _fills_up(self) -> bool:
+        """Whether to prefill more before anybody decodes: many are still to join, and the batch has not waited long."""
+        joining = self._line.wanted_slots() - self._line.busy
+        return joining * _WORTH >= max(self._line.busy, 1) and self._filling < _FILLING_STEPS
 
     def _fail_unscored(self, group: Group) -> None:
         for ticket in dict.fromkeys(job.ticket for job in group.jobs):
@@ -266,7 +277,7 @@ class Sampler:
         if group is None:
             return False
         self._bank.use([*self._snapshots(), *(job.ticket.snapshot for job in group.jobs if job.ticket.snapshot)])
-        staged = empty_cache(self._cfg, self._mesh, group.rows, group.length, self._dtype.name)
+        staged = self._empty_cache(group.rows, group.length)
         group.begin(0)
         while group.remaining > 0:
             staged = self._compute_piece(group, staged)
@@ -293,7 +304,7 @@ class Sampler:
             self._mesh,
             self._config.decode_chunk,
             min(width_for(asked), self._cfg.vocab),
-            self._decode_params,
+            self._params,
             self._bank.lora,
             cache,
             self._rows(held, cache.slots, steps),
@@ -376,8 +387,7 @@ class Sampler:
             self._cache = moved(self._cfg, self._mesh, self._cache, old, moves)
 
     def _empty_cache(self, slots: int, length: int) -> Cache:
-        """One to decode in."""
-        return empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, self._decode_params.apart)
+        return empty_cache(self._cfg, self._mesh, slots, length, self._dtype.name, self._params.apart)
 
     def _snapshots(self) -> list[Snapshot]:
         """Every snapshot that a slot or the group in prefill decodes with, in a fixed order."""

@@ -14,9 +14,9 @@ from backend.compute.sampler.bank import SnapshotBank, stack_apply
 from backend.errors import ConflictError, NotFoundError, UserError
 
 
-@pytest.fixture
-def bank(qwen: Any) -> SnapshotBank:
-    return SnapshotBank(qwen.cfg, qwen.mesh, "float32")
+@pytest.fixture(params=[True, False], ids=["by layer", "stacked"])
+def bank(qwen: Any, request: pytest.FixtureRequest) -> SnapshotBank:
+    return SnapshotBank(qwen.cfg, qwen.mesh, "float32", by_layer=request.param)
 
 
 def test_each_row_sees_its_own_adapter(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
@@ -82,7 +82,7 @@ def test_columns_are_reused_and_cleaned(qwen: Any, bank: SnapshotBank, random_lo
     bank.use([a])
     bank.use([b])  # a is not wanted any more: b takes its columns, and a's attention part must not stay
     assert bank.width == 32
-    assert not np.asarray(bank.lora.layers["q"].A).any() and np.asarray(bank.lora.layers["up"].A).any()
+    assert not np.any(bank.lora.layers["q"].A) and np.any(bank.lora.layers["up"].A)
     bank.use([b, c])
     assert bank.width == 128
     kept = bank.columns(b)

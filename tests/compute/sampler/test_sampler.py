@@ -207,6 +207,21 @@ def test_requests_join_while_others_decode(qwen: Any, ask: Any, run_all: Any, pr
         assert tokens_of(result.sequences[0]) == tokens_of(expected[name].sequences[0])
 
 
+def test_the_batch_waits_for_many_who_are_to_join_but_not_for_one(
+    qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backend.compute.sampler import sampler as module
+
+    monkeypatch.setattr(module, "_PREFILL_BUDGET", 160)  # one prompt a step
+    sampler = qwen.sampler()
+    requests = tuple(ask(f"r{i}", prompt(150, seed=i), 40) for i in range(6))
+    steps = [SampleStep(admit=requests), *(SampleStep() for _ in range(6))]
+    assert [sampler.step(step).active for step in steps] == [1, 2, 3, 4, 5, 6, 6]
+    chunks = [len(held.tokens) // 8 for _, held in sampler._line.decoding()]
+    # Three steps only prefill; the fourth has waited long enough; in the fifth, one more is too few to wait for.
+    assert chunks == [4, 4, 4, 4, 3, 2]
+
+
 def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(
     qwen: Any, ask: Any, run_all: Any, prompt: Any
 ) -> None:
