@@ -1,8 +1,8 @@
 """The sampler: requests join and leave one decode batch between short chunks.
 
-A step admits and cancels, prefills a bounded number of prompt tokens, decodes one chunk for every slot (unless many are
-about to join: then a few steps only prefill), and reports who is done. It takes about as long whatever is asked, so
-training commands between steps never wait long.
+A step admits and cancels, prefills a bounded number of prompt tokens or decodes one chunk for every slot (both, where
+there is little to prefill), and reports who is done. It takes about as long whatever is asked, so training commands and
+short requests between steps never wait long.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 _PREFILL_BUDGET = 2 * PREFILL_TOKENS[-1]  # padded prompt tokens of one step
 _SHORT = 4  # sequences that are decoded beside the batch at once
-_FILLING_STEPS = 3  # in a row that only prefill, because a fuller batch decodes for the price of this one
-_WORTH = 4  # the batch waits for who is to join when that is at least one for so many that are in it
+_FILLING_STEPS = 3  # that only prefill, in a row: a fuller batch decodes for the price of this one
+_WORTH = 4  # the batch waits so long when at least one is to join for so many that are in it
 _CALM_STEPS = 4  # the batch shrinks only after so many steps that would have fitted, so that it does not go to and fro
 
 
@@ -122,9 +122,7 @@ class Sampler:
             # Who was served beside the batch is answered at once, and the batch goes on in the next step.
             self._served_short = not self._served_short and self._serve_short()
             if not self._served_short:
-                self._filling = self._filling + 1 if self._prefill() and self._fills_up() else 0
-                if not self._filling:
-                    self._decode()
+                self._prefill_or_decode()
         except Exception as error:
             # The batch is gone with its donated buffers (say, no memory was left), but not the snapshots.
             log.exception("a sample step failed; every request in it is answered with an error")
@@ -181,9 +179,23 @@ class Sampler:
         self._prefixes.forget(lambda scope: scope == ticket.scope)
         self._failed.append(SampleResult(ticket.request.request_id, error=text))
 
+    def _prefill_or_decode(self) -> None:
+        decode = self._filling > 0 and not self._fills_up()
+        if decode or self._prefill() < _PREFILL_BUDGET:
+            self._filling = 0
+            self._decode()
+        else:
+            self._filling += 1
+
+    def _fills_up(self) -> bool:
+        """Whether one more step may prefill before the batch decodes: many are to join, or there is no batch."""
+        busy = self._line.busy
+        joining = self._line.wanted_slots() - busy
+        return not busy or (joining * _WORTH >= busy and self._filling < _FILLING_STEPS)
+
     # ------------------------------------------------------------------ prefill
-    def _prefill(self) -> bool:
-        """Compute as much of the prompts in line as a step may; whether there was any to compute."""
+    def _prefill(self) -> int:
+        """Compute as much of the prompts in line as a step may: how many tokens, padded."""
         budget = _PREFILL_BUDGET
         while budget > 0 and (group := self._line.form(self._length)) is not None:
             self._bank.use(self._snapshots())
@@ -196,7 +208,7 @@ class Sampler:
                 budget -= group.rows * group.piece
                 self._staged = self._compute_piece(group, self._staged)
             if group.remaining > 0:
-                return True
+                break
             self._fail_unscored(group)
             if self._line.group is not None:
                 self._keep(group, self._staged)
@@ -204,12 +216,7 @@ class Sampler:
             if self._line.group is not None:
                 break  # no more free slots: the rest of the group stays staged
             self._staged = self._staged_group = None
-        return budget < _PREFILL_BUDGET
-
-    def _fills_up(self) -> bool:
-        """Whether to prefill more before anybody decodes: many are still to join, and the batch has not waited long."""
-        joining = self._line.wanted_slots() - self._line.busy
-        return joining * _WORTH >= max(self._line.busy, 1) and self._filling < _FILLING_STEPS
+        return _PREFILL_BUDGET - budget
 
     def _fail_unscored(self, group: Group) -> None:
         for ticket in dict.fromkeys(job.ticket for job in group.jobs):

@@ -215,11 +215,11 @@ def test_the_batch_waits_for_many_who_are_to_join_but_not_for_one(
     monkeypatch.setattr(module, "_PREFILL_BUDGET", 160)  # one prompt a step
     sampler = qwen.sampler()
     requests = tuple(ask(f"r{i}", prompt(150, seed=i), 40) for i in range(6))
-    steps = [SampleStep(admit=requests), *(SampleStep() for _ in range(6))]
-    assert [sampler.step(step).active for step in steps] == [1, 2, 3, 4, 5, 6, 6]
+    steps = [SampleStep(admit=requests), *(SampleStep() for _ in range(8))]
+    assert [sampler.step(step).active for step in steps] == [1, 2, 3, 3, 4, 5, 5, 6, 6]
     chunks = [len(held.tokens) // 8 for _, held in sampler._line.decoding()]
-    # Three steps only prefill; the fourth has waited long enough; in the fifth, one more is too few to wait for.
-    assert chunks == [4, 4, 4, 4, 3, 2]
+    # Three steps only prefill, then the batch has waited long enough; after two more, the last is too few to wait for.
+    assert chunks == [3, 3, 3, 2, 2, 1]
 
 
 def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(
