@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from functools import cached_property
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -186,6 +187,7 @@ class Sampler:
             self._decode()
         else:
             self._filling += 1
+            jax.block_until_ready((self._cache, self._staged))  # whoever comes between steps must not wait for several
 
     def _fills_up(self) -> bool:
         """Whether one more step may prefill before the batch decodes: many are to join, or there is no batch."""
