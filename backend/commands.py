@@ -407,7 +407,7 @@ class GroupConfig:
     max_context: int
     microbatch_tokens: int  # padded tokens of one training micro-batch
     sample_slots: int  # sequences decoded together at most
-    decode_chunk: int  # tokens decoded per SampleStep
+    decode_chunk: int  # tokens decoded per SampleStep, at most
     compile_cache_dir: str  # "" = no persistent compilation cache
     base_weights: Literal["full", "int8"] = "full"  # full = as dtype
     warm_up: bool = False  # compile what may be needed before it is

@@ -94,8 +94,8 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Our environment as a worker gets it: our packages are found, and memory is in huge pages, and kept when freed.
 
     XLA's CPU client takes the memory of each execution anew. Small pages cost a sixth of a training step's CPU time,
-    and pages that went back to the system and are wanted again a twelfth (tests/benchmarks/RESULTS.md). So a worker on
-    CPUs stays as large as it ever was. Tunables that are set already are kept, and win.
+    and pages that went back to the system and are wanted again a twelfth (tests/benchmarks/RESULTS.md). So a worker
+    stays as large in the host's memory as it ever was. Tunables that are set already are kept, and win.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGES), environ.get("PYTHONPATH"))))
     ours = (f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items())

@@ -267,7 +267,7 @@ class Sampler:
     def _decode(self) -> None:
         if self._line.busy == 0:
             return
-        steps = min(self._config.decode_chunk, max(held.remaining for _, held in self._line.decoding()))
+        steps = self._steps()
         self._fit(steps)
         self._bank.use(self._snapshots())  # other snapshots may have taken the place of those that were prefilled with
         assert self._cache is not None
@@ -276,6 +276,11 @@ class Sampler:
         self._scrub(decoded.logprobs_CS)
         for slot in self._take(held, steps, decoded):
             self._line.slots[slot] = None
+
+    def _steps(self) -> int:
+        """How many tokens to decode: a chunk, or half of one if somebody reaches their limit before its end."""
+        remaining, chunk = [held.remaining for _, held in self._line.decoding()], self._config.decode_chunk
+        return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))
 
     def _serve_short(self) -> bool:
         """Serve those who want no more than a chunk beside the batch, unless nobody else is there: at most `_SHORT`.
