@@ -292,9 +292,9 @@ class DropSnapshot:
 
 @dataclass(frozen=True)
 class SampleStep:
-    """Admit requests into the decode batch, cancel others, decode one chunk. Reply: SampleProgress.
+    """Admit requests into the decode batch, cancel others, prefill or decode a chunk. Reply: SampleProgress.
 
-    An empty SampleStep decodes one more chunk for whoever is in the batch.
+    An empty SampleStep goes on with whoever is in the batch, or in line for it.
     """
 
     admit: tuple[SampleRequest, ...] = ()

@@ -101,7 +101,7 @@ class Batch:
         self._some.set()
 
     async def step(self) -> None:
-        """One chunk for everybody. When the group ends, all that were taken are given back."""
+        """One step of the sampler. When the group ends, all that were taken are given back."""
         command = SampleStep(self._joining(), tuple(self._cancel))
         self._cancel = []
         self._decoding |= {request.request_id for request in command.admit}

@@ -226,14 +226,14 @@ def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: bool = False) -> Lora:
+def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: bool) -> Lora:
     """A stack of `width` columns of zeros: an adapter of all parts of the model; `by_layer`: see `params.by_layer`."""
 
     def zeros(name: str, size: int) -> jax.Array | tuple[jax.Array, ...]:
-        layers, *experts = stack_shape(cfg, name) or (0,)
-        if by_layer and layers:
-            return tuple(jnp.zeros((*experts, width, size), dtype) for _ in range(layers))
-        return jnp.zeros((*stack_shape(cfg, name), width, size), dtype)
+        stack = stack_shape(cfg, name)
+        if by_layer and stack:
+            return tuple(jnp.zeros((*stack[1:], width, size), dtype) for _ in range(stack[0]))
+        return jnp.zeros((*stack, width, size), dtype)
 
     def pair(name: str) -> LoraPair:
         fan_in, fan_out = projection_sizes(cfg)[name]

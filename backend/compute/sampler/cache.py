@@ -78,7 +78,7 @@ def cache_sharding(cfg: ModelConfig, mesh: Mesh, slots: int, length: int) -> Nam
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str, by_layer: bool = False) -> Cache:
+def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str, by_layer: bool) -> Cache:
     """A cache of zeros. Never of anything else: a masked value still meets a weight of 0, and 0 * nan is nan."""
 
     def zeros(layers: int, axis: int) -> jax.Array:
@@ -194,8 +194,8 @@ def attend_cached(
     """Write k and v [S, Q, G, d] at positions start_S.. of `layer`, then attend: the new cache, and o [S, Q, H, d].
 
     `layer` is an int if the cache is by layer. Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all
-    rows start together (start_S[0]), and must fit; with Q = 1 what would lie
-    beyond the cache is not written, or over the last position of an only row: nobody reads on who is there.
+    rows start together (start_S[0]), and must fit; with Q = 1 what would lie beyond the cache is not written, or, of an
+    only row, over its last position: that row's sequence has ended.
     """
     if isinstance(cache.k, tuple):
         one = Cache(k=cache.k[layer], v=cache.v[layer])
@@ -238,8 +238,6 @@ def _attend_local(
     _, _, G, T, _ = cache_v.shape
     cache_k = _written(cache_k, _KEYS, layer, start_S, k_SQGd)
     cache_v = _written(cache_v, _VALUES, layer, start_S, v_SQGd)
-    # Otherwise XLA writes one row's twice, for the cache and for what reads it here, and needs copies to do so.
-    cache_k, cache_v = jax.lax.optimization_barrier((cache_k, cache_v))
 
     # The query heads that share a key-value head, and a row's queries, are rows of one matrix.
     q = (q_SQHd * d**-0.5).reshape(S, Q, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(S, G, H // G * Q, d)

@@ -61,7 +61,8 @@ def decode(
 ) -> tuple[Cache, Decoded]:
     """`steps` tokens for every slot (C = `chunk` >= steps, the rest 0), and the `top` most likely at each, if any.
 
-    The cache is updated in place. The rest is replicated. If `params` is by layer, the cache must be too.
+    The cache is updated in place. The rest is replicated. If `params` is by layer, the adapters and the cache
+    must be too.
     """
 
     def step(i: jax.Array, state: tuple[Cache, jax.Array, Decoded]) -> Any:

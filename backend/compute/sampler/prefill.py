@@ -48,6 +48,7 @@ def prefill(
     """The cache with the piece's keys and values in it, and what is wanted of it (zeros unless `score`).
 
     The cache is updated in place; the rest is replicated. Rows past their prompt's end write what nobody attends to.
+    If `params` is by layer, the adapters and the cache must be too.
     """
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
     staged, x_BQD = layers(cfg, mesh, params, lora, staged, piece.tokens_BQ, start_B, columns_S2=piece.columns_B2)

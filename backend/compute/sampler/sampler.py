@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _PREFILL_BUDGET = 2 * PREFILL_TOKENS[-1]  # padded prompt tokens of one step
 _SHORT = 4  # sequences that are decoded beside the batch at once
-_FILLING_STEPS = 3  # that only prefill, in a row: a fuller batch decodes for the price of this one
+_FILLING_STEPS = 3  # that only prefill, one after another: a fuller batch decodes for the price of this one
 _WORTH = 4  # the batch waits so long when at least one is to join for so many that are in it
 _CALM_STEPS = 4  # the batch shrinks only after so many steps that would have fitted, so that it does not go to and fro
 
@@ -114,7 +114,7 @@ class Sampler:
 
     # ------------------------------------------------------------------ sampling
     def step(self, command: SampleStep) -> SampleProgress:
-        """Admit, cancel, prefill, decode one chunk. A request that cannot be served is answered by its own `error`."""
+        """Admit, cancel, prefill or decode. A request that cannot be served is answered by its own `error`."""
         for request_id in command.cancel:
             self._line.remove(request_id)
         for request in command.admit:
@@ -181,8 +181,8 @@ class Sampler:
         self._failed.append(SampleResult(ticket.request.request_id, error=text))
 
     def _prefill_or_decode(self) -> None:
-        decode = self._filling > 0 and not self._fills_up()
-        if decode or self._prefill() < _PREFILL_BUDGET:
+        waited = self._filling > 0 and not self._fills_up()
+        if waited or self._prefill() < _PREFILL_BUDGET:
             self._filling = 0
             self._decode()
         else:
@@ -190,10 +190,14 @@ class Sampler:
             jax.block_until_ready((self._cache, self._staged))  # whoever comes between steps must not wait for several
 
     def _fills_up(self) -> bool:
-        """Whether one more step may prefill before the batch decodes: many are to join, or there is no batch."""
-        busy = self._line.busy
-        joining = self._line.wanted_slots() - busy
-        return not busy or (joining * _WORTH >= busy and self._filling < _FILLING_STEPS)
+        """Whether one more step may prefill before the batch decodes: many are to join soon, or there is no batch."""
+        busy, group, steps = self._line.busy, self._line.group, _FILLING_STEPS - self._filling
+        if not busy:
+            return True
+        if group is not None and group.rows * group.remaining > steps * _PREFILL_BUDGET:
+            return False
+        joining = min(self._line.wanted_slots(), self._shapes.most_slots(self._length)) - busy
+        return steps > 0 and joining * _WORTH >= busy
 
     # ------------------------------------------------------------------ prefill
     def _prefill(self) -> int:
@@ -278,7 +282,7 @@ class Sampler:
             self._line.slots[slot] = None
 
     def _steps(self) -> int:
-        """How many tokens to decode: a chunk, or half of one if somebody reaches their limit before its end."""
+        """How many tokens to decode: up to where the first reaches their limit, but half a chunk to a whole one."""
         remaining, chunk = [held.remaining for _, held in self._line.decoding()], self._config.decode_chunk
         return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))
 

@@ -7,15 +7,17 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
-from backend.compute.lora import Lora
 from backend.compute.params import by_layer
+from backend.compute.sampler.bank import empty_stack
 from backend.compute.sampler.cache import cache_shape, empty_cache
 from backend.compute.sampler.decode import Rows, decode
 from backend.compute.sampler.sampling import greedy_choice
 
 
-def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any) -> None:
+@pytest.mark.parametrize("apart", [True, False], ids=["by layer", "stacked"])
+def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> None:
     slots, length, chunk = 4, 512, 8
     rows = Rows(
         tokens_S=np.zeros(slots, np.int32),
@@ -24,16 +26,16 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any) -> None:
         uniform_CS=np.zeros((chunk, slots), np.float32),
         choice=greedy_choice(slots),
     )
-    params = by_layer(qwen.params)
-    assert isinstance(params.layers, tuple)  # on CPU devices
-    cache = empty_cache(qwen.cfg, qwen.mesh, slots, length, "float32", True)
-    base = Lora(layers={}, unembed=None)
-    lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, 0, params, base, cache, rows, np.int32(chunk))
+    params = by_layer(qwen.params) if apart else qwen.params
+    assert params.apart == apart
+    cache = empty_cache(qwen.cfg, qwen.mesh, slots, length, "float32", apart)
+    stack = empty_stack(qwen.cfg, qwen.mesh, 32, "float32", apart)
+    lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, 0, params, stack, cache, rows, np.int32(chunk))
     text = lowered.compile().as_text()
     copied = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* copy\(", text)]
     assert copied, "the pattern must find copies for this test to mean anything"
     layer = cache_shape(qwen.cfg, slots, length)[1:]
     weights = {np.prod(leaf.shape) for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
-    forbidden = {np.prod(cache_shape(qwen.cfg, slots, length)), np.prod(layer), *weights}
+    forbidden = {np.prod(cache_shape(qwen.cfg, slots, length)), *weights, *({np.prod(layer)} if apart else ())}
     assert not [shape for shape in copied if np.prod(shape) in forbidden]
     assert "sort(" not in text

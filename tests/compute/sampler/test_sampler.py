@@ -222,6 +222,37 @@ def test_the_batch_waits_for_many_who_are_to_join_but_not_for_one(
     assert chunks == [3, 3, 3, 2, 2, 1]
 
 
+def test_a_batch_does_not_wait_for_one_long_prompt(
+    qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backend.compute.sampler import sampler as module
+
+    sampler = qwen.sampler()
+    sampler.step(SampleStep(admit=(ask("first", prompt(5), 100),)))
+    ((_, first),) = sampler._line.decoding()
+    monkeypatch.setattr(module, "_PREFILL_BUDGET", 64)
+    sampler.step(SampleStep(admit=(ask("long", prompt(500), 10),)))
+    made = [len(first.tokens)]
+    for _ in range(6):
+        sampler.step(SampleStep())
+        made.append(len(first.tokens))
+    # Every other step decodes while the prompt's four pieces are computed, but for the last: it is about to join.
+    assert made == [8, 16, 16, 24, 24, 24, 32]
+
+
+def test_a_chunk_ends_where_somebody_reaches_their_limit_but_not_before_its_half(
+    qwen: Any, ask: Any, prompt: Any
+) -> None:
+    sampler = qwen.sampler()
+    limits = {"a": 9, "b": 16, "c": 40}
+    sampler.step(SampleStep(admit=tuple(ask(name, prompt(5), limit) for name, limit in limits.items())))
+    made = []
+    while sampler._line.busy:
+        made.append(max(len(held.tokens) for _, held in sampler._line.decoding()))
+        sampler.step(SampleStep())
+    assert made == [8, 12, 16, 24, 32]
+
+
 def test_when_memory_is_short_the_youngest_wait_and_nothing_changes(
     qwen: Any, ask: Any, run_all: Any, prompt: Any
 ) -> None:

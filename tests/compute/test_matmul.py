@@ -1,0 +1,33 @@
+"""Products with frozen matrices: however many rows there are, and whatever the matrix is kept as."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from backend.compute.matmul import matmul
+from backend.compute.quantized import Int8
+
+IN, OUT = 48, 80
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 64), (129,)], ids=str)
+def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[int, ...], kind: str) -> None:
+    rng = np.random.default_rng(0)
+    dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
+    x, slope = (jnp.asarray(rng.normal(size=(*shape, size)), dtype) for size in (IN, OUT))
+    if kind == "int8":
+        values, scale = rng.integers(-127, 128, (OUT, IN)).astype(np.int8), rng.random(OUT).astype(np.float32)
+        weight, meant = Int8(jnp.asarray(values), jnp.asarray(scale)), values * scale[:, None]
+    else:
+        weight = jnp.asarray(rng.normal(size=(OUT, IN)), dtype)
+        meant = np.asarray(weight, np.float32)
+    y, pull = jax.vjp(lambda x: matmul(x, weight), x)
+    assert y.dtype == dtype
+    tolerance = {"rtol": 0.02, "atol": 0.2} if kind == "bfloat16" else {"rtol": 1e-4, "atol": 1e-3}
+    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(x, np.float32) @ meant.T, **tolerance)
+    (d_x,) = pull(slope)
+    np.testing.assert_allclose(np.asarray(d_x, np.float32), np.asarray(slope, np.float32) @ meant, **tolerance)
