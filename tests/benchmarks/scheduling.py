@@ -143,7 +143,7 @@ class Bench:
         )
 
     def clients(self) -> None:
-        data, rounds = [datum(random_ids(33)) for _ in range(2)], 60
+        data, rounds = [datum(random_ids(33)) for _ in range(2)], 12
         made = [self.service.create_lora_training_client(base_model=self.model, rank=32).result() for _ in range(16)]
 
         def train(client: tinker.TrainingClient) -> None:

@@ -14,7 +14,7 @@ IN, OUT = 48, 80
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 64), (129,)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 16), (33,)], ids=str)
 def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[int, ...], kind: str) -> None:
     rng = np.random.default_rng(0)
     dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
