@@ -1,4 +1,4 @@
-"""What every child process needs: to end with its parent, a free port, a pause before it starts again, a log."""
+"""What child processes need: to end with their parent, to give memory back, a port, a pause between starts, a log."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def die_with_parent(parent_pid: int) -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def give_back_memory() -> None:
+    """Freed memory goes back to the system, also where malloc was told to keep it (pool/spawn.py).
+
+    Nothing happens with a C library that knows no malloc_trim.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def free_port(address: str = "127.0.0.1") -> int:

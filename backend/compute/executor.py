@@ -5,7 +5,6 @@ Every process of the group executes the same commands in the same order, so noth
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -73,7 +72,6 @@ class Executor:
         self._params = load_params(
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
-        _give_back_memory()
         self._steps = make_steps(self._cfg, self._mesh)
         self._adapters = AdapterStore(self._cfg, self._mesh)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
@@ -240,15 +238,6 @@ class Executor:
             self._announced.add(key)
             rows, tokens, _ = batch.targets_BTK.shape
             self._progress(f"compiling {what} for {rows}x{tokens} tokens, rank {adapter.spec.rank}")
-
-
-def _give_back_memory() -> None:
-    """Freed memory goes back to the system, which pool/spawn.py has it keep: loading took more than serving does.
-
-    Nothing happens with a C library that knows no malloc_trim.
-    """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def _gather(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> ForwardResult:

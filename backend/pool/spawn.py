@@ -19,7 +19,7 @@ _MALLOC = {  # C libraries without tunables ignore them
     "hugetlb": 1,  # asks for huge pages by madvise
     "arena_max": 1,  # all memory from one heap,
     "mmap_max": 0,  # however large the piece,
-    "trim_threshold": 2**60,  # and none of it is given back
+    "trim_threshold": 2**60,  # and none of it given back unless asked (worker.py)
 }
 _STDERR = 2  # ours, inherited
 
@@ -95,7 +95,7 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
     XLA's CPU client takes the memory of each execution anew. Small pages cost a sixth of a training step's CPU time,
     and pages that went back to the system and are wanted again a twelfth (tests/benchmarks/RESULTS.md). So a worker
-    stays as large in the host's memory as it ever was. Tunables that are set already are kept, and win.
+    gives back by itself, every few minutes. Tunables that are set already are kept, and win.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGES), environ.get("PYTHONPATH"))))
     ours = (f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items())

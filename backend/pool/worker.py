@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
@@ -32,10 +33,11 @@ from backend.pool.birth import Birth
 from backend.pool.compile_cache import CacheMender, folder_of, write_here
 from backend.pool.messages import Ack, Beat, Fatal, Left, Progress, Ready, Start, to_failed
 from backend.pool.transport import Frame, WorkerLink
-from backend.processes import die_with_parent
+from backend.processes import die_with_parent, give_back_memory
 
 log = logging.getLogger("backend.pool.worker")
 
+KEPT_MEMORY = 300.0  # seconds: pages wanted again are dear, and a heap from which nothing is cut grows for hours
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
 
 
@@ -191,7 +193,15 @@ def _begin(executor: Executor | None, start: Start, birth: Birth, progress: Call
         return executor
     if birth.compile_cache_dir:
         start = replace(start, config=replace(start.config, compile_cache_dir=birth.compile_cache_dir))
-    return build(start, birth.rank, progress)
+    executor = build(start, birth.rank, progress)
+    threading.Thread(target=_give_back_memory, name="memory", daemon=True).start()
+    return executor
+
+
+def _give_back_memory() -> None:
+    while True:
+        give_back_memory()
+        time.sleep(KEPT_MEMORY)
 
 
 def build(start: Start, rank: int, progress: Callable[[str], None]) -> Executor:

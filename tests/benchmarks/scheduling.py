@@ -175,7 +175,7 @@ class Bench:
             if int(passed / 60) > last:
                 last = int(passed / 60)
                 print(
-                    f"after {last:2d} min: {resident(self.pid):.1f} MiB, {self.programs()['late']} programs compiled "
+                    f"after {last:2d} min: {resident(self.pid)}, {self.programs()['late']} programs compiled "
                     f"late, {steps} steps, {samples} samples; {load()}",
                     flush=True,
                 )
@@ -188,7 +188,7 @@ class Bench:
 
             asyncio.run(some())
             steps, samples = steps + 1, samples + sum(count for *_, count in sizes)
-        print(f"at the end: {resident(self.pid):.1f} MiB, {self.programs()}; {load()}")
+        print(f"at the end: {resident(self.pid)}, {self.programs()}; {load()}")
 
     def programs(self) -> dict[str, int]:
         """What the server tells of its compiled programs (api/metrics.py)."""
@@ -204,15 +204,16 @@ def rollout(length: int) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def resident(pid: int) -> float:
-    """MiB of memory that the processes of a tree hold now."""
-    pages = 0
+def resident(pid: int) -> str:
+    """MiB of memory that the processes of a tree hold now, all and one by one, the oldest first."""
+    sizes = []
     for process in tree(pid):
         try:
-            pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
+            pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
         except OSError:  # it has ended
             continue
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        sizes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    return f"{sum(sizes):.1f} MiB ({' + '.join(f'{size:.0f}' for size in sizes)})"
 
 
 def timed(work: Callable[[], Coroutine[Any, Any, object]]) -> float:
