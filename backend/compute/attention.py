@@ -3,7 +3,9 @@
 A block of queries at a time, so that scores stay in the caches. Of these, a backward pass keeps one number a query, the
 logarithm of their softmax's denominator, and computes the rest again, as FlashAttention does (arXiv 2205.14135, section
 3.1 and appendix B.4): kept, they would be the largest thing that training holds. JAX's own derivative of the same
-forward took 1.2 times the CPU time at 128 tokens and 1.6 times at 512.
+forward took 1.2 times the CPU time at 128 tokens and 1.6 times at 512. cuDNN's attention is not taken on NVIDIA GPUs:
+backward it adds in no fixed order unless XLA is told to do without all that does (openxla/xla, pull request 14125), and
+what is replayed after a crash must come out bit for bit.
 
 Letters: B rows, T and S tokens (queries, keys), H query heads, G key-value heads, d head dimension, m the H / G query
 heads of a key-value head times the queries of a block.

@@ -121,7 +121,7 @@ def _local(
     x_MD = jnp.where(mine_M1, _permuted(copies_MD, order_M, place_M), 0)
     gate_MF, up_MF = project(x_MD, "gate", "up")
     # A row's share is multiplied in before `down`, so that a backward pass does not need what comes out of that.
-    share_M1 = shares_BTk.reshape(-1)[order_M][:, None].astype(y_BTD.dtype)
+    share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
     (down_MD,) = project(jax.nn.silu(gate_MF) * up_MF * share_M1, "down")
     parts_BTkD = _permuted(down_MD, place_M, order_M).reshape(B, T, k, D)
     return jax.lax.psum(jnp.sum(parts_BTkD, axis=2, dtype=jnp.float32), summed).astype(y_BTD.dtype)

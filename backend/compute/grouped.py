@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from backend.compute.mesh import on_cpu
 from backend.compute.quantized import Int8, Weight
 
 _MOST_ROWS = 64  # of a block
@@ -37,7 +38,7 @@ class Groups:
 
 
 def _dot(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    if jax.devices()[0].platform == "cpu":
+    if on_cpu():
         # XLA:CPU knows `ragged_dot` only as a product of every row with every expert's matrix.
         return by_blocks(x_Mi, weight_Eio, sizes_E)
     return jax.lax.ragged_dot(x_Mi, weight_Eio.astype(x_Mi.dtype), sizes_E)

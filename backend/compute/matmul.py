@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from backend.compute.mesh import on_cpu
 from backend.compute.quantized import Int8, Weight
 
 _FEW = 32  # rows; for 64 it gains nothing, and a training step of so few tokens becomes a fifth dearer
@@ -25,7 +26,7 @@ def matmul(x: jax.Array, weight: Weight) -> jax.Array:
 def product(x: jax.Array, weight_oi: jax.Array, dtype: Any = None) -> jax.Array:
     """x [..., in] times the transpose of weight_oi, as `dtype` (None = that of x)."""
     x_Mi = x.reshape(-1, x.shape[-1])
-    if jax.default_backend() == "cpu" and 1 < x_Mi.shape[0] <= _FEW:
+    if on_cpu() and 1 < x_Mi.shape[0] <= _FEW:
         # XLA:CPU packs the right-hand matrix at every call, which for few rows takes as long as multiplying: so they
         # are what is packed (16 rows: 1.5 to 1.8 times as fast). Without the barrier XLA turns the product around.
         y_oM = jax.lax.optimization_barrier(jnp.einsum("oi,Mi->oM", weight_oi, x_Mi, preferred_element_type=dtype))

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from backend.compute.config import ModelConfig
 from backend.compute.lora import ATTENTION, MLP, projection_sizes
-from backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, sharding
+from backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, on_cpu, sharding
 from backend.compute.quantized import Int8, Weight, rounded, scales
 from backend.compute.transformer import Params
 from backend.errors import UserError
@@ -153,7 +153,7 @@ def by_layer(params: Params) -> Params:
     Int8 matrices stay in their stack: of layers written out, XLA:CPU makes the floats of all before it decodes, and
     holds them through the chunk (of a model with 3.15 MB of matrices 3.3 MB, against 0.9 for a loop over the layers).
     """
-    if jax.devices()[0].platform != "cpu" or isinstance(params.layers, tuple) or isinstance(params.layers["q"], Int8):
+    if not on_cpu() or isinstance(params.layers, tuple) or isinstance(params.layers["q"], Int8):
         return params
     stacked = params.layers
 

@@ -55,10 +55,13 @@ class SamplerPrograms:
     def all(self) -> Iterator[Program]:
         """Everything but what depends on an adapter's shape; shorter caches of fewer slots first."""
         for number, length in enumerate(self.shapes.lengths):
-            yield from self._of_prompts(2 * number, length)
-            for size, slots in enumerate(self.shapes.slots):
-                if slots <= self.shapes.most_slots(length):
-                    yield from self._of_batch(2 * number + size, slots, length)
+            pieces = self._pieces(length)
+            yield from self._of_prompts(2 * number, length, pieces)
+            batches = [slots for slots in self.shapes.slots if slots <= self.shapes.most_slots(length)]
+            for size, slots in enumerate(batches):
+                yield from self._of_batch(2 * number + size, slots, length)
+            for rows in sorted({*batches, *(rows for rows, _ in pieces)}):
+                yield Program(f"pages of {rows} rows of {length}", 2 * number, partial(self._pages_of, (rows, length)))
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
         """What it takes to sample an adapter of that shape; `adapter` is one, with or without values."""
@@ -69,19 +72,21 @@ class SamplerPrograms:
             make = partial(self._place, width, columns, publish)
             yield Program(f"publish into {width} columns, {of}", _distance(1, width), make)
 
-    def _of_prompts(self, distance: int, length: int) -> Iterator[Program]:
+    def _pieces(self, length: int) -> list[tuple[int, int]]:
+        """How many prompts of up to `length` tokens go together, and how many tokens of each at once."""
         alone, *more = self.shapes.rows
         pieces = [(alone, size) for size in PREFILL_TOKENS if size <= BLOCK or length > LARGE_AFTER * size]
         if length == self.shapes.length_for(SHORT_PROMPT):
             pieces += [(rows, PREFILL_TOKENS[0]) for rows in more]
+        return pieces
+
+    def _of_prompts(self, distance: int, length: int, pieces: list[tuple[int, int]]) -> Iterator[Program]:
         for rows, size in pieces:
             for width in _WIDTHS:
                 make = partial(self._prefill, rows, length, size, width)
                 name = f"prefill of {rows}x{size} tokens in {length}, {width} columns"
                 yield Program(name, _distance(distance, width), make)
-        for rows in {rows: None for rows, _ in pieces}:
-            yield Program(f"pages of {rows} prompts of {length}", distance, partial(self._pages_of, (rows, length)))
-        yield Program(f"prefixes of {length}", distance + 1, partial(self._prefixes, (alone, length)))
+        yield Program(f"prefixes of {length}", distance + 1, partial(self._prefixes, (self.shapes.rows[0], length)))
 
     def _of_batch(self, distance: int, slots: int, length: int) -> Iterator[Program]:
         shape, of = (slots, length), f"{slots} slots of {length}"
@@ -89,7 +94,6 @@ class SamplerPrograms:
             make = partial(self._decode, shape, width)
             yield Program(f"decode, {of}, {width} columns", _distance(distance, width), make)
         yield Program(f"pages into {of}", distance, partial(self._pages_put, shape))
-        yield Program(f"pages of {of}", distance, partial(self._pages_of, shape))
         yield Program(f"scrub {of}", distance + _RARE, partial(self._scrub, shape))
 
     # ------------------------------------------------------------------ one of each, as sampler.py calls them

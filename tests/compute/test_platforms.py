@@ -1,0 +1,88 @@
+"""The programs for NVIDIA GPUs and TPUs, as far as a machine without one can tell: JAX makes them, and they are those
+meant for there. Whether they run, and how fast, is for a task with a GPU (tests/benchmarks/speed.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from backend.commands import AdamParams, DimuonParams, LoraSpec
+from backend.compute.config import load_config
+from backend.compute.mesh import make_mesh, replicated
+from backend.compute.optimizer import fresh_state, hyper_vector
+from backend.compute.params import by_layer, load_params
+from backend.compute.sampler.bank import empty_stack
+from backend.compute.sampler.cache import empty_cache
+from backend.compute.sampler.decode import Rows, decode
+from backend.compute.sampler.prefill import Piece, prefill
+from backend.compute.sampler.prompt_scores import Widths, empty_wanted
+from backend.compute.sampler.sampling import greedy_choice
+from backend.compute.train import make_steps
+from backend.compute.train_programs import adapter_like, batch_like
+from backend.compute.warming import like
+from tests.compute.conftest import Reference
+
+SLOTS, CHUNK, TOP, LENGTH = 4, 8, 5, 256
+
+
+@pytest.fixture(params=["cuda", "tpu"])
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Our code takes itself to be there."""
+    monkeypatch.setattr(jax, "default_backend", lambda: request.param)
+    return str(request.param)
+
+
+@pytest.fixture(params=["qwen3", "moe"])
+def model(request: pytest.FixtureRequest) -> Reference:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("base_weights", ["full", "int8"])
+def test_every_step_can_be_made_for_a_gpu_and_a_tpu(model: Reference, platform: str, base_weights: str) -> None:
+    programs = dict(steps(model, base_weights))
+    made = {
+        name: function.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        for name, (function, args) in programs.items()
+    }
+    experts = load_config(model.folder).experts > 0
+    for name in ("forward_backward", "forward", "prefill", "decode"):
+        assert ("ragged_dot" in made[name]) == experts, "XLA:CPU alone gets a loop over blocks of rows"
+        assert "optimization_barrier" not in made[name] or name == "forward_backward", "and few rows turned around"
+
+
+def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Callable[..., Any], tuple[Any, ...]]]]:
+    """Every jitted function of training and sampling, and arguments for it."""
+    cfg, mesh = load_config(model.folder), make_mesh(1, 1, 1)
+    params = load_params(cfg, str(model.folder), mesh, "bfloat16", lambda line: None, base_weights=base_weights)
+    assert by_layer(params) is params, "views of a stack are for XLA:CPU"
+    lora, batch, whole = adapter_like(cfg, mesh, LoraSpec(32)), batch_like(mesh, 4, LENGTH), replicated(mesh)
+    training = make_steps(cfg, mesh)
+    yield "forward_backward", (training.backward, (params, lora, lora, batch))
+    yield "forward", (training.forward, (params, lora, batch))
+    for kind, hyper in (("adamw", AdamParams()), ("dimuon", DimuonParams(1e-3))):
+        state = like(fresh_state(kind, lora), whole)
+        yield kind, (training.optimize, (lora, lora, state, like(hyper_vector(hyper), whole)))
+    stack = empty_stack(cfg, mesh, 32, "bfloat16", False)
+    cache = empty_cache(cfg, mesh, SLOTS, LENGTH, "bfloat16", False)
+    columns = np.zeros((SLOTS, 2), np.int32)
+    rows = Rows(
+        tokens_S=np.zeros(SLOTS, np.int32),
+        positions_S=np.zeros(SLOTS, np.int32),
+        columns_S2=columns,
+        uniform_CS=np.zeros((CHUNK, SLOTS), np.float32),
+        choice=greedy_choice(SLOTS),
+    )
+    yield "decode", (decode, (cfg, mesh, CHUNK, TOP, params, stack, cache, rows, np.int32(CHUNK)))
+    widths = Widths(TOP, TOP, TOP)
+    piece = Piece(
+        tokens_BQ=np.zeros((SLOTS, 32), np.int32),
+        start=np.int32(0),
+        columns_B2=columns,
+        score=np.bool_(True),
+        wanted=empty_wanted(widths, SLOTS, 32),
+    )
+    yield "prefill", (prefill, (cfg, mesh, widths, params, stack, cache, piece))
