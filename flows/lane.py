@@ -189,32 +189,36 @@ class Lane:
                 await self._is_ready(needed=True)
             if self._journey.due(self._runtime.clock.monotonic()):
                 self._take_snapshot(group)
-            aside = frozenset(self._aside)  # from before the look: what is in neither was answered meanwhile
-            rows = [] if holding else await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
-            if self._begins:  # also on hold: samplers wait for these
-                left = await self._runtime.read(self._runtime.journal.recovery.unstored, self.model_id)
-                self._begins = bool(left)
-                rows = sorted([*left, *rows], key=_place)
-            fresh = [row for row in rows if row.id not in aside and self._is_fresh(row)]
-            if len(rows) >= _LOOK:
-                self._woken.set()  # there may be more
-            if fresh and not tracked and self._shared.tracking.reachable and not self._storing:
-                return self._rolled()  # Prefect is back
-            if fresh:
-                bound = self._runtime.generation
-                if not await self._is_ready(needed=any(request.seq_id is not None for request in fresh)):
-                    self._woken.set()
-                    continue
-                if self._runtime.generation != bound:
-                    self._begins = True  # what the replay has copied is to be stored
-                    self._woken.set()
-                    continue
-                self._begins = False
-                return batches(fresh, self._steps_made)
-            if self._flying:
+            if fresh := await self._fresh(holding):
+                if not tracked and self._shared.tracking.reachable and not self._storing:
+                    return self._rolled()  # Prefect is back
+                if await self._is_ready_for(fresh):
+                    return batches(fresh, self._steps_made)
+                self._woken.set()
+            elif self._flying:
                 self._look_again = True
             elif not holding and (end := await self._ended()) is not None:
                 return end
+
+    async def _fresh(self, holding: bool) -> list[Pending]:
+        """What the journal has for us and was not taken yet: on hold only saves that wait for the store."""
+        aside = frozenset(self._aside)  # from before the look: what is in neither was answered meanwhile
+        rows = [] if holding else await self._runtime.read(self._runtime.journal.ready, self.model_id, _LOOK)
+        if self._begins:  # also on hold: samplers wait for these
+            left = await self._runtime.read(self._runtime.journal.recovery.unstored, self.model_id)
+            self._begins = bool(left)
+            rows = sorted([*left, *rows], key=_place)
+        if len(rows) >= _LOOK:
+            self._woken.set()  # there may be more
+        return [row for row in rows if row.id not in aside and self._is_fresh(row)]
+
+    async def _is_ready_for(self, fresh: list[Pending]) -> bool:
+        """Have the model where it can execute these. False: look again."""
+        bound = self._runtime.generation
+        ready = await self._is_ready(needed=any(request.seq_id is not None for request in fresh))
+        if ready:
+            self._begins = self._runtime.generation != bound  # what the replay has copied is to be stored
+        return ready and not self._begins
 
     def _rolled(self) -> End:
         self._woken.set()
