@@ -218,7 +218,9 @@ class DropAdapter:
 class Forward:
     """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
 
-    `custom` is given when the loss is `custom`. Reply: ForwardResult.
+    `custom` is given when the loss is `custom`. Reply: ForwardResult. by_micro_batch: only begin, for as many
+    NextMicroBatch as it has micro-batches more (twice as many, and one, for a backward pass of a loss that is not of
+    TOKEN_LOSSES) to go on; nothing else may be done with the adapter before the last of them. Reply: Done.
     """
 
     adapter_id: str
@@ -227,6 +229,14 @@ class Forward:
     config: Mapping[str, float] = field(default_factory=dict)
     backward: bool = True
     custom: CustomLoss | None = None
+    by_micro_batch: bool = False
+
+
+@dataclass(frozen=True)
+class NextMicroBatch:
+    """Go on with the Forward of that adapter. Reply: Done, or after the last micro-batch the ForwardResult."""
+
+    adapter_id: str
 
 
 @dataclass(frozen=True)
@@ -315,6 +325,7 @@ Command = (
     CreateAdapter
     | DropAdapter
     | Forward
+    | NextMicroBatch
     | OptimStep
     | ExportAdapter
     | ImportAdapter

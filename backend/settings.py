@@ -46,6 +46,9 @@ class Settings(BaseSettings):
         default=32, ge=1, description="snapshots for sampling kept on the devices; others are loaded when sampled"
     )
     decode_chunk: int = Field(default=8, ge=1, description="tokens decoded at most between two looks at the queue")
+    chunks_per_microbatch: float = Field(
+        default=1.0, ge=0.01, le=100, description="decoded chunks for each training micro-batch, while both wait"
+    )
     warm_up: bool = Field(default=True, description="compile what requests may need while there are none")
     command_deadline: float = Field(default=600.0, gt=0, description="seconds a pool command may take")
     start_deadline: float = Field(default=600.0, gt=0, description="seconds a worker group may take to start")

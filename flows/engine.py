@@ -235,6 +235,7 @@ async def _start_pool(
         heartbeat_timeout=settings.heartbeat_timeout,
         site=hosts,
         on_waiting=tell,
+        chunks_per_microbatch=settings.chunks_per_microbatch,
     )
 
 

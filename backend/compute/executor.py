@@ -5,7 +5,7 @@ Every process of the group executes the same commands in the same order, so noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import jax
@@ -28,6 +28,7 @@ from backend.commands import (
     LoadSnapshot,
     LoraSpec,
     MoveSnapshot,
+    NextMicroBatch,
     Optimizer,
     OptimResult,
     OptimStep,
@@ -54,6 +55,8 @@ from backend.compute.train_programs import adapter_like, training_programs
 from backend.compute.warming import WarmUp
 from backend.errors import ServerError, UserError
 
+Passes = Generator[None, None, ForwardResult]  # yields between micro-batches
+
 
 class Executor:
     """One base model on the mesh. An error of `backend.errors` leaves all as it was, or its text says what not."""
@@ -75,6 +78,7 @@ class Executor:
         self._steps = make_steps(self._cfg, self._mesh)
         self._adapters = AdapterStore(self._cfg, self._mesh)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
+        self._begun: dict[str, Passes] = {}  # of adapters whose Forward goes by micro-batch
         self._announced: set[object] = set()
         self._warm_up = WarmUp(on=config.warm_up)
         self._warm_up.want(self._sampler.programs())
@@ -111,12 +115,17 @@ class Executor:
     def clear(self) -> None:
         """Forget all adapters, snapshots and requests; the base model and what is compiled stay."""
         self._adapters.clear()
+        self._begun.clear()
         self._sampler.clear()
 
     def _execute(self, command: Command) -> Reply:
         match command:
             case Forward():
-                return self._forward(command)
+                return self._go_on(command.adapter_id, self._forward(command), whole=not command.by_micro_batch)
+            case NextMicroBatch(adapter_id):
+                if (begun := self._begun.pop(adapter_id, None)) is None:
+                    raise ServerError(f"adapter {adapter_id!r} has no forward to go on with: it failed before")
+                return self._go_on(adapter_id, begun)
             case OptimStep():
                 return self._optimize(command)
             case SampleStep():
@@ -165,20 +174,32 @@ class Executor:
             )
         )
 
-    def _forward(self, command: Forward) -> ForwardResult:
+    def _go_on(self, adapter_id: str, passes: Passes, *, whole: bool = False) -> Done | ForwardResult:
+        try:
+            next(passes)
+            while whole:
+                next(passes)
+        except StopIteration as end:
+            assert isinstance(end.value, ForwardResult)
+            return end.value
+        self._begun[adapter_id] = passes
+        return Done()
+
+    def _forward(self, command: Forward) -> Passes:
         if not command.examples:
             return ForwardResult((), 0.0)
         if command.loss in TOKEN_LOSSES:
-            return self._pass(command)
+            return (yield from self._pass(command))
         # A sequence's loss needs all its logprobs: one pass for those, and one with the loss's slope as weights.
         plain = replace(command, loss="cross_entropy", config={}, custom=None)
-        result = self._pass(replace(plain, backward=False))
+        result = yield from self._pass(replace(plain, backward=False), more=command.backward)
         judged = judge(command, result.logprobs)
         if command.backward:
-            self._pass(replace(plain, examples=judged.surrogates))
+            yield from self._pass(replace(plain, examples=judged.surrogates))
         return replace(result, loss_sum=judged.loss_sum, metrics=judged.metrics)
 
-    def _pass(self, command: Forward) -> ForwardResult:
+    def _pass(self, command: Forward, *, more: bool = False) -> Passes:
+        """more: it yields after the last micro-batch too."""
         adapter = self._adapters.get(command.adapter_id)
         choice = choose(command.loss, command.config)
         batches = pack(
@@ -189,8 +210,7 @@ class Executor:
         scored: list[Scored] = []
         grads = adapter.grads
         try:
-            # All micro-batches are dispatched before the first result is asked for: the device never waits for us.
-            for batch in batches:
+            for number, batch in enumerate(batches, 1):
                 self._announce("forward_backward" if command.backward else "forward", adapter, batch)
                 arrays = to_devices(batch, choice, self._mesh)
                 if command.backward:
@@ -198,6 +218,10 @@ class Executor:
                 else:
                     one = self._steps.forward(self._params, adapter.lora, arrays)
                 scored.append(one)
+                if more or number < len(batches):
+                    # Whoever samples waits for one micro-batch; with nobody there the device never waits for us.
+                    jax.block_until_ready(scored[-1:] if self._sampler.busy else scored[-2:-1])
+                    yield
             results = to_host(scored)
         except Exception as error:
             if not command.backward:

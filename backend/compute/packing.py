@@ -68,6 +68,12 @@ def pack(examples: Sequence[Example], *, microbatch_tokens: int, row_multiple: i
     return [_micro_batch(examples, batch, targets, row_multiple) for batch in batches]
 
 
+def micro_batches(lengths: Sequence[int], *, microbatch_tokens: int, row_multiple: int = 1) -> int:
+    """How many `pack` makes of examples of these lengths."""
+    width = _row_width(lengths, microbatch_tokens, row_multiple)
+    return -(-len(_fill_rows(lengths, width)) // _most_rows(width, microbatch_tokens, row_multiple))
+
+
 def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int = 1) -> list[tuple[int, int]]:
     """Every (rows, tokens) that `pack` may make of examples of at most `longest` tokens."""
     widths = [SHORTEST_ROW]

@@ -39,6 +39,7 @@ CLASSES: tuple[type, ...] = (
     commands.CreateAdapter,
     commands.DropAdapter,
     commands.Forward,
+    commands.NextMicroBatch,
     commands.OptimStep,
     commands.ExportAdapter,
     commands.ImportAdapter,

@@ -15,6 +15,7 @@ from backend.commands import Command, GroupConfig, GroupInfo, Reply
 from backend.errors import GroupFailedError, TinkerflowError, UserError
 from backend.pool.group import Group, Plan
 from backend.pool.places import Site, ThisMachine
+from backend.pool.sharing import Place, Sharing, in_parts
 from backend.processes import backoff
 
 log = logging.getLogger(__name__)
@@ -69,9 +70,12 @@ class Pool:
     Made by `await Pool.start(...)`. Use it from the event loop in which it was started.
     """
 
-    def __init__(self, plan: Plan, command_deadline: float, on_waiting: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self, plan: Plan, command_deadline: float, on_waiting: Callable[[str], Awaitable[None]], sharing: Sharing
+    ) -> None:
         """Use `start`."""
         self._plan = plan
+        self._sharing = sharing
         self._on_waiting = on_waiting
         self._command_deadline = command_deadline
         self._group: Group | None = None
@@ -101,6 +105,7 @@ class Pool:
         heartbeat_timeout: float = 30.0,
         site: Site | None = None,
         on_waiting: Callable[[str], Awaitable[None]] = _say_nothing,
+        chunks_per_microbatch: float = 1.0,
     ) -> Pool:
         """A pool whose first generation is ready to serve.
 
@@ -112,6 +117,7 @@ class Pool:
         heartbeat_timeout: seconds without a sign of life after which a process counts as stopped.
         site: where processes are started; None: as children of this one. It may have room for them only later: the
         start, and each later generation, waits for it.
+        chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait (sharing.py).
         on_waiting: told what a generation waits for before its processes can be started, and when it waits no more.
         Without a site, call it in a thread that lives as long as the pool: the kernel ends the workers with it.
         Raises ValueError for a mesh that cannot be divided, UserError when the executor refuses the configuration,
@@ -124,7 +130,7 @@ class Pool:
             )
         where = site or ThisMachine(log_dir)
         plan = Plan(config, processes, executor, start_deadline, heartbeat_timeout, where, _quietly(on_progress))
-        pool = cls(plan, command_deadline, on_waiting)
+        pool = cls(plan, command_deadline, on_waiting, Sharing(config.microbatch_tokens, chunks_per_microbatch))
         while not await pool._launch():
             if pool._failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
                 raise pool._last_error or GroupFailedError("no worker group came up")
@@ -165,7 +171,9 @@ class Pool:
         return group.generation
 
     async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
-        """Execute `command` after all that were submitted before it, and return rank 0's reply.
+        """Execute `command` after all of its adapter that were submitted before it, and return rank 0's reply.
+
+        When its turn comes, says sharing.py; a Forward of many micro-batches has a turn for each.
 
         deadline: seconds from when the commands before it were answered; None = the pool's command_deadline.
         generation: the only one that may execute it, because it holds what the command is about; GroupFailedError when
@@ -176,15 +184,37 @@ class Pool:
         command missed its deadline; SuspectError when the group ended while executing it, and any other
         GroupFailedError when it ended before; TypeError or
         ValueError, with nothing sent, when the command holds what cannot be encoded.
-        Cancelling the caller leaves the command running. Do not change the command's arrays before it is answered.
+        Cancelling the caller leaves a command running that has begun. Do not change the command's arrays before it is
+        answered.
         """
         seconds = self._command_deadline if deadline is None else deadline
-        group = self._serving()
-        if generation is not None and (group is None or group.generation != generation):
-            raise GroupFailedError(f"worker group {generation} serves no more")
-        if group is not None and (generation is not None or not self._line):
-            return await group.submit(command, seconds)
-        return await (await self._wait_in_line(command, seconds))
+        parts = in_parts(command, self._plan.config)
+        if len(parts) == 1:
+            return await self._execute(command, self._sharing.enter(command), seconds, generation)
+        here = generation or await self.serving()  # all of them in one generation, or in none
+        places = [self._sharing.enter(part) for part in parts]
+        executing = asyncio.gather(
+            *(self._execute(part, place, seconds, here) for part, place in zip(parts, places, strict=True)),
+            return_exceptions=True,
+        )
+        replies = await asyncio.shield(executing)
+        failed = next((reply for reply in replies if isinstance(reply, BaseException)), None)
+        if failed is not None:
+            raise failed
+        last = replies[-1]
+        assert not isinstance(last, BaseException)
+        return last
+
+    async def _execute(self, command: Command, place: Place, deadline: float, generation: int | None) -> Reply:
+        async with place:
+            group = self._serving()
+            if generation is not None and (group is None or group.generation != generation):
+                raise GroupFailedError(f"worker group {generation} serves no more")
+            if group is not None and (generation is not None or not self._line):
+                place.reply = await group.submit(command, deadline)
+            else:
+                place.reply = await (await self._wait_in_line(command, deadline))
+            return place.reply
 
     async def losses(self) -> AsyncIterator[GroupLost]:
         """Every generation that ends, at once; for one consumer. Ends when the pool is stopped.

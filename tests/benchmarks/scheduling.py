@@ -1,11 +1,12 @@
 """Whether anybody waits for others longer than they should: issue 4's criteria that are about scheduling.
 
-    python -m tests.benchmarks.scheduling [--model FOLDER] [--cases little,closed,group,publish,clients | flat]
+    python -m tests.benchmarks.scheduling [--model FOLDER] [--cases little,turns,closed,group,publish,clients | flat]
                                           [--minutes 10] [--data-dir FOLDER]
 
 One `tinkerflow up` without Prefect, on the tiny model unless told. RESULTS.md keeps the output.
 
     little   samples of 1 token while 64 others of 64 are decoded: p50 and p95, beside a chunk's time
+    turns    samples of 16 tokens, one after the other, while steps of 16x512 tokens are computed: p50 and the longest
     closed   8 users with prompts and answers of mixed lengths, each asking again when answered, beside 8 at once
     group    8 samples of one prompt of 1,000 tokens beside 1: the prefill tokens that were billed, and the time
     publish  save_weights_and_get_sampling_client after a step of 64 short sequences (importance_sampling)
@@ -96,6 +97,26 @@ class Bench:
         began = time.perf_counter()
         await asyncio.gather(*(self.sample(sampler, 20, 64) for _ in range(64)))
         return time.perf_counter() - began
+
+    def turns(self) -> None:
+        sampler = self.trainer.save_weights_and_get_sampling_client().result()
+        data = [datum(random_ids(513)) for _ in range(16)]
+        alone = [step(self.trainer, data) for _ in range(3)][-1]
+
+        async def while_training() -> tuple[list[float], float]:
+            began, found = time.perf_counter(), []
+            steps = [asyncio.create_task(asyncio.to_thread(step, self.trainer, data)) for _ in range(3)]
+            await asyncio.sleep(SUBMITTING)
+            while not all(one.done() for one in steps):
+                found.append(await self.sample(sampler, 20, 16))
+            return found, (time.perf_counter() - began) / len(steps)
+
+        asyncio.run(self.sample(sampler, 20, 16))  # compiles
+        found, beside = asyncio.run(while_training())
+        print(
+            f"samples of 16 tokens beside training: p50 {statistics.median(found):.2f} s, longest {max(found):.2f} s "
+            f"of {len(found)}; a step of 16x512 took {alone:.2f} s alone and {beside:.2f} s beside them; {load()}"
+        )
 
     def closed(self) -> None:
         sampler = self.trainer.save_weights_and_get_sampling_client().result()
@@ -232,13 +253,14 @@ def main() -> None:
     """Parse the command line, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face folder")
-    parser.add_argument("--cases", default="little,closed,group,publish,clients")
+    parser.add_argument("--cases", default="little,turns,closed,group,publish,clients")
     parser.add_argument("--data-dir", help="the server's, kept: a second run finds its programs compiled")
     parser.add_argument("--minutes", type=float, default=10.0)
     args = parser.parse_args()
     random.seed(0)
     cases: dict[str, Callable[[Bench], None]] = {
         "little": Bench.little,
+        "turns": Bench.turns,
         "closed": Bench.closed,
         "group": Bench.group,
         "publish": Bench.publish,

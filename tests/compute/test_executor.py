@@ -17,6 +17,7 @@ from backend.commands import (
     ExportAdapter,
     Forward,
     LoraSpec,
+    NextMicroBatch,
     OptimStep,
     Ping,
     PublishSnapshot,
@@ -25,6 +26,7 @@ from backend.commands import (
 from backend.compute import executor as module
 from backend.compute import train
 from backend.errors import NotFoundError, ServerError, UserError
+from backend.pool.sharing import in_parts
 
 LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
 
@@ -59,6 +61,61 @@ def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, for
     monkeypatch.undo()
     assert gradients(executor, "a") == {}
     assert executor.execute(OptimStep("a", AdamParams())).grad_norm == 0.0
+    assert forward(executor, "a", examples((9,)), backward=True).loss_sum != 0.0
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "gspo"])
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_forward_by_micro_batch_gives_the_same_bits(
+    shared_executor, examples, adapter, forward, ask, gradients, loss, backward
+):
+    executor, data = shared_executor, examples(3 * LENGTHS)
+    for name in ("whole", "parts", "other"):
+        adapter(executor, name)
+    whole = forward(executor, "whole", data, loss, backward=backward)
+    executor.execute(SampleStep(admit=(ask("r", [1, 2, 3], max_tokens=40),)))
+    command = Forward("parts", data, loss, {}, backward)
+    first, *others = in_parts(command, executor._config)
+    assert len(others) >= 2
+    *answers, result = [execute_among_others(executor, part, forward, data) for part in (first, *others)]
+    assert answers == [Done()] * len(others)
+    assert result.loss_sum == whole.loss_sum
+    assert all((one == other).all() for one, other in zip(result.logprobs, whole.logprobs, strict=True))
+    if backward:
+        made, wanted = (gradients(executor, name) for name in ("parts", "whole"))
+        assert all((array == wanted[name]).all() for name, array in made.items())
+    with pytest.raises(ServerError, match="adapter 'parts' has no forward to go on with"):
+        executor.execute(NextMicroBatch("parts"))
+    while executor.execute(SampleStep()).active:
+        pass
+
+
+def execute_among_others(executor, command, forward, data):
+    """The reply to `command`, after which others use the devices."""
+    reply = executor.execute(command)
+    executor.execute(SampleStep())
+    forward(executor, "other", data[:2], backward=True)
+    return reply
+
+
+def test_a_forward_that_fails_between_micro_batches_is_not_gone_on_with(
+    qwen3, examples, forward, gradients, monkeypatch
+):
+    executor = qwen3.executor()
+    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+    first, *others = in_parts(Forward("a", examples(3 * LENGTHS), "cross_entropy"), executor._config)
+    executor.execute(first)
+
+    def no_room(*args: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "to_devices", no_room)
+        with pytest.raises(ServerError, match="gradients that adapter 'a' had accumulated are cleared"):
+            executor.execute(others[0])
+    with pytest.raises(ServerError, match="it failed before"):
+        executor.execute(others[1])
+    assert gradients(executor, "a") == {}
     assert forward(executor, "a", examples((9,)), backward=True).loss_sum != 0.0
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.commands import Example
-from backend.compute.packing import SHORTEST_ROW, bucket, pack
+from backend.compute.packing import SHORTEST_ROW, bucket, micro_batches, pack
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
@@ -49,3 +49,10 @@ def test_packing_is_deterministic(sizes):
     data = [example(i, n, 1) for i, n in enumerate(sizes)]
     first, second = (pack(data, microbatch_tokens=256) for _ in range(2))
     assert [b.places for b in first] == [b.places for b in second]
+
+
+@given(lengths, st.sampled_from([64, 256, 1024]), st.sampled_from([1, 2, 4]))
+def test_micro_batches_can_be_counted_before(sizes, budget, multiple):
+    data = [example(i, n, 1) for i, n in enumerate(sizes)]
+    batches = pack(data, microbatch_tokens=budget, row_multiple=multiple)
+    assert micro_batches(sizes, microbatch_tokens=budget, row_multiple=multiple) == len(batches)

@@ -82,6 +82,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.booleans(),
         st.none() | st.builds(c.CustomLoss, texts, st.dictionaries(texts, st.integers(0, 2), max_size=3), texts),
     ),
+    c.NextMicroBatch: st.builds(c.NextMicroBatch, texts),
     c.OptimStep: st.builds(c.OptimStep, texts, adams),
     c.ExportAdapter: st.builds(c.ExportAdapter, texts, st.booleans()),
     c.ImportAdapter: st.builds(c.ImportAdapter, texts, states),
