@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -22,6 +25,8 @@ from tasks.sample import Batch
 from tasks.window import MOST, SAMPLE, Window, track
 
 log = logging.getLogger(__name__)
+
+_LOOKS = 8  # into the journal while as many samples are answered as are taken at once, if more wait there
 
 
 @flow(
@@ -108,15 +113,24 @@ class SamplingLane:
 
     async def _take(self, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> None:
         room = self._most - len(batch.requests)
-        self._full = room <= 0
-        if self._full:
+        if room < max(1, self._most // _LOOKS if self._full else 0):
+            self._full = True
             return  # an answer wakes us
-        rows = await self._runtime.read(
-            self._runtime.journal.pending_samples, room, base_model=self._runtime.card.name, exclude=batch.requests
-        )
+        rows = await self._pending(batch, room)
         self._full = len(rows) == room
+        if self._full:
+            waiting = await self._runtime.read(self._runtime.journal.waiting_samples, self._runtime.card.name)
+            taken = batch.owners
+            if len(waiting) > 1:
+                shares = shared_out(room, taken, {owner: count - taken[owner] for owner, count in waiting.items()})
+                rows = [row for owner, share in shares.items() for row in await self._pending(batch, share, owner)]
         for row in rows:
             self._follow(row, batch, group, tracked)
+
+    async def _pending(self, batch: Batch, limit: int, owner: str | None = None) -> list[Pending]:
+        journal, base = self._runtime.journal, self._runtime.card.name
+        exclude = batch.requests
+        return await self._runtime.read(journal.pending_samples, limit, base_model=base, exclude=exclude, owner=owner)
 
     def _left(self, answered: asyncio.Task[Outcome | None]) -> None:
         interrupted = not answered.cancelled() and answered.exception() is None and answered.result() is None
@@ -140,6 +154,21 @@ class SamplingLane:
             self._window = Window(name, linger=lambda: pacing.seconds)
             group.create_task(tracking.guard(track(self._window, SAMPLE)), name=name)
         self._window.add(Operation(row, answered))
+
+
+def shared_out(places: int, taken: Mapping[str, int], waiting: Mapping[str, int]) -> dict[str, int]:
+    """How many more requests to take of each owner: one after the other of whoever then has the fewest."""
+    line = [(taken.get(owner, 0), owner) for owner, count in waiting.items() if count > 0]
+    heapq.heapify(line)
+    shares: Counter[str] = Counter()
+    while line and shares.total() < places:
+        have, owner = line[0]
+        shares[owner] += 1
+        if shares[owner] < waiting[owner]:
+            heapq.heapreplace(line, (have + 1, owner))
+        else:
+            heapq.heappop(line)
+    return dict(shares)
 
 
 async def _decode(batch: Batch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
@@ -54,6 +55,11 @@ class Batch:
     def requests(self) -> frozenset[str]:
         """Ids of the requests that were taken and not answered yet."""
         return frozenset(self._requests)
+
+    @property
+    def owners(self) -> Counter[str]:
+        """How many of these each owner has."""
+        return Counter(request.owner for request in self._requests.values())
 
     @property
     def busy(self) -> bool:

@@ -154,11 +154,21 @@ class Journal:
             return queue.ready(connection, model_id, limit)
 
     def pending_samples(
-        self, limit: int, *, base_model: str | None = None, exclude: Collection[str] = ()
+        self,
+        limit: int,
+        *,
+        base_model: str | None = None,
+        exclude: Collection[str] = (),
+        owner: str | None = None,
     ) -> list[Pending]:
         """Samples that wait, oldest first, each with its sampler; `exclude` names requests taken up already."""
         with self._database.read() as connection:
-            return queue.pending_samples(connection, limit, base_model, exclude)
+            return queue.pending_samples(connection, limit, base_model, exclude, owner)
+
+    def waiting_samples(self, base_model: str | None = None) -> dict[str, int]:
+        """How many samples of each owner have no answer yet."""
+        with self._database.read() as connection:
+            return queue.waiting_samples(connection, base_model)
 
     def gaps(self, timeout: float) -> list[Gap]:
         """Models that wait for `timeout` seconds or longer for a sequence id that never came."""

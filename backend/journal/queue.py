@@ -84,9 +84,18 @@ _PENDING_SAMPLES = (
         col(Request.sampler_id).is_not(None),
         _of_base(Sampler),
         col(Request.id).not_in(sa.bindparam("exclude", expanding=True)),
+        sa.or_(sa.bindparam("of_owner", type_=sa.String).is_(None), col(Request.owner) == sa.bindparam("of_owner")),
     )
     .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
     .limit(sa.bindparam("at_most"))
+)
+
+
+_WAITING_SAMPLES = (
+    sa.select(col(Request.owner), sa.func.count())
+    .join(Sampler, col(Sampler.id) == col(Request.sampler_id))
+    .where(IS_PENDING, col(Request.sampler_id).is_not(None), _of_base(Sampler))
+    .group_by(col(Request.owner))
 )
 
 
@@ -114,12 +123,18 @@ def ready(connection: sa.Connection, model_id: str, limit: int) -> list[Pending]
 
 
 def pending_samples(
-    connection: sa.Connection, limit: int, base_model: str | None, exclude: Collection[str]
+    connection: sa.Connection, limit: int, base_model: str | None, exclude: Collection[str], owner: str | None
 ) -> list[Pending]:
-    """Samples that wait, oldest first, without those in `exclude`. One statement."""
-    values = {"of_base": base_model, "exclude": list(exclude), "at_most": limit}
+    """Samples that wait (owner None: of everybody), oldest first, without those in `exclude`. One statement."""
+    values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner, "at_most": limit}
     rows = connection.execute(_PENDING_SAMPLES, values)
     return [pending_view(row, sampler_view(row, prefix="its_")) for row in rows]
+
+
+def waiting_samples(connection: sa.Connection, base_model: str | None) -> dict[str, int]:
+    """How many samples of each owner wait, those that are being decoded too. One statement."""
+    found = connection.execute(_WAITING_SAMPLES, {"of_base": base_model})
+    return {str(owner): int(count) for owner, count in found}
 
 
 def gaps(connection: sa.Connection, before: datetime) -> list[Gap]:

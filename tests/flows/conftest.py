@@ -118,6 +118,7 @@ class Client:
     session: str
     base_model: str = CARD.name
     seqs: dict[str, int] = field(default_factory=dict)
+    owner: str = "local"
 
     async def create(self, number: int = 0) -> str:
         model, request = self.submit_create(number)
@@ -127,13 +128,13 @@ class Client:
 
     def submit_create(self, number: int = 0) -> tuple[str, str]:
         model = model_id(self.session, number)
-        new = NewModel(model, self.session, "local", self.base_model, rank=1, seed=7, user_metadata={"made": "here"})
+        new = NewModel(model, self.session, self.owner, self.base_model, rank=1, seed=7, user_metadata={"made": "here"})
         self.seqs[model] = 0
         return model, self.journal.submit_new_model(new, self.request(Kind.CREATE_MODEL, {}, model=model))
 
     def load_model(self, number: int, path: str, *, optimizer: bool) -> tuple[str, str]:
         model = model_id(self.session, number)
-        new = NewModel(model, self.session, "local", self.base_model, rank=1, seed=7)
+        new = NewModel(model, self.session, self.owner, self.base_model, rank=1, seed=7)
         self.seqs[model] = 0
         body = {"path": path, "optimizer": optimizer}
         return model, self.journal.submit_new_model(new, self.request(Kind.LOAD_MODEL, body, model=model))
@@ -162,7 +163,7 @@ class Client:
         return self.submit(model, Kind.OPTIM_STEP, {"adam_params": {"learning_rate": learning_rate}})
 
     def sampler(self, number: int, path: str | None = None) -> str:
-        new = NewSampler(sampler_id(self.session, number), self.session, "local", self.base_model, model_path=path)
+        new = NewSampler(sampler_id(self.session, number), self.session, self.owner, self.base_model, model_path=path)
         return self.journal.open_sampler(new)
 
     def sample(self, sampler: str, of: Mapping[str, object] | None = None, **params: object) -> str:
@@ -174,7 +175,7 @@ class Client:
         seq = self.seqs.setdefault(sampler, 0)
         self.seqs[sampler] += 1
         new = NewRequest(
-            Kind.SAMPLE, "local", orjson.dumps(body), "json", f"{sampler}{seq}", sampler_id=sampler, seq_id=seq
+            Kind.SAMPLE, self.owner, orjson.dumps(body), "json", f"{sampler}{seq}", sampler_id=sampler, seq_id=seq
         )
         return self.journal.submit(new)
 
@@ -183,14 +184,14 @@ class Client:
         self.seqs[model] += 1
         payload = body if isinstance(body, bytes) else orjson.dumps(body)
         kind_of = "proto" if isinstance(body, bytes) else "json"
-        return NewRequest(kind, "local", payload, kind_of, f"{kind}{seq}", model_id=model, seq_id=seq)
+        return NewRequest(kind, self.owner, payload, kind_of, f"{kind}{seq}", model_id=model, seq_id=seq)
 
     async def result(self, request: str, seconds: float = 120.0) -> Result:
         with self.waiters.expect(request) as answer:
-            result = self.journal.result(request, "local")
+            result = self.journal.result(request, self.owner)
             if result is None:
                 assert await answer.wait(seconds), f"{request} was not answered in {seconds} s"
-                result = self.journal.result(request, "local")
+                result = self.journal.result(request, self.owner)
         assert result is not None
         return result
 
@@ -227,7 +228,7 @@ async def runtime(journal: Journal, pool: NumpyPool, tmp_path: Path) -> AsyncIte
     runtime.close()
 
 
-ConnectClient = Callable[[Journal], Awaitable[Client]]
+ConnectClient = Callable[..., Awaitable[Client]]
 
 
 @pytest.fixture
@@ -235,11 +236,11 @@ async def connect() -> AsyncIterator[ConnectClient]:
     """Make clients, each with a session of its own."""
     opened: list[Waiters] = []
 
-    async def connect(journal: Journal, base_model: str = CARD.name) -> Client:
+    async def connect(journal: Journal, base_model: str = CARD.name, owner: str = "local") -> Client:
         waiters = Waiters(journal)
         await waiters.__aenter__()
         opened.append(waiters)
-        return Client(journal, waiters, journal.create_session(NewSession("local", "0.38.0")), base_model)
+        return Client(journal, waiters, journal.create_session(NewSession(owner, "0.38.0")), base_model, owner=owner)
 
     yield connect
     for waiters in opened:

@@ -14,7 +14,7 @@ from backend.commands import MoveSnapshot, SampleStep
 from backend.journal import Kind, UsageKind
 from backend.wire import tinker_pb2 as pb
 from flows.lane import Lane, Shared, Why
-from flows.sampling import SamplingLane
+from flows.sampling import SamplingLane, shared_out
 
 
 @pytest.fixture
@@ -132,6 +132,35 @@ async def test_more_than_may_wait_are_all_answered(sampling: Any, client: Any) -
     sampler = client.sampler(0)
     results = await client.results(*(client.sample(sampler, max_tokens=3) for _ in range(40)))
     assert all(len(tokens(result)[0]) == 3 for result in results)
+
+
+async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
+    sampling: Any, client: Any, connect: Any
+) -> None:
+    sampler = client.sampler(0)
+    many = [client.sample(sampler, max_tokens=12) for _ in range(200)]
+    await client.result(many[0])
+    other = await connect(client.journal, owner="another")
+    assert len(tokens(await other.result(other.sample(other.sampler(0), max_tokens=12)))[0]) == 12
+    assert len(client.journal.finished(many)) <= 100
+    assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
+
+
+@pytest.mark.parametrize(
+    ("places", "taken", "waiting", "expected"),
+    [
+        (4, {}, {"a": 9, "b": 9}, {"a": 2, "b": 2}),
+        (4, {"a": 8}, {"a": 9, "b": 9}, {"b": 4}),
+        (4, {"a": 2}, {"a": 9, "b": 9}, {"b": 3, "a": 1}),
+        (8, {"a": 8}, {"a": 9, "b": 2, "c": 0}, {"b": 2, "a": 6}),
+        (8, {}, {"a": 3}, {"a": 3}),
+        (0, {}, {"a": 3}, {}),
+    ],
+)
+def test_places_are_shared_out(
+    places: int, taken: dict[str, int], waiting: dict[str, int], expected: dict[str, int]
+) -> None:
+    assert shared_out(places, taken, waiting) == expected
 
 
 async def test_a_bad_request_fails_alone(sampling: Any, client: Any) -> None:

@@ -150,6 +150,19 @@ def test_samples_come_oldest_first_across_samplers_with_their_sampler(scene, clo
     assert scene.journal.pending_models() == []
 
 
+def test_samples_are_counted_and_asked_for_by_owner(scene, as_owner):
+    other = as_owner("other")
+    mine, theirs = scene.sampler(scene.session(), 0), other.sampler(other.session(), 0)
+    for seq in range(3):
+        scene.sample(mine, seq)
+    asked = other.sample(theirs, 0)
+    assert scene.journal.waiting_samples() == {scene.owner: 3, "other": 1}
+    assert scene.journal.waiting_samples("tiny") == {scene.owner: 3, "other": 1}
+    assert scene.journal.waiting_samples("small") == {}
+    assert [pending.id for pending in scene.journal.pending_samples(10, owner="other")] == [asked]
+    assert len(scene.journal.pending_samples(10)) == 4
+
+
 def test_statement_counts_do_not_grow(scene, statements):
     model = scene.model()
     for seq in range(1, 41):

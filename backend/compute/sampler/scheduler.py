@@ -4,12 +4,15 @@
      | ^------------------ preempt (no memory for longer caches) --'     ^
      '--form_short--> over within a chunk, beside the batch -------------'
 
-First come, first served, but who wants little overtakes a busy batch. All decisions follow from commands and from what
-the devices answered, so every process of a group makes the same ones.
+Owners share the slots by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in which all sequences count
+alike: who asks for much waits behind what others ask meanwhile. One owner's requests are served as they come, but who
+wants little overtakes a busy batch. All decisions follow from commands and from what the devices answered, so every
+process of a group makes the same ones.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ class Job:
     tokens_T: Int32
     sequences: deque[Sequence]
     score: bool  # the ticket wants something of the prompt, and it is still to be computed
+    start: int = 0  # its place in line: how many sequences its owner may have been served before, had all shared alike
 
     @property
     def length(self) -> int:
@@ -117,7 +121,9 @@ class Scheduler:
         self._shapes = shapes
         self._max_slots = max_slots
         self._tickets: dict[str, Ticket] = {}
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[Job] = deque()  # by their starts
+        self._now = 0  # the start of who was served last
+        self._next_start: dict[str, int] = {}  # by owner
         self.group: Group | None = None
         self.slots: list[Sequence | None] = []
 
@@ -152,11 +158,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------ coming and going
     def admit(self, ticket: Ticket, sequences: list[Sequence]) -> None:
-        """Put a checked request at the end of the line."""
+        """Put a checked request in line: behind all of its owner, before what is more than others' share."""
         request = ticket.request
         self._tickets[request.request_id] = ticket
         tokens = np.asarray(request.prompt_T, np.int32)
-        self._waiting.append(Job(ticket, tokens, deque(sequences), score=ticket.scores is not None))
+        start = max(self._now, self._next_start.get(request.owner, 0))
+        self._next_start[request.owner] = start + len(sequences)
+        job = Job(ticket, tokens, deque(sequences), score=ticket.scores is not None, start=start)
+        self._waiting.insert(bisect.bisect(self._waiting, start, key=lambda other: other.start), job)
 
     def remove(self, request_id: str) -> None:
         """Forget a request and free all that it has; unknown ids are fine."""
@@ -164,6 +173,9 @@ class Scheduler:
         if ticket is None:
             return
         self._waiting = deque(job for job in self._waiting if job.ticket is not ticket)
+        owner = ticket.request.owner
+        theirs = [job for job in self._waiting if job.ticket.request.owner == owner]
+        self._next_start[owner] = max((job.start + len(job.sequences) for job in theirs), default=self._now)
         self.slots = [None if sequence and sequence.ticket is ticket else sequence for sequence in self.slots]
         if self.group is not None:
             for job in self.group.jobs:  # the row stays until the group is through; nobody waits for it any more
@@ -184,6 +196,8 @@ class Scheduler:
         requests = list(self._tickets)
         self._tickets.clear()
         self._waiting.clear()
+        self._next_start.clear()
+        self._now = 0
         self.group, self.slots = None, []
         return requests
 
@@ -212,6 +226,7 @@ class Scheduler:
                     break
                 jobs.append(self._waiting.popleft())
                 free -= len(jobs[-1].sequences)
+        self._now = max(self._now, jobs[-1].start)
         longest = max(job.length for job in jobs)
         self.group = Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
         return self.group

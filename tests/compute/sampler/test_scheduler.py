@@ -59,6 +59,42 @@ def test_short_prompts_go_together_and_long_ones_alone(line: Scheduler, admit: A
     assert groups == [["a", "b"], ["c"], ["d"]]
 
 
+def served(line: Scheduler) -> list[str]:
+    """Who is prefilled and gets a slot, one after the other; nobody keeps theirs."""
+    names = []
+    while (group := line.form(512)) is not None:
+        names += [job.ticket.request.request_id for job in group.jobs]
+        advance(line)
+        line.slots = [None] * len(line.slots)
+    return names
+
+
+def test_owners_share_and_one_owners_requests_keep_their_order(line: Scheduler, admit: Any) -> None:
+    for number in range(6):
+        admit(f"a{number}", 300, owner="a")
+    first = line.form(512)
+    assert first is not None and first.jobs[0].ticket.request.request_id == "a0"
+    for number in range(2):
+        admit(f"b{number}", 300, owner="b")
+    admit("c0", 300, samples=3, owner="c")
+    admit("c1", 300, owner="c")
+    advance(line)
+    assert served(line) == ["b0", "c0", "a1", "b1", "a2", "a3", "c1", "a4", "a5"]
+
+
+def test_who_gave_up_is_not_charged(line: Scheduler, admit: Any) -> None:
+    admit("b0", 300, owner="b")
+    for number in range(5):
+        admit(f"a{number}", 300, owner="a")
+    for number in range(1, 5):
+        line.remove(f"a{number}")
+    admit("b1", 300, owner="b")
+    admit("a5", 300, owner="a")
+    admit("a6", 300, owner="a")
+    admit("b2", 300, owner="b")
+    assert served(line) == ["b0", "a0", "b1", "a5", "a6", "b2"]
+
+
 def test_samples_of_one_request_share_a_row(line: Scheduler, admit: Any) -> None:
     admit("a", samples=3)
     admit("b", samples=2)
