@@ -416,7 +416,7 @@ class GroupConfig:
     fsdp: int
     tensor: int
     max_context: int
-    microbatch_tokens: int  # padded tokens of one training micro-batch
+    microbatch_tokens: int  # padded tokens of one training micro-batch, 0 = the processes choose
     sample_slots: int  # sequences decoded together at most
     decode_chunk: int  # tokens decoded per SampleStep, at most
     compile_cache_dir: str  # "" = no persistent compilation cache
@@ -436,4 +436,5 @@ class GroupInfo:
 
     devices: tuple[str, ...]
     parameters: int
+    microbatch_tokens: int
     generation: int

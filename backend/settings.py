@@ -40,7 +40,9 @@ class Settings(BaseSettings):
     tensor_parallel: int = Field(default=1, ge=1, description="size of the mesh's tensor axis; the rest is fsdp")
     expert_parallel: int = Field(default=1, ge=1, description="size of its expert axis, for models with experts")
     max_context: int = Field(default=0, ge=0, description="tokens; 0 = what the model allows, up to 32768")
-    microbatch_tokens: int = Field(default=1024, ge=32, description="padded tokens of a training micro-batch")
+    microbatch_tokens: int = Field(
+        default=0, ge=0, description="padded tokens of a training micro-batch; 0 = as the devices' memory allows"
+    )
     sample_slots: int = Field(default=64, ge=1, description="sequences decoded together at most")
     resident_snapshots: int = Field(
         default=32, ge=1, description="snapshots for sampling kept on the devices; others are loaded when sampled"

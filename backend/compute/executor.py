@@ -43,6 +43,7 @@ from backend.compute.compiles import CompileCounter
 from backend.compute.config import load_config
 from backend.compute.logprobs import Scored
 from backend.compute.losses import choose
+from backend.compute.memory import training_budget
 from backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
 from backend.compute.optimizer import hyper_vector
 from backend.compute.packing import MicroBatch, pack
@@ -75,7 +76,8 @@ class Executor:
         self._params = load_params(
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
-        self._steps = make_steps(self._cfg, self._mesh)
+        self._budget = training_budget(self._cfg, self._mesh, config.dtype, config.microbatch_tokens)
+        self._steps = make_steps(self._cfg, self._mesh, self._budget.kept_bytes)
         self._adapters = AdapterStore(self._cfg, self._mesh)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
         self._begun: dict[str, Passes] = {}  # of adapters whose Forward goes by micro-batch
@@ -94,6 +96,11 @@ class Executor:
     def parameters(self) -> int:
         """How many parameters the base model has."""
         return count(self._params)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """How many tokens, padding included, a micro-batch has at most."""
+        return self._budget.microbatch_tokens
 
     @property
     def compiles(self) -> int:
@@ -169,7 +176,7 @@ class Executor:
                 self._steps,
                 adapter,
                 optimizer=optimizer,
-                microbatch_tokens=self._config.microbatch_tokens,
+                microbatch_tokens=self.microbatch_tokens,
                 max_context=self._config.max_context,
             )
         )
@@ -204,7 +211,7 @@ class Executor:
         choice = choose(command.loss, command.config)
         batches = pack(
             command.examples,
-            microbatch_tokens=self._config.microbatch_tokens,
+            microbatch_tokens=self.microbatch_tokens,
             row_multiple=self._mesh.shape[FSDP],
         )
         scored: list[Scored] = []

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from backend.compute import memory
 from backend.compute.attention import attend_segments
 from backend.compute.config import ModelConfig
 from backend.compute.logprobs import Scored, score, score_and_grads
@@ -26,8 +27,6 @@ from backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
 from backend.compute.optimizer import State, Stepped, step
 from backend.compute.packing import MicroBatch
 from backend.compute.transformer import Params, forward
-
-_KEPT_BYTES = 2**30  # activations that a device may keep for a backward pass; above, whole layers are computed again
 
 
 @flax.struct.dataclass
@@ -82,8 +81,11 @@ class Steps:
     optimize: Callable[[Lora, Lora, State, Any], Stepped]
 
 
-def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
-    """The steps of a model on a mesh. Adapters and all outputs are replicated."""
+def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
+    """The steps of a model on a mesh. Adapters and all outputs are replicated.
+
+    kept_bytes: what a device may keep for a backward pass; where layers would keep more, each is computed again.
+    """
 
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))
@@ -103,7 +105,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh) -> Steps:
         return score(gathered(params), lora.unembed, hidden_BTD, batch.targets, LossChoice(batch.choice), batch.inputs)
 
     def backward_step(params: Params, lora: Lora, grads: Lora, batch: Batch) -> tuple[Lora, Scored]:
-        remat = _kept_bytes(cfg, lora, batch.tokens.size // mesh.shape[FSDP], params.embed_VD.dtype) > _KEPT_BYTES
+        tokens = batch.tokens.size // mesh.shape[FSDP]
+        remat = memory.kept_bytes(cfg, _ranks(cfg, lora), tokens, params.embed_VD.dtype) > kept_bytes
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
         scored, d_hidden_BTD, d_unembed = score_and_grads(
             gathered(params), lora.unembed, hidden_BTD, batch.targets, LossChoice(batch.choice), batch.inputs
@@ -135,10 +138,7 @@ def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> Batch:
     return put(host, Batch(ints_BTI=rows, floats_BTJK=rows, choice=replicated(mesh)))
 
 
-def _kept_bytes(cfg: ModelConfig, lora: Lora, tokens: int, dtype: Any) -> int:
-    """What the layers keep of `tokens` tokens for a backward pass: their inputs and `transformer.KEPT`."""
-    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    copies = cfg.experts_per_token or 1  # of a token, in the MLP
-    ranks = sum(pair.A.shape[-2] * (copies if name in MLP else 1) for name, pair in lora.layers.items())
-    width = 2 * cfg.hidden + 2 * (queries + keys) + 2 * copies * cfg.mlp + ranks
-    return int(cfg.layers * tokens * (width * jnp.dtype(dtype).itemsize + 4 * cfg.heads))
+def _ranks(cfg: ModelConfig, lora: Lora) -> int:
+    """Of all pairs of a layer; of those in a mixture of experts, once for each expert that a token goes to."""
+    experts = cfg.experts_per_token or 1
+    return sum(pair.A.shape[-2] * (experts if name in MLP else 1) for name, pair in lora.layers.items())

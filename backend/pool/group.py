@@ -260,7 +260,8 @@ class Group:
             member.ready = message
             told = self._members[0].ready
             if told and all(m.ready for m in self._members) and not self._started.done():
-                self._started.set_result(GroupInfo(told.devices, told.parameters, self.generation))
+                info = GroupInfo(told.devices, told.parameters, told.microbatch_tokens, self.generation)
+                self._started.set_result(info)
         elif isinstance(message, Fatal):
             self._ended_itself(member.rank, message.failed)
         else:

@@ -48,6 +48,7 @@ class Ready:
 
     devices: tuple[str, ...]
     parameters: int
+    microbatch_tokens: int
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from backend.commands import (
     TOKEN_LOSSES,
     Command,
     Forward,
-    GroupConfig,
     NextMicroBatch,
     Reply,
     SampleProgress,
@@ -33,12 +32,12 @@ _LITTLE = 1 / 16  # of a micro-batch: what commands count that compute for no to
 _ENOUGH = 1 - 1e-9
 
 
-def in_parts(command: Command, config: GroupConfig) -> Sequence[Command]:
+def in_parts(command: Command, microbatch_tokens: int, fsdp: int) -> Sequence[Command]:
     """The command, or what is to be executed in its stead, a micro-batch each; the last one's reply is its own."""
     if not isinstance(command, Forward) or not command.examples:
         return (command,)
     lengths = [len(example.tokens_T) for example in command.examples]
-    count = micro_batches(lengths, microbatch_tokens=config.microbatch_tokens, row_multiple=config.fsdp)
+    count = micro_batches(lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp)
     if command.backward and command.loss not in TOKEN_LOSSES:
         count *= 2  # a loss of whole sequences takes a forward pass first
     if count == 1:
@@ -81,10 +80,10 @@ class Place:
 
 @dataclass
 class Sharing:
-    """The lines before one worker group. microbatch: tokens. chunks: steps of the sampler for each micro-batch."""
+    """The lines before one worker group. chunks: steps of the sampler for each micro-batch, of `microbatch` tokens."""
 
-    microbatch: int
     chunks: float
+    microbatch: int = 1
     _lines: dict[str, deque[Place]] = field(default_factory=dict)  # by adapter, the longest served first
     _steps: deque[Place] = field(default_factory=deque)
     _training: int = 0  # commands that the group has

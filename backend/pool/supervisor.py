@@ -130,7 +130,7 @@ class Pool:
             )
         where = site or ThisMachine(log_dir)
         plan = Plan(config, processes, executor, start_deadline, heartbeat_timeout, where, _quietly(on_progress))
-        pool = cls(plan, command_deadline, on_waiting, Sharing(config.microbatch_tokens, chunks_per_microbatch))
+        pool = cls(plan, command_deadline, on_waiting, Sharing(chunks_per_microbatch))
         while not await pool._launch():
             if pool._failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
                 raise pool._last_error or GroupFailedError("no worker group came up")
@@ -188,7 +188,7 @@ class Pool:
         answered.
         """
         seconds = self._command_deadline if deadline is None else deadline
-        parts = in_parts(command, self._plan.config)
+        parts = in_parts(command, self._sharing.microbatch, self._plan.config.fsdp)
         if len(parts) == 1:
             return await self._execute(command, self._sharing.enter(command), seconds, generation)
         here = generation or await self.serving()  # all of them in one generation, or in none
@@ -295,6 +295,7 @@ class Pool:
             log.error("worker group %d did not start: %s", self._generation, error)
             return False
         self._group = group  # from here on stop() ends it
+        self._sharing.microbatch = info.microbatch_tokens
         if self._consumed:
             await self._losses.join()
         if group.failure is None:

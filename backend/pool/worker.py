@@ -58,6 +58,10 @@ class Executor(Protocol):
     def parameters(self) -> int:
         """How many parameters the base model has."""
 
+    @property
+    def microbatch_tokens(self) -> int:
+        """How many tokens, padding included, it trains on at once."""
+
     def execute(self, command: Command) -> Reply:
         """Do what `command` says."""
 
@@ -180,7 +184,8 @@ def main() -> None:
                 desk.send(frame.index, _answer(executor, message, birth.rank), driver)
                 continue
             executor = _begin(executor, message, birth, desk.tell)
-            desk.send(0, codec.encode(Ready(tuple(executor.devices), int(executor.parameters))), driver)
+            ready = Ready(tuple(executor.devices), int(executor.parameters), int(executor.microbatch_tokens))
+            desk.send(0, codec.encode(ready), driver)
     except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
         _end(desk, error)
 

@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or str(make_tiny(Path(scratch) / "tiny"))
         cfg, mesh = load_config(model), make_mesh(1, 1)
-        params, steps = load_params(cfg, model, mesh, "float32"), make_steps(cfg, mesh)
+        params, steps = load_params(cfg, model, mesh, "float32"), make_steps(cfg, mesh, kept_bytes=2**30)
     rng = np.random.default_rng(0)
 
     def batch() -> Batch:

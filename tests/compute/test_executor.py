@@ -24,7 +24,7 @@ from backend.commands import (
     SampleStep,
 )
 from backend.compute import executor as module
-from backend.compute import train
+from backend.compute import memory, train
 from backend.errors import NotFoundError, ServerError, UserError
 from backend.pool.sharing import in_parts
 
@@ -75,7 +75,7 @@ def test_a_forward_by_micro_batch_gives_the_same_bits(
     whole = forward(executor, "whole", data, loss, backward=backward)
     executor.execute(SampleStep(admit=(ask("r", [1, 2, 3], max_tokens=40),)))
     command = Forward("parts", data, loss, {}, backward)
-    first, *others = in_parts(command, executor._config)
+    first, *others = in_parts(command, executor.microbatch_tokens, 1)
     assert len(others) >= 2
     *answers, result = [execute_among_others(executor, part, forward, data) for part in (first, *others)]
     assert answers == [Done()] * len(others)
@@ -103,7 +103,7 @@ def test_a_forward_that_fails_between_micro_batches_is_not_gone_on_with(
 ):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
-    first, *others = in_parts(Forward("a", examples(3 * LENGTHS), "cross_entropy"), executor._config)
+    first, *others = in_parts(Forward("a", examples(3 * LENGTHS), "cross_entropy"), executor.microbatch_tokens, 1)
     executor.execute(first)
 
     def no_room(*args: Any) -> Any:
@@ -157,7 +157,7 @@ def test_nothing_to_do_is_done(shared_executor):
 def test_layers_computed_again_give_the_same_gradients(qwen3, examples, adapter, forward, gradients, monkeypatch):
     found = []
     for kept in (2**30, 0):
-        monkeypatch.setattr(train, "_KEPT_BYTES", kept)
+        monkeypatch.setattr(memory, "_KEPT_ON_CPUS", kept)
         executor = qwen3.executor()
         adapter(executor, "a")
         forward(executor, "a", examples((40, 9)), backward=True)

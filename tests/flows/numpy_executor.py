@@ -53,6 +53,7 @@ class Unigram:
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         self.devices = ("numpy:0",)
         self.parameters = VOCAB
+        self.microbatch_tokens = 1024
         self.clear()
 
     def clear(self) -> None:

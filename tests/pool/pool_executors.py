@@ -46,6 +46,7 @@ class Echo:
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         self.devices = tuple(f"fake:{i}" for i in range(config.fsdp * config.tensor))
         self.parameters = 7
+        self.microbatch_tokens = config.microbatch_tokens
         self.rank = rank
         self.progress = progress
         self.steps = 0
@@ -185,6 +186,7 @@ class Collective:
         mesh = Mesh(np.array(jax.devices()), ("fsdp",))
         self.devices = tuple(str(d) for d in jax.devices())
         self.parameters = jax.process_count()
+        self.microbatch_tokens = config.microbatch_tokens
         self.sharded = NamedSharding(mesh, spec("fsdp"))
         self.total = jax.jit(lambda x_D: x_D.sum(), out_shardings=NamedSharding(mesh, spec()))
 

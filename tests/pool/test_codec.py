@@ -104,10 +104,14 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         c.SampleProgress, st.lists(sample_results, max_size=2).map(tuple), st.integers(0, 99), st.integers(0, 99)
     ),
     c.GroupInfo: st.builds(
-        c.GroupInfo, st.lists(texts, max_size=3).map(tuple), st.integers(0, 2**40), st.integers(0, 2**31)
+        c.GroupInfo,
+        st.lists(texts, max_size=3).map(tuple),
+        st.integers(0, 2**40),
+        st.integers(0, 2**31),
+        st.integers(0, 2**31),
     ),
     m.Start: st.builds(m.Start, configs, st.integers(1, 64), texts, texts),
-    m.Ready: st.builds(m.Ready, st.lists(texts, max_size=3).map(tuple), st.integers(0, 2**40)),
+    m.Ready: st.builds(m.Ready, st.lists(texts, max_size=3).map(tuple), st.integers(0, 2**40), st.integers(0, 2**31)),
     m.Progress: st.builds(m.Progress, texts),
     m.Beat: st.builds(m.Beat),
     m.Ack: st.builds(m.Ack, st.none() | failures),

@@ -29,7 +29,6 @@ from backend.commands import (
 )
 from backend.compute.packing import pack
 from backend.pool.sharing import Sharing, in_parts
-from tests.pool.conftest import make_config
 
 MICROBATCH = 64
 
@@ -43,7 +42,7 @@ class Devices:
     """A worker group that executes what it was sent when it is told to, in that order."""
 
     def __init__(self, chunks: float = 1.0) -> None:
-        self.sharing = Sharing(MICROBATCH, chunks)
+        self.sharing = Sharing(chunks, MICROBATCH)
         self.sent: list[str] = []
         self.executing: deque[tuple[str, asyncio.Future[None]]] = deque()
         self.tasks: list[asyncio.Task[None]] = []
@@ -195,7 +194,7 @@ def sizes() -> st.SearchStrategy[list[int]]:
 def test_a_forward_has_a_part_for_each_micro_batch(lengths: list[int], loss: str, backward: bool, fsdp: int) -> None:
     examples = tuple(next(iter(forward(tokens=length).examples)) for length in lengths)
     command = replace(forward(), examples=examples, loss=loss, backward=backward)
-    first, *others = in_parts(command, make_config(fsdp=fsdp))
+    first, *others = in_parts(command, MICROBATCH, fsdp)
     passes = 2 if backward and loss not in TOKEN_LOSSES else 1
     count = passes * len(pack(examples, microbatch_tokens=MICROBATCH, row_multiple=fsdp))
     assert first == (command if count == 1 else replace(command, by_micro_batch=True))
@@ -203,6 +202,5 @@ def test_a_forward_has_a_part_for_each_micro_batch(lengths: list[int], loss: str
 
 
 def test_other_commands_are_one_part() -> None:
-    config = make_config()
     for command in (SampleStep(), OptimStep("a", AdamParams()), replace(forward(), examples=())):
-        assert in_parts(command, config) == (command,)
+        assert in_parts(command, MICROBATCH, 1) == (command,)

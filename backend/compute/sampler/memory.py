@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from backend.compute.config import ModelConfig
+from backend.compute.memory import device_bytes, least
 from backend.compute.mesh import FSDP, TENSOR
 from backend.compute.sampler.shapes import BLOCK
 
@@ -22,10 +18,7 @@ def most_cells(cfg: ModelConfig, mesh: Mesh, itemsize: int) -> int:
     """Slots times positions that fit into a fifth of the devices' memory. Called on every process, all agree."""
     spread = mesh.shape[FSDP] * (mesh.shape[TENSOR] if cfg.kv_heads % mesh.shape[TENSOR] == 0 else 1)
     cell = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * itemsize / spread
-    cells = max(1, int(_device_bytes() * _SHARE / cell))
-    if jax.process_count() > 1:
-        cells = int(np.min(multihost_utils.process_allgather(np.int32(min(cells, 2**31 - 1)))))
-    return cells
+    return least(max(1, int(device_bytes() * _SHARE / cell)))
 
 
 def most_pages(cells: int, *, rows: int, slots: int) -> int:
@@ -34,11 +27,3 @@ def most_pages(cells: int, *, rows: int, slots: int) -> int:
     However much memory there is: so the process stops growing soon.
     """
     return min(int(cells * _PREFIXES) // (rows * BLOCK), slots * _PAGES_A_SLOT)
-
-
-def _device_bytes() -> int:
-    """Memory of one device of this process; CPU devices share the machine's."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()

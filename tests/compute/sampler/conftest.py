@@ -167,7 +167,7 @@ def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
         size = len(whole) - 1
         example = Example(whole[:-1], whole[1:, None], np.ones((size, 1), np.float32))
         (batch,) = pack([example], microbatch_tokens=1024)
-        steps = make_steps(tiny.cfg, tiny.mesh)
+        steps = make_steps(tiny.cfg, tiny.mesh, kept_bytes=2**30)
         arrays = to_devices(batch, choose("cross_entropy", {}), tiny.mesh)
         scored = steps.forward(tiny.params, jax.device_put(lora), arrays)
         (place,) = batch.places

@@ -1,0 +1,76 @@
+"""How much of the devices' memory training may take: micro-batches as large as help, and what is kept of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from backend.compute.config import ModelConfig
+from backend.compute.mesh import FSDP, on_cpu
+
+_LEAST_TOKENS, _MOST_TOKENS = 1024, 4096  # of a device: fewer leave it idle, more make whoever samples wait
+_KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
+_KEPT = 0.3  # of what the base model leaves free; the sampler has its own part, and adapters want theirs
+_RANK = 32  # of the adapters that a micro-batch is sized for
+
+
+@dataclass(frozen=True)
+class Budget:
+    """microbatch_tokens: padded tokens that are trained on at once. kept_bytes: what a device may keep of them for a
+    backward pass; where layers would keep more, each is computed again.
+    """
+
+    microbatch_tokens: int
+    kept_bytes: int
+
+
+def training_budget(cfg: ModelConfig, mesh: Mesh, dtype: Any, microbatch_tokens: int = 0) -> Budget:
+    """For a model that is on the devices already. Called on every process, all agree. microbatch_tokens: 0 = choose."""
+    kept = _KEPT_ON_CPUS if on_cpu() else least(int(_KEPT * free_bytes()))
+    tokens = _LEAST_TOKENS
+    while not on_cpu() and tokens < _MOST_TOKENS and kept_bytes(cfg, 7 * _RANK, 2 * tokens, dtype) <= kept:
+        tokens *= 2
+    return Budget(microbatch_tokens or (tokens if on_cpu() else tokens * mesh.shape[FSDP]), kept)
+
+
+def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
+    """What the layers keep of `tokens` tokens for a backward pass: their inputs and `transformer.KEPT`.
+
+    ranks: of a layer's pairs, those of its MLP once for each expert that a token goes to.
+    """
+    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+    width = 2 * cfg.hidden + 2 * (queries + keys) + 2 * (cfg.experts_per_token or 1) * cfg.mlp + ranks
+    return int(cfg.layers * tokens * (width * jnp.dtype(dtype).itemsize + 4 * cfg.heads))
+
+
+def device_bytes() -> int:
+    """Memory of one device of this process; CPU devices share the machine's."""
+    stats = _stats()
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()
+
+
+def free_bytes() -> int:
+    """What of it nothing is in now, as far as the device says."""
+    return max(0, device_bytes() - _stats().get("bytes_in_use", 0))
+
+
+def least(value: int) -> int:
+    """The least that any process says."""
+    if jax.process_count() == 1:
+        return value
+    # In two words: JAX makes 32 bits of 64.
+    said = multihost_utils.process_allgather(np.array(divmod(value, 2**31), np.int32))
+    return min(int(high) * 2**31 + int(low) for high, low in said)
+
+
+def _stats() -> dict[str, int]:
+    return jax.local_devices()[0].memory_stats() or {}

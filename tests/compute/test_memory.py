@@ -1,0 +1,88 @@
+"""What training takes of the devices' memory: sizes that follow from the model and from what the devices say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from backend.compute import memory
+from backend.compute.config import ModelConfig, load_config
+from backend.compute.mesh import make_mesh
+from tests.compute.conftest import Reference
+
+GB = 10**9
+
+
+@dataclass
+class Device:
+    """A GPU, as far as sizes go."""
+
+    bytes_limit: int
+    bytes_in_use: int
+
+    def memory_stats(self) -> dict[str, int]:
+        return vars(self)
+
+
+@pytest.fixture
+def qwen3_4b(qwen3: Reference) -> ModelConfig:
+    """The shape of Qwen3-4B."""
+    shape = {"hidden": 2560, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 9728}
+    return replace(load_config(qwen3.folder), **shape)
+
+
+@pytest.fixture
+def budget_of(qwen3_4b: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """budget_of(limit, in use, tokens): in GB, on a GPU."""
+
+    def budget(limit: float, used: float, tokens: int = 0) -> memory.Budget:
+        device = Device(int(limit * GB), int(used * GB))
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        return memory.training_budget(qwen3_4b, make_mesh(1, 1), "bfloat16", tokens)
+
+    return budget
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "tokens", "again"),
+    [
+        (105, 8, 4096, False),  # an H200
+        (30, 8, 2048, False),
+        (18, 8, 1024, False),
+        (12, 8, 1024, True),
+    ],
+)
+def test_micro_batches_grow_with_memory_and_layers_are_computed_again_with_little(
+    budget_of: Any, qwen3_4b: ModelConfig, limit: float, used: float, tokens: int, again: bool
+) -> None:
+    budget = budget_of(limit, used)
+    assert budget.microbatch_tokens == tokens
+    assert (memory.kept_bytes(qwen3_4b, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
+
+
+def test_a_size_that_is_set_is_kept(budget_of: Any) -> None:
+    assert budget_of(105, 8, 256).microbatch_tokens == 256
+
+
+def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
+    budget = memory.training_budget(load_config(qwen3.folder), make_mesh(1, 1), "float32")
+    assert budget == memory.Budget(1024, 2**30)
+    assert memory.device_bytes() > memory.free_bytes() // 2 > 0
+
+
+def test_processes_agree_on_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [5 * 2**31 + 7, 5 * 2**31 + 6, 6 * 2**31]
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+
+    def gather(mine: np.ndarray) -> np.ndarray:
+        assert mine.dtype == np.int32
+        return np.stack([mine, *(np.array(divmod(other, 2**31), np.int32) for other in others)])
+
+    monkeypatch.setattr(memory.multihost_utils, "process_allgather", gather)
+    assert memory.least(9 * 2**31) == 5 * 2**31 + 6
+    assert memory.least(4) == 4
