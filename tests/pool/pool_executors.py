@@ -28,9 +28,12 @@ from backend.commands import (
     GroupConfig,
     ImportAdapter,
     LoraSpec,
+    NextMicroBatch,
     OptimResult,
     OptimStep,
     Reply,
+    SampleProgress,
+    SampleStep,
 )
 from backend.errors import ConflictError, NotFoundError, StateLostError, UserError
 from backend.pool import codec
@@ -138,6 +141,31 @@ class Echo:
             if peer:
                 return kept.detach()
         raise AssertionError("no connection")
+
+
+class ByMicroBatch(Echo):
+    """Says what it executes. A Forward has a micro-batch for each example; its loss says what becomes of the second."""
+
+    def execute(self, command: Command) -> Reply:
+        self.progress(f"executes {type(command).__name__}")
+        match command:
+            case SampleStep():
+                return SampleProgress((), active=0, waiting=0)
+            case Forward(by_micro_batch=True):
+                self.begun = [*command.examples]
+                self.fate = command.loss
+            case NextMicroBatch():
+                self.begun.pop()
+                if self.fate == "ppo":
+                    self.fate = "cross_entropy"
+                    raise UserError("the second one is wrong")
+                if self.fate == "cispo":
+                    os._exit(9)
+                if len(self.begun) == 1:
+                    return ForwardResult((), 7.0)
+            case Forward():
+                return ForwardResult((), 1.0)
+        return Done()
 
 
 class Refusing(Echo):

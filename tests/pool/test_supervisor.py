@@ -28,10 +28,13 @@ from backend.commands import (
     GroupConfig,
     ImportAdapter,
     LoraSpec,
+    Loss,
     OptimResult,
     OptimStep,
     Ping,
+    SampleStep,
 )
+from backend.errors import SuspectError, UserError
 from backend.pool import GroupLost, Pool
 from backend.pool.spawn import ChildProcess, spawn_worker
 
@@ -65,6 +68,60 @@ async def test_commands_execute_in_the_order_of_submission(start_pool: StartPool
     tasks = [asyncio.create_task(pool.submit(step(i))) for i in range(200)]
     replies = await asyncio.gather(*tasks)
     assert replies == [OptimResult(float(i), i + 1) for i in range(200)]
+
+
+def of_four(loss: Loss = "cross_entropy") -> Forward:
+    """A forward of four micro-batches: make_config's have 64 tokens."""
+    zeros = np.zeros(64, np.int32)
+    return Forward("a", (Example(zeros, zeros[:, None], np.ones((64, 1), np.float32)),) * 4, loss)
+
+
+async def test_a_forward_goes_by_micro_batch_and_lets_samples_in(start_pool: StartPool) -> None:
+    lines: list[str] = []
+    pool = await start_pool("ByMicroBatch", on_progress=lines.append)
+
+    async def sample() -> None:
+        for _ in range(3):
+            await pool.submit(SampleStep())
+
+    forward = asyncio.create_task(pool.submit(of_four()))
+    optim = asyncio.create_task(pool.submit(step(0)))
+    await sample()
+    assert await forward == ForwardResult((), 7.0)
+    assert await optim == Done()
+    executed = [line.removeprefix("executes ") for line in lines if line.startswith("executes ")]
+    assert [name for name in executed if name != "SampleStep"] == ["Forward", *["NextMicroBatch"] * 3, "OptimStep"]
+    assert executed.index("SampleStep") <= 2, "one micro-batch that was there, and one that is executed"
+    assert "SampleStep SampleStep" not in " ".join(executed[: executed.index("OptimStep")])
+
+
+async def test_a_forward_that_fails_on_its_way_has_the_first_error_and_the_next_one_is_whole(
+    start_pool: StartPool,
+) -> None:
+    pool = await start_pool("ByMicroBatch")
+    with pytest.raises(UserError, match="the second one is wrong"):
+        await pool.submit(of_four("ppo"))
+    assert await pool.submit(of_four()) == ForwardResult((), 7.0)
+
+
+async def test_a_group_that_ends_between_micro_batches_ends_the_forward(start_pool: StartPool) -> None:
+    pool = await start_pool("ByMicroBatch")
+    with pytest.raises(SuspectError, match="ended with exit status 9") as caught:
+        await pool.submit(of_four("cispo"))
+    assert caught.value.crashed
+    assert await pool.submit(of_four()) == ForwardResult((), 7.0)
+    assert pool.generation == 2
+
+
+async def test_a_caller_that_gives_up_leaves_the_forward_running(start_pool: StartPool) -> None:
+    lines: list[str] = []
+    pool = await start_pool("ByMicroBatch", on_progress=lines.append)
+    forward = asyncio.create_task(pool.submit(of_four()))
+    await asyncio.sleep(0)
+    forward.cancel()
+    assert await pool.submit(step(0)) == Done()
+    executed = [line.removeprefix("executes ") for line in lines if line.startswith("executes ")]
+    assert executed == ["Forward", *["NextMicroBatch"] * 3, "OptimStep"]
 
 
 async def test_info_names_devices_parameters_and_generation(
