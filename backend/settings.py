@@ -96,6 +96,13 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().resolve()
 
+    @field_validator("microbatch_tokens")
+    @classmethod
+    def _no_less_than_a_row(cls, value: int) -> int:
+        if 0 < value < 32:
+            raise ValueError("must be 0, or at least 32")
+        return value
+
     @field_validator("group")
     @classmethod
     def _host_and_port(cls, value: str) -> str:

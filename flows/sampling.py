@@ -26,7 +26,7 @@ from tasks.window import MOST, SAMPLE, Window, track
 
 log = logging.getLogger(__name__)
 
-_LOOKS = 8  # into the journal while as many samples are answered as are taken at once, if more wait there
+_LOOKS = 32  # into the journal while as many samples are answered as are taken at once, if more wait there
 
 
 @flow(

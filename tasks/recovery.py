@@ -3,8 +3,9 @@
 What must hold: the weights, gradients and moments after a recovery are those of an undisturbed run, bit for bit.
 
 - The record. Every request becomes commands of its own (forward.py sends one Forward per request; batching.py only
-  gives neighbours a common task run), and micro-batches are a pure function of the request and the settings
-  (backend/compute/packing.py). So the journal's order of seq_id is all there is to record; see journal/history.py.
+  gives neighbours a common task run), and micro-batches are a pure function of the request, the settings and the size
+  of the devices (backend/compute/packing.py and memory.py). So the journal's order of seq_id is all there is to record;
+  see journal/history.py.
 - Snapshots. After so many steps or seconds, and before a planned stop, the lane gives a turn to `take`: the export is
   a command in the model's line; encoding, writing and committing happen in a thread while the model trains on. The
   journal learns of it after the commit, and only when every request in it is answered: a request is either in the

@@ -37,7 +37,7 @@ class Commanded(Protocol):
         ...
 
     async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
-        """Execute after all that were submitted before; the reply, or the executor's error.
+        """Execute after all that were submitted before for the same adapter; the reply, or the executor's error.
 
         generation: the only group that may execute it; GroupFailedError when it serves no more.
         """
@@ -69,7 +69,7 @@ class Runtime:
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
-        """Start a command; those started earlier are executed earlier. The task holds its reply, of type `reply`."""
+        """Start a command; of one adapter, those started earlier are executed earlier. The task holds its reply."""
         self.note(command)
         return asyncio.create_task(self._reply(command, reply))
 

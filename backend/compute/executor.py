@@ -76,7 +76,7 @@ class Executor:
         self._params = load_params(
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
-        self._budget = training_budget(self._cfg, self._mesh, config.dtype, config.microbatch_tokens)
+        self._budget = training_budget(self._cfg, self._mesh, self._params, config.microbatch_tokens)
         self._steps = make_steps(self._cfg, self._mesh, self._budget.kept_bytes)
         self._adapters = AdapterStore(self._cfg, self._mesh)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
@@ -226,8 +226,7 @@ class Executor:
                     one = self._steps.forward(self._params, adapter.lora, arrays)
                 scored.append(one)
                 if more or number < len(batches):
-                    # Whoever samples waits for one micro-batch; with nobody there the device never waits for us.
-                    jax.block_until_ready(scored[-1:] if self._sampler.busy else scored[-2:-1])
+                    jax.block_until_ready(one)  # what goes wrong is this command's fault, and nobody waits for two
                     yield
             results = to_host(scored)
         except Exception as error:

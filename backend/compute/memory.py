@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from backend.compute.config import ModelConfig
+from backend.compute.lora import ATTENTION, MLP
 from backend.compute.mesh import FSDP, on_cpu
 
-_LEAST_TOKENS, _MOST_TOKENS = 1024, 4096  # of a device: fewer leave it idle, more make whoever samples wait
+_LEAST_TOKENS, _MOST_TOKENS = (
+    1024,
+    4096,
+)  # of an fsdp device: fewer leave it idle, more make samples wait
 _KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
 _KEPT = 0.3  # of what the base model leaves free; the sampler has its own part, and adapters want theirs
 _RANK = 32  # of the adapters that a micro-batch is sized for
@@ -31,11 +36,16 @@ class Budget:
     kept_bytes: int
 
 
-def training_budget(cfg: ModelConfig, mesh: Mesh, dtype: Any, microbatch_tokens: int = 0) -> Budget:
-    """For a model that is on the devices already. Called on every process, all agree. microbatch_tokens: 0 = choose."""
-    kept = _KEPT_ON_CPUS if on_cpu() else least(int(_KEPT * free_bytes()))
-    tokens = _LEAST_TOKENS
-    while not on_cpu() and tokens < _MOST_TOKENS and kept_bytes(cfg, 7 * _RANK, 2 * tokens, dtype) <= kept:
+def training_budget(cfg: ModelConfig, mesh: Mesh, params: Any, microbatch_tokens: int = 0) -> Budget:
+    """Of a model with these weights on the devices. Called on every process, all agree. microbatch_tokens: 0 = choose.
+
+    It follows from sizes alone, not from what is free at the moment: what is replayed after a crash must be computed
+    in the same micro-batches.
+    """
+    dtype = params.embed_VD.dtype
+    kept = _KEPT_ON_CPUS if on_cpu() else least(int(_KEPT * max(0, device_bytes() - held_bytes(params))))
+    ranks, tokens = _RANK * (len(ATTENTION) + len(MLP) * (cfg.experts_per_token or 1)), _LEAST_TOKENS
+    while not on_cpu() and tokens < _MOST_TOKENS and kept_bytes(cfg, ranks, 2 * tokens, dtype) <= kept:
         tokens *= 2
     return Budget(microbatch_tokens or (tokens if on_cpu() else tokens * mesh.shape[FSDP]), kept)
 
@@ -52,15 +62,16 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
 
 def device_bytes() -> int:
     """Memory of one device of this process; CPU devices share the machine's."""
-    stats = _stats()
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"]
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()
 
 
-def free_bytes() -> int:
-    """What of it nothing is in now, as far as the device says."""
-    return max(0, device_bytes() - _stats().get("bytes_in_use", 0))
+def held_bytes(arrays: Any) -> int:
+    """What a device holds of a pytree of arrays."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def least(value: int) -> int:
@@ -70,7 +81,3 @@ def least(value: int) -> int:
     # In two words: JAX makes 32 bits of 64.
     said = multihost_utils.process_allgather(np.array(divmod(value, 2**31), np.int32))
     return min(int(high) * 2**31 + int(low) for high, low in said)
-
-
-def _stats() -> dict[str, int]:
-    return jax.local_devices()[0].memory_stats() or {}

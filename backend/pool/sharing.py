@@ -4,18 +4,17 @@ A worker group executes commands one after the other, in the order in which they
 can overtake, so commands wait here, and the group has hardly more than what it executes: of training, work for one
 micro-batch (and one command beyond it while nobody samples, so that the next is there when one ends), and a step of the
 sampler. A forward of many micro-batches goes as so many commands (`in_parts`). Where both sides want more than there
-is, a micro-batch is followed by `chunks` steps of the sampler: with 1, training waits for at most one chunk, and a
-sample for at most one micro-batch. The commands of one adapter keep their order, and adapters take turns.
+is, a micro-batch is followed by `chunks` steps of the sampler: with 1, training waits for one chunk, and between two
+steps of the sampler there is one micro-batch. The commands of one adapter keep their order, and adapters take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Self
+from functools import partial
 
 from backend.commands import (
     TOKEN_LOSSES,
@@ -30,6 +29,7 @@ from backend.compute.packing import micro_batches
 
 _LITTLE = 1 / 16  # of a micro-batch: what commands count that compute for no tokens
 _ENOUGH = 1 - 1e-9
+_STEP_SECONDS = 0.05  # the engine takes so long at most between two steps of the sampler, unless it has other trouble
 
 
 def in_parts(command: Command, microbatch_tokens: int, fsdp: int) -> Sequence[Command]:
@@ -46,36 +46,18 @@ def in_parts(command: Command, microbatch_tokens: int, fsdp: int) -> Sequence[Co
 
 
 @dataclass(eq=False)
-class Place:
-    """A command's place in line. `async with` waits for its turn; when the block ends, others have theirs.
+class _Place:
+    """A command in line. `send` is called when its turn comes, at once, so that nothing gets between the two.
 
     adapter: whose commands it keeps its order with; "" = nobody's. size: in micro-batches. samples: it is a step of the
-    sampler. reply: to be set within the block. turn: until it has come.
+    sampler. reply: what its caller waits for; a caller that gives up cancels that, and the command goes its way.
     """
 
-    sharing: Sharing
-    adapter: str = ""
-    size: float = 0.0
-    samples: bool = False
-    reply: Reply | None = None
-    turn: asyncio.Future[None] | None = None
-    has_turn: bool = False
-
-    async def __aenter__(self) -> Self:
-        """Wait."""
-        if self.turn is not None and not self.has_turn:
-            try:
-                await self.turn
-            except asyncio.CancelledError:
-                self.sharing.leave(self)
-                raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Let others go on."""
-        self.sharing.leave(self)
+    adapter: str
+    size: float
+    samples: bool
+    send: Callable[[], asyncio.Future[Reply]]
+    reply: asyncio.Future[Reply]
 
 
 @dataclass
@@ -84,40 +66,28 @@ class Sharing:
 
     chunks: float
     microbatch: int = 1
-    _lines: dict[str, deque[Place]] = field(default_factory=dict)  # by adapter, the longest served first
-    _steps: deque[Place] = field(default_factory=deque)
+    _lines: dict[str, deque[_Place]] = field(default_factory=dict)  # by adapter, the least recently served first
+    _steps: deque[_Place] = field(default_factory=deque)
     _training: int = 0  # commands that the group has
     _ahead: float = 0.0  # their size
     _stepping: int = 0  # steps of the sampler that it has
-    _decoding: bool = False  # and another one is to come
+    _expected: asyncio.TimerHandle | None = None  # while another step is to come, as the last reply said
     _owed: float = 0.0  # steps that the sampler may make before training goes on
 
-    def enter(self, command: Command) -> Place:
-        """Take the next place in its line. What neither trains nor samples waits for nobody."""
-        place = Place(self, getattr(command, "adapter_id", ""), self._size(command), isinstance(command, SampleStep))
-        if place.samples or place.adapter:
-            place.turn = asyncio.get_running_loop().create_future()
-            line = self._steps if place.samples else self._lines.setdefault(place.adapter, deque())
-            line.append(place)
-            self._go_on()
-        return place
-
-    def leave(self, place: Place) -> None:
-        """It is answered, or never will be."""
-        if place.samples and place.has_turn:
-            self._stepping -= 1
-            self._decoding = isinstance(place.reply, SampleProgress) and bool(place.reply.active or place.reply.waiting)
-        elif place.adapter and place.has_turn:
-            self._training -= 1
-            self._ahead = self._ahead - place.size if self._training else 0.0
-        elif place.samples:
-            self._steps.remove(place)
+    def submit(self, command: Command, send: Callable[[], asyncio.Future[Reply]]) -> asyncio.Future[Reply]:
+        """Call `send` when it is the command's turn; what that gives. What neither trains nor samples has it now."""
+        reply = asyncio.get_running_loop().create_future()
+        samples = isinstance(command, SampleStep)
+        place = _Place(getattr(command, "adapter_id", ""), self._size(command), samples, send, reply)
+        if samples:
+            self._expect(None)
+            self._steps.append(place)
         elif place.adapter:
-            line = self._lines[place.adapter]
-            line.remove(place)
-            if not line:
-                del self._lines[place.adapter]
+            self._lines.setdefault(place.adapter, deque()).append(place)
+        else:
+            self._send(place)
         self._go_on()
+        return reply
 
     def _size(self, command: Command) -> float:
         match command:
@@ -129,24 +99,13 @@ class Sharing:
             case _:
                 return _LITTLE
 
-    def _may_sample(self) -> bool:
-        return self._owed >= _ENOUGH or not (self._training or self._lines)  # or nobody trains
-
-    def _may_train(self, size: float) -> bool:
-        asked = bool(self._steps) or self._stepping > 0
-        if asked and self._owed >= _ENOUGH:
-            return False
-        if not self._training or self._ahead + size <= 1:
-            return True
-        return not (asked or self._decoding) and self._ahead <= 1
-
     def _go_on(self) -> None:
-        """Give turns to all who may have theirs now. Nobody overtakes the adapter whose turn it is."""
+        """Send all whose turn it is now. Nobody overtakes the adapter that comes first."""
         while True:
             if self._steps and self._may_sample():
                 self._stepping += 1
                 self._owed = max(0.0, self._owed - 1)
-                _call(self._steps.popleft())
+                self._send(self._steps.popleft())
             elif self._lines and self._may_train((line := next(iter(self._lines.values())))[0].size):
                 place = line.popleft()
                 del self._lines[place.adapter]
@@ -155,12 +114,51 @@ class Sharing:
                 self._training += 1
                 self._ahead += place.size
                 self._owed = min(self._owed + self.chunks * place.size, max(1.0, self.chunks))
-                _call(place)
+                self._send(place)
             else:
                 return
 
+    def _may_sample(self) -> bool:
+        return self._owed >= _ENOUGH or not (self._training or self._lines)  # or nobody trains
 
-def _call(place: Place) -> None:
-    place.has_turn = True
-    if place.turn is not None and not place.turn.done():
-        place.turn.set_result(None)
+    def _may_train(self, size: float) -> bool:
+        asked = bool(self._steps or self._stepping or self._expected)
+        if asked and self._owed >= _ENOUGH:
+            return False
+        return not self._training or self._ahead + size <= 1 or (not asked and self._ahead <= 1)
+
+    def _send(self, place: _Place) -> None:
+        try:
+            sent = place.send()
+        except Exception as error:  # noqa: BLE001  the caller's
+            sent = asyncio.get_running_loop().create_future()
+            sent.set_exception(error)
+        sent.add_done_callback(partial(self._answered, place))
+
+    def _answered(self, place: _Place, sent: asyncio.Future[Reply]) -> None:
+        error = asyncio.CancelledError() if sent.cancelled() else sent.exception()
+        if place.samples:
+            self._stepping -= 1
+            if error is None and isinstance(progress := sent.result(), SampleProgress):
+                self._expect(_STEP_SECONDS if progress.active or progress.waiting else None)
+        elif place.adapter:
+            self._training -= 1
+            self._ahead = self._ahead - place.size if self._training else 0.0
+        if place.reply.done():
+            pass  # its caller has given up
+        elif error is None:
+            place.reply.set_result(sent.result())
+        else:
+            place.reply.set_exception(error)
+        self._go_on()
+
+    def _expect(self, seconds: float | None) -> None:
+        """Another step of the sampler is to come within so many seconds, or none."""
+        if self._expected is not None:
+            self._expected.cancel()
+        loop = asyncio.get_running_loop()
+        self._expected = None if seconds is None else loop.call_later(seconds, self._nobody_came)
+
+    def _nobody_came(self) -> None:
+        self._expected = None
+        self._go_on()

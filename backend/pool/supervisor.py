@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,7 +16,7 @@ from backend.commands import Command, GroupConfig, GroupInfo, Reply
 from backend.errors import GroupFailedError, TinkerflowError, UserError
 from backend.pool.group import Group, Plan
 from backend.pool.places import Site, ThisMachine
-from backend.pool.sharing import Place, Sharing, in_parts
+from backend.pool.sharing import Sharing, in_parts
 from backend.processes import backoff
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,8 @@ class Pool:
     async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
         """Execute `command` after all of its adapter that were submitted before it, and return rank 0's reply.
 
-        When its turn comes, says sharing.py; a Forward of many micro-batches has a turn for each.
+        When its turn comes, says sharing.py; a Forward of many micro-batches has a turn for each when its generation
+        is named.
 
         deadline: seconds from when the commands before it were answered; None = the pool's command_deadline.
         generation: the only one that may execute it, because it holds what the command is about; GroupFailedError when
@@ -184,37 +186,44 @@ class Pool:
         command missed its deadline; SuspectError when the group ended while executing it, and any other
         GroupFailedError when it ended before; TypeError or
         ValueError, with nothing sent, when the command holds what cannot be encoded.
-        Cancelling the caller leaves a command running that has begun. Do not change the command's arrays before it is
-        answered.
+        Cancelling the caller leaves the command running. Do not change the command's arrays before it is answered.
         """
         seconds = self._command_deadline if deadline is None else deadline
-        parts = in_parts(command, self._sharing.microbatch, self._plan.config.fsdp)
-        if len(parts) == 1:
-            return await self._execute(command, self._sharing.enter(command), seconds, generation)
-        here = generation or await self.serving()  # all of them in one generation, or in none
-        places = [self._sharing.enter(part) for part in parts]
-        executing = asyncio.gather(
-            *(self._execute(part, place, seconds, here) for part, place in zip(parts, places, strict=True)),
-            return_exceptions=True,
-        )
-        replies = await asyncio.shield(executing)
-        failed = next((reply for reply in replies if isinstance(reply, BaseException)), None)
-        if failed is not None:
-            raise failed
-        last = replies[-1]
-        assert not isinstance(last, BaseException)
-        return last
+        if generation is None:
+            return await self._sharing.submit(command, partial(self._send, command, seconds))
+        sent: list[asyncio.Future[Reply]] = []
 
-    async def _execute(self, command: Command, place: Place, deadline: float, generation: int | None) -> Reply:
-        async with place:
-            group = self._serving()
-            if generation is not None and (group is None or group.generation != generation):
-                raise GroupFailedError(f"worker group {generation} serves no more")
-            if group is not None and (generation is not None or not self._line):
-                place.reply = await group.submit(command, deadline)
-            else:
-                place.reply = await (await self._wait_in_line(command, deadline))
-            return place.reply
+        def send(part: Command) -> asyncio.Future[Reply]:
+            for earlier in sent:
+                if earlier.done():
+                    earlier.result()  # nothing follows a part that has failed
+            sent.append(self._send_to(generation, part, seconds))
+            return sent[-1]
+
+        parts = in_parts(command, self._sharing.microbatch, self._plan.config.fsdp)
+        waiting = [self._sharing.submit(part, partial(send, part)) for part in parts]
+        replies = await asyncio.gather(*waiting, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return waiting[-1].result()
+
+    def _send_to(self, generation: int, command: Command, deadline: float) -> asyncio.Future[Reply]:
+        group = self._serving()
+        if group is None or group.generation != generation:
+            why = "" if self._last_error is None else f": {self._last_error}"
+            raise GroupFailedError(f"worker group {generation} serves no more{why}")
+        return group.submit(command, deadline)
+
+    def _send(self, command: Command, deadline: float) -> asyncio.Future[Reply]:
+        group = self._serving()
+        if group is not None and not self._line:
+            return group.submit(command, deadline)
+        if self._stopped:
+            raise GroupFailedError("the worker pool was stopped")
+        ticket = _Ticket(command, deadline, asyncio.get_running_loop().create_future())
+        self._line.append(ticket)
+        return asyncio.ensure_future(self._wait_in_line(ticket))
 
     async def losses(self) -> AsyncIterator[GroupLost]:
         """Every generation that ends, at once; for one consumer. Ends when the pool is stopped.
@@ -322,17 +331,14 @@ class Pool:
             if lack and lack == site.lack(self._plan.processes):
                 await site.changed()
 
-    async def _wait_in_line(self, command: Command, deadline: float) -> asyncio.Future[Reply]:
-        if self._stopped:
-            raise GroupFailedError("the worker pool was stopped")
-        ticket = _Ticket(command, deadline, asyncio.get_running_loop().create_future())
-        self._line.append(ticket)
+    async def _wait_in_line(self, ticket: _Ticket) -> Reply:
         try:
             async with asyncio.timeout(self._plan.start_deadline):
-                return await ticket.sent
+                sent = await ticket.sent
         except TimeoutError:
             why = f": {self._last_error}" if self._last_error else ""
             raise GroupFailedError(f"no worker group was ready within {self._plan.start_deadline:g} s{why}") from None
         finally:
             if ticket in self._line:
                 self._line.remove(ticket)
+        return await sent

@@ -6,15 +6,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from backend.compute import memory
 from backend.compute.config import ModelConfig, load_config
-from backend.compute.mesh import make_mesh
+from backend.compute.mesh import make_mesh, replicated
+from backend.compute.params import count, load_params
+from backend.compute.transformer import Params
 from tests.compute.conftest import Reference
 
 GB = 10**9
+BFLOAT16 = Params(np.zeros((1, 1), jnp.bfloat16), {}, np.zeros(1), None)  # weights that are of that dtype
 
 
 @dataclass
@@ -22,10 +27,9 @@ class Device:
     """A GPU, as far as sizes go."""
 
     bytes_limit: int
-    bytes_in_use: int
 
     def memory_stats(self) -> dict[str, int]:
-        return vars(self)
+        return {"bytes_limit": self.bytes_limit, "bytes_in_use": 3}
 
 
 @pytest.fixture
@@ -37,19 +41,20 @@ def qwen3_4b(qwen3: Reference) -> ModelConfig:
 
 @pytest.fixture
 def budget_of(qwen3_4b: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """budget_of(limit, in use, tokens): in GB, on a GPU."""
+    """budget_of(limit, weights, tokens): in GB, on a GPU."""
 
-    def budget(limit: float, used: float, tokens: int = 0) -> memory.Budget:
-        device = Device(int(limit * GB), int(used * GB))
+    def budget(limit: float, weights: float, tokens: int = 0) -> memory.Budget:
+        device = Device(int(limit * GB))
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        return memory.training_budget(qwen3_4b, make_mesh(1, 1), "bfloat16", tokens)
+        monkeypatch.setattr(memory, "held_bytes", lambda params: int(weights * GB))
+        return memory.training_budget(qwen3_4b, make_mesh(1, 1), BFLOAT16, tokens)
 
     return budget
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "tokens", "again"),
+    ("limit", "weights", "tokens", "again"),
     [
         (105, 8, 4096, False),  # an H200
         (30, 8, 2048, False),
@@ -58,9 +63,9 @@ def budget_of(qwen3_4b: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_micro_batches_grow_with_memory_and_layers_are_computed_again_with_little(
-    budget_of: Any, qwen3_4b: ModelConfig, limit: float, used: float, tokens: int, again: bool
+    budget_of: Any, qwen3_4b: ModelConfig, limit: float, weights: float, tokens: int, again: bool
 ) -> None:
-    budget = budget_of(limit, used)
+    budget = budget_of(limit, weights)
     assert budget.microbatch_tokens == tokens
     assert (memory.kept_bytes(qwen3_4b, 7 * 32, tokens, "bfloat16") > budget.kept_bytes) == again
 
@@ -70,9 +75,20 @@ def test_a_size_that_is_set_is_kept(budget_of: Any) -> None:
 
 
 def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
-    budget = memory.training_budget(load_config(qwen3.folder), make_mesh(1, 1), "float32")
-    assert budget == memory.Budget(1024, 2**30)
-    assert memory.device_bytes() > memory.free_bytes() // 2 > 0
+    assert memory.training_budget(load_config(qwen3.folder), make_mesh(1, 1), BFLOAT16) == memory.Budget(1024, 2**30)
+
+
+def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
+    mesh = make_mesh(1, 1)
+    split, whole = jax.sharding.AbstractMesh((4, 1, 1), ("fsdp", "expert", "tensor")), replicated(mesh)
+    arrays = [
+        jax.ShapeDtypeStruct((8, 6), np.float32, sharding=NamedSharding(split, PartitionSpec("fsdp", None))),
+        jax.ShapeDtypeStruct((3,), np.int8, sharding=whole),
+    ]
+    assert memory.held_bytes(arrays) == 2 * 6 * 4 + 3
+    params = load_params(load_config(qwen3.folder), str(qwen3.folder), mesh, "float32", lambda line: None)
+    assert memory.held_bytes(params) == 4 * count(params)
+    assert memory.device_bytes() > memory.held_bytes(params)
 
 
 def test_processes_agree_on_the_least(monkeypatch: pytest.MonkeyPatch) -> None:

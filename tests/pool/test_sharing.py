@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from backend.commands import (
     AdamParams,
     AdapterState,
     Command,
+    Done,
     Example,
     Forward,
     LoadSnapshot,
@@ -28,6 +30,8 @@ from backend.commands import (
     SampleStep,
 )
 from backend.compute.packing import pack
+from backend.errors import GroupFailedError
+from backend.pool import sharing
 from backend.pool.sharing import Sharing, in_parts
 
 MICROBATCH = 64
@@ -44,59 +48,40 @@ class Devices:
     def __init__(self, chunks: float = 1.0) -> None:
         self.sharing = Sharing(chunks, MICROBATCH)
         self.sent: list[str] = []
-        self.executing: deque[tuple[str, asyncio.Future[None]]] = deque()
-        self.tasks: list[asyncio.Task[None]] = []
+        self.executing: deque[tuple[str, Reply, asyncio.Future[Reply]]] = deque()
 
-    def submit(self, name: str, command: Command, reply: Reply | None = None) -> asyncio.Task[None]:
-        place = self.sharing.enter(command)
+    def submit(self, name: str, command: Command, reply: Reply | None = None) -> asyncio.Future[Reply]:
+        def send() -> asyncio.Future[Reply]:
+            self.sent.append(name)
+            self.executing.append((name, reply or Done(), asyncio.get_running_loop().create_future()))
+            return self.executing[-1][2]
 
-        async def execute() -> None:
-            async with place:
-                self.sent.append(name)
-                answered = asyncio.get_running_loop().create_future()
-                self.executing.append((name, answered))
-                await answered
-                place.reply = reply
+        return self.sharing.submit(command, send)
 
-        self.tasks.append(asyncio.create_task(execute()))
-        return self.tasks[-1]
-
-    async def settle(self) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
+    async def sample(self, steps: int) -> None:
+        """So many steps, each in a task of its own, as the engine sends them."""
+        for left in reversed(range(steps)):
+            progress = SampleProgress((), active=left, waiting=0)
+            await asyncio.create_task(wait_for(self.submit("S", SampleStep(), progress)))
 
     async def execute(self) -> str:
         """Execute one command, and let the others go on; its name."""
-        name, answered = self.executing.popleft()
-        answered.set_result(None)
-        await self.settle()
+        name, reply, answered = self.executing.popleft()
+        answered.set_result(reply)
+        for _ in range(8):
+            await asyncio.sleep(0)
         return name
 
     async def run(self) -> list[str]:
         """Execute everything: the names, in order."""
-        await self.settle()
         executed = []
         while self.executing:
             executed.append(await self.execute())
-        await asyncio.gather(*self.tasks)
         return executed
 
 
-def sampling(devices: Devices, steps: int) -> None:
-    """So many steps, each sent when the one before was answered."""
-
-    async def step(left: int) -> None:
-        place = devices.sharing.enter(SampleStep())
-        async with place:
-            answered = asyncio.get_running_loop().create_future()
-            devices.sent.append("S")
-            devices.executing.append(("S", answered))
-            await answered
-            place.reply = SampleProgress((), active=left, waiting=0)
-        if left:
-            await step(left - 1)
-
-    devices.tasks.append(asyncio.create_task(step(steps - 1)))
+async def wait_for(reply: asyncio.Future[Reply]) -> Reply:
+    return await reply
 
 
 async def test_an_adapters_commands_keep_their_order_and_two_are_there() -> None:
@@ -104,7 +89,6 @@ async def test_an_adapters_commands_keep_their_order_and_two_are_there() -> None
     for number in range(4):
         devices.submit(f"f{number}", forward())
         devices.submit(f"o{number}", OptimStep("a", AdamParams()))
-    await devices.settle()
     assert devices.sent == ["f0", "o0"]
     assert await devices.run() == ["f0", "o0", "f1", "o1", "f2", "o2", "f3", "o3"]
 
@@ -123,7 +107,6 @@ async def test_what_is_small_goes_together() -> None:
     devices = Devices()
     for number in range(6):
         devices.submit(f"t{number}", forward(f"model {number}", tokens=MICROBATCH // 4))
-    await devices.settle()
     assert len(devices.sent) == 5, "a micro-batch's worth, and one that is there when they end"
     assert await devices.run() == [f"t{number}" for number in range(6)]
 
@@ -138,25 +121,23 @@ async def test_what_is_small_goes_together() -> None:
 )
 async def test_chunks_follow_micro_batches(chunks: float, expected: str) -> None:
     devices = Devices(chunks)
-    sampling(devices, 4)
-    await devices.settle()
+    sampling = asyncio.create_task(devices.sample(4))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
     for adapter in ("a", "b", "a", "b", "a"):
         devices.submit("T", forward(adapter))
-    executed = await devices.run()
-    assert sorted(executed) == sorted(expected.split())
-    assert " ".join(executed) == expected
+    assert " ".join(await devices.run()) == expected
+    await sampling
 
 
 async def test_a_sample_waits_for_one_micro_batch_between_two_of_its_steps() -> None:
     devices = Devices()
     devices.submit("T", forward())
-    step = devices.submit("S", SampleStep(), SampleProgress((), active=1, waiting=0))
+    devices.submit("S", SampleStep(), SampleProgress((), active=1, waiting=0))
     devices.submit("T", forward())
     devices.submit("T", forward())
-    await devices.settle()
     assert devices.sent == ["T", "S"]
     assert [await devices.execute(), await devices.execute()] == ["T", "S"]
-    await step
     assert devices.sent == ["T", "S", "T"], "the third one would be before the next step"
     devices.submit("S", SampleStep(), SampleProgress((), active=0, waiting=0))
     assert await devices.run() == ["T", "S", "T"]
@@ -164,26 +145,78 @@ async def test_a_sample_waits_for_one_micro_batch_between_two_of_its_steps() -> 
 
 async def test_nobody_waits_for_who_is_not_there() -> None:
     devices = Devices(chunks=0.25)
-    sampling(devices, 3)
+    sampling = asyncio.create_task(devices.sample(3))
+    for _ in range(3):
+        await asyncio.sleep(0)
     assert await devices.run() == ["S", "S", "S"]
+    await sampling
     devices.submit("load", LoadSnapshot("s", AdapterState(LoraSpec(1), 0, {})))
     devices.submit("T", forward())
     devices.submit("load", LoadSnapshot("t", AdapterState(LoraSpec(1), 0, {})))
     assert await devices.run() == ["load", "T", "load"]
 
 
-async def test_who_gives_up_holds_up_nobody() -> None:
+async def test_training_goes_on_when_a_step_that_was_to_come_does_not() -> None:
     devices = Devices()
-    waiting = [devices.submit(f"f{number}", forward()) for number in range(4)]
-    steps = [devices.submit("S", SampleStep()) for _ in range(2)]
-    await devices.settle()
-    for task in (waiting[2], steps[1]):
-        task.cancel()
-    await devices.settle()
-    devices.tasks = [task for task in devices.tasks if not task.cancelled()]
-    assert await devices.run() == ["f0", "f1", "S", "f3"]
-    devices.submit("again", forward())
-    assert await devices.run() == ["again"]
+    devices.submit("S", SampleStep(), SampleProgress((), active=1, waiting=0))
+    devices.submit("T", forward())
+    last = devices.submit("T", forward())
+    assert await devices.run() == ["S", "T"]
+    assert devices.sent == ["S", "T"]
+    running = asyncio.create_task(wait_for(last))
+    await asyncio.sleep(4 * sharing._STEP_SECONDS)
+    assert await devices.run() == ["T"]
+    assert await running == Done()
+
+
+async def test_what_a_caller_gives_up_goes_its_way() -> None:
+    devices = Devices()
+    replies = [devices.submit(f"f{number}", forward()) for number in range(4)]
+    replies[0].cancel()
+    replies[2].cancel()
+    assert await devices.run() == ["f0", "f1", "f2", "f3"]
+    assert [reply.cancelled() for reply in replies] == [True, False, True, False]
+
+
+async def test_what_cannot_be_sent_holds_up_nobody() -> None:
+    devices = Devices()
+
+    def no_group() -> asyncio.Future[Reply]:
+        raise GroupFailedError("worker group 1 serves no more")
+
+    failed = [devices.sharing.submit(command, no_group) for command in (forward(), SampleStep(), forward())]
+    devices.submit("T", forward())
+    assert await devices.run() == []
+    for reply in failed:
+        with pytest.raises(GroupFailedError, match="serves no more"):
+            await reply
+    assert await devices.run() == ["T"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 3)), max_size=40), st.randoms())
+def test_an_adapters_commands_are_sent_as_they_were_submitted(
+    commands: list[tuple[str, int, int]], chance: random.Random
+) -> None:
+    """Whenever they come, and whatever is answered meanwhile."""
+
+    async def case() -> list[str]:
+        devices = Devices()
+        for number, (adapter, tokens, answered) in enumerate(commands):
+            devices.submit(f"{adapter}{number}", forward(adapter, tokens))
+            for _ in range(answered):
+                if devices.executing and chance.random() < 0.5:
+                    _, reply, executed = devices.executing.popleft()
+                    executed.set_result(reply)
+                if chance.random() < 0.5:
+                    await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await devices.run()
+        return devices.sent
+
+    sent = asyncio.run(case())
+    for adapter in "abc":
+        theirs = [f"{adapter}{number}" for number, command in enumerate(commands) if command[0] == adapter]
+        assert [name for name in sent if name.startswith(adapter)] == theirs
 
 
 def sizes() -> st.SearchStrategy[list[int]]:

@@ -84,7 +84,7 @@ async def test_a_forward_goes_by_micro_batch_and_lets_samples_in(start_pool: Sta
         for _ in range(3):
             await pool.submit(SampleStep())
 
-    forward = asyncio.create_task(pool.submit(of_four()))
+    forward = asyncio.create_task(pool.submit(of_four(), generation=pool.generation))
     optim = asyncio.create_task(pool.submit(step(0)))
     await sample()
     assert await forward == ForwardResult((), 7.0)
@@ -100,23 +100,23 @@ async def test_a_forward_that_fails_on_its_way_has_the_first_error_and_the_next_
 ) -> None:
     pool = await start_pool("ByMicroBatch")
     with pytest.raises(UserError, match="the second one is wrong"):
-        await pool.submit(of_four("ppo"))
-    assert await pool.submit(of_four()) == ForwardResult((), 7.0)
+        await pool.submit(of_four("ppo"), generation=pool.generation)
+    assert await pool.submit(of_four(), generation=pool.generation) == ForwardResult((), 7.0)
 
 
 async def test_a_group_that_ends_between_micro_batches_ends_the_forward(start_pool: StartPool) -> None:
     pool = await start_pool("ByMicroBatch")
     with pytest.raises(SuspectError, match="ended with exit status 9") as caught:
-        await pool.submit(of_four("cispo"))
+        await pool.submit(of_four("cispo"), generation=pool.generation)
     assert caught.value.crashed
-    assert await pool.submit(of_four()) == ForwardResult((), 7.0)
+    assert await pool.submit(of_four(), generation=await pool.serving()) == ForwardResult((), 7.0)
     assert pool.generation == 2
 
 
 async def test_a_caller_that_gives_up_leaves_the_forward_running(start_pool: StartPool) -> None:
     lines: list[str] = []
     pool = await start_pool("ByMicroBatch", on_progress=lines.append)
-    forward = asyncio.create_task(pool.submit(of_four()))
+    forward = asyncio.create_task(pool.submit(of_four(), generation=pool.generation))
     await asyncio.sleep(0)
     forward.cancel()
     assert await pool.submit(step(0)) == Done()

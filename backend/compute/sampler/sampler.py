@@ -88,11 +88,6 @@ class Sampler:
         """Keep a copy of an adapter (on the devices or the host) for sampling; ConflictError when the id is taken."""
         self._bank.publish(snapshot_id, lora, spec)
 
-    @property
-    def busy(self) -> bool:
-        """Whether any request is in the batch, or in line for it."""
-        return bool(self._line.active or self._line.waiting)
-
     def holds(self, snapshot_id: str) -> bool:
         """Whether there is a snapshot of that id."""
         return snapshot_id in self._bank
@@ -137,7 +132,7 @@ class Sampler:
             self._prefixes.clear()
         finished = (*self._failed, *self._line.finish())
         self._failed = []
-        if not self.busy:
+        if not (self._line.active or self._line.waiting):
             self._start_over()
         return SampleProgress(finished, active=self._line.active, waiting=self._line.waiting)
 

@@ -172,10 +172,11 @@ class Scheduler:
         ticket = self._tickets.pop(request_id, None)
         if ticket is None:
             return
-        self._waiting = deque(job for job in self._waiting if job.ticket is not ticket)
-        owner = ticket.request.owner
-        theirs = [job for job in self._waiting if job.ticket.request.owner == owner]
-        self._next_start[owner] = max((job.start + len(job.sequences) for job in theirs), default=self._now)
+        if unserved := [job for job in self._waiting if job.ticket is ticket]:
+            self._waiting = deque(job for job in self._waiting if job.ticket is not ticket)
+            owner = ticket.request.owner
+            theirs = [job.start + len(job.sequences) for job in self._waiting if job.ticket.request.owner == owner]
+            self._next_start[owner] = max(theirs, default=min(job.start for job in unserved))
         self.slots = [None if sequence and sequence.ticket is ticket else sequence for sequence in self.slots]
         if self.group is not None:
             for job in self.group.jobs:  # the row stays until the group is through; nobody waits for it any more
@@ -247,6 +248,8 @@ class Scheduler:
         if not jobs:
             return None
         self._waiting = deque(job for job in self._waiting if job not in jobs)
+        served = max(job.start for job in jobs)
+        self._now = max(self._now, min(served, self._waiting[0].start if self._waiting else served))
         longest = max(job.length for job in jobs)
         return Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
 
