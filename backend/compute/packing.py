@@ -70,6 +70,8 @@ def pack(examples: Sequence[Example], *, microbatch_tokens: int, row_multiple: i
 
 def micro_batches(lengths: Sequence[int], *, microbatch_tokens: int, row_multiple: int = 1) -> int:
     """How many `pack` makes of examples of these lengths."""
+    if len(lengths) * bucket(max(lengths), SHORTEST_ROW) * row_multiple <= microbatch_tokens:
+        return 1  # with a row for each, and packed they take no more
     width = _row_width(lengths, microbatch_tokens, row_multiple)
     return -(-len(_fill_rows(lengths, width)) // _most_rows(width, microbatch_tokens, row_multiple))
 

@@ -5,7 +5,8 @@ can overtake, so commands wait here, and the group has hardly more than what it 
 micro-batch (and one command beyond it while nobody samples, so that the next is there when one ends), and a step of the
 sampler. A forward of many micro-batches goes as so many commands (`in_parts`). Where both sides want more than there
 is, a micro-batch is followed by `chunks` steps of the sampler: with 1, training waits for one chunk, and between two
-steps of the sampler there is one micro-batch. The commands of one adapter keep their order, and adapters take turns.
+steps of the sampler there is one micro-batch. The commands of one adapter keep their order, and adapters take turns,
+with up to a micro-batch each (deficit round robin: Shreedhar and Varghese, SIGCOMM 1995).
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Sharing:
     microbatch: int = 1
     _lines: dict[str, deque[_Place]] = field(default_factory=dict)  # by adapter, the least recently served first
     _steps: deque[_Place] = field(default_factory=deque)
+    _served: str = ""  # the adapter that was served last
+    _spent: float = 0.0  # what it was sent in a row: a step's small commands stay together, and so do their answers
     _training: int = 0  # commands that the group has
     _ahead: float = 0.0  # their size
     _stepping: int = 0  # steps of the sampler that it has
@@ -108,9 +111,12 @@ class Sharing:
                 self._send(self._steps.popleft())
             elif self._lines and self._may_train((line := next(iter(self._lines.values())))[0].size):
                 place = line.popleft()
-                del self._lines[place.adapter]
+                self._spent = place.size + (self._spent if self._served == place.adapter else 0.0)
+                self._served = place.adapter
+                if not line or self._spent + line[0].size > 1:
+                    del self._lines[place.adapter]
                 if line:
-                    self._lines[place.adapter] = line  # behind the others
+                    self._lines.setdefault(place.adapter, line)  # behind the others, or where it was
                 self._training += 1
                 self._ahead += place.size
                 self._owed = min(self._owed + self.chunks * place.size, max(1.0, self.chunks))

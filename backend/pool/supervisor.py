@@ -191,6 +191,9 @@ class Pool:
         seconds = self._command_deadline if deadline is None else deadline
         if generation is None:
             return await self._sharing.submit(command, partial(self._send, command, seconds))
+        parts = in_parts(command, self._sharing.microbatch, self._plan.config.fsdp)
+        if len(parts) == 1:
+            return await self._sharing.submit(command, partial(self._send_to, generation, command, seconds))
         sent: list[asyncio.Future[Reply]] = []
 
         def send(part: Command) -> asyncio.Future[Reply]:
@@ -200,7 +203,6 @@ class Pool:
             sent.append(self._send_to(generation, part, seconds))
             return sent[-1]
 
-        parts = in_parts(command, self._sharing.microbatch, self._plan.config.fsdp)
         waiting = [self._sharing.submit(part, partial(send, part)) for part in parts]
         replies = await asyncio.gather(*waiting, return_exceptions=True)
         for reply in replies:

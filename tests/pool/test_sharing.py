@@ -103,6 +103,17 @@ async def test_adapters_take_turns() -> None:
     assert await devices.run() == ["a0", "a1", "a2", "b0", "c0", "a3", "b1"]
 
 
+async def test_the_small_commands_of_a_step_stay_together() -> None:
+    devices = Devices()
+    for number in range(3):
+        devices.submit(f"x{number}", forward("x"))
+    for adapter in "ab":
+        for number in range(2):
+            devices.submit(f"{adapter}{number}", forward(adapter, tokens=MICROBATCH // 2))
+            devices.submit(f"{adapter}{number}o", OptimStep(adapter, AdamParams()))
+    assert await devices.run() == ["x0", "x1", "x2", *["a0", "a0o", "b0", "b0o", "a1", "a1o", "b1", "b1o"]]
+
+
 async def test_what_is_small_goes_together() -> None:
     devices = Devices()
     for number in range(6):
