@@ -142,20 +142,22 @@ class Sharing:
         sent.add_done_callback(partial(self._answered, place))
 
     def _answered(self, place: _Place, sent: asyncio.Future[Reply]) -> None:
-        error = asyncio.CancelledError() if sent.cancelled() else sent.exception()
+        error = None if sent.cancelled() else sent.exception()
+        reply = None if sent.cancelled() or error else sent.result()
         if place.samples:
             self._stepping -= 1
-            if error is None and isinstance(progress := sent.result(), SampleProgress):
-                self._expect(_STEP_SECONDS if progress.active or progress.waiting else None)
+            more = isinstance(reply, SampleProgress) and (reply.active or reply.waiting)
+            self._expect(_STEP_SECONDS if more else None)
         elif place.adapter:
             self._training -= 1
             self._ahead = self._ahead - place.size if self._training else 0.0
-        if place.reply.done():
-            pass  # its caller has given up
-        elif error is None:
-            place.reply.set_result(sent.result())
-        else:
-            place.reply.set_exception(error)
+        if not place.reply.done():  # else its caller has given up
+            if error is not None:
+                place.reply.set_exception(error)
+            elif reply is not None:
+                place.reply.set_result(reply)
+            else:
+                place.reply.cancel()
         self._go_on()
 
     def _expect(self, seconds: float | None) -> None:
