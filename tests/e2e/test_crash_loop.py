@@ -69,7 +69,8 @@ def run(server, make_datum, seed, go_on):
     with server.client() as service:
         client = service.create_lora_training_client(base_model=server.base_model, rank=8, seed=seed).result()
         while go_on(step):
-            data = [make_datum([1 + (i * (seed + step)) % 300 for i in range(40)])]
+            # A micro-batch each.
+            data = [make_datum([1 + (i * (seed + step)) % 300 for i in range(tokens)]) for tokens in (40, 60)]
             parts = [client.forward_backward(data, "cross_entropy") for _ in range(2)]
             parts.append(client.optim_step(types.AdamParams(learning_rate=2e-3)))
             got.append([part.result().metrics for part in parts])
@@ -139,7 +140,8 @@ def test_kills_change_nothing(tmp_path, start_server, make_datum, monkeypatch, r
     print(f"CRASH_LOOP_SEED={SEED}")
     if DATABASE == "postgres":
         monkeypatch.setenv("TINKERFLOW_DATABASE_URL", request.getfixturevalue("postgres_database")("crashes"))
-    for name, value in {"PREFECT": PREFECT, "HEARTBEAT_TIMEOUT": "3", "SNAPSHOT_STEPS": "4"}.items():
+    settings = {"PREFECT": PREFECT, "HEARTBEAT_TIMEOUT": "3", "SNAPSHOT_STEPS": "4", "MICROBATCH_TOKENS": "64"}
+    for name, value in settings.items():
         monkeypatch.setenv(f"TINKERFLOW_{name}", value)
     chance, killed, progress = random.Random(SEED), [], Progress()
     planned = ways(chance)
