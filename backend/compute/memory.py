@@ -17,10 +17,8 @@ from backend.compute.config import ModelConfig
 from backend.compute.lora import ATTENTION, MLP
 from backend.compute.mesh import FSDP, on_cpu
 
-_LEAST_TOKENS, _MOST_TOKENS = (
-    1024,
-    4096,
-)  # of an fsdp device: fewer leave it idle, more make samples wait
+_LEAST_TOKENS = 1024  # of a device of the fsdp axis: fewer leave it idle
+_MOST_TOKENS = 4096  # more make whoever samples wait
 _KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
 _KEPT = 0.3  # of what the base model leaves free; the sampler has its own part, and adapters want theirs
 _RANK = 32  # of the adapters that a micro-batch is sized for

@@ -37,7 +37,7 @@ from backend.processes import die_with_parent, give_back_memory
 
 log = logging.getLogger("backend.pool.worker")
 
-KEPT_MEMORY = 300.0  # seconds: pages wanted again are dear, and a heap from which nothing is cut grows for hours
+_KEPT_SECONDS = 300.0  # freed memory: pages wanted again are dear, and a heap from which nothing is cut grows
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
 
 
@@ -206,7 +206,7 @@ def _begin(executor: Executor | None, start: Start, birth: Birth, progress: Call
 def _give_back_memory() -> None:
     while True:
         give_back_memory()
-        time.sleep(KEPT_MEMORY)
+        time.sleep(_KEPT_SECONDS)
 
 
 def build(start: Start, rank: int, progress: Callable[[str], None]) -> Executor:
