@@ -218,9 +218,8 @@ class DropAdapter:
 class Forward:
     """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
 
-    `custom` is given when the loss is `custom`. Reply: ForwardResult. by_micro_batch: only begin, for as many
-    NextMicroBatch as it has micro-batches more (twice as many, and one, for a backward pass of a loss that is not of
-    TOKEN_LOSSES) to go on; nothing else may be done with the adapter before the last of them. Reply: Done.
+    `custom` is given when the loss is `custom`. Reply: ForwardResult. by_micro_batch: only begin, and reply Done; then
+    as many NextMicroBatch follow as pool/sharing.py gives, and nothing else about the adapter before the last of them.
     """
 
     adapter_id: str

@@ -120,8 +120,8 @@ class SamplingLane:
         self._full = len(rows) == room
         if self._full:
             waiting = await self._runtime.read(self._runtime.journal.waiting_samples, self._runtime.card.name)
-            taken = batch.owners
             if len(waiting) > 1:
+                taken = batch.owners
                 shares = shared_out(room, taken, {owner: count - taken[owner] for owner, count in waiting.items()})
                 rows = [row for owner, share in shares.items() for row in await self._pending(batch, share, owner)]
         for row in rows:
@@ -129,8 +129,9 @@ class SamplingLane:
 
     async def _pending(self, batch: Batch, limit: int, owner: str | None = None) -> list[Pending]:
         journal, base = self._runtime.journal, self._runtime.card.name
-        exclude = batch.requests
-        return await self._runtime.read(journal.pending_samples, limit, base_model=base, exclude=exclude, owner=owner)
+        return await self._runtime.read(
+            journal.pending_samples, limit, base_model=base, exclude=batch.requests, owner=owner
+        )
 
     def _left(self, answered: asyncio.Task[Outcome | None]) -> None:
         interrupted = not answered.cancelled() and answered.exception() is None and answered.result() is None

@@ -40,12 +40,13 @@ def training_budget(cfg: ModelConfig, mesh: Mesh, params: Any, microbatch_tokens
     It follows from sizes alone, not from what is free at the moment: what is replayed after a crash must be computed
     in the same micro-batches.
     """
-    dtype = params.embed_VD.dtype
-    kept = _KEPT_ON_CPUS if on_cpu() else least(int(_KEPT * max(0, device_bytes() - held_bytes(params))))
+    if on_cpu():
+        return Budget(microbatch_tokens or _LEAST_TOKENS, _KEPT_ON_CPUS)
+    kept = least(int(_KEPT * max(0, device_bytes() - held_bytes(params))))
     ranks, tokens = _RANK * (len(ATTENTION) + len(MLP) * (cfg.experts_per_token or 1)), _LEAST_TOKENS
-    while not on_cpu() and tokens < _MOST_TOKENS and kept_bytes(cfg, ranks, 2 * tokens, dtype) <= kept:
+    while tokens < _MOST_TOKENS and kept_bytes(cfg, ranks, 2 * tokens, params.embed_VD.dtype) <= kept:
         tokens *= 2
-    return Budget(microbatch_tokens or (tokens if on_cpu() else tokens * mesh.shape[FSDP]), kept)
+    return Budget(microbatch_tokens or tokens * mesh.shape[FSDP], kept)
 
 
 def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:

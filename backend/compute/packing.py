@@ -61,10 +61,7 @@ def pack(examples: Sequence[Example], *, microbatch_tokens: int, row_multiple: i
     """
     targets = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]
-    width = _row_width(lengths, microbatch_tokens, row_multiple)
-    rows = _fill_rows(lengths, width)
-    most = _most_rows(width, microbatch_tokens, row_multiple)
-    batches = [rows[start : start + most] for start in range(0, len(rows), most)]
+    batches = _batches(lengths, microbatch_tokens, row_multiple)
     return [_micro_batch(examples, batch, targets, row_multiple) for batch in batches]
 
 
@@ -72,8 +69,7 @@ def micro_batches(lengths: Sequence[int], *, microbatch_tokens: int, row_multipl
     """How many `pack` makes of examples of these lengths."""
     if len(lengths) * bucket(max(lengths), SHORTEST_ROW) * row_multiple <= microbatch_tokens:
         return 1  # with a row for each, and packed they take no more
-    width = _row_width(lengths, microbatch_tokens, row_multiple)
-    return -(-len(_fill_rows(lengths, width)) // _most_rows(width, microbatch_tokens, row_multiple))
+    return len(_batches(lengths, microbatch_tokens, row_multiple))
 
 
 def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int = 1) -> list[tuple[int, int]]:
@@ -87,6 +83,14 @@ def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int =
         if width <= max(bucket(longest, SHORTEST_ROW), microbatch_tokens)
         for doubled in range((_most_rows(width, microbatch_tokens, row_multiple) // row_multiple).bit_length())
     ]
+
+
+def _batches(lengths: Sequence[int], microbatch_tokens: int, row_multiple: int) -> list[list[list[int]]]:
+    """The rows of each micro-batch, and the examples of each row."""
+    width = _row_width(lengths, microbatch_tokens, row_multiple)
+    rows = _fill_rows(lengths, width)
+    most = _most_rows(width, microbatch_tokens, row_multiple)
+    return [rows[start : start + most] for start in range(0, len(rows), most)]
 
 
 def _most_rows(width: int, microbatch_tokens: int, row_multiple: int) -> int:

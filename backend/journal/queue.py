@@ -89,8 +89,6 @@ _PENDING_SAMPLES = (
     .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
     .limit(sa.bindparam("at_most"))
 )
-
-
 _WAITING_SAMPLES = (
     sa.select(col(Request.owner), sa.func.count())
     .join(Sampler, col(Sampler.id) == col(Request.sampler_id))

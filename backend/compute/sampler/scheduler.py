@@ -227,9 +227,7 @@ class Scheduler:
                     break
                 jobs.append(self._waiting.popleft())
                 free -= len(jobs[-1].sequences)
-        self._now = max(self._now, jobs[-1].start)
-        longest = max(job.length for job in jobs)
-        self.group = Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
+        self.group = self._formed(jobs)
         return self.group
 
     def form_short(self, most_sequences: int, most_tokens: int) -> Group | None:
@@ -248,6 +246,10 @@ class Scheduler:
         if not jobs:
             return None
         self._waiting = deque(job for job in self._waiting if job not in jobs)
+        return self._formed(jobs)
+
+    def _formed(self, jobs: list[Job]) -> Group:
+        """The group of jobs that have left the line. Who comes now is behind them, but not behind who waits still."""
         served = max(job.start for job in jobs)
         self._now = max(self._now, min(served, self._waiting[0].start if self._waiting else served))
         longest = max(job.length for job in jobs)
