@@ -31,6 +31,7 @@ async def model(runtime: Any, untracked: Shared, client: Any, running: Any) -> A
 
 async def wake(journal: Any, lane: Lane) -> None:
     async with journal.bell.listen("model:") as topics:
+        lane.wake()  # for what came before we listened
         async for _ in topics:
             lane.wake()
 

@@ -30,6 +30,7 @@ async def served(runtime: Any, untracked: Shared, client: Any, running: Any) -> 
 
 async def ring(journal: Any, lane: Lane) -> None:
     async with journal.bell.listen("model:") as topics:
+        lane.wake()  # for what came before we listened
         async for _ in topics:
             lane.wake()
 

@@ -23,6 +23,7 @@ async def sampling(runtime: Any, untracked: Shared, journal: Any, running: Any) 
 
     async def ring() -> None:
         async with journal.bell.listen("sample") as topics:
+            lane.wake()  # for what came before we listened
             async for _ in topics:
                 lane.wake()
 

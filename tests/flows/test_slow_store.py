@@ -50,6 +50,7 @@ async def serve(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, 
 
     async def wake() -> None:
         async with client.journal.bell.listen("model:") as topics:
+            lane.wake()  # for what came before we listened
             async for _ in topics:
                 lane.wake()
 
