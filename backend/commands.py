@@ -6,7 +6,7 @@ Every array crosses as it is, so dtypes are part of the contract.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -403,6 +403,7 @@ class Warmth:
 
 
 Reply = Done | ForwardResult | OptimResult | AdapterState | SampleProgress | Warmth
+Later = Callable[[], Reply]  # waits for the devices, and reads from them what it replies
 
 
 # ------------------------------------------------------------------ how a group is set up

@@ -10,6 +10,7 @@ TinkerflowError            category
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     │   ├── DeadlineError           a command did not answer in its time
     │   └── SuspectError            the group ended while it executed this very command
+    ├── DevicesError                what had begun on the devices of a worker group failed there
     ├── FencedError                 another engine has taken over: this one may change nothing any more
     ├── StateLostError              the adapter or snapshot went with a worker group
     └── StoreError                  reading or writing the checkpoint store failed
@@ -74,6 +75,10 @@ class SuspectError(GroupFailedError):
         """`message` names the group, the rank and the cause."""
         super().__init__(message)
         self.crashed = crashed
+
+
+class DevicesError(ServerError):
+    """What had begun on the devices failed there: nobody knows what is left on them, and the worker group ends."""
 
 
 class FencedError(ServerError):

@@ -25,14 +25,24 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter on the devices. `step`: optimizer steps made; `pending`: gradients wait for the next one."""
+    """One adapter on the devices. `pending`: gradients wait for the next optimizer step.
+
+    steps_before: optimizer steps made before the last one. last_norm: that one's gradient norm on the devices, which
+    computed it maybe not yet; None: there is none to wait for.
+    """
 
     spec: LoraSpec
     lora: Lora
     grads: Lora
     state: State
-    step: int = 0
+    steps_before: int = 0
+    last_norm: jax.Array | None = None
     pending: bool = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made, once the last one has ended. One whose norm is not finite was not made."""
+        return self.steps_before + int(self.last_norm is not None and np.isfinite(to_host(self.last_norm)))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -100,9 +110,10 @@ class AdapterStore:
             _refuse_others(state, ends)
             trees = [self._put(_read(self._cfg, state.spec, state.moments, end)) for end in ends]
             if state.optimizer == "dimuon":
-                adapter = replace(adapter, state=Momentum(*trees), step=state.step)
+                adapter = replace(adapter, state=Momentum(*trees), steps_before=state.step)
             else:
-                adapter = replace(adapter, state=Moments(self._put(np.int32(state.step)), *trees), step=state.step)
+                moments = Moments(self._put(np.int32(state.step)), *trees)
+                adapter = replace(adapter, state=moments, steps_before=state.step)
             if any(name.endswith(".grad") for name in state.moments):
                 grads = self._put(_read(self._cfg, state.spec, state.moments, ".grad"))
                 adapter = replace(adapter, grads=grads, pending=True)

@@ -1,12 +1,18 @@
 """What a worker process runs: one base model, its adapters and its sampler, driven by commands.
 
 Every process of the group executes the same commands in the same order, so nothing here may depend on rank or time.
+
+Training does not wait for the devices: a command is begun, and what is to be read of it is read while the next one is
+begun and computed (`Later`). On CPUs, where the devices are the host itself, it is read at once: nothing would be won,
+and two micro-batches would be in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import jax
 import numpy as np
@@ -19,12 +25,14 @@ from backend.commands import (
     Done,
     DropAdapter,
     DropSnapshot,
+    Example,
     ExportAdapter,
     Float32,
     Forward,
     ForwardResult,
     GroupConfig,
     ImportAdapter,
+    Later,
     LoadSnapshot,
     LoraSpec,
     MoveSnapshot,
@@ -44,7 +52,7 @@ from backend.compute.config import load_config
 from backend.compute.logprobs import Scored
 from backend.compute.losses import choose
 from backend.compute.memory import training_budget
-from backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
+from backend.compute.mesh import FSDP, make_mesh, on_cpu, put, replicated, to_host
 from backend.compute.optimizer import hyper_vector
 from backend.compute.packing import MicroBatch, pack
 from backend.compute.params import count, load_params
@@ -54,9 +62,9 @@ from backend.compute.sequence_losses import judge
 from backend.compute.train import make_steps, to_devices
 from backend.compute.train_programs import adapter_like, training_programs
 from backend.compute.warming import WarmUp
-from backend.errors import ServerError, UserError
+from backend.errors import DevicesError, ServerError, UserError
 
-Passes = Generator[None, None, ForwardResult]  # yields between micro-batches
+Passes = Generator[Later, None, Callable[[], ForwardResult]]  # yields between micro-batches
 
 
 class Executor:
@@ -82,6 +90,7 @@ class Executor:
         self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
         self._begun: dict[str, Passes] = {}  # of adapters whose Forward goes by micro-batch
         self._announced: set[object] = set()
+        self.ahead = not on_cpu()  # commands are begun before the devices are done with the last one
         self._warm_up = WarmUp(on=config.warm_up)
         self._warm_up.want(self._sampler.programs())
         self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
@@ -107,14 +116,22 @@ class Executor:
         """How many executables this process has made."""
         return self._compiles.count
 
-    def execute(self, command: Command) -> Reply:
-        """Do what `command` says; NotFoundError names an adapter that is not here."""
+    def execute(self, command: Command) -> Reply | Later:
+        """Do what `command` says; NotFoundError names an adapter that is not here.
+
+        A Later may be called from another thread, while the next commands are executed: what it raises is a UserError,
+        or a DevicesError, after which the executor is of no use any more.
+        """
         if isinstance(command, ReadWarmth):
             return self._warm_up.warmth
         before = self._compiles.here
         try:
             with self._warm_up.pause(lambda: self._compiles.here):
-                return self._execute(command)
+                reply = self._execute(command)
+                if not callable(reply):
+                    return reply
+                later = partial(self._finish, type(command).__name__, reply)
+                return later if self.ahead else later()
         finally:
             if made := self._compiles.here - before:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
@@ -125,7 +142,16 @@ class Executor:
         self._begun.clear()
         self._sampler.clear()
 
-    def _execute(self, command: Command) -> Reply:
+    def _finish(self, name: str, later: Later) -> Reply:
+        try:
+            with self._warm_up.pause(lambda: 0):
+                return later()
+        except UserError:
+            raise
+        except Exception as error:
+            raise DevicesError(f"{name} failed on the devices ({type(error).__name__}: {error})") from error
+
+    def _execute(self, command: Command) -> Reply | Later:
         match command:
             case Forward():
                 return self._go_on(command.adapter_id, self._forward(command), whole=not command.by_micro_batch)
@@ -181,29 +207,30 @@ class Executor:
             )
         )
 
-    def _go_on(self, adapter_id: str, passes: Passes, *, whole: bool = False) -> Done | ForwardResult:
+    def _go_on(self, adapter_id: str, passes: Passes, *, whole: bool = False) -> Later:
         try:
-            next(passes)
+            later = next(passes)
             while whole:
-                next(passes)
+                later()
+                later = next(passes)
         except StopIteration as end:
-            assert isinstance(end.value, ForwardResult)
-            return end.value
+            return cast(Later, end.value)
         self._begun[adapter_id] = passes
-        return Done()
+        return later
 
     def _forward(self, command: Forward) -> Passes:
         if not command.examples:
-            return ForwardResult((), 0.0)
+            return partial(ForwardResult, (), 0.0)
         if command.loss in TOKEN_LOSSES:
             return (yield from self._pass(command))
         # A sequence's loss needs all its logprobs: one pass for those, and one with the loss's slope as weights.
         plain = replace(command, loss="cross_entropy", config={}, custom=None)
-        result = yield from self._pass(replace(plain, backward=False), more=command.backward)
-        judged = judge(command, result.logprobs)
-        if command.backward:
-            yield from self._pass(replace(plain, examples=judged.surrogates))
-        return replace(result, loss_sum=judged.loss_sum, metrics=judged.metrics)
+        scored = yield from self._pass(replace(plain, backward=False), more=command.backward)
+        if not command.backward:
+            return lambda: _judged(command, scored())[0]
+        result, surrogates = _judged(command, scored())
+        trained = yield from self._pass(replace(plain, examples=surrogates))
+        return partial(_after, trained, result)
 
     def _pass(self, command: Forward, *, more: bool = False) -> Passes:
         """more: it yields after the last micro-batch too."""
@@ -226,9 +253,7 @@ class Executor:
                     one = self._steps.forward(self._params, adapter.lora, arrays)
                 scored.append(one)
                 if more or number < len(batches):
-                    jax.block_until_ready(one)  # what goes wrong is this command's fault, and nobody waits for two
-                    yield
-            results = to_host(scored)
+                    yield partial(_done, one)
         except Exception as error:
             if not command.backward:
                 raise
@@ -239,9 +264,9 @@ class Executor:
             ) from error
         if command.backward:
             self._adapters.set(command.adapter_id, replace(adapter, grads=grads, pending=True))
-        return _gather(command, batches, results)
+        return lambda: _gather(command, batches, to_host(scored))
 
-    def _optimize(self, command: OptimStep) -> OptimResult:
+    def _optimize(self, command: OptimStep) -> Later:
         adapter = self._adapters.get(command.adapter_id)
         given = "dimuon" if isinstance(command.params, DimuonParams) else "adamw"
         if given != adapter.optimizer:
@@ -251,16 +276,10 @@ class Executor:
         hyper = hyper_vector(command.params)
         on_devices = put(hyper, replicated(self._mesh))
         stepped = self._steps.optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
-        after = replace(adapter, lora=stepped.lora, grads=stepped.grads, state=stepped.state, pending=False)
+        before, norm = adapter.step, stepped.norm
+        after = Adapter(adapter.spec, stepped.lora, stepped.grads, stepped.state, before, norm)
         self._adapters.set(command.adapter_id, after)
-        norm = float(to_host(stepped.norm))
-        if not np.isfinite(norm):
-            raise UserError(
-                f"optim_step: the gradient norm is {norm}; it must be finite. The step was not made and the gradients "
-                "are cleared: look at the weights, advantages and logprobs of the last forward_backward"
-            )
-        self._adapters.set(command.adapter_id, replace(after, step=adapter.step + 1))
-        return OptimResult(grad_norm=norm, step=adapter.step + 1)
+        return partial(_stepped, norm, before + 1)
 
     def _announce(self, what: str, adapter: Adapter, batch: MicroBatch) -> None:
         key = (what, adapter.spec, batch.targets_BTK.shape)
@@ -268,6 +287,32 @@ class Executor:
             self._announced.add(key)
             rows, tokens, _ = batch.targets_BTK.shape
             self._progress(f"compiling {what} for {rows}x{tokens} tokens, rank {adapter.spec.rank}")
+
+
+def _done(scored: Scored) -> Done:
+    jax.block_until_ready(scored)
+    return Done()
+
+
+def _after(trained: Later, result: ForwardResult) -> ForwardResult:
+    trained()
+    return result
+
+
+def _stepped(on_devices: jax.Array, step: int) -> OptimResult:
+    norm = float(to_host(on_devices))
+    if not np.isfinite(norm):
+        raise UserError(
+            f"optim_step: the gradient norm is {norm}; it must be finite. The step was not made and the gradients "
+            "are cleared: look at the weights, advantages and logprobs of the last forward_backward"
+        )
+    return OptimResult(grad_norm=norm, step=step)
+
+
+def _judged(command: Forward, result: ForwardResult) -> tuple[ForwardResult, tuple[Example, ...]]:
+    """The result of a loss of whole sequences, given the logprobs, and the examples to train on in its stead."""
+    judged = judge(command, result.logprobs)
+    return replace(result, loss_sum=judged.loss_sum, metrics=judged.metrics), judged.surrogates
 
 
 def _gather(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> ForwardResult:

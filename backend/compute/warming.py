@@ -48,7 +48,7 @@ class WarmUp:
         self._number = count()
         self._todo: list[tuple[int, int, Program]] = []
         self._planned = self._ready = self._failed = self._needed = self._late = 0
-        self._executing = False
+        self._executing = 0  # commands
         self._calm_since = time.monotonic()
         if on:
             threading.Thread(target=self._work, name="warm-up", daemon=True).start()
@@ -74,7 +74,7 @@ class WarmUp:
         """Begin nothing within the block: a command is executed. made: how many programs that thread has made."""
         before, was_ready = made(), self._ready == self._planned > 0
         with self._changed:
-            self._executing = True
+            self._executing += 1
         try:
             yield
         finally:
@@ -83,7 +83,8 @@ class WarmUp:
                     self._late += made() - before
                 else:
                     self._needed += made() - before
-                self._executing, self._calm_since = False, time.monotonic()
+                self._executing -= 1
+                self._calm_since = time.monotonic()
                 self._changed.notify()
 
     def _work(self) -> None:

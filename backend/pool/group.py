@@ -36,6 +36,7 @@ _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
 _START_SECONDS = 60.0  # a starting process may be silent so long: until it connects, and while it imports and loads
 _LAST_WORDS_SECONDS = 0.1
+CAREFUL = 256  # commands that a group gets one at a time after one that crashed: so it shows which of them does that
 _REPLIES = Reply.__args__
 
 
@@ -83,6 +84,7 @@ class _Outstanding:
 
     index: int
     name: str
+    body: Sequence[codec.Buffer] | None  # until it is sent
     deadline: float
     future: asyncio.Future[Reply]
     answers: dict[int, Reply | Failed | Ack] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class _Outstanding:
 class Group:
     """A running generation. Made by `launch`; `ended` resolves when its last process is gone."""
 
-    def __init__(self, plan: Plan, generation: int, places: Sequence[Place]) -> None:
+    def __init__(self, plan: Plan, generation: int, places: Sequence[Place], careful: int) -> None:
         """Use `launch`."""
         loop = asyncio.get_running_loop()
         self.generation = generation
@@ -106,20 +108,23 @@ class Group:
         self._reaper: asyncio.Task[None] | None = None
         self._outstanding: deque[_Outstanding] = deque()
         self._last_index = 0
+        self._careful = careful
         self._watch: asyncio.TimerHandle | None = None
         self._accused: int | None = None
         self.failure: TinkerflowError | None = None
         self.crashed = False  # it ended by itself, once it has ended
 
     @classmethod
-    async def launch(cls, plan: Plan, generation: int, places: Sequence[Place]) -> tuple[Group, GroupInfo]:
+    async def launch(
+        cls, plan: Plan, generation: int, places: Sequence[Place], careful: int = 0
+    ) -> tuple[Group, GroupInfo]:
         """Start one process in each of `places` and wait until their executors stand.
 
-        The places are released when all processes have ended.
+        The places are released when all processes have ended. careful: so many commands are sent one at a time.
         Raises the error of the executor's constructor when that is a UserError, else GroupFailedError or DeadlineError.
         No process is left when it raises or is cancelled.
         """
-        group = cls(plan, generation, places)
+        group = cls(plan, generation, places, careful)
         try:
             async with asyncio.timeout(plan.start_deadline):
                 await group._start()
@@ -152,13 +157,23 @@ class Group:
             raise self.failure
         body = codec.encode(command)
         self._last_index += 1
-        entry = _Outstanding(self._last_index, type(command).__name__, deadline, self._loop.create_future())
+        entry = _Outstanding(self._last_index, type(command).__name__, body, deadline, self._loop.create_future())
         self._outstanding.append(entry)
-        for member in self._members:
-            member.outbox.put_nowait((entry.index, body))
+        self._send_next()
         if len(self._outstanding) == 1:
             self._watch_first()
         return entry.future
+
+    def _send_next(self) -> None:
+        for entry in self._outstanding:
+            if entry.body is None:
+                continue
+            if self._careful and entry is not self._outstanding[0]:
+                return
+            self._careful = max(0, self._careful - 1)
+            for member in self._members:
+                member.outbox.put_nowait((entry.index, entry.body))
+            entry.body = None
 
     def end(self, error: TinkerflowError, *, crashed: bool = False) -> None:
         """Kill every process and fail everything outstanding with `error`; a command past its deadline by name.
@@ -290,6 +305,7 @@ class Group:
             if not self._settle(done):
                 return
             self._outstanding.popleft()
+            self._send_next()
             self._watch_first()
 
     def _settle(self, entry: _Outstanding) -> bool:

@@ -1,12 +1,12 @@
 """One process of a worker group: `python -m backend.pool.worker`, started by the supervisor or a host's agent only.
 
 The main thread executes commands in the order in which they come; a reader thread keeps the socket drained and answers
-the driver's beats meanwhile. The process ends with who started it, by the kernel's parent-death signal. When that was
-the driver, also by the end of the connection; when it was a host's agent (agent.py), the next driver may take the
-process over, with the base model in its memory. Whatever was received from the earlier one is executed before that, on
-every rank: a rank alone would wait in a collective. Whatever goes wrong outside a command ends the process at once: a
-Python exception that nobody catches would wait in jax.distributed's shutdown barrier for the other processes, and they
-in a collective for this one.
+the driver's beats meanwhile. What the devices are still computing is waited for in a third (answers.py). The process
+ends with who started it, by the kernel's parent-death signal. When that was the driver, also by the end of the
+connection; when it was a host's agent (agent.py), the next driver may take the process over, with the base model in its
+memory. Whatever was received from the earlier one is executed before that, on every rank: a rank alone would wait in a
+collective. Whatever goes wrong outside a command ends the process at once: a Python exception that nobody catches would
+wait in jax.distributed's shutdown barrier for the other processes, and they in a collective for this one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Protocol, cast
 
-from backend.commands import Command, GroupConfig, Reply
-from backend.errors import UserError
+from backend.commands import Command, GroupConfig, Later, Reply
 from backend.pool import codec
+from backend.pool.answers import Answers
 from backend.pool.birth import Birth
 from backend.pool.compile_cache import CacheMender, folder_of, write_here
-from backend.pool.messages import Ack, Beat, Fatal, Left, Progress, Ready, Start, to_failed
+from backend.pool.messages import Beat, Fatal, Left, Progress, Ready, Start, to_failed
 from backend.pool.transport import Frame, WorkerLink
 from backend.processes import die_with_parent, give_back_memory
 
 log = logging.getLogger("backend.pool.worker")
 
 _KEPT_SECONDS = 300.0  # freed memory: pages wanted again are dear, and a heap from which nothing is cut grows
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
 
 
 class Executor(Protocol):
@@ -62,8 +61,10 @@ class Executor(Protocol):
     def microbatch_tokens(self) -> int:
         """How many tokens, padding included, it trains on at once."""
 
-    def execute(self, command: Command) -> Reply:
-        """Do what `command` says."""
+    def execute(self, command: Command) -> Reply | Later:
+        """Do what `command` says, or begin it: then what gives the reply, called once, from another thread, before that
+        of any later command and maybe during one. DevicesError: it has failed, and the process must end.
+        """
 
     def clear(self) -> None:
         """Forget all that commands have made, as if none had been executed; the base model stays."""
@@ -175,13 +176,14 @@ def main() -> None:
     _end_on_uncaught(desk)
     desk.serve(birth)
     threading.Thread(target=desk.receive, args=(sys.stdin.buffer,), name="births", daemon=True).start()
+    answers = Answers(desk.send, birth.rank)
     try:
         executor: Executor | None = None
         while True:
             driver, frame = desk.inbox.get()
             message = codec.decode(frame.body)
             if executor is not None and not isinstance(message, Start):
-                desk.send(frame.index, _answer(executor, message, birth.rank), driver)
+                answers.give(driver, frame.index, message, executor.execute)
                 continue
             executor = _begin(executor, message, birth, desk.tell)
             ready = Ready(tuple(executor.devices), int(executor.parameters), int(executor.microbatch_tokens))
@@ -250,21 +252,6 @@ def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
             heartbeat_timeout_seconds=max(30, math.ceil(2 * start.silence)),
             shutdown_timeout_seconds=10,
         )
-
-
-def _answer(executor: Executor, command: Command, rank: int) -> list[codec.Buffer]:
-    try:
-        reply = executor.execute(command)
-        return codec.encode(reply if rank == 0 else Ack(None))
-    except UserError as error:
-        log.info("%s: %s: %s", type(command).__name__, type(error).__name__, error)
-        failed = to_failed(error)
-    except Exception as error:
-        if OUT_OF_MEMORY in str(error):
-            raise  # nobody knows what is left on the devices: a fresh group does
-        log.exception("%s failed", type(command).__name__)
-        failed = to_failed(error)
-    return codec.encode(failed if rank == 0 else Ack(failed))
 
 
 def _log_format(birth: Birth) -> str:

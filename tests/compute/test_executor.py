@@ -25,7 +25,8 @@ from backend.commands import (
 )
 from backend.compute import executor as module
 from backend.compute import memory, train
-from backend.errors import NotFoundError, ServerError, UserError
+from backend.errors import DevicesError, NotFoundError, ServerError, UserError
+from backend.pool import codec
 from backend.pool.sharing import in_parts
 
 LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
@@ -88,6 +89,57 @@ def test_a_forward_by_micro_batch_gives_the_same_bits(
         executor.execute(NextMicroBatch("parts"))
     while executor.execute(SampleStep()).active:
         pass
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "gspo"])
+def test_what_is_begun_before_the_last_is_read_has_the_same_bits(qwen3, examples, adapter, loss):
+    ahead = qwen3.executor()
+    ahead.ahead = True
+
+    def train(executor) -> list[Any]:
+        adapter(executor, "a")
+        adapter(executor, "b")
+        begun = []
+        for step in range(3):
+            for name in "ab":
+                command = Forward(name, examples(3 * LENGTHS, seed=step), loss, {}, True)
+                begun += [executor.execute(part) for part in in_parts(command, executor.microbatch_tokens, 1)]
+            begun += [executor.execute(OptimStep(name, AdamParams(learning_rate=0.01 * step))) for name in "ab"]
+            begun += [executor.execute(Forward("a", examples((50,)), loss, {}, False))]
+        assert any(callable(one) for one in begun) == executor.ahead
+        replies = [one() if callable(one) else one for one in begun]
+        return [*replies, *(executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab")]
+
+    assert [codec.encode(reply) for reply in train(ahead)] == [codec.encode(reply) for reply in train(qwen3.executor())]
+
+
+def test_a_step_that_is_not_made_is_not_counted_by_those_begun_after_it(qwen3, examples, forward):
+    executor = qwen3.executor()
+    executor.ahead = True
+    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+    too_much = Forward("a", examples((9,)), "cross_entropy", {}, True)
+    too_much.examples[0].weights_TK[:] = np.inf
+    begun = []
+    for command in (OptimStep("a", AdamParams()), too_much, *[OptimStep("a", AdamParams())] * 2):
+        begun.append(executor.execute(command))
+    made, _, refused, after = begun
+    assert made().step == 1
+    with pytest.raises(UserError, match=r"gradient norm is (nan|inf)"):
+        refused()
+    assert after().step == 2
+    assert executor.execute(ExportAdapter("a", optimizer=False)).step == 2
+
+
+def test_what_fails_after_it_has_begun_ends_the_group(qwen3, examples, monkeypatch):
+    executor = qwen3.executor()
+    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+
+    def lost(tree: Any) -> Any:
+        raise RuntimeError("INTERNAL: the device is gone")
+
+    monkeypatch.setattr(module, "to_host", lost)
+    with pytest.raises(DevicesError, match=r"Forward failed on the devices .*the device is gone"):
+        executor.execute(Forward("a", examples((9,)), "cross_entropy", {}, True))
 
 
 def execute_among_others(executor, command, forward, data):

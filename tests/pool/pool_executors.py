@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from backend.commands import (
     ForwardResult,
     GroupConfig,
     ImportAdapter,
+    Later,
     LoraSpec,
     NextMicroBatch,
     OptimResult,
@@ -35,7 +37,7 @@ from backend.commands import (
     SampleProgress,
     SampleStep,
 )
-from backend.errors import ConflictError, NotFoundError, StateLostError, UserError
+from backend.errors import ConflictError, DevicesError, NotFoundError, StateLostError, UserError
 from backend.pool import codec
 from backend.pool.messages import Ack
 from backend.pool.transport import header
@@ -166,6 +168,36 @@ class ByMicroBatch(Echo):
             case Forward():
                 return ForwardResult((), 1.0)
         return Done()
+
+
+class Ahead(Echo):
+    """Begins an OptimStep, and is done with it when the next command is begun, or in half a second.
+
+    Its grad_norm is how many commands it had begun by then. learning_rate: what becomes of it in the end.
+    """
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        super().__init__(config, progress, processes, rank)
+        self.begun = 0
+        self.another = threading.Condition()
+
+    def execute(self, command: Command) -> Reply | Later:
+        with self.another:
+            self.begun += 1
+            self.another.notify_all()
+        if isinstance(command, OptimStep):
+            self.steps += 1
+            return partial(self.finish, command.params.learning_rate, self.steps, self.begun)
+        return super().execute(command)
+
+    def finish(self, fate: float, step: int, begun: int) -> Reply:
+        with self.another:
+            self.another.wait_for(lambda: self.begun > begun, 0.5)
+        if fate == 1:
+            raise UserError("the norm is not finite")
+        if fate == 2:
+            raise DevicesError("OptimStep failed on the devices")
+        return OptimResult(float(self.begun), step)
 
 
 class Refusing(Echo):

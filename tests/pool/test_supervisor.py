@@ -18,6 +18,7 @@ from backend import errors
 from backend.commands import (
     AdamParams,
     AdapterState,
+    Command,
     CreateAdapter,
     Done,
     DropAdapter,
@@ -32,10 +33,11 @@ from backend.commands import (
     OptimResult,
     OptimStep,
     Ping,
+    Reply,
     SampleStep,
 )
-from backend.errors import SuspectError, UserError
-from backend.pool import GroupLost, Pool
+from backend.errors import GroupFailedError, SuspectError, UserError
+from backend.pool import GroupLost, Pool, supervisor
 from backend.pool.spawn import ChildProcess, spawn_worker
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
@@ -122,6 +124,71 @@ async def test_a_caller_that_gives_up_leaves_the_forward_running(start_pool: Sta
     assert await pool.submit(step(0)) == Done()
     executed = [line.removeprefix("executes ") for line in lines if line.startswith("executes ")]
     assert executed == ["Forward", *["NextMicroBatch"] * 3, "OptimStep"]
+
+
+# ------------------------------------------------------------------ what the devices are still computing
+def together(pool: Pool, *commands: Command) -> list[asyncio.Task[Reply]]:
+    return [asyncio.create_task(pool.submit(command)) for command in commands]
+
+
+@both
+async def test_a_command_is_begun_while_the_one_before_it_is_computed(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool("Ahead", processes=processes)
+    replies = await asyncio.gather(*together(pool, step(), step(), Ping()))
+    assert replies[0] in (OptimResult(2.0, 1), OptimResult(3.0, 1))
+    assert replies[1:] == [OptimResult(3.0, 2), Done()]
+    assert await pool.submit(Ping()) == Done()  # with nothing before it
+
+
+@both
+async def test_what_fails_in_the_end_fails_alone_when_it_is_the_users_fault(
+    start_pool: StartPool, processes: int
+) -> None:
+    pool = await start_pool("Ahead", processes=processes)
+    first, second = together(pool, step(1), step())
+    with pytest.raises(UserError, match="the norm is not finite"):
+        await first
+    assert (await second).step == 2
+    assert pool.generation == 1
+
+
+@both
+async def test_what_fails_on_the_devices_ends_the_group(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool("Ahead", processes=processes)
+    first, second = together(pool, step(2), step())
+    with pytest.raises(SuspectError, match="OptimStep failed on the devices"):
+        await first
+    with pytest.raises(GroupFailedError):
+        await second
+    assert (await pool.submit(step())).step == 1
+    assert pool.generation == 2
+
+
+async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "CAREFUL", 5)
+    pool = await start_pool("Ahead")
+    innocent, guilty = together(pool, step(), order("die"))
+    with pytest.raises(SuspectError):  # it was being computed: nobody knows better
+        await innocent
+    assert not isinstance(await failure_of(guilty), SuspectError)
+    await pool.serving()
+    innocent, guilty, third = together(pool, step(), order("die"), step())
+    assert await innocent == OptimResult(1.0, 1)
+    assert isinstance(await failure_of(guilty), SuspectError)
+    assert not isinstance(await failure_of(third), SuspectError)
+    await pool.serving()
+    replies = await asyncio.gather(*together(pool, *[step()] * 4))
+    assert replies == [OptimResult(float(i), i) for i in (1, 2, 3, 4)]
+    replies = await asyncio.gather(*together(pool, step(), step()))
+    assert replies == [OptimResult(6.0, 5), OptimResult(6.0, 6)], "the fifth has company again"
+
+
+async def failure_of(task: asyncio.Task[Reply]) -> GroupFailedError:
+    with pytest.raises(GroupFailedError) as caught:
+        await task
+    return caught.value
 
 
 async def test_info_names_devices_parameters_and_generation(
