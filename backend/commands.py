@@ -268,7 +268,7 @@ class ImportAdapter:
 
 @dataclass(frozen=True)
 class PublishSnapshot:
-    """Freeze a copy of an adapter's weights for sampling. Reply: Done."""
+    """Freeze a copy of an adapter's weights for sampling. Reply: SnapshotHeld."""
 
     adapter_id: str
     snapshot_id: str
@@ -276,7 +276,10 @@ class PublishSnapshot:
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """Make a sampling snapshot from saved weights, unless there is one: it has these or newer ones. Reply: Done."""
+    """Make a sampling snapshot from saved weights, unless there is one: it has these or newer ones.
+
+    Reply: SnapshotHeld.
+    """
 
     snapshot_id: str
     state: AdapterState
@@ -381,6 +384,13 @@ class AdapterState:
 
 
 @dataclass(frozen=True)
+class SnapshotHeld:
+    """The group holds the snapshot, on the devices or on the host: so many bytes on each device, or in each process."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class SampleProgress:
     """finished: results of requests that ended in this chunk; active/waiting: requests still in the batch / in line."""
 
@@ -402,7 +412,7 @@ class Warmth:
     late: int
 
 
-Reply = Done | ForwardResult | OptimResult | AdapterState | SampleProgress | Warmth
+Reply = Done | ForwardResult | OptimResult | AdapterState | SnapshotHeld | SampleProgress | Warmth
 Later = Callable[[], Reply]  # waits for the devices, and reads from them what it replies
 
 
@@ -423,6 +433,7 @@ class GroupConfig:
     base_weights: Literal["full", "int8"] = "full"  # full = as dtype
     warm_up: bool = False  # compile what may be needed before it is
     expert: int = 1  # size of the mesh's axis that experts are split over
+    resident_snapshots: int = 32  # on the devices at most, beside those that are being sampled
 
     @property
     def devices(self) -> int:

@@ -253,7 +253,8 @@ class Dispatcher:
             unused = await asyncio.to_thread(self._journal.unused_snapshots, snapshots.droppable)
             # of some of them a sampler may have been opened meanwhile
             await _drop(model, [one for one in unused if one in snapshots.droppable])
-            await _drop(model, snapshots.surplus(self._settings.resident_snapshots))
+            most, host_bytes = self._settings.resident_snapshots, self._settings.host_snapshot_bytes
+            await _drop(model, snapshots.surplus(most, host_bytes))
 
 
 async def _drop(model: ServedModel, snapshot_ids: Sequence[str]) -> None:

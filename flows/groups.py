@@ -49,4 +49,5 @@ def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
         base_weights=settings.base_weights,
         warm_up=settings.warm_up,
         expert=settings.expert_parallel,
+        resident_snapshots=settings.resident_snapshots,
     )

@@ -11,12 +11,12 @@ from datetime import datetime
 from functools import partial
 
 from backend.commands import (
-    Done,
     LoadSnapshot,
     SampleProgress,
     SampleRequest,
     SampleResult,
     SampleStep,
+    SnapshotHeld,
     StabilityInfo,
 )
 from backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
@@ -229,9 +229,9 @@ def _snapshot(runtime: Runtime, sampler: SamplerView) -> str | None:
 async def _load_unless_there(runtime: Runtime, sampler: SamplerView, snapshot: str) -> SamplerLoaded | None:
     """Have the worker group hold the sampler's snapshot; the change of the sampler's row when it has another one."""
 
-    async def load_checkpoint(path: str) -> None:
+    async def load_checkpoint(path: str) -> int:
         state = await load(runtime, sampler.owner, path, optimizer=False)
-        await runtime.send(LoadSnapshot(snapshot, state), Done)
+        return (await runtime.send(LoadSnapshot(snapshot, state), SnapshotHeld)).nbytes
 
     bring = (
         partial(load_checkpoint, sampler.model_path) if sampler.model_path else partial(_bring_back, runtime, snapshot)
@@ -248,7 +248,7 @@ def _stopped(request: Pending) -> Outcome:
     return request.failed("sampling was stopped: the request was answered already", "user")
 
 
-async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
+async def _bring_back(runtime: Runtime, snapshot_id: str) -> int:
     """Load what an unnamed save has committed, or will: the group that it was published in is gone."""
     missed, recovery = None, runtime.journal.recovery
     while True:
@@ -267,8 +267,7 @@ async def _bring_back(runtime: Runtime, snapshot_id: str) -> None:
                 raise
             missed = stored.path  # maybe a later inflight save took its place, and it was deleted: look again
         else:
-            await runtime.send(LoadSnapshot(snapshot_id, state), Done)
-            return
+            return (await runtime.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)).nbytes
 
 
 def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:

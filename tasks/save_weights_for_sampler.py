@@ -22,7 +22,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from backend.commands import AdapterState, Done, DropSnapshot, ExportAdapter, MoveSnapshot, PublishSnapshot
+from backend.commands import (
+    AdapterState,
+    Done,
+    DropSnapshot,
+    ExportAdapter,
+    MoveSnapshot,
+    PublishSnapshot,
+    SnapshotHeld,
+)
 from backend.errors import FencedError, GroupFailedError, StoreError
 from backend.ids import inflight_id, sampler_id
 from backend.journal import CheckpointKind, Effect, NewSampler, Outcome, Pending, SamplerOpened, SnapshotTaken
@@ -54,10 +62,10 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
     model_id = str(request.model_id)
     async with turn:
         # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
-        reply = runtime.send(PublishSnapshot(model_id, request.id), Done)
+        reply = runtime.send(PublishSnapshot(model_id, request.id), SnapshotHeld)
         copy = runtime.send(ExportAdapter(model_id, optimizer=False), AdapterState)
-    await reply
-    runtime.snapshots.published(request.id)
+    nbytes = (await reply).nbytes
+    runtime.snapshots.published(request.id, nbytes)
     if not (inflight or turn.line.failing):
         runtime.rest.append(partial(_store_copy, runtime, request, turn, copy))
         return replace(_opened(runtime, request, opened, request.id), replays=True)
@@ -70,7 +78,7 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
             moved = runtime.send(MoveSnapshot(request.id, snapshot_id), Done)
             runtime.snapshots.moving(request.id, snapshot_id)
             await moved
-            runtime.snapshots.published(snapshot_id)
+            runtime.snapshots.published(snapshot_id, nbytes)
         runtime.snapshots.stored(snapshot_id)
     except Exception:
         runtime.snapshots.dropped(request.id)

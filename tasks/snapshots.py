@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 
 class Snapshots:
@@ -13,20 +14,20 @@ class Snapshots:
 
     def __init__(self) -> None:
         """None yet."""
-        self._present: set[str] = set()
+        self._present: dict[str, int] = {}  # how many bytes they take
         self._recorded: dict[str, None] = {}  # least recently used first
         self._stored: set[str] = set()
         self._users: Counter[str] = Counter()
-        self._loading: dict[str, asyncio.Future[None]] = {}
+        self._loading: dict[str, asyncio.Future[int]] = {}
         self._storing: set[str] = set()
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether the group holds it."""
         return snapshot_id in self._present
 
-    def published(self, snapshot_id: str) -> None:
+    def published(self, snapshot_id: str, nbytes: int) -> None:
         """The group holds it now, and the journal's row of its sampler says so or will in the same transaction."""
-        self._present.add(snapshot_id)
+        self._present[snapshot_id] = nbytes
 
     @contextmanager
     def using(self, snapshot_id: str) -> Iterator[None]:
@@ -50,16 +51,18 @@ class Snapshots:
         """Whether they are."""
         return snapshot_id in self._storing
 
-    async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[None]]) -> None:
-        """Call `load` unless the snapshot is there; callers at the same time share one call, and its failure."""
+    async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[int]]) -> None:
+        """Call `load`, which gives its bytes, unless the snapshot is there.
+
+        Callers at the same time share one call, and its failure.
+        """
         if snapshot_id in self._present:
             return
         if (pending := self._loading.get(snapshot_id)) is None:
             pending = asyncio.ensure_future(load())
             self._loading[snapshot_id] = pending
             pending.add_done_callback(lambda _: self._loading.pop(snapshot_id, None))
-        await asyncio.shield(pending)
-        self._present.add(snapshot_id)
+        self._present[snapshot_id] = await asyncio.shield(pending)
         self._stored.add(snapshot_id)
 
     def stored(self, snapshot_id: str) -> None:
@@ -83,14 +86,20 @@ class Snapshots:
         """Those that the journal knows of: of these it can say whether a sampler still uses them."""
         return frozenset(self._recorded)
 
-    def surplus(self, most: int) -> list[str]:
-        """Those in excess of `most` that are stored and that nobody uses at the moment, least recently used first."""
+    def surplus(self, most: int, host_bytes: int) -> list[str]:
+        """Those in excess that are stored and that nobody uses at the moment, least recently used first.
+
+        Beside `most` of them, the group may hold `host_bytes` of others.
+        """
         idle = [one for one in self._recorded if one in self._stored and not self._users[one]]
-        return idle[: max(0, len(self._present) - most)]
+        others = idle[: max(0, len(self._present) - most)]
+        sizes = [self._present[one] for one in others]
+        excess = sum(sizes) - host_bytes
+        return [one for one, before in zip(others, accumulate(sizes, initial=0), strict=False) if before < excess]
 
     def dropped(self, snapshot_id: str) -> None:
         """The group does not hold it any more."""
-        self._present.discard(snapshot_id)
+        self._present.pop(snapshot_id, None)
         self._recorded.pop(snapshot_id, None)
         self._stored.discard(snapshot_id)
 

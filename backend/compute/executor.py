@@ -45,6 +45,7 @@ from backend.commands import (
     ReadWarmth,
     Reply,
     SampleStep,
+    SnapshotHeld,
 )
 from backend.compute.adapters import Adapter, AdapterStore, state_lora
 from backend.compute.compiles import CompileCounter
@@ -175,10 +176,11 @@ class Executor:
                 self._adapters.drop(adapter_id)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
-                self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
+                return SnapshotHeld(self._sampler.publish(snapshot_id, adapter.lora, adapter.spec))
             case LoadSnapshot(snapshot_id, state):
-                if not self._sampler.holds(snapshot_id):
-                    self._sampler.publish(snapshot_id, state_lora(self._cfg, state), state.spec)
+                if (held := self._sampler.held_bytes(snapshot_id)) is None:
+                    held = self._sampler.publish(snapshot_id, state_lora(self._cfg, state), state.spec)
+                return SnapshotHeld(held)
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.move(snapshot_id, to_id)
             case DropSnapshot(snapshot_id):

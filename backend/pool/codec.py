@@ -54,6 +54,7 @@ CLASSES: tuple[type, ...] = (
     commands.ForwardResult,
     commands.OptimResult,
     commands.AdapterState,
+    commands.SnapshotHeld,
     commands.SampleProgress,
     commands.Warmth,
     commands.GroupConfig,

@@ -37,6 +37,7 @@ from backend.commands import (
     SampleRequest,
     SampleResult,
     SampleStep,
+    SnapshotHeld,
 )
 from backend.errors import NotFoundError
 
@@ -87,8 +88,9 @@ class Unigram:
                 self.adapters[command.adapter_id] = replace(command.state, moments=moments)
             case PublishSnapshot():
                 self.snapshots[command.snapshot_id] = self.adapter(command.adapter_id).weights[BIAS]
+                return SnapshotHeld(self.snapshots[command.snapshot_id].nbytes)
             case LoadSnapshot():
-                self.snapshots.setdefault(command.snapshot_id, command.state.weights[BIAS])
+                return SnapshotHeld(self.snapshots.setdefault(command.snapshot_id, command.state.weights[BIAS]).nbytes)
             case MoveSnapshot():
                 moved = self.snapshots[command.to_id] = self.snapshots.pop(command.snapshot_id)
                 for decoding in self.batch.values():

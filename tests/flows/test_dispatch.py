@@ -84,7 +84,8 @@ async def test_too_many_snapshots_make_room_until_they_are_sampled_again(
     dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving, _ = dispatcher
-    monkeypatch.setattr(serving, "_settings", serving._settings.model_copy(update={"resident_snapshots": 2}))
+    few = {"resident_snapshots": 2, "host_snapshot_bytes": 0}
+    monkeypatch.setattr(serving, "_settings", serving._settings.model_copy(update=few))
     model = await client.create()
     said: dict[str, Any] = {}
     for number in range(5):

@@ -10,10 +10,11 @@ from tasks.snapshots import Snapshots
 async def test_those_who_load_at_the_same_time_share_one_load() -> None:
     snapshots, loads = Snapshots(), 0
 
-    async def load() -> None:
+    async def load() -> int:
         nonlocal loads
         loads += 1
         await asyncio.sleep(0.01)
+        return 7
 
     await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(5)))
     await snapshots.load_once("a", load)
@@ -24,10 +25,11 @@ async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
     snapshots = Snapshots()
     failing = True
 
-    async def load() -> None:
+    async def load() -> int:
         await asyncio.sleep(0)
         if failing:
             raise ValueError("no")
+        return 7
 
     found = await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(3)), return_exceptions=True)
     assert [type(error) for error in found] == [ValueError] * 3
@@ -39,8 +41,9 @@ async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
 async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
     snapshots, go = Snapshots(), asyncio.Event()
 
-    async def load() -> None:
+    async def load() -> int:
         await go.wait()
+        return 7
 
     first, second = (asyncio.create_task(snapshots.load_once("a", load)) for _ in range(2))
     await asyncio.sleep(0)
@@ -53,7 +56,7 @@ async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
 
 def test_only_what_the_journal_knows_can_be_dropped() -> None:
     snapshots = Snapshots()
-    snapshots.published("a")
+    snapshots.published("a", 7)
     snapshots.recorded("gone")
     assert snapshots.droppable == frozenset()
     snapshots.recorded("a")
@@ -65,30 +68,44 @@ def test_only_what_the_journal_knows_can_be_dropped() -> None:
 def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
     snapshots = Snapshots()
     for name in "abcd":
-        snapshots.published(name)
+        snapshots.published(name, 7)
         snapshots.recorded(name)
         snapshots.stored(name)
-    snapshots.published("not stored yet")
+    snapshots.published("not stored yet", 7)
     snapshots.recorded("not stored yet")
-    assert snapshots.surplus(5) == []
-    assert snapshots.surplus(2) == ["a", "b", "c"]
+    assert snapshots.surplus(5, 0) == []
+    assert snapshots.surplus(2, 0) == ["a", "b", "c"]
     snapshots.recorded("a")  # used again
     with snapshots.using("b"), snapshots.using("b"):
-        assert snapshots.surplus(1) == ["c", "d", "a"]
+        assert snapshots.surplus(1, 0) == ["c", "d", "a"]
     snapshots.dropped("b")
-    assert snapshots.surplus(1) == ["c", "d", "a"]
-    snapshots.published("c")  # over the old one, as an inflight save does
+    assert snapshots.surplus(1, 0) == ["c", "d", "a"]
+    snapshots.published("c", 7)  # over the old one, as an inflight save does
     snapshots.moving("x", "c")
-    assert "c" not in snapshots.surplus(1)
+    assert "c" not in snapshots.surplus(1, 0)
+
+
+def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
+    snapshots = Snapshots()
+    for name, nbytes in {"a": 10, "b": 20, "c": 30, "d": 40}.items():
+        snapshots.published(name, nbytes)
+        snapshots.recorded(name)
+        snapshots.stored(name)
+    assert snapshots.surplus(1, 60) == []
+    assert snapshots.surplus(1, 59) == ["a"]
+    assert snapshots.surplus(1, 50) == ["a"]
+    assert snapshots.surplus(1, 49) == ["a", "b"]
+    assert snapshots.surplus(1, 0) == ["a", "b", "c"]
+    assert snapshots.surplus(4, 0) == []
 
 
 def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:
     snapshots = Snapshots()
-    snapshots.published("shared")
+    snapshots.published("shared", 7)
     snapshots.recorded("shared")
-    snapshots.published("newer")
+    snapshots.published("newer", 7)
     snapshots.moving("newer", "shared")
     assert snapshots.droppable == frozenset() and "newer" not in snapshots
-    snapshots.published("shared")
+    snapshots.published("shared", 7)
     snapshots.recorded("shared")
     assert snapshots.droppable == {"shared"}

@@ -1,6 +1,7 @@
 """The bank of snapshots: immutable copies of adapters, and the stack of those in use that one batch decodes with.
 
-A snapshot never changes, but its id may pass to another one (`move`).
+A snapshot never changes, but its id may pass to another one (`move`). The most recently used ones lie on the devices,
+others in the host's memory until they are used again.
 
 Adapters of any ranks lie side by side along the rank axis of one wide adapter, and each row of the batch sees only the
 columns of its own (`StackApply`): no matrices are gathered per row, the base model is a row that sees no column, and a
@@ -32,16 +33,22 @@ from backend.errors import ConflictError, NotFoundError, UserError
 _RANK_UNIT = 8  # ranks are padded to multiples, so that few shapes of snapshots exist
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Snapshot:
     """One published adapter. Whoever holds it can go on sampling after it was dropped from the bank.
 
-    lora: on the devices, scale folded into B, rank padded with zeros to `columns`, dtype of the base weights.
+    lora: on the devices or on the host, scale folded into B, rank padded with zeros to `columns`, dtype of the base
+    weights.
     """
 
     snapshot_id: str
     columns: int
     lora: Lora
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on each device, or on the host."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.lora))
 
 
 @dataclass(frozen=True)
@@ -65,13 +72,20 @@ class _Stack:
 class SnapshotBank:
     """Snapshots by id, and the stack. The same on every process of a group when it is told the same."""
 
-    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: str, *, by_layer: bool) -> None:
-        """An empty bank for adapters of `cfg`, kept as `dtype`; `by_layer`: the stack is, as the weights are."""
+    def __init__(
+        self, cfg: ModelConfig, mesh: Mesh, dtype: str, *, by_layer: bool, most_resident: int | None = None
+    ) -> None:
+        """An empty bank for adapters of `cfg`, kept as `dtype`; `by_layer`: the stack is, as the weights are.
+
+        most_resident: so many snapshots stay on the devices; None: all.
+        """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._snapshots: dict[str, Snapshot] = {}
         self._stack = _Stack()
+        self._most = most_resident
+        self._resident: dict[Snapshot, None] = {}  # of the bank's, on the devices: least recently used first
 
-    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
+    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> Snapshot:
         """Freeze a copy of `lora` (of shape `spec`, on the devices or on the host) under `snapshot_id`.
 
         ConflictError when the id is taken: snapshots never change. UserError when a weight is not finite: in a shared
@@ -79,13 +93,15 @@ class SnapshotBank:
         """
         if snapshot_id in self._snapshots:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
-        if any(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(lora)):
+        if _on_host(lora):
             lora = put(lora, replicated(self._mesh))
         columns = padded_columns(spec.rank)
         copy, finite = frozen(self._mesh, columns, self._dtype, lora)
         if not bool(to_host(finite)):
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
-        self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, copy)
+        snapshot = self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, copy)
+        self._used(snapshot)
+        return snapshot
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether there is a snapshot of that id."""
@@ -94,17 +110,21 @@ class SnapshotBank:
     def move(self, snapshot_id: str, to_id: str) -> Snapshot:
         """Give a snapshot another id, whatever had that before; NotFoundError when there is none to move."""
         moved = replace(self.find(snapshot_id), snapshot_id=to_id)
-        del self._snapshots[snapshot_id]
+        self.drop(snapshot_id)
+        self.drop(to_id)
         self._snapshots[to_id] = moved
+        self._used(moved)
         return moved
 
     def drop(self, snapshot_id: str) -> None:
         """Forget a snapshot, if there is one. The stack lets go of it when its columns are wanted."""
-        self._snapshots.pop(snapshot_id, None)
+        if (snapshot := self._snapshots.pop(snapshot_id, None)) is not None:
+            self._resident.pop(snapshot, None)
 
     def clear(self) -> None:
         """Forget all snapshots."""
         self._snapshots.clear()
+        self._resident.clear()
 
     def find(self, snapshot_id: str) -> Snapshot:
         """The snapshot of that id; NotFoundError when it was never published, or dropped."""
@@ -140,6 +160,9 @@ class SnapshotBank:
         """
         stack, ordered = self._stack, list(dict.fromkeys(wanted))
         missing = [snapshot for snapshot in ordered if snapshot not in stack.places]
+        for snapshot in ordered:
+            if snapshot in self._resident:
+                self._used(snapshot)
         if not stack.width:
             self._rebuild(ordered)
             return
@@ -167,8 +190,24 @@ class SnapshotBank:
 
     def _place(self, snapshot: Snapshot, start: int) -> None:
         stack = self._stack
+        self._used(snapshot)
         stack.lora = placed(self._mesh, stack.lora, snapshot.lora, snapshot.columns, np.int32(start))
         stack.places[snapshot] = Columns(start, start + snapshot.columns)
+
+    def _used(self, snapshot: Snapshot) -> None:
+        """Have it on the devices. Those used longest ago leave them: the stack, if they are in it, has its own copy."""
+        snapshot.lora = put(snapshot.lora, replicated(self._mesh)) if _on_host(snapshot.lora) else snapshot.lora
+        if self.alive(snapshot):
+            self._resident.pop(snapshot, None)
+            self._resident[snapshot] = None
+        while self._most is not None and len(self._resident) > self._most:
+            oldest = next(iter(self._resident))
+            del self._resident[oldest]
+            oldest.lora = to_host(oldest.lora)
+
+
+def _on_host(lora: Lora) -> bool:
+    return any(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(lora))
 
 
 def padded_columns(rank: int) -> int:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from backend.commands import Candidates, GroupConfig, LoraSpec, SampleProgress, SampleRequest, SampleResult, SampleStep
 from backend.compute.config import ModelConfig
 from backend.compute.lora import Lora
-from backend.compute.mesh import FSDP, to_host
+from backend.compute.mesh import FSDP, on_cpu, to_host
 from backend.compute.params import by_layer
 from backend.compute.sampler.bank import Snapshot, SnapshotBank
 from backend.compute.sampler.cache import Cache, Move, empty_cache, moved, pages_for, scrubbed
@@ -61,7 +61,8 @@ class Sampler:
             max_slots=config.sample_slots, max_context=self._max_context, fsdp=mesh.shape[FSDP], most_cells=cells
         )
         self._programs = SamplerPrograms(cfg, mesh, self._shapes, self._params, config.decode_chunk)
-        self._bank = SnapshotBank(cfg, mesh, self._dtype.name, by_layer=self._params.apart)
+        most = None if on_cpu() else config.resident_snapshots
+        self._bank = SnapshotBank(cfg, mesh, self._dtype.name, by_layer=self._params.apart, most_resident=most)
         pages = most_pages(cells, rows=self._shapes.rows[0], slots=config.sample_slots)
         self._prefixes = Prefixes(cfg, mesh, pages)
         self._line = Scheduler(self._shapes, config.sample_slots)
@@ -84,13 +85,16 @@ class Sampler:
         return self._programs.publishing(spec, adapter)
 
     # ------------------------------------------------------------------ snapshots
-    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
-        """Keep a copy of an adapter (on the devices or the host) for sampling; ConflictError when the id is taken."""
-        self._bank.publish(snapshot_id, lora, spec)
+    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> int:
+        """Keep a copy of an adapter (on the devices or the host) for sampling: how many bytes it takes.
 
-    def holds(self, snapshot_id: str) -> bool:
-        """Whether there is a snapshot of that id."""
-        return snapshot_id in self._bank
+        ConflictError when the id is taken.
+        """
+        return self._bank.publish(snapshot_id, lora, spec).nbytes
+
+    def held_bytes(self, snapshot_id: str) -> int | None:
+        """How many bytes the snapshot of that id takes; None when there is none."""
+        return self._bank.find(snapshot_id).nbytes if snapshot_id in self._bank else None
 
     def move(self, snapshot_id: str, to_id: str) -> None:
         """Rename a snapshot, over the one that `to_id` names: whoever samples that one goes on with this one.

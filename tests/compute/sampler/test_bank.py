@@ -10,7 +10,7 @@ import pytest
 
 from backend.commands import LoraSpec
 from backend.compute.lora import LoraPair, apply_one
-from backend.compute.sampler.bank import SnapshotBank, stack_apply
+from backend.compute.sampler.bank import SnapshotBank, placed, stack_apply
 from backend.errors import ConflictError, NotFoundError, UserError
 
 
@@ -53,6 +53,43 @@ def test_a_snapshot_is_a_copy(qwen: Any, bank: SnapshotBank, random_lora: Any) -
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(lora)), "training would have donated these buffers"
     del zeroed
     np.testing.assert_array_equal(bank.find("a").lora.layers["q"].A, before)
+
+
+def test_those_used_longest_ago_wait_on_the_host(qwen: Any, random_lora: Any) -> None:
+    bank = SnapshotBank(qwen.cfg, qwen.mesh, "float32", by_layer=True, most_resident=2)
+    specs = {"a": LoraSpec(8), "b": LoraSpec(16), "c": LoraSpec(8), "d": LoraSpec(8)}
+    wanted = {}
+    for name, spec in specs.items():
+        bank.publish(name, random_lora(qwen.cfg, spec, 0), spec)
+        wanted[name] = [np.array(leaf) for leaf in jax.tree.leaves(bank.find(name).lora)]
+
+    def resident() -> str:
+        kinds = {name: {type(leaf) for leaf in jax.tree.leaves(bank.find(name).lora)} for name in sorted(specs)}
+        assert all(len(kind) == 1 for kind in kinds.values())
+        return "".join(name for name, kind in kinds.items() if np.ndarray not in kind)
+
+    assert resident() == "cd"
+    bank.use([bank.find("a")])
+    assert resident() == "ad"
+    compiled = placed._cache_size()
+    bank.use([bank.find("d")])
+    bank.use([bank.find("c")])  # one that was on the host, like "a"
+    assert resident() == "cd"
+    bank.use([bank.find("a"), bank.find("c"), bank.find("d")])  # more than may stay, all of them in the stack
+    assert placed._cache_size() == compiled, "wherever a snapshot was, it is the same program"
+    for name, leaves in wanted.items():
+        held = jax.tree.leaves(bank.find(name).lora)
+        assert all((np.array(one) == other).all() for one, other in zip(held, leaves, strict=True))
+        assert bank.find(name).nbytes == sum(leaf.nbytes for leaf in leaves)
+    dropped = bank.find("b")
+    bank.drop("b")
+    bank.use([dropped])  # somebody samples it still
+    assert len(resident_of(bank)) == 2
+    assert bank.columns(dropped).end > 0
+
+
+def resident_of(bank: SnapshotBank) -> list[str]:
+    return [snapshot.snapshot_id for snapshot in bank._resident]
 
 
 def test_an_id_names_one_snapshot_for_good(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
