@@ -9,7 +9,7 @@ TinkerflowError            category
 └── ServerError            server   the service failed; the request was right
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     │   ├── DeadlineError           a command did not answer in its time
-    │   └── SuspectError            the group ended while it executed this very command
+    │   └── SuspectError            the group ended while it executed this very command, as far as is known
     ├── DevicesError                what had begun on the devices of a worker group failed there
     ├── FencedError                 another engine has taken over: this one may change nothing any more
     ├── StateLostError              the adapter or snapshot went with a worker group
@@ -69,7 +69,10 @@ class DeadlineError(GroupFailedError):
 
 
 class SuspectError(GroupFailedError):
-    """A group ended while it executed this very command. crashed: by itself, not by a signal from outside."""
+    """A group ended while it executed this very command, the first of them if there were several (pool/answers.py).
+
+    crashed: by itself, not by a signal from outside.
+    """
 
     def __init__(self, message: str, *, crashed: bool = True) -> None:
         """`message` names the group, the rank and the cause."""

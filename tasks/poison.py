@@ -1,7 +1,9 @@
 """A request that ends worker groups is failed by name, instead of being tried for ever.
 
 Nothing is written before a command is sent: when a group ends, the engine notes what it was executing. A group that
-crashed blames the request; one that was killed from outside (SIGKILL, SIGSTOP) hardly does, so that takes more.
+crashed blames the request; one that was killed from outside (SIGKILL, SIGSTOP) hardly does, so that takes more. Where
+several were being executed, as on GPUs, the first crash may blame the wrong one, and the next group takes them one by
+one (pool/group.py).
 """
 
 from __future__ import annotations

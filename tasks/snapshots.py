@@ -89,13 +89,15 @@ class Snapshots:
     def surplus(self, most: int, host_bytes: int) -> list[str]:
         """Those in excess that are stored and that nobody uses at the moment, least recently used first.
 
-        Beside `most` of them, the group may hold `host_bytes` of others.
+        Beside the `most` last used ones, the group may hold `host_bytes` of others. What is not stored, or is in use,
+        stays all the same.
         """
+        last_used = [*self._recorded, *(one for one in self._present if one not in self._recorded)]
+        others = last_used[: max(0, len(last_used) - most)]
+        excess = sum(self._present[one] for one in others) - host_bytes
         idle = [one for one in self._recorded if one in self._stored and not self._users[one]]
-        others = idle[: max(0, len(self._present) - most)]
-        sizes = [self._present[one] for one in others]
-        excess = sum(sizes) - host_bytes
-        return [one for one, before in zip(others, accumulate(sizes, initial=0), strict=False) if before < excess]
+        before = accumulate((self._present[one] for one in idle), initial=0)
+        return [one for one, dropped in zip(idle, before, strict=False) if dropped < excess]
 
     def dropped(self, snapshot_id: str) -> None:
         """The group does not hold it any more."""

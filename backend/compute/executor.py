@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ from backend.commands import (
     Done,
     DropAdapter,
     DropSnapshot,
-    Example,
     ExportAdapter,
     Float32,
     Forward,
@@ -64,6 +63,8 @@ from backend.compute.train import make_steps, to_devices
 from backend.compute.train_programs import adapter_like, training_programs
 from backend.compute.warming import WarmUp
 from backend.errors import DevicesError, ServerError, UserError
+
+R = TypeVar("R", bound=Reply)
 
 Passes = Generator[Later, None, Callable[[], ForwardResult]]  # yields between micro-batches
 
@@ -131,7 +132,7 @@ class Executor:
                 reply = self._execute(command)
                 if not callable(reply):
                     return reply
-                later = partial(self._finish, type(command).__name__, reply)
+                later = partial(self._read, reply)
                 return later if self.ahead else later()
         finally:
             if made := self._compiles.here - before:
@@ -143,14 +144,14 @@ class Executor:
         self._begun.clear()
         self._sampler.clear()
 
-    def _finish(self, name: str, later: Later) -> Reply:
+    def _read(self, later: Callable[[], R]) -> R:
         try:
             with self._warm_up.pause(lambda: 0):
                 return later()
         except UserError:
             raise
         except Exception as error:
-            raise DevicesError(f"{name} failed on the devices ({type(error).__name__}: {error})") from error
+            raise DevicesError(f"computing failed on the devices ({type(error).__name__}: {error})") from error
 
     def _execute(self, command: Command) -> Reply | Later:
         match command:
@@ -213,7 +214,7 @@ class Executor:
         try:
             later = next(passes)
             while whole:
-                later()
+                self._read(later)
                 later = next(passes)
         except StopIteration as end:
             return cast(Later, end.value)
@@ -228,10 +229,11 @@ class Executor:
         # A sequence's loss needs all its logprobs: one pass for those, and one with the loss's slope as weights.
         plain = replace(command, loss="cross_entropy", config={}, custom=None)
         scored = yield from self._pass(replace(plain, backward=False), more=command.backward)
+        judged = judge(command, (found := self._read(scored)).logprobs)
+        result = replace(found, loss_sum=judged.loss_sum, metrics=judged.metrics)
         if not command.backward:
-            return lambda: _judged(command, scored())[0]
-        result, surrogates = _judged(command, scored())
-        trained = yield from self._pass(replace(plain, examples=surrogates))
+            return lambda: result
+        trained = yield from self._pass(replace(plain, examples=judged.surrogates))
         return partial(_after, trained, result)
 
     def _pass(self, command: Forward, *, more: bool = False) -> Passes:
@@ -309,12 +311,6 @@ def _stepped(on_devices: jax.Array, step: int) -> OptimResult:
             "are cleared: look at the weights, advantages and logprobs of the last forward_backward"
         )
     return OptimResult(grad_norm=norm, step=step)
-
-
-def _judged(command: Forward, result: ForwardResult) -> tuple[ForwardResult, tuple[Example, ...]]:
-    """The result of a loss of whole sequences, given the logprobs, and the examples to train on in its stead."""
-    judged = judge(command, result.logprobs)
-    return replace(result, loss_sum=judged.loss_sum, metrics=judged.metrics), judged.surrogates
 
 
 def _gather(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> ForwardResult:

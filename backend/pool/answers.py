@@ -32,7 +32,7 @@ class Answers:
         self._rank = rank
         self._begun: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unanswered = 0
-        self._turn = threading.Lock()  # of the number
+        self._changed = threading.Condition()  # that number has
         self._waiter: threading.Thread | None = None
 
     def give(
@@ -40,19 +40,29 @@ class Answers:
     ) -> None:
         """Execute `command`, which came as frame `index`, and answer it, now or when what it has begun is done.
 
-        For one thread. Raises what must end the process.
+        For one thread. Raises what must end the process, once all commands before this one are answered: so it is this
+        one that is blamed.
         """
         name = type(command).__name__
-        body = self._attempt(name, partial(execute, command))
+        try:
+            body = self._attempt(name, partial(execute, command))
+        except Exception:
+            self.drain()
+            raise
         if not callable(body) and not self._unanswered:
             self._send(index, body, driver)
             return
-        with self._turn:
+        with self._changed:
             self._unanswered += 1
         self._begun.put(partial(self._finish, driver, index, name, body))
         if self._waiter is None:
             self._waiter = threading.Thread(target=self._work, name="answers", daemon=True)
             self._waiter.start()
+
+    def drain(self) -> None:
+        """Return when all that was given is answered."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unanswered)
 
     def _work(self) -> None:
         while True:
@@ -62,8 +72,9 @@ class Answers:
         while callable(body):
             body = self._attempt(name, body)
         self._send(index, body, driver)
-        with self._turn:
+        with self._changed:
             self._unanswered -= 1
+            self._changed.notify()
 
     def _attempt(self, name: str, execute: Callable[[], Reply | Later]) -> list[codec.Buffer] | Later:
         try:

@@ -36,7 +36,7 @@ _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
 _START_SECONDS = 60.0  # a starting process may be silent so long: until it connects, and while it imports and loads
 _LAST_WORDS_SECONDS = 0.1
-CAREFUL = 256  # commands that a group gets one at a time after one that crashed: so it shows which of them does that
+_CAREFUL = 2**14  # commands that a group gets one at a time after one that crashed: so it shows which of them does it
 _REPLIES = Reply.__args__
 
 
@@ -108,11 +108,11 @@ class Group:
         self._reaper: asyncio.Task[None] | None = None
         self._outstanding: deque[_Outstanding] = deque()
         self._last_index = 0
-        self._careful = careful
         self._watch: asyncio.TimerHandle | None = None
         self._accused: int | None = None
         self.failure: TinkerflowError | None = None
         self.crashed = False  # it ended by itself, once it has ended
+        self._careful = careful  # so many commands are sent one at a time
 
     @classmethod
     async def launch(
@@ -120,7 +120,8 @@ class Group:
     ) -> tuple[Group, GroupInfo]:
         """Start one process in each of `places` and wait until their executors stand.
 
-        The places are released when all processes have ended. careful: so many commands are sent one at a time.
+        The places are released when all processes have ended. careful: so many commands are sent one at a time, where
+        else the next one may be begun while one is computed, and nobody knows which of them ends the group.
         Raises the error of the executor's constructor when that is a UserError, else GroupFailedError or DeadlineError.
         No process is left when it raises or is cancelled.
         """
@@ -147,6 +148,11 @@ class Group:
         return group, info
 
     @property
+    def care(self) -> int:
+        """How careful the next generation is to be: this one has crashed, or was not yet done with its own care."""
+        return _CAREFUL if self.crashed else self._careful
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids by rank."""
         return tuple(m.process.pid for m in self._members)
@@ -170,7 +176,6 @@ class Group:
                 continue
             if self._careful and entry is not self._outstanding[0]:
                 return
-            self._careful = max(0, self._careful - 1)
             for member in self._members:
                 member.outbox.put_nowait((entry.index, entry.body))
             entry.body = None
@@ -178,8 +183,8 @@ class Group:
     def end(self, error: TinkerflowError, *, crashed: bool = False) -> None:
         """Kill every process and fail everything outstanding with `error`; a command past its deadline by name.
 
-        The oldest outstanding command is the one that was being executed: it gets a SuspectError. crashed: the group
-        ended by itself.
+        The oldest outstanding command is the one that was being executed, or the first of those that were: it gets a
+        SuspectError. crashed: the group ended by itself.
         """
         if self.failure is not None:
             return
@@ -305,6 +310,7 @@ class Group:
             if not self._settle(done):
                 return
             self._outstanding.popleft()
+            self._careful = max(0, self._careful - 1)
             self._send_next()
             self._watch_first()
 

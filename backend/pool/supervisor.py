@@ -14,7 +14,7 @@ from typing import Self
 
 from backend.commands import Command, GroupConfig, GroupInfo, Reply
 from backend.errors import GroupFailedError, TinkerflowError, UserError
-from backend.pool.group import CAREFUL, Group, Plan
+from backend.pool.group import Group, Plan
 from backend.pool.places import Site, ThisMachine
 from backend.pool.sharing import Sharing, in_parts
 from backend.processes import backoff
@@ -85,7 +85,7 @@ class Pool:
         self._open = False  # whether the group takes commands
         self._opened = asyncio.Event()
         self._failures = 0
-        self._crashed = False  # the last generation that served
+        self._care = 0  # of the next generation
         self._last_error: TinkerflowError | None = None
         self._line: deque[_Ticket] = deque()
         self._losses: asyncio.Queue[GroupLost | None] = asyncio.Queue()
@@ -284,7 +284,7 @@ class Pool:
             error = await asyncio.shield(self._group.ended)
             steady = loop.time() - since > _STEADY_SECONDS or not self._group.crashed  # killed: not its fault
             self._failures = 1 if steady else self._failures + 1
-            self._crashed = self._group.crashed
+            self._care = self._group.care
             self._losses.put_nowait(GroupLost(self._group.generation, error.message))
             self._last_error = error
             self._group = None
@@ -301,7 +301,7 @@ class Pool:
         places = self._plan.site.take(self._plan.processes, self._plan.digest)
         self._plan.on_progress(f"starting worker group {self._generation}: {self._plan.processes} process(es)")
         try:
-            group, info = await Group.launch(self._plan, self._generation, places, CAREFUL if self._crashed else 0)
+            group, info = await Group.launch(self._plan, self._generation, places, self._care)
         except TinkerflowError as error:
             self._failures += 1
             self._last_error = error

@@ -185,6 +185,7 @@ def main() -> None:
             if executor is not None and not isinstance(message, Start):
                 answers.give(driver, frame.index, message, executor.execute)
                 continue
+            answers.drain()  # what the devices are computing for the earlier driver must not end them for this one
             executor = _begin(executor, message, birth, desk.tell)
             ready = Ready(tuple(executor.devices), int(executor.parameters), int(executor.microbatch_tokens))
             desk.send(0, codec.encode(ready), driver)

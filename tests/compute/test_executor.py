@@ -26,7 +26,7 @@ from backend.commands import (
 from backend.compute import executor as module
 from backend.compute import memory, train
 from backend.errors import DevicesError, NotFoundError, ServerError, UserError
-from backend.pool import codec
+from backend.pool.answers import Answers
 from backend.pool.sharing import in_parts
 
 LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
@@ -92,25 +92,29 @@ def test_a_forward_by_micro_batch_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "gspo"])
-def test_what_is_begun_before_the_last_is_read_has_the_same_bits(qwen3, examples, adapter, loss):
-    ahead = qwen3.executor()
-    ahead.ahead = True
+def test_what_is_begun_before_the_last_is_read_has_the_same_answers(qwen3, examples, adapter, loss):
+    commands: list[Any] = []
+    for step in range(3):
+        for name in "ab":
+            commands += in_parts(Forward(name, examples(3 * LENGTHS, seed=step), loss, {}, True), 256, 1)
+        commands += [OptimStep(name, AdamParams(learning_rate=0.01 * step)) for name in "ab"]
+        commands += [Forward("a", examples((50,)), loss, {}, False), PublishSnapshot("a", f"s{step}")]
+    commands += [OptimStep("nobody", AdamParams())]
+    commands += [ExportAdapter(name, optimizer=True) for name in "ab"]
 
-    def train(executor) -> list[Any]:
+    def answers(*, ahead: bool) -> list[tuple[int, bytes]]:
+        executor = qwen3.executor()
+        executor.ahead = ahead
         adapter(executor, "a")
         adapter(executor, "b")
-        begun = []
-        for step in range(3):
-            for name in "ab":
-                command = Forward(name, examples(3 * LENGTHS, seed=step), loss, {}, True)
-                begun += [executor.execute(part) for part in in_parts(command, executor.microbatch_tokens, 1)]
-            begun += [executor.execute(OptimStep(name, AdamParams(learning_rate=0.01 * step))) for name in "ab"]
-            begun += [executor.execute(Forward("a", examples((50,)), loss, {}, False))]
-        assert any(callable(one) for one in begun) == executor.ahead
-        replies = [one() if callable(one) else one for one in begun]
-        return [*replies, *(executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab")]
+        sent: list[tuple[int, bytes]] = []
+        desk = Answers(lambda index, body, driver: sent.append((index, b"".join(body))), 0)
+        for index, command in enumerate(commands):
+            desk.give(None, index, command, executor.execute)
+        desk.drain()
+        return sent
 
-    assert [codec.encode(reply) for reply in train(ahead)] == [codec.encode(reply) for reply in train(qwen3.executor())]
+    assert answers(ahead=True) == answers(ahead=False)
 
 
 def test_a_step_that_is_not_made_is_not_counted_by_those_begun_after_it(qwen3, examples, forward):
@@ -130,16 +134,34 @@ def test_a_step_that_is_not_made_is_not_counted_by_those_begun_after_it(qwen3, e
     assert executor.execute(ExportAdapter("a", optimizer=False)).step == 2
 
 
-def test_what_fails_after_it_has_begun_ends_the_group(qwen3, examples, monkeypatch):
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_fails_after_it_has_begun_is_no_error_to_go_on_after(qwen3, examples, monkeypatch, ahead):
     executor = qwen3.executor()
+    executor.ahead = ahead
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
 
     def lost(tree: Any) -> Any:
         raise RuntimeError("INTERNAL: the device is gone")
 
     monkeypatch.setattr(module, "to_host", lost)
-    with pytest.raises(DevicesError, match=r"Forward failed on the devices .*the device is gone"):
-        executor.execute(Forward("a", examples((9,)), "cross_entropy", {}, True))
+    for backward in (True, False):
+        for loss in ("cross_entropy", "gspo"):
+            with pytest.raises(DevicesError, match=r"failed on the devices .*the device is gone"):
+                later = executor.execute(Forward("a", examples((9,)), loss, {}, backward))
+                later()
+
+
+def test_a_custom_loss_that_fails_is_an_error_of_its_request(qwen3, examples, forward, monkeypatch):
+    executor = qwen3.executor()
+    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+
+    def bad(*args: Any) -> Any:
+        raise TypeError("no such shape")
+
+    monkeypatch.setattr(module, "judge", bad)
+    for backward in (True, False):
+        with pytest.raises(TypeError, match="no such shape"):
+            forward(executor, "a", examples((9,)), "gspo", backward=backward)
 
 
 def execute_among_others(executor, command, forward, data):

@@ -113,6 +113,16 @@ def test_it_makes_the_nearest_first_and_nothing_while_a_command_is_executed() ->
     assert made == [1, 2, 3]
 
 
+def test_it_waits_for_all_commands_that_are_executed() -> None:
+    made = threading.Event()
+    warm_up = WarmUp(on=True, calm_seconds=0.0)
+    with warm_up.pause(lambda: 0):
+        with warm_up.pause(lambda: 0):
+            warm_up.want([Program("one", 0, made.set)])
+        assert not made.wait(0.05)
+    assert made.wait(PATIENCE)
+
+
 def test_a_program_that_cannot_be_made_is_counted_and_the_next_one_is_made() -> None:
     warm_up, done = WarmUp(on=True, calm_seconds=0.0), threading.Event()
 

@@ -171,7 +171,7 @@ class ByMicroBatch(Echo):
 
 
 class Ahead(Echo):
-    """Begins an OptimStep, and is done with it when the next command is begun, or in half a second.
+    """Begins an OptimStep, and is done with it when the next command is executed or has failed, or in half a second.
 
     Its grad_norm is how many commands it had begun by then. learning_rate: what becomes of it in the end.
     """
@@ -182,13 +182,15 @@ class Ahead(Echo):
         self.another = threading.Condition()
 
     def execute(self, command: Command) -> Reply | Later:
-        with self.another:
-            self.begun += 1
-            self.another.notify_all()
-        if isinstance(command, OptimStep):
+        try:
+            if not isinstance(command, OptimStep):
+                return super().execute(command)
             self.steps += 1
-            return partial(self.finish, command.params.learning_rate, self.steps, self.begun)
-        return super().execute(command)
+            return partial(self.finish, command.params.learning_rate, self.steps, self.begun + 1)
+        finally:
+            with self.another:
+                self.begun += 1
+                self.another.notify_all()
 
     def finish(self, fate: float, step: int, begun: int) -> Reply:
         with self.another:

@@ -37,7 +37,7 @@ from backend.commands import (
     SampleStep,
 )
 from backend.errors import GroupFailedError, SuspectError, UserError
-from backend.pool import GroupLost, Pool, supervisor
+from backend.pool import GroupLost, Pool, group
 from backend.pool.spawn import ChildProcess, spawn_worker
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
@@ -164,10 +164,19 @@ async def test_what_fails_on_the_devices_ends_the_group(start_pool: StartPool, p
     assert pool.generation == 2
 
 
-async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+async def test_a_command_for_which_there_is_no_memory_is_blamed_and_not_the_one_before_it(
+    start_pool: StartPool,
 ) -> None:
-    monkeypatch.setattr(supervisor, "CAREFUL", 5)
+    pool = await start_pool("Ahead")
+    before, guilty = together(pool, step(), order("memory"))
+    assert await before == OptimResult(2.0, 1)
+    assert isinstance(await failure_of(guilty), SuspectError)
+
+
+async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
+    start_pool: StartPool, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_CAREFUL", 3)
     pool = await start_pool("Ahead")
     innocent, guilty = together(pool, step(), order("die"))
     with pytest.raises(SuspectError):  # it was being computed: nobody knows better
@@ -178,11 +187,14 @@ async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blam
     assert await innocent == OptimResult(1.0, 1)
     assert isinstance(await failure_of(guilty), SuspectError)
     assert not isinstance(await failure_of(third), SuspectError)
-    await pool.serving()
-    replies = await asyncio.gather(*together(pool, *[step()] * 4))
-    assert replies == [OptimResult(float(i), i) for i in (1, 2, 3, 4)]
+    generation = await pool.serving()
+    assert await pool.submit(step()) == OptimResult(1.0, 1)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: pool.ready and pool.generation > generation)
     replies = await asyncio.gather(*together(pool, step(), step()))
-    assert replies == [OptimResult(6.0, 5), OptimResult(6.0, 6)], "the fifth has company again"
+    assert replies == [OptimResult(1.0, 1), OptimResult(2.0, 2)], "what was left of the care is the next one's"
+    replies = await asyncio.gather(*together(pool, step(), step()))
+    assert replies == [OptimResult(4.0, 3), OptimResult(4.0, 4)], "and then they have company again"
 
 
 async def failure_of(task: asyncio.Task[Reply]) -> GroupFailedError:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from backend.commands import Done, GroupConfig, Ping
+from backend.commands import AdamParams, Done, GroupConfig, OptimStep, Ping
 from backend.pool import codec
 from backend.pool.birth import Birth
-from backend.pool.messages import Beat, Left, Progress, Ready, Start
+from backend.pool.messages import Beat, Fatal, Left, Progress, Ready, Start
 from backend.pool.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
 from backend.pool.transport import LoopLink, next_connection
 
@@ -131,6 +131,31 @@ async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
             link.close()
         worker.serve_no_other()
         assert (await worker.ended()).how == "ended with exit status 0"
+
+
+async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_the_next_one_has_it(
+    config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    start = codec.encode(Start(config, 1, "", "pool_executors:Ahead", 30.0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        to_us = birth(listener, SECRET)
+        worker = await spawn_worker(to_us, "", log_dir=tmp_path, keep=True)
+        first = await LoopLink.accept(await next_connection(listener), SECRET, 5, 1)
+        await first.write(0, start)
+        while not isinstance(await next_message(first), Ready):
+            pass
+        await first.write(1, codec.encode(OptimStep("a", AdamParams(learning_rate=2))))  # fails in half a second
+        first.close()
+        worker.serve(to_us)
+        second = await LoopLink.accept(await next_connection(listener), SECRET, 5, 1)
+        await second.write(0, start)
+        assert await next_message(second) == Left(1)
+        last = await next_message(second)
+        assert isinstance(last, Fatal) and "failed on the devices" in last.failed.message
+        assert (await worker.ended()).how == "ended with exit status 70"
+        second.close()
 
 
 async def test_a_worker_answers_beats_while_its_main_thread_is_busy(

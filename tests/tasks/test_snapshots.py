@@ -97,6 +97,11 @@ def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
     assert snapshots.surplus(1, 49) == ["a", "b"]
     assert snapshots.surplus(1, 0) == ["a", "b", "c"]
     assert snapshots.surplus(4, 0) == []
+    with snapshots.using("a"):  # it is on the host, and stays there
+        assert snapshots.surplus(1, 59) == ["b"]
+    snapshots.published("newer, not stored", 50)
+    snapshots.recorded("newer, not stored")
+    assert snapshots.surplus(2, 59) == ["a"]
 
 
 def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:

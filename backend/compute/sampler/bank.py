@@ -100,7 +100,8 @@ class SnapshotBank:
         if not bool(to_host(finite)):
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
         snapshot = self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, copy)
-        self._used(snapshot)
+        self._resident[snapshot] = None
+        self._make_room({snapshot})
         return snapshot
 
     def __contains__(self, snapshot_id: str) -> bool:
@@ -109,11 +110,13 @@ class SnapshotBank:
 
     def move(self, snapshot_id: str, to_id: str) -> Snapshot:
         """Give a snapshot another id, whatever had that before; NotFoundError when there is none to move."""
-        moved = replace(self.find(snapshot_id), snapshot_id=to_id)
+        old = self.find(snapshot_id)
+        moved = replace(old, snapshot_id=to_id)
+        if old in self._resident:
+            self._resident[moved] = None
         self.drop(snapshot_id)
         self.drop(to_id)
         self._snapshots[to_id] = moved
-        self._used(moved)
         return moved
 
     def drop(self, snapshot_id: str) -> None:
@@ -158,11 +161,21 @@ class SnapshotBank:
 
         Without any, there is a stack all the same, in which the base model sees nothing.
         """
-        stack, ordered = self._stack, list(dict.fromkeys(wanted))
-        missing = [snapshot for snapshot in ordered if snapshot not in stack.places]
+        ordered = dict.fromkeys(wanted)
+        self._fill(list(ordered))
         for snapshot in ordered:
-            if snapshot in self._resident:
-                self._used(snapshot)
+            if snapshot in self._resident:  # as the last one that was used
+                del self._resident[snapshot]
+                self._resident[snapshot] = None
+        self._make_room(ordered)
+
+    def reset(self) -> None:
+        """Empty the stack: nobody samples. So the shapes that later requests meet depend on them alone."""
+        self._stack = _Stack()
+
+    def _fill(self, ordered: list[Snapshot]) -> None:
+        stack = self._stack
+        missing = [snapshot for snapshot in ordered if snapshot not in stack.places]
         if not stack.width:
             self._rebuild(ordered)
             return
@@ -176,10 +189,6 @@ class SnapshotBank:
                 return
             self._place(snapshot, start)
 
-    def reset(self) -> None:
-        """Empty the stack: nobody samples. So the shapes that later requests meet depend on them alone."""
-        self._stack = _Stack()
-
     def _rebuild(self, snapshots: list[Snapshot]) -> None:
         width = rank_columns(sum(snapshot.columns for snapshot in snapshots))
         self._stack = _Stack(width, empty_stack(self._cfg, self._mesh, width, self._dtype, self._by_layer))
@@ -190,20 +199,21 @@ class SnapshotBank:
 
     def _place(self, snapshot: Snapshot, start: int) -> None:
         stack = self._stack
-        self._used(snapshot)
+        if _on_host(snapshot.lora):
+            snapshot.lora = put(snapshot.lora, replicated(self._mesh))
+            if self.alive(snapshot):
+                self._resident[snapshot] = None
         stack.lora = placed(self._mesh, stack.lora, snapshot.lora, snapshot.columns, np.int32(start))
         stack.places[snapshot] = Columns(start, start + snapshot.columns)
 
-    def _used(self, snapshot: Snapshot) -> None:
-        """Have it on the devices. Those used longest ago leave them: the stack, if they are in it, has its own copy."""
-        snapshot.lora = put(snapshot.lora, replicated(self._mesh)) if _on_host(snapshot.lora) else snapshot.lora
-        if self.alive(snapshot):
-            self._resident.pop(snapshot, None)
-            self._resident[snapshot] = None
-        while self._most is not None and len(self._resident) > self._most:
-            oldest = next(iter(self._resident))
-            del self._resident[oldest]
-            oldest.lora = to_host(oldest.lora)
+    def _make_room(self, used: Collection[Snapshot]) -> None:
+        """Of those that are not `used`, move the ones used longest ago to the host, until no more than `most` stay."""
+        if self._most is None or len(self._resident) <= self._most:
+            return
+        idle = [snapshot for snapshot in self._resident if snapshot not in used]
+        for snapshot in idle[: len(self._resident) - self._most]:
+            del self._resident[snapshot]
+            snapshot.lora = to_host(snapshot.lora)
 
 
 def _on_host(lora: Lora) -> bool:

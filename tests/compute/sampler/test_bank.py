@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -86,6 +87,29 @@ def test_those_used_longest_ago_wait_on_the_host(qwen: Any, random_lora: Any) ->
     bank.use([dropped])  # somebody samples it still
     assert len(resident_of(bank)) == 2
     assert bank.columns(dropped).end > 0
+
+
+def test_samples_are_the_same_wherever_their_snapshots_were(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
+) -> None:
+    def results(most_resident: int | None) -> list[Any]:
+        sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8)
+        sampler._bank._most = most_resident
+        for seed, name in enumerate("abcd"):
+            sampler.publish(name, random_lora(qwen.cfg, spec, seed), spec)
+        found = []
+        for names in ("ab", "cd", "a", "abcd", "dc"):
+            asked = [ask(f"{names} {name}", prompt(20), 12, snapshot_id=name) for name in names]
+            found += [(name, run_all(sampler, one)) for name, one in zip(names, asked, strict=True)]
+            found += [run_all(sampler, *(replace(one, request_id=f"all {one.request_id}") for one in asked))]
+        sampler.move("a", "b")  # one that waits on the host, over another
+        sampler.drop("c")
+        found += [run_all(sampler, *(ask(name, prompt(20), 12, snapshot_id=name) for name in "bd"))]
+        sampler.publish("e", random_lora(qwen.cfg, spec, 5), spec)
+        assert resident_of(sampler._bank) == (["b", "d", "e"] if most_resident is None else ["e"])
+        return found
+
+    assert repr(results(1)) == repr(results(None))
 
 
 def resident_of(bank: SnapshotBank) -> list[str]:
