@@ -37,46 +37,40 @@ from tinker import types
 
 from backend.compute.config import load_config
 from backend.compute.lora import projection_sizes
-from backend.settings import Settings
 from deployments.tiny_model import make_tiny
 from tests.benchmarks.peak import matmul_peak
-from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, server, step
+from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, server, step, warm
 from tests.benchmarks.small_model import make_small
 
 RANK = 32
 RAGGED = [32 + round(i * 480 / 15) for i in range(16)]
 PROMPT, NEW = 64, 64
-MOST_ROUNDS = 20  # of ours, for those that count: how requests arrive differs, and so may the programs that they need
 
 
 @dataclass
 class Side:
     """One of those who are measured: `call` does a round of `tokens` useful tokens, `spent` is its CPU clock.
 
-    compiled: how many programs it has compiled by now.
+    data_dir: the server's, if there is one: a round for which it compiles something does not count.
     """
 
     name: str
     call: Callable[[], object]
     spent: Callable[[], float]
-    compiled: Callable[[], int] = lambda: 0
+    data_dir: Path | None = None
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
 
     def turn(self) -> None:
-        """One round, measured, in which nothing was compiled."""
-        for _ in range(MOST_ROUNDS):
-            compiled, spent, began = self.compiled(), self.spent(), time.perf_counter()
-            self.call()
-            cpu, wall = self.spent() - spent, time.perf_counter() - began
-            if self.compiled() == compiled:
-                break
-        else:
-            print(
-                f"{self.name}: something was compiled in each of {MOST_ROUNDS} rounds; the last one counts", flush=True
-            )
+        """One round, measured."""
+        cpu, wall = warm(self._round, self.data_dir) if self.data_dir else self._round()
         self.cpu.append(cpu)
         self.wall.append(wall)
+
+    def _round(self) -> tuple[float, float]:
+        spent, began = self.spent(), time.perf_counter()
+        self.call()
+        return self.spent() - spent, time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -90,9 +84,9 @@ class Case:
     plain: Callable[[], object] | None
 
 
-def compare(case: Case, pid: int, cache: Path, repeat: int) -> None:
-    """Warm up, take turns, and print a line for each side. cache: where the server keeps what it has compiled."""
-    sides = [Side("ours", case.ours, lambda: sum(cpu_seconds(pid).values()), lambda: len([*cache.rglob("*-cache")]))]
+def compare(case: Case, pid: int, data_dir: Path, repeat: int) -> None:
+    """Warm up, take turns, and print a line for each side."""
+    sides = [Side("ours", case.ours, lambda: sum(cpu_seconds(pid).values()), data_dir)]
     if case.plain is not None:
         sides.append(Side("HF + PEFT", case.plain, time.process_time))
     for side in sides:
@@ -231,7 +225,7 @@ def main() -> None:
         }
         for name in args.cases.split(","):
             for case in cases[name]:
-                compare(case(), pid, Settings(data_dir=scratch / "data").compile_cache, args.repeat)
+                compare(case(), pid, scratch / "data", args.repeat)
         sys.stdout.flush()
 
 

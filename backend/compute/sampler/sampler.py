@@ -58,7 +58,11 @@ class Sampler:
         self._max_context = min(config.max_context, cfg.max_positions)
         cells = most_cells(cfg, mesh, self._dtype.itemsize) if cache_cells is None else cache_cells
         self._shapes = make_shapes(
-            max_slots=config.sample_slots, max_context=self._max_context, fsdp=mesh.shape[FSDP], most_cells=cells
+            max_slots=config.sample_slots,
+            max_context=self._max_context,
+            fsdp=mesh.shape[FSDP],
+            most_cells=cells,
+            rows_are_dear=on_cpu(),
         )
         self._programs = SamplerPrograms(cfg, mesh, self._shapes, self._params, config.decode_chunk)
         most = None if on_cpu() else config.resident_snapshots

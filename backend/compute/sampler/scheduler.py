@@ -16,6 +16,7 @@ import bisect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -219,15 +220,15 @@ class Scheduler:
         free = most - self.busy
         if free < 1:
             return None
-        jobs = [self._waiting.popleft()]
+        fitting = 1
         if not first.alone:
             free -= len(first.sequences)
-            while free > 0 and self._waiting and len(jobs) < self._shapes.rows[-1]:
-                if self._waiting[0].alone:
+            for job in islice(self._waiting, 1, self._shapes.rows[-1]):
+                if job.alone or free <= 0:
                     break
-                jobs.append(self._waiting.popleft())
-                free -= len(jobs[-1].sequences)
-        self.group = self._formed(jobs)
+                free -= len(job.sequences)
+                fitting += 1
+        self.group = self._formed([self._waiting.popleft() for _ in range(self._shapes.together(fitting))])
         return self.group
 
     def form_short(self, most_sequences: int, most_tokens: int) -> Group | None:

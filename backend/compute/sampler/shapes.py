@@ -1,7 +1,8 @@
 """The few shapes that the sampler compiles for: how many slots, how long a cache, how many tokens of prompt at once.
 
 Sizes go up by factors of four, because attention works through a cache in blocks only as far as its longest row: a
-cache that is too long costs memory, not time, and each size costs a compilation. Pure.
+cache that is too long costs memory, not time, and each size costs a compilation. An unused slot does cost time where
+a few rows keep the devices busy, on CPUs: there slots go up by factors of two. Pure.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 BLOCK = 128  # keys that attention works on at once; every cache length is a multiple
 SHORT_PROMPT = BLOCK  # prompts up to this many tokens are prefilled together, longer ones alone
 PREFILL_ROWS = (1, 4, 16)
-PREFILL_TOKENS = (32, 128, 512)
+PREFILL_TOKENS = (32, 64, 128, 512)
 LARGE_AFTER = 4  # a piece larger than BLOCK is at most a quarter of what comes before it
 RANK_COLUMNS = 32
 _FACTOR = 4
+_FEW_SLOTS = 4  # up to so many, a step takes as long as with one: it waits for the weights
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,21 @@ class Shapes:
     """The sizes in use by one sampler, ascending. `slots` and `rows` are multiples of the mesh's fsdp axis.
 
     most_cells: slots times length that a cache may have, as far as memory goes (one row of any length always may).
+    rows_are_dear: the devices take longer for every row of a step, used or not.
     """
 
     slots: tuple[int, ...]
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
     most_cells: int
+    rows_are_dear: bool = False
+
+    def together(self, prompts: int) -> int:
+        """How many of so many prompts to prefill at once: all, unless too many rows would lie idle."""
+        prompts = min(prompts, self.rows[-1])
+        if not self.rows_are_dear or 4 * prompts >= 3 * at_least(self.rows, prompts):
+            return prompts
+        return max((rows for rows in self.rows if rows <= prompts), default=prompts)
 
     def slots_for(self, sequences: int) -> int:
         """The smallest number of slots that holds `sequences`, or the largest there is."""
@@ -42,14 +53,17 @@ class Shapes:
         return max((slots for slots in self.slots if slots * length <= self.most_cells), default=self.slots[0])
 
 
-def make_shapes(*, max_slots: int, max_context: int, fsdp: int, most_cells: int) -> Shapes:
+def make_shapes(*, max_slots: int, max_context: int, fsdp: int, most_cells: int, rows_are_dear: bool = False) -> Shapes:
     """Sizes for at most `max_slots` sequences (rounded up to a multiple of fsdp) of at most `max_context` tokens."""
     slots = _ladder(1, max_slots)
+    if rows_are_dear and max_slots > _FEW_SLOTS:
+        slots = [1, *_ladder(_FEW_SLOTS, max_slots, factor=2)]
     return Shapes(
         slots=_multiples(slots, fsdp),
         rows=_multiples([rows for rows in PREFILL_ROWS if rows <= slots[-1]], fsdp),
         lengths=_multiples(_ladder(BLOCK, max_context), BLOCK),
         most_cells=most_cells,
+        rows_are_dear=rows_are_dear,
     )
 
 
@@ -57,17 +71,18 @@ def prefill_piece(*, alone: bool, start: int, remaining: int, room: int) -> int:
     """How many tokens of each prompt to compute next: one of PREFILL_TOKENS, at most `room` (itself a multiple of 32).
 
     A prompt goes in pieces of several sizes, so that little is computed only to fill up: the smallest size that holds
-    all that remains if three quarters of it are used, else the largest that is filled wholly. Large pieces come late:
-    so a prompt and its continuation are cut alike up to the last few borders, and the one may begin with what was
-    computed for the other. Prompts that go together always use the smallest size: each ends within one piece of the
-    others' borders.
+    all that remains if that is no dearer than pieces which are filled, else the largest that is filled wholly. On CPUs
+    a piece costs as much as 32 more tokens would (1x32 takes 83 CPU-ms, 1x64 124, 1x128 209): so the second size is
+    cheaper than twice the first, and of larger ones three quarters are to be used. Large pieces come late: so a prompt
+    and its continuation are cut alike up to the last few borders, and the one may begin with what was computed for the
+    other. Prompts that go together always use the smallest size: each ends within one piece of the others' borders.
     """
     least = PREFILL_TOKENS[0]
     if not alone or remaining <= least:
         return least
     sizes = tuple(size for size in PREFILL_TOKENS if size <= max(BLOCK, start // LARGE_AFTER))
     holding = at_least(sizes, remaining)
-    if holding <= room and 4 * remaining >= 3 * holding:
+    if holding <= room and (holding <= 2 * least or 4 * remaining >= 3 * holding):
         return holding
     return max(size for size in sizes if size <= min(remaining, room))
 
@@ -96,10 +111,10 @@ def at_least(sizes: tuple[int, ...], wanted: int) -> int:
     return next((size for size in sizes if size >= wanted), sizes[-1])
 
 
-def _ladder(first: int, last: int) -> list[int]:
+def _ladder(first: int, last: int, factor: int = _FACTOR) -> list[int]:
     sizes = [first]
     while sizes[-1] < last:
-        sizes.append(min(sizes[-1] * _FACTOR, max(last, first)))
+        sizes.append(min(sizes[-1] * factor, max(last, first)))
     return sizes
 
 

@@ -208,7 +208,7 @@ def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line:
     group = line.form(512)
     assert group is not None and group.piece == 128
     group.begin(128)
-    assert (group.remaining, group.piece) == (71, 32)
+    assert (group.remaining, group.piece) == (71, 64)
     advance(line)
     line.preempt(keep=0)
     again = line.form(512)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, takewhile
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,13 +23,16 @@ from backend.compute.sampler.shapes import (
     max_context=st.integers(2, 40_000),
     fsdp=st.sampled_from([1, 2, 3, 4]),
     cells=st.integers(1, 10**7),
+    dear=st.booleans(),
 )
-def test_sizes_hold_everything_and_are_few(max_slots: int, max_context: int, fsdp: int, cells: int) -> None:
-    shapes = make_shapes(max_slots=max_slots, max_context=max_context, fsdp=fsdp, most_cells=cells)
+def test_sizes_hold_everything_and_are_few(max_slots: int, max_context: int, fsdp: int, cells: int, dear: bool) -> None:
+    shapes = make_shapes(max_slots=max_slots, max_context=max_context, fsdp=fsdp, most_cells=cells, rows_are_dear=dear)
     assert shapes.slots_for(max_slots) >= max_slots and shapes.length_for(max_context) >= max_context
     assert all(size % fsdp == 0 for size in (*shapes.slots, *shapes.rows))
     assert all(size % BLOCK == 0 for size in shapes.lengths)
-    assert len(shapes.slots) <= 6 and len(shapes.lengths) <= 6
+    assert len(shapes.slots) <= (9 if dear else 6) and len(shapes.lengths) <= 6
+    if dear:
+        assert all(shapes.slots_for(count) < 2 * max(count, 4 * fsdp) for count in range(1, max_slots + 1))
     for length in shapes.lengths:
         most = shapes.most_slots(length)
         assert most in shapes.slots and (most * length <= cells or most == shapes.slots[0])
@@ -46,6 +50,31 @@ def test_pieces_cover_a_prompt_within_its_cache(length: int, rows: int) -> None:
     assert start <= max(length + 31, length * 4 / 3)
     if rows == 1:
         assert pieces <= min(length, 2048) / 128 + max(length - 2048, 0) / 512 + 8
+
+
+@pytest.mark.parametrize(
+    ("dear", "expected"), [(True, [1, 1, 3, 4, 4, 4, 4, 12, 16]), (False, [1, 2, 3, 4, 5, 8, 11, 12, 16])]
+)
+def test_few_rows_lie_idle_where_they_are_dear(dear: bool, expected: list[int]) -> None:
+    shapes = make_shapes(max_slots=64, max_context=5000, fsdp=1, most_cells=10**9, rows_are_dear=dear)
+    assert [shapes.together(prompts) for prompts in (1, 2, 3, 4, 5, 8, 11, 12, 30)] == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"),
+    [
+        (1, [32]),
+        (33, [64]),
+        (64, [64]),
+        (65, [64, 32]),
+        (96, [128]),
+        (129, [128, 32]),
+        (161, [128, 64]),
+        (2560, [128] * 16 + [512]),
+    ],
+)
+def test_a_prompt_is_cut_where_it_costs_least(tokens: int, pieces: list[int]) -> None:
+    assert prefill_pieces(tokens, 8192) == pieces
 
 
 @given(length=st.integers(0, 5000), more=st.integers(1, 5000))
