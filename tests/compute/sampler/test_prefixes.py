@@ -72,7 +72,7 @@ def test_a_conversation_goes_on_from_what_is_cached_and_nothing_changes(
         cold.append(run_all(qwen.sampler(), turn)["turn"])
         computed.append(tuple(pieces))
         pieces.clear()
-    assert computed == [(128,), (128,), (128, 128, 32, 32), (128,) * 3 + (32,) * 3]
+    assert computed == [(128,), (128,), (128, 128, 64), (128, 128, 128, 64, 32)]
     warm, hits = qwen.sampler(), []
     for turn, expected, whole_pieces in zip(turns, cold, computed, strict=True):
         for again in (False, True):
