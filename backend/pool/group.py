@@ -36,7 +36,7 @@ _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
 _START_SECONDS = 60.0  # a starting process may be silent so long: until it connects, and while it imports and loads
 _LAST_WORDS_SECONDS = 0.1
-_CAREFUL = 2**14  # commands that a group gets one at a time after one that crashed: so it shows which of them does it
+_CAREFUL = 2**14  # commands that a group gets one at a time after one that died without a word: so it shows of which
 _REPLIES = Reply.__args__
 
 
@@ -113,6 +113,7 @@ class Group:
         self.failure: TinkerflowError | None = None
         self.crashed = False  # it ended by itself, once it has ended
         self._careful = careful  # so many commands are sent one at a time
+        self._told = False  # a worker has said that it ends, and so of which command
 
     @classmethod
     async def launch(
@@ -149,8 +150,8 @@ class Group:
 
     @property
     def care(self) -> int:
-        """How careful the next generation is to be: this one has crashed, or was not yet done with its own care."""
-        return _CAREFUL if self.crashed else self._careful
+        """How careful the next generation is to be: this one died without a word, or was not done with its own care."""
+        return _CAREFUL if self.crashed and not self._told else self._careful
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -372,6 +373,7 @@ class Group:
         if self._accused is not None:
             return
         self._accused = rank
+        self._told = True
         error = to_error(why)
         if error.category == "user" and not self._started.done():
             self.end(error)  # the configuration is wrong, and says how

@@ -171,6 +171,9 @@ async def test_a_command_for_which_there_is_no_memory_is_blamed_and_not_the_one_
     before, guilty = together(pool, step(), order("memory"))
     assert await before == OptimResult(2.0, 1)
     assert isinstance(await failure_of(guilty), SuspectError)
+    await pool.serving()
+    replies = await asyncio.gather(*together(pool, step(), step()))
+    assert replies == [OptimResult(2.0, 1), OptimResult(2.0, 2)], "it is known which one it was: no care is needed"
 
 
 async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
