@@ -385,9 +385,11 @@ class AdapterState:
 
 @dataclass(frozen=True)
 class SnapshotHeld:
-    """The group holds the snapshot, on the devices or on the host: so many bytes on each device, or in each process."""
+    """The group holds the snapshot. host_bytes: what it takes in each process's memory while others are on the devices;
+    None: it stays on them, because they are the host itself.
+    """
 
-    nbytes: int
+    host_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -433,7 +435,7 @@ class GroupConfig:
     base_weights: Literal["full", "int8"] = "full"  # full = as dtype
     warm_up: bool = False  # compile what may be needed before it is
     expert: int = 1  # size of the mesh's axis that experts are split over
-    resident_snapshots: int = 32  # on the devices at most, beside those that are being sampled
+    resident_snapshots: int = 32  # on the devices, unless more are being sampled
 
     @property
     def devices(self) -> int:

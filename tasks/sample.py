@@ -229,9 +229,9 @@ def _snapshot(runtime: Runtime, sampler: SamplerView) -> str | None:
 async def _load_unless_there(runtime: Runtime, sampler: SamplerView, snapshot: str) -> SamplerLoaded | None:
     """Have the worker group hold the sampler's snapshot; the change of the sampler's row when it has another one."""
 
-    async def load_checkpoint(path: str) -> int:
+    async def load_checkpoint(path: str) -> int | None:
         state = await load(runtime, sampler.owner, path, optimizer=False)
-        return (await runtime.send(LoadSnapshot(snapshot, state), SnapshotHeld)).nbytes
+        return (await runtime.send(LoadSnapshot(snapshot, state), SnapshotHeld)).host_bytes
 
     bring = (
         partial(load_checkpoint, sampler.model_path) if sampler.model_path else partial(_bring_back, runtime, snapshot)
@@ -248,7 +248,7 @@ def _stopped(request: Pending) -> Outcome:
     return request.failed("sampling was stopped: the request was answered already", "user")
 
 
-async def _bring_back(runtime: Runtime, snapshot_id: str) -> int:
+async def _bring_back(runtime: Runtime, snapshot_id: str) -> int | None:
     """Load what an unnamed save has committed, or will: the group that it was published in is gone."""
     missed, recovery = None, runtime.journal.recovery
     while True:
@@ -267,7 +267,7 @@ async def _bring_back(runtime: Runtime, snapshot_id: str) -> int:
                 raise
             missed = stored.path  # maybe a later inflight save took its place, and it was deleted: look again
         else:
-            return (await runtime.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)).nbytes
+            return (await runtime.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)).host_bytes
 
 
 def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:

@@ -64,8 +64,8 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
         # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
         reply = runtime.send(PublishSnapshot(model_id, request.id), SnapshotHeld)
         copy = runtime.send(ExportAdapter(model_id, optimizer=False), AdapterState)
-    nbytes = (await reply).nbytes
-    runtime.snapshots.published(request.id, nbytes)
+    host_bytes = (await reply).host_bytes
+    runtime.snapshots.published(request.id, host_bytes)
     if not (inflight or turn.line.failing):
         runtime.rest.append(partial(_store_copy, runtime, request, turn, copy))
         return replace(_opened(runtime, request, opened, request.id), replays=True)
@@ -78,7 +78,7 @@ async def _publish(runtime: Runtime, request: Pending, turn: Turn, opened: str, 
             moved = runtime.send(MoveSnapshot(request.id, snapshot_id), Done)
             runtime.snapshots.moving(request.id, snapshot_id)
             await moved
-            runtime.snapshots.published(snapshot_id, nbytes)
+            runtime.snapshots.published(snapshot_id, host_bytes)
         runtime.snapshots.stored(snapshot_id)
     except Exception:
         runtime.snapshots.dropped(request.id)

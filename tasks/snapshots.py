@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 
 
 class Snapshots:
@@ -14,20 +13,20 @@ class Snapshots:
 
     def __init__(self) -> None:
         """None yet."""
-        self._present: dict[str, int] = {}  # how many bytes they take
+        self._present: dict[str, int | None] = {}  # what they take on the host; None: they stay on the devices
         self._recorded: dict[str, None] = {}  # least recently used first
         self._stored: set[str] = set()
         self._users: Counter[str] = Counter()
-        self._loading: dict[str, asyncio.Future[int]] = {}
+        self._loading: dict[str, asyncio.Future[int | None]] = {}
         self._storing: set[str] = set()
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether the group holds it."""
         return snapshot_id in self._present
 
-    def published(self, snapshot_id: str, nbytes: int) -> None:
+    def published(self, snapshot_id: str, host_bytes: int | None) -> None:
         """The group holds it now, and the journal's row of its sampler says so or will in the same transaction."""
-        self._present[snapshot_id] = nbytes
+        self._present[snapshot_id] = host_bytes
 
     @contextmanager
     def using(self, snapshot_id: str) -> Iterator[None]:
@@ -51,8 +50,8 @@ class Snapshots:
         """Whether they are."""
         return snapshot_id in self._storing
 
-    async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[int]]) -> None:
-        """Call `load`, which gives its bytes, unless the snapshot is there.
+    async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[int | None]]) -> None:
+        """Call `load`, which gives its bytes on the host, unless the snapshot is there.
 
         Callers at the same time share one call, and its failure.
         """
@@ -89,15 +88,17 @@ class Snapshots:
     def surplus(self, most: int, host_bytes: int) -> list[str]:
         """Those in excess that are stored and that nobody uses at the moment, least recently used first.
 
-        Beside the `most` last used ones, the group may hold `host_bytes` of others. What is not stored, or is in use,
-        stays all the same.
+        Beside the `most` last used ones, the group may hold `host_bytes` of others where these wait on the host. What
+        is not stored, or is in use, stays all the same.
         """
         last_used = [*self._recorded, *(one for one in self._present if one not in self._recorded)]
-        others = last_used[: max(0, len(last_used) - most)]
-        excess = sum(self._present[one] for one in others) - host_bytes
-        idle = [one for one in self._recorded if one in self._stored and not self._users[one]]
-        before = accumulate((self._present[one] for one in idle), initial=0)
-        return [one for one, dropped in zip(idle, before, strict=False) if dropped < excess]
+        others = {one: self._present[one] for one in last_used[: max(0, len(last_used) - most)]}
+        excess, found = sum(size or 0 for size in others.values()) - host_bytes, []
+        for one, size in others.items():
+            if (size is None or excess > 0) and one in self._stored and not self._users[one]:
+                excess -= size or 0
+                found.append(one)
+        return found
 
     def dropped(self, snapshot_id: str) -> None:
         """The group does not hold it any more."""

@@ -177,11 +177,12 @@ class Executor:
                 self._adapters.drop(adapter_id)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
-                return SnapshotHeld(self._sampler.publish(snapshot_id, adapter.lora, adapter.spec))
+                self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
+                return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
             case LoadSnapshot(snapshot_id, state):
-                if (held := self._sampler.held_bytes(snapshot_id)) is None:
-                    held = self._sampler.publish(snapshot_id, state_lora(self._cfg, state), state.spec)
-                return SnapshotHeld(held)
+                if not self._sampler.holds(snapshot_id):
+                    self._sampler.publish(snapshot_id, state_lora(self._cfg, state), state.spec)
+                return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.move(snapshot_id, to_id)
             case DropSnapshot(snapshot_id):

@@ -113,7 +113,7 @@ class Group:
         self.failure: TinkerflowError | None = None
         self.crashed = False  # it ended by itself, once it has ended
         self._careful = careful  # so many commands are sent one at a time
-        self._told = False  # a worker has said that it ends, and so of which command
+        self._told: int | None = None  # the rank that has said that it ends, and so of which command
 
     @classmethod
     async def launch(
@@ -151,7 +151,7 @@ class Group:
     @property
     def care(self) -> int:
         """How careful the next generation is to be: this one died without a word, or was not done with its own care."""
-        return _CAREFUL if self.crashed and not self._told else self._careful
+        return _CAREFUL if self.crashed and self._told is None else self._careful
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -184,8 +184,8 @@ class Group:
     def end(self, error: TinkerflowError, *, crashed: bool = False) -> None:
         """Kill every process and fail everything outstanding with `error`; a command past its deadline by name.
 
-        The oldest outstanding command is the one that was being executed, or the first of those that were: it gets a
-        SuspectError. crashed: the group ended by itself.
+        The oldest outstanding command that the rank which ended itself has not answered, if one did, is the one that
+        was being executed, or the first of those that were: it gets a SuspectError. crashed: the group ended by itself.
         """
         if self.failure is not None:
             return
@@ -195,7 +195,10 @@ class Group:
         for member in self._members:
             member.process.signal(signal.SIGKILL)
         if self._outstanding and self._outstanding[0].overdue is None and isinstance(error, GroupFailedError):
-            executing = self._outstanding.popleft()
+            executing = next(
+                (e for e in self._outstanding if self._told not in (None, *e.answers)), self._outstanding[0]
+            )
+            self._outstanding.remove(executing)
             _fail(executing.future, error, SuspectError(error.message, crashed=crashed))
         for entry in self._outstanding:
             _fail(entry.future, entry.overdue or error)
@@ -373,7 +376,7 @@ class Group:
         if self._accused is not None:
             return
         self._accused = rank
-        self._told = True
+        self._told = rank
         error = to_error(why)
         if error.category == "user" and not self._started.done():
             self.end(error)  # the configuration is wrong, and says how

@@ -97,7 +97,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     c.ReadWarmth: st.builds(c.ReadWarmth),
     c.Warmth: st.builds(c.Warmth, *[st.integers(0, 2**40)] * 5),
     c.Done: st.builds(c.Done),
-    c.SnapshotHeld: st.builds(c.SnapshotHeld, st.integers(0, 2**40)),
+    c.SnapshotHeld: st.builds(c.SnapshotHeld, st.none() | st.integers(0, 2**40)),
     c.ForwardResult: st.builds(c.ForwardResult, st.lists(floats32, max_size=3).map(tuple), numbers),
     c.OptimResult: st.builds(c.OptimResult, numbers, st.integers(0, 2**31)),
     c.AdapterState: states,

@@ -164,10 +164,11 @@ async def test_what_fails_on_the_devices_ends_the_group(start_pool: StartPool, p
     assert pool.generation == 2
 
 
+@both
 async def test_a_command_for_which_there_is_no_memory_is_blamed_and_not_the_one_before_it(
-    start_pool: StartPool,
+    start_pool: StartPool, processes: int
 ) -> None:
-    pool = await start_pool("Ahead")
+    pool = await start_pool("Ahead", processes=processes)
     before, guilty = together(pool, step(), order("memory"))
     assert await before == OptimResult(2.0, 1)
     assert isinstance(await failure_of(guilty), SuspectError)

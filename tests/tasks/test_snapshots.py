@@ -77,9 +77,9 @@ def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
     assert snapshots.surplus(2, 0) == ["a", "b", "c"]
     snapshots.recorded("a")  # used again
     with snapshots.using("b"), snapshots.using("b"):
-        assert snapshots.surplus(1, 0) == ["c", "d", "a"]
+        assert snapshots.surplus(1, 0) == ["c", "d"]
     snapshots.dropped("b")
-    assert snapshots.surplus(1, 0) == ["c", "d", "a"]
+    assert snapshots.surplus(1, 0) == ["c", "d"]
     snapshots.published("c", 7)  # over the old one, as an inflight save does
     snapshots.moving("x", "c")
     assert "c" not in snapshots.surplus(1, 0)
@@ -99,9 +99,20 @@ def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
     assert snapshots.surplus(4, 0) == []
     with snapshots.using("a"):  # it is on the host, and stays there
         assert snapshots.surplus(1, 59) == ["b"]
+        assert snapshots.surplus(2, 0) == ["b"], "never the last used ones in its stead"
     snapshots.published("newer, not stored", 50)
     snapshots.recorded("newer, not stored")
     assert snapshots.surplus(2, 59) == ["a"]
+
+
+def test_where_devices_are_the_host_it_keeps_no_others() -> None:
+    snapshots = Snapshots()
+    for name in "abcd":
+        snapshots.published(name, None)
+        snapshots.recorded(name)
+        snapshots.stored(name)
+    with snapshots.using("b"):
+        assert snapshots.surplus(1, 10**9) == ["a", "c"]
 
 
 def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:

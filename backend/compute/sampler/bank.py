@@ -82,10 +82,10 @@ class SnapshotBank:
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._snapshots: dict[str, Snapshot] = {}
         self._stack = _Stack()
-        self._most = most_resident
+        self.most_resident = most_resident
         self._resident: dict[Snapshot, None] = {}  # of the bank's, on the devices: least recently used first
 
-    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> Snapshot:
+    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
         """Freeze a copy of `lora` (of shape `spec`, on the devices or on the host) under `snapshot_id`.
 
         ConflictError when the id is taken: snapshots never change. UserError when a weight is not finite: in a shared
@@ -101,8 +101,7 @@ class SnapshotBank:
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
         snapshot = self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, copy)
         self._resident[snapshot] = None
-        self._make_room({snapshot})
-        return snapshot
+        self._make_room({snapshot, *self._stack.places})
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether there is a snapshot of that id."""
@@ -208,10 +207,10 @@ class SnapshotBank:
 
     def _make_room(self, used: Collection[Snapshot]) -> None:
         """Of those that are not `used`, move the ones used longest ago to the host, until no more than `most` stay."""
-        if self._most is None or len(self._resident) <= self._most:
+        if self.most_resident is None or len(self._resident) <= self.most_resident:
             return
         idle = [snapshot for snapshot in self._resident if snapshot not in used]
-        for snapshot in idle[: len(self._resident) - self._most]:
+        for snapshot in idle[: len(self._resident) - self.most_resident]:
             del self._resident[snapshot]
             snapshot.lora = to_host(snapshot.lora)
 

@@ -89,16 +89,17 @@ class Sampler:
         return self._programs.publishing(spec, adapter)
 
     # ------------------------------------------------------------------ snapshots
-    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> int:
-        """Keep a copy of an adapter (on the devices or the host) for sampling: how many bytes it takes.
+    def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
+        """Keep a copy of an adapter (on the devices or the host) for sampling; ConflictError when the id is taken."""
+        self._bank.publish(snapshot_id, lora, spec)
 
-        ConflictError when the id is taken.
-        """
-        return self._bank.publish(snapshot_id, lora, spec).nbytes
+    def holds(self, snapshot_id: str) -> bool:
+        """Whether there is a snapshot of that id."""
+        return snapshot_id in self._bank
 
-    def held_bytes(self, snapshot_id: str) -> int | None:
-        """How many bytes the snapshot of that id takes; None when there is none."""
-        return self._bank.find(snapshot_id).nbytes if snapshot_id in self._bank else None
+    def host_bytes(self, snapshot_id: str) -> int | None:
+        """What a snapshot takes when it has left the devices; None where none does."""
+        return None if self._bank.most_resident is None else self._bank.find(snapshot_id).nbytes
 
     def move(self, snapshot_id: str, to_id: str) -> None:
         """Rename a snapshot, over the one that `to_id` names: whoever samples that one goes on with this one.
@@ -299,7 +300,7 @@ class Sampler:
 
         In it they would wait for a free slot, and then for a whole chunk of everybody's.
         """
-        group = self._line.form_short(_SHORT, self._config.decode_chunk)
+        group = self._line.form_short(min(_SHORT, self._shapes.slots[-1]), self._config.decode_chunk)
         if group is None:
             return False
         self._bank.use([*self._snapshots(), *(job.ticket.snapshot for job in group.jobs if job.ticket.snapshot)])

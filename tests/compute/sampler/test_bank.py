@@ -94,7 +94,7 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
 ) -> None:
     def results(most_resident: int | None) -> list[Any]:
         sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8)
-        sampler._bank._most = most_resident
+        sampler._bank.most_resident = most_resident
         for seed, name in enumerate("abcd"):
             sampler.publish(name, random_lora(qwen.cfg, spec, seed), spec)
         found = []

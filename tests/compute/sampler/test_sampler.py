@@ -340,3 +340,17 @@ def test_the_same_traffic_compiles_nothing_the_second_time_and_few_shapes_the_fi
     traffic()
     assert counter.count == first
     assert first <= 30, f"{first} executables"
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_short_request_of_more_samples_than_there_are_slots(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, slots: int
+) -> None:
+    sampler, short = qwen.sampler(sample_slots=slots), ask("short", prompt(10, 1), 4, num_samples=4, temperature=1.0)
+    long = ask("long", prompt(10), 40)
+    sampler.step(SampleStep(admit=(long,)))
+    results = run_all(sampler, short)
+    assert [results[name].error for name in ("short", "long")] == [None, None]
+    alone = run_all(qwen.sampler(), short)["short"]
+    for one, same in zip(results["short"].sequences, alone.sequences, strict=True):
+        np.testing.assert_array_equal(one.tokens_T, same.tokens_T)
