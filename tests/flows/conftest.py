@@ -22,8 +22,9 @@ from backend.model_card import ModelCard
 from backend.pool import GroupLost
 from backend.store import Store
 from backend.wire import tinker_pb2 as pb
-from flows.lane import Shared
+from flows.lane import Lane, Shared
 from flows.pacing import Pacing
+from flows.sampling import SamplingLane
 from flows.tracking import Tracking
 from tasks.answers import Answers
 from tasks.runtime import Runtime
@@ -119,6 +120,13 @@ class Client:
     base_model: str = CARD.name
     seqs: dict[str, int] = field(default_factory=dict)
     owner: str = "local"
+
+    async def ring(self, topic: str, lane: Lane | SamplingLane) -> None:
+        """Wake the lane whenever the journal's bell rings, as the dispatcher does; until cancelled."""
+        async with self.journal.bell.listen(topic) as topics:
+            lane.wake()  # for what came before we listened
+            async for _ in topics:
+                lane.wake()
 
     async def create(self, number: int = 0) -> str:
         model, request = self.submit_create(number)

@@ -23,17 +23,10 @@ async def model(runtime: Any, untracked: Shared, client: Any, running: Any) -> A
     """A model that is served, after one step."""
     name, request = client.submit_create()
     lane = Lane(runtime, untracked, name, 0)
-    async with running(lane.serve(2000)), running(wake(client.journal, lane)):
+    async with running(lane.serve(2000)), running(client.ring("model:", lane)):
         assert (await client.result(request)).error is None
         await client.results(client.forward_backward(name, [5, 5]), client.optim_step(name))
         yield name
-
-
-async def wake(journal: Any, lane: Lane) -> None:
-    async with journal.bell.listen("model:") as topics:
-        lane.wake()  # for what came before we listened
-        async for _ in topics:
-            lane.wake()
 
 
 async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any, runtime: Any) -> None:

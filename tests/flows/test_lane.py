@@ -23,16 +23,9 @@ async def served(runtime: Any, untracked: Shared, client: Any, running: Any) -> 
     """A model that is created and served."""
     model, request = client.submit_create()
     lane = Lane(runtime, untracked, model, 0)
-    async with running(lane.serve(MOST)) as task, running(ring(client.journal, lane)):
+    async with running(lane.serve(MOST)) as task, running(client.ring("model:", lane)):
         assert (await client.result(request)).error is None
         yield model, lane, task
-
-
-async def ring(journal: Any, lane: Lane) -> None:
-    async with journal.bell.listen("model:") as topics:
-        lane.wake()  # for what came before we listened
-        async for _ in topics:
-            lane.wake()
 
 
 def logprobs(result: Any) -> list[np.ndarray]:
@@ -138,7 +131,7 @@ async def test_save_load_and_create_from_it(
 
     copy, request = client.load_model(1, path, optimizer=True)
     lane = Lane(runtime, untracked, copy, 0)
-    async with running(lane.serve(MOST)), running(ring(client.journal, lane)):
+    async with running(lane.serve(MOST)), running(client.ring("model:", lane)):
         assert (await client.result(request)).error is None
         assert client.journal.model(copy, None).step == 1
         results = []

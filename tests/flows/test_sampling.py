@@ -18,16 +18,9 @@ from flows.sampling import SamplingLane, shared_out
 
 
 @pytest.fixture
-async def sampling(runtime: Any, untracked: Shared, journal: Any, running: Any) -> Any:
+async def sampling(runtime: Any, untracked: Shared, client: Any, running: Any) -> Any:
     lane = SamplingLane(runtime, untracked, most_waiting=8)
-
-    async def ring() -> None:
-        async with journal.bell.listen("sample") as topics:
-            lane.wake()  # for what came before we listened
-            async for _ in topics:
-                lane.wake()
-
-    async with running(ring()), running(lane.serve(2000)) as task:
+    async with running(client.ring("sample", lane)), running(lane.serve(2000)) as task:
         yield lane, task
 
 

@@ -47,15 +47,8 @@ def gate(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 async def serve(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, shared: Shared, name: str) -> None:
     """The model in a lane of its own."""
     lane = Lane(runtime, shared, name, client.journal.model(name, None).step)
-
-    async def wake() -> None:
-        async with client.journal.bell.listen("model:") as topics:
-            lane.wake()  # for what came before we listened
-            async for _ in topics:
-                lane.wake()
-
     await stack.enter_async_context(running(lane.serve(2000)))
-    await stack.enter_async_context(running(wake()))
+    await stack.enter_async_context(running(client.ring("model:", lane)))
 
 
 async def create(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, shared: Shared) -> str:
