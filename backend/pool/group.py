@@ -113,7 +113,7 @@ class Group:
         self.failure: TinkerflowError | None = None
         self.crashed = False  # it ended by itself, once it has ended
         self._careful = careful  # so many commands are sent one at a time
-        self._told: int | None = None  # the rank that has said that it ends, and so of which command
+        self._told = False  # who is accused has said that it ends, and so of which command
 
     @classmethod
     async def launch(
@@ -151,7 +151,7 @@ class Group:
     @property
     def care(self) -> int:
         """How careful the next generation is to be: this one died without a word, or was not done with its own care."""
-        return _CAREFUL if self.crashed and self._told is None else self._careful
+        return _CAREFUL if self.crashed and not self._told else self._careful
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ class Group:
             member.process.signal(signal.SIGKILL)
         if self._outstanding and self._outstanding[0].overdue is None and isinstance(error, GroupFailedError):
             executing = next(
-                (e for e in self._outstanding if self._told not in (None, *e.answers)), self._outstanding[0]
+                (e for e in self._outstanding if self._told and self._accused not in e.answers), self._outstanding[0]
             )
             self._outstanding.remove(executing)
             _fail(executing.future, error, SuspectError(error.message, crashed=crashed))
@@ -375,8 +375,7 @@ class Group:
     def _ended_itself(self, rank: int, why: Failed) -> None:
         if self._accused is not None:
             return
-        self._accused = rank
-        self._told = rank
+        self._accused, self._told = rank, True
         error = to_error(why)
         if error.category == "user" and not self._started.done():
             self.end(error)  # the configuration is wrong, and says how
