@@ -45,10 +45,12 @@ class Settings(BaseSettings):
     )
     sample_slots: int = Field(default=64, ge=1, description="sequences decoded together at most")
     resident_snapshots: int = Field(
-        default=32, ge=1, description="snapshots for sampling kept on the devices; others go to the host's memory"
+        default=32, ge=1, description="snapshots for sampling kept on the devices, unless more are being sampled"
     )
     host_snapshot_bytes: int = Field(
-        default=2**31, ge=0, description="of those; the rest are loaded from the store when they are sampled"
+        default=2**31,
+        ge=0,
+        description="of other snapshots in each worker's memory (not on CPUs); the rest are loaded when sampled",
     )
     decode_chunk: int = Field(default=8, ge=1, description="tokens decoded at most between two looks at the queue")
     chunks_per_microbatch: float = Field(
