@@ -54,10 +54,13 @@ def warm(work: Callable[[], T], data_dir: Path) -> T:
     How requests arrive differs, and so may the programs that they need.
     """
     cache = Settings(data_dir=data_dir).compile_cache
+
+    def programs() -> int:
+        return len([*cache.rglob("*-cache")])  # a file for each
+
     for _ in range(_MOST_CALLS):
-        before = len([*cache.rglob("*-cache")])  # a file for each program
-        found = work()
-        if len([*cache.rglob("*-cache")]) == before:
+        before, found = programs(), work()
+        if programs() == before:
             return found
     print(f"something was compiled in each of {_MOST_CALLS} rounds; the last one counts", flush=True)
     return found

@@ -213,7 +213,8 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made = make_tiny(scratch / "tiny") if args.small else None
         model = args.model or str(made or make_small(scratch / "small-qwen3"))
-        url, pid = stack.enter_context(server(scratch / "data", {}, model=model))
+        data_dir = scratch / "data"
+        url, pid = stack.enter_context(server(data_dir, {}, model=model))
         bench = Bench(stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-bench")), model, plain)
         cases: dict[str, list[Callable[[], Case]]] = {
             "train": [lambda: bench.training("train 8x128", [128] * 8)],
@@ -225,7 +226,7 @@ def main() -> None:
         }
         for name in args.cases.split(","):
             for case in cases[name]:
-                compare(case(), pid, scratch / "data", args.repeat)
+                compare(case(), pid, data_dir, args.repeat)
         sys.stdout.flush()
 
 
