@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -14,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 import tinker
+from prefect.client.base import PrefectHttpxSyncClient
 
 from backend.store import Store
 from deployments.run import wait_for_prefect
@@ -80,6 +82,11 @@ class Server:
 
     def rest(self) -> tinker.RestClient:
         return tinker.RestClient(base_url=self.api_url, api_key="tml-test")
+
+    def ask_prefect(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What its Prefect server answers to a GET, or a POST of `body`; asked again while it is busy (503)."""
+        with PrefectHttpxSyncClient(base_url=f"{self.prefect_url}/api", timeout=60) as http:
+            return (http.get(path) if body is None else http.post(path, json=body)).json()
 
     @property
     def base_model(self) -> str:
@@ -178,9 +185,8 @@ class Pipelines:
 
     async def artifacts(self, prefix: str) -> dict[str, dict]:
         """The newest artifact of each key that begins with `prefix`."""
-        async with httpx.AsyncClient(base_url=f"{self.server.prefect_url}/api") as http:
-            body = {"artifacts": {"key": {"like_": f"{prefix}%"}}, "limit": 100}
-            found = (await http.post("/artifacts/latest/filter", json=body)).raise_for_status().json()
+        body = {"artifacts": {"key": {"like_": f"{prefix}%"}}, "limit": 100}
+        found = await asyncio.to_thread(self.server.ask_prefect, "/artifacts/latest/filter", body)
         return {one["key"].removeprefix(prefix): one for one in found}
 
     def weights(self, path: str) -> dict[str, object]:

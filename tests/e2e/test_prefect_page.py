@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 
-import httpx
 import pytest
 import tinker
 from browser import wait_for
@@ -17,14 +16,12 @@ from tinker.lib.queue_state_logger import QueueStateLogger
 
 
 def flow_run(server, model_id: str) -> dict:
-    return httpx.post(
-        f"{server.prefect_url}/api/flow_runs/filter", json={"flow_runs": {"name": {"any_": [model_id]}}}
-    ).json()[0]
+    return server.ask_prefect("/flow_runs/filter", {"flow_runs": {"name": {"any_": [model_id]}}})[0]
 
 
 def task_runs(server, run: dict) -> list[str]:
     body = {"flow_runs": {"id": {"any_": [run["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"}
-    return [t["name"] for t in httpx.post(f"{server.prefect_url}/api/task_runs/filter", json=body).json()]
+    return [t["name"] for t in server.ask_prefect("/task_runs/filter", body)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import yaml
@@ -46,13 +45,14 @@ def values(pipelines, name: str) -> dict:
 @contextmanager
 def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
     """`tinkerflow serve` with one deployment of sft, and a run of it: the run's id. Its processes are slow_sft.py's."""
-    file, log, api = tmp_path / "prefect.yaml", tmp_path / "serve.log", f"{pipelines.server.prefect_url}/api"
+    file, log, ask = tmp_path / "prefect.yaml", tmp_path / "serve.log", pipelines.server.ask_prefect
     one = {"name": given["name"], "entrypoint": "slow_sft.slow_sft", "parameters": {"parameters": given}}
     file.write_text(yaml.safe_dump({"deployments": [one]}))
-    with serving(file, log), httpx.Client(base_url=api, timeout=60) as http:
-        wait_for(lambda: http.get(f"/deployments/name/sft/{given['name']}").is_success)
-        deployment = http.get(f"/deployments/name/sft/{given['name']}").json()["id"]
-        run = http.post(f"/deployments/{deployment}/create_flow_run", json={}).raise_for_status().json()["id"]
+    mine = {"deployments": {"name": {"any_": [given["name"]]}}}
+    with serving(file, log):
+        wait_for(lambda: ask("/deployments/filter", mine))
+        (deployment,) = ask("/deployments/filter", mine)
+        run = ask(f"/deployments/{deployment['id']}/create_flow_run", {})["id"]
         try:
             yield run
         except BaseException:
@@ -61,7 +61,7 @@ def served(pipelines, tmp_path: Path, given: dict) -> Iterator[str]:
 
 
 def state(pipelines, run: str) -> dict:
-    return httpx.get(f"{pipelines.server.prefect_url}/api/flow_runs/{run}", timeout=60).json()["state"]
+    return pipelines.server.ask_prefect(f"/flow_runs/{run}")["state"]
 
 
 def segments(pipelines, run: str) -> list[Segment]:

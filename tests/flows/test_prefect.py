@@ -69,11 +69,8 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
     found: list[dict[str, Any]] = []
     async with httpx.AsyncClient(timeout=60) as http:
         for _ in range(600):
-            answer = await http.post(
-                f"{url}/{kind}/filter",
-                json={**filters, "sort": "EXPECTED_START_TIME_ASC"} if kind == "task_runs" else filters,
-            )
-            found = answer.raise_for_status().json()
+            order = {"sort": "EXPECTED_START_TIME_ASC"} if kind == "task_runs" else {}
+            found = await post(http, f"{url}/{kind}/filter", json=filters | order)
             if len(found) >= wanted and all(
                 run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for run in found
             ):

@@ -171,7 +171,7 @@ class ByMicroBatch(Echo):
 
 
 class Ahead(Echo):
-    """Begins an OptimStep, and is done with it when the next command is executed or has failed, or in half a second.
+    """Begins an OptimStep, and is done with it when the next command is executed or has failed, or in two seconds.
 
     Its grad_norm is how many commands it had begun by then. learning_rate: what becomes of it in the end.
     """
@@ -194,7 +194,7 @@ class Ahead(Echo):
 
     def finish(self, fate: float, step: int, begun: int) -> Reply:
         with self.another:
-            self.another.wait_for(lambda: self.begun > begun, 0.5)
+            self.another.wait_for(lambda: self.begun > begun, 2.0)
         if fate == 1:
             raise UserError("the norm is not finite")
         if fate == 2:

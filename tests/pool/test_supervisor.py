@@ -170,8 +170,12 @@ async def test_a_command_for_which_there_is_no_memory_is_blamed_and_not_the_one_
 ) -> None:
     pool = await start_pool("Ahead", processes=processes)
     before, guilty = together(pool, step(), order("memory"))
-    assert await before == OptimResult(2.0, 1)
     assert isinstance(await failure_of(guilty), SuspectError)
+    (outcome,) = await asyncio.gather(before, return_exceptions=True)
+    if processes == 2 and isinstance(outcome, GroupFailedError):  # rank 1 had answered it, and rank 0 not yet
+        assert not isinstance(outcome, SuspectError)
+    else:
+        assert outcome == OptimResult(2.0, 1)
     await pool.serving()
     replies = await asyncio.gather(*together(pool, step(), step()))
     assert replies == [OptimResult(2.0, 1), OptimResult(2.0, 2)], "it is known which one it was: no care is needed"
