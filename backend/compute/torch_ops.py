@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from backend.wire.torch_names import MATH, OPERATORS
+
 DTYPES = {
     "float32": jnp.float32,
     "float16": jnp.float16,
@@ -318,34 +320,9 @@ _PLAIN: Mapping[str, Op] = {
     "arange": _arange,
     "getattr": _getattr,
 }
-_OPERATORS = [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "neg",
-    "pos",
-    "abs",
-    "invert",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "and_",
-    "or_",
-    "xor",
-    "matmul",
-]
-_MATH = ["sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "floor", "ceil", "pow"]
-
 OPS: Mapping[str, Op] = {
     **_PLAIN,
-    **{f"operator.{name}": _on_numbers(getattr(operator, name)) for name in _OPERATORS},
-    "operator.getitem": operator.getitem,
-    **{f"math.{name}": _math(name) for name in _MATH},
+    **{f"operator.{name}": _on_numbers(getattr(operator, name)) for name in OPERATORS},
+    "operator.getitem": operator.getitem,  # its index may be a slice
+    **{f"math.{name}": _math(name) for name in MATH},
 }

@@ -124,7 +124,7 @@ _METHODS = [
     "t",
 ]
 _TORCH = ["where", "stack", "cat", "concat", "zeros_like", "ones_like", "full_like", "arange"]
-_OPERATORS = [
+OPERATORS = [
     "add",
     "sub",
     "mul",
@@ -148,7 +148,7 @@ _OPERATORS = [
     "getitem",
     "matmul",
 ]
-_MATH = ["sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "floor", "ceil", "pow"]
+MATH = ["sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "floor", "ceil", "pow"]
 _NAMED = {
     "getattr": "getattr",
     "torch.nn.functional.relu": "relu",
@@ -168,8 +168,8 @@ _NAMED = {
 
 FUNCTIONS: Mapping[str, str] = {
     **{f"torch.{name}": name for name in (*_BOTH, *_TORCH)},
-    **{f"operator.{name}": f"operator.{name}" for name in _OPERATORS},
-    **{f"math.{name}": f"math.{name}" for name in _MATH},
+    **{f"operator.{name}": f"operator.{name}" for name in OPERATORS},
+    **{f"math.{name}": f"math.{name}" for name in MATH},
     **_NAMED,
 }
 METHODS: Mapping[str, str] = {name: name for name in (*_BOTH, *_METHODS)}
