@@ -90,6 +90,8 @@ def test_a_copy_of_a_client_joins_and_samples_beside_it(client: Any, server: Run
     assert all(one == tokens[0] for one in tokens)
     assert sorted(copy._cloned_sampler_id for copy in copies) == [1, 2]
     assert seen.count("join_sampling_session") == 2
+    for copy in copies:
+        copy.holder.close()
 
 
 def test_a_sample_given_up_is_cancelled_on_the_server(client: Any, server: Running, engine: Any, journal: Any) -> None:

@@ -249,6 +249,7 @@ def test_a_restored_sampling_client_counts_in_its_own_block(
     for each in (sampler, clone):
         assert each.sample(types.ModelInput.from_ints([3]), 1, params).result().sequences
     assert max(seq for _, seq in engine.executed if seq is not None) >= 1_000_000_000
+    clone.holder.close()
 
 
 def test_named_saves_resuming_and_looking_at_them(

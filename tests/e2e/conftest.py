@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Server:
     port: int = 0
     api_url: str = ""
     prefect_url: str = ""
+    clients: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
         """Return when it is ready."""
@@ -78,7 +79,8 @@ class Server:
         assert not left, f"processes left running: {left}"
 
     def client(self) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.api_url, api_key="tml-test")
+        """A client of its own; closed with `clients`, where it was not before."""
+        return self.clients.enter_context(tinker.ServiceClient(base_url=self.api_url, api_key="tml-test"))
 
     def rest(self) -> tinker.RestClient:
         return tinker.RestClient(base_url=self.api_url, api_key="tml-test")
@@ -138,7 +140,8 @@ def running(data_dir: Path, *options: str, compiled: Path, prefect: str = "embed
     server = Server(data_dir, options, prefect)
     server.start()
     try:
-        yield server
+        with server.clients:
+            yield server
     finally:
         server.stop()
 
