@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
 _START_SECONDS = 60.0  # a starting process may be silent so long: until it connects, and while it imports and loads
-_LAST_WORDS_SECONDS = 0.1
+_LAST_WORDS_SECONDS = 1.0  # for a process that has missed a deadline, to say where it hangs
+_ENDING_SECONDS = 5.0  # from when a process has closed its connection until its exit status is known
 _CAREFUL = 2**14  # commands that a group gets one at a time after one that died without a word: so it shows of which
 _REPLIES = Reply.__args__
 
@@ -132,7 +133,8 @@ class Group:
                 await group._start()
                 info = await asyncio.shield(group._started)
         except TimeoutError:
-            late = [m.rank for m in group._members if m.ready is None]
+            ready = {m.rank for m in group._members if m.ready is not None}
+            late = [rank for rank in range(plan.processes) if rank not in ready]
             text = f"worker group {generation} was not ready in {plan.start_deadline:g} s: no word from rank {late}"
             group.end(DeadlineError(text))
             raise await group.ended from None
@@ -351,7 +353,11 @@ class Group:
         )
         for rank in silent:
             self._members[rank].process.signal(signal.SIGUSR1)  # stacks of all threads to its log
-        self._loop.call_later(_LAST_WORDS_SECONDS, self._fail, f"rank {silent} missed the deadline of a command")
+        self._loop.call_later(_LAST_WORDS_SECONDS, self._give_up_waiting, entry, silent)
+
+    def _give_up_waiting(self, entry: _Outstanding, silent: list[int]) -> None:
+        if entry in self._outstanding:  # else its answer lay here already: it was we who were late
+            self._fail(f"rank {silent} missed the deadline of a command")
 
     async def _notice_absence(self) -> None:
         await asyncio.sleep(_START_SECONDS)
@@ -393,7 +399,7 @@ class Group:
         self._accused = member.rank
         crashed = True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(_ENDING_SECONDS):
                 ending = await member.process.ended()
                 how, crashed = ending.how, ending.crashed
         self._fail(f"rank {member.rank} {how}", crashed=crashed)

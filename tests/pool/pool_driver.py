@@ -23,7 +23,7 @@ async def main(executor: str, processes: int, port: int = 0, secret: str = "") -
         start_deadline=60,
         on_progress=lambda text: print(text, file=sys.stderr),
         executor=f"pool_executors:{executor}",
-        site=await Hosts.listen("127.0.0.1", port, secret.encode(), 3.0) if port else None,
+        site=await Hosts.listen("127.0.0.1", port, secret.encode(), 30.0) if port else None,
     )
     print(*pool.pids, flush=True)
     while word := (await asyncio.to_thread(sys.stdin.readline)).strip():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -263,18 +262,6 @@ async def test_cancelling_the_caller_leaves_the_command_running(start_pool: Star
     assert await pool.submit(step(2)) == OptimResult(2.0, 2)
 
 
-async def test_ping_is_fast(start_pool: StartPool, record_property: Callable[[str, object], None]) -> None:
-    pool = await start_pool()
-    times = []
-    for _ in range(500):
-        began = time.perf_counter()
-        await pool.submit(Ping())
-        times.append(time.perf_counter() - began)
-    median = statistics.median(times) * 1000
-    record_property("ping_p50_ms", round(median, 3))
-    assert median < 5.0  # 0.32 ms was measured on two busy cores (load 5); this guards the order of magnitude
-
-
 # ------------------------------------------------------------------ errors that are answers
 @both
 @pytest.mark.parametrize(
@@ -409,10 +396,10 @@ async def test_ranks_that_differ_end_the_group(start_pool: StartPool, word: str)
 @both
 async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, processes: int, tmp_path: Path) -> None:
     pool = await start_pool(processes=processes)
-    hanging = asyncio.create_task(pool.submit(order(f"hang:{processes - 1}"), deadline=0.5))
+    hanging = asyncio.create_task(pool.submit(order(f"hang:{processes - 1}"), deadline=5.0))
     behind = asyncio.create_task(pool.submit(Ping()))
     with pytest.raises(
-        errors.DeadlineError, match=rf"DropAdapter did not answer in 0.5 s: no word from rank \[{processes - 1}\]"
+        errors.DeadlineError, match=rf"DropAdapter did not answer in 5 s: no word from rank \[{processes - 1}\]"
     ):
         await hanging
     with pytest.raises(errors.GroupFailedError, match="missed the deadline of a command") as caught:
@@ -423,9 +410,20 @@ async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, p
 
 
 async def test_a_deadline_counts_from_when_the_commands_before_were_answered(start_pool: StartPool) -> None:
-    pool = await start_pool(command_deadline=1.0)
-    tasks = [asyncio.create_task(pool.submit(sleep(0.4))) for _ in range(5)]
-    assert await asyncio.gather(*tasks) == [Done()] * 5
+    pool = await start_pool(command_deadline=5.0)
+    tasks = [asyncio.create_task(pool.submit(sleep(0.35))) for _ in range(17)]  # so many are sent at once
+    assert await asyncio.gather(*tasks) == [Done()] * 17
+    assert pool.generation == 1
+
+
+async def test_an_answer_that_was_there_before_the_deadline_was_noticed_is_in_time(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    late = asyncio.create_task(pool.submit(Ping(), deadline=0.2))
+    behind = asyncio.create_task(pool.submit(sleep(1.5)))
+    await asyncio.sleep(0.01)
+    time.sleep(0.5)  # noqa: ASYNC251  (so long nobody reads what has come)
+    assert await late == Done()
+    assert await behind == Done()
     assert pool.generation == 1
 
 
@@ -449,7 +447,7 @@ async def test_a_stopped_rank_misses_a_deadline(start_pool: StartPool) -> None:
     pool = await start_pool(processes=2)
     os.kill(pool.pids[0], signal.SIGSTOP)
     with pytest.raises(errors.DeadlineError, match=r"no word from rank \[0\]"):
-        await pool.submit(Ping(), deadline=0.5)
+        await pool.submit(Ping(), deadline=5.0)
     await serves_again(pool)
 
 
@@ -543,10 +541,11 @@ async def test_a_start_has_a_deadline(start_pool: StartPool, workers: Callable[[
     assert not workers()
 
 
-async def test_a_cancelled_start_leaves_no_process(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+async def test_a_cancelled_start_leaves_no_process(
+    start_pool: StartPool, workers: Callable[[], list[int]], wait_until: WaitUntil
+) -> None:
     starting = asyncio.create_task(start_pool("Sleepy", processes=2))
-    await asyncio.sleep(0.3)
-    assert len(workers()) == 2
+    await wait_until(lambda: len(workers()) == 2)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -554,28 +553,28 @@ async def test_a_cancelled_start_leaves_no_process(start_pool: StartPool, worker
 
 
 async def test_starts_are_repeated_until_one_succeeds(
-    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig]
+    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig], wait_until: WaitUntil
 ) -> None:
     pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")))
     os.kill(pool.pids[0], signal.SIGKILL)
-    await asyncio.sleep(0.1)
+    await wait_until(lambda: not pool.ready)
     await serves_again(pool, generation=4)
 
 
 async def test_commands_do_not_wait_for_ever(
-    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig]
+    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig], wait_until: WaitUntil
 ) -> None:
     pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")), start_deadline=15.0)
     (tmp_path / "starts").unlink()
     (tmp_path / "starts").mkdir()  # from now on no start succeeds
     os.kill(pool.pids[0], signal.SIGKILL)
-    await asyncio.sleep(0.1)
+    await wait_until(lambda: not pool.ready)
     with pytest.raises(errors.GroupFailedError, match=r"no worker group was ready within 15 s: .*IsADirectoryError"):
         await pool.submit(Ping())
 
 
 async def test_a_machine_without_room_for_a_process_is_tried_again(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, workers: Callable[[], list[int]]
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, workers: Callable[[], list[int]], wait_until: WaitUntil
 ) -> None:
     pool = await start_pool(processes=2)
     spawned = 0
@@ -589,7 +588,7 @@ async def test_a_machine_without_room_for_a_process_is_tried_again(
 
     monkeypatch.setattr("backend.pool.places.spawn_worker", spawn)
     os.kill(pool.pids[0], signal.SIGKILL)
-    await asyncio.sleep(0.1)
+    await wait_until(lambda: not pool.ready)
     await serves_again(pool, generation=4)
     assert len(workers()) == 2
 
