@@ -276,8 +276,12 @@ class Running:
         return str(self.post("create_model", body, key).json()["model_id"])
 
     def result(self, request_id: str, key: str = KEY) -> httpx.Response:
-        """One poll."""
-        return self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True}, key)
+        """What it comes to, within a minute; or what the poll is refused with."""
+        deadline = time.monotonic() + 60
+        while True:
+            answer = self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True}, key)
+            if b"try_again" not in answer.content or time.monotonic() > deadline:
+                return answer
 
 
 def card_json() -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -64,23 +65,16 @@ def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
         model = NewModel(f"{session}:train:0", session, "local", "m", rank=8)
         request = NewRequest("create_model", "local", b"{}", "json", "h", model_id=model.id, seq_id=0)  # type: ignore[arg-type]
         request_id = journal.submit_new_model(model, request)
-        answers: list[httpx.Response] = []
-
-        def poll() -> None:
-            body = {"request_id": request_id}
-            answers.append(
-                httpx.post(f"{url}/api/v1/retrieve_future", json=body, headers={"X-API-Key": "tml-a"}, timeout=30)
-            )
-
-        polling = threading.Thread(target=poll)
-        polling.start()
-        time.sleep(0.5)
+        held = HTTPConnection("127.0.0.1", port, timeout=60)
+        headers = {"X-API-Key": "tml-a", "Content-Type": "application/json"}
+        held.request("POST", "/api/v1/retrieve_future", json.dumps({"request_id": request_id}), headers)
+        time.sleep(2.0)
         begun = time.monotonic()
         process.send_signal(signal.SIGTERM)
         printed, _ = process.communicate(timeout=60)
         assert time.monotonic() - begun < 30
-        polling.join()
-        assert answers[0].json()["type"] == "try_again"
+        assert json.load(held.getresponse())["type"] == "try_again"
+        held.close()
         assert process.returncode == 0
         assert printed == b""
         journal.close()

@@ -116,7 +116,7 @@ def test_07_a_poll_without_an_answer_is_held(start: Any, engine: Any) -> None:
     engine.paused = True
     request_id = server.post("optim_step", {"model_id": model, "seq_id": 1, **ADAM}).json()["request_id"]
     begun = time.monotonic()
-    answer = server.result(request_id)
+    answer = server.post("retrieve_future", {"request_id": request_id})
     assert time.monotonic() - begun > 0.3, "three quarters of poll_hold at least"
     assert answer.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
 

@@ -30,7 +30,7 @@ def said() -> list[str]:
 @pytest.fixture
 def keeper(tmp_path: Path, said: list[str]) -> Iterator[Keeper]:
     commands = {name: (sys.executable, "-c", code) for name, code in PARTS.items()}
-    keeper = Keeper(commands, environment=os.environ, log_dir=tmp_path, silence=4.0, report=said.append)
+    keeper = Keeper(commands, environment=os.environ, log_dir=tmp_path, silence=10.0, report=said.append)
     yield keeper
     began = [part.process for part in keeper.parts.values()]
     keeper.stop()

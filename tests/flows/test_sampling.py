@@ -129,13 +129,16 @@ async def test_more_than_may_wait_are_all_answered(sampling: Any, client: Any) -
 
 
 async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
-    sampling: Any, client: Any, connect: Any
+    sampling: Any, client: Any, pool: Any, connect: Any
 ) -> None:
-    sampler = client.sampler(0)
-    many = [client.sample(sampler, max_tokens=12) for _ in range(200)]
-    await client.result(many[0])
     other = await connect(client.journal, owner="another")
-    assert len(tokens(await other.result(other.sample(other.sampler(0), max_tokens=12)))[0]) == 12
+    mine, its = client.sampler(0), other.sampler(0)
+    many = [client.sample(mine, max_tokens=12) for _ in range(200)]
+    await client.result(many[0])
+    pool.hold = asyncio.Event()
+    little = other.sample(its, max_tokens=12)
+    pool.hold.set()
+    assert len(tokens(await other.result(little))[0]) == 12
     assert len(client.journal.finished(many)) <= 100
     assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
 

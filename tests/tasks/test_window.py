@@ -39,13 +39,14 @@ async def test_failures_are_shown() -> None:
 
 
 async def test_a_shared_window_waits_for_more_and_closes_itself_when_idle() -> None:
-    window = Window("w", linger=lambda: 0.1)
+    linger = 600.0
+    window = Window("w", linger=lambda: linger)
     window.add(operation(Kind.OPTIM_STEP))
     following = asyncio.create_task(window.follow())
     await asyncio.sleep(0.05)
     assert window.open
+    linger = 0.01
     window.add(operation(Kind.OPTIM_STEP, 0.2))
-    await asyncio.sleep(0.15)
     assert window.open and not following.done()
     state = await following
     assert not window.open and state.message == "optim_step x2"
