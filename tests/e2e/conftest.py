@@ -66,7 +66,7 @@ class Server:
         self.port = int(self.api_url.rsplit(":", 1)[1])
 
     def stop(self) -> None:
-        """SIGTERM; afterwards none of its processes is left."""
+        """SIGTERM; soon afterwards none of its processes is left."""
         below = descendants(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -75,8 +75,10 @@ class Server:
             self.process.kill()
             self.process.wait()
             raise
-        left = [f"{pid} {cmdline(pid)}" for pid in below if cmdline(pid)]
-        assert not left, f"processes left running: {left}"
+        deadline = time.monotonic() + 10
+        while left := [f"{pid} {cmdline(pid)}" for pid in below if cmdline(pid)]:
+            assert time.monotonic() < deadline, f"processes left running: {left}"
+            time.sleep(0.1)
 
     def client(self) -> tinker.ServiceClient:
         """A client of its own; closed with `clients`, where it was not before."""
