@@ -69,7 +69,9 @@ class DeadlineError(GroupFailedError):
 
 
 class SuspectError(GroupFailedError):
-    """A group ended while it executed this very command, the first of them if there were several (pool/answers.py).
+    """A group ended while it executed this very command.
+
+    Of several, the first that the rank which said that it ends had not answered; the first, if none said so.
 
     crashed: by itself, not by a signal from outside.
     """

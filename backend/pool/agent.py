@@ -171,9 +171,7 @@ class _Crew:
     @property
     def held(self) -> tuple[Held, ...]:
         """Those without a driver."""
-        return tuple(
-            Held(one.child.pid, one.rank, one.child.coordinator, one.salt, one.plan) for one in self._without_driver()
-        )
+        return tuple(Held(one.child.pid, one.rank, one.salt, one.plan) for one in self._without_driver())
 
     def find(self, number: int) -> ChildProcess | None:
         """The process that the driver knows by `number`; None when it has ended."""

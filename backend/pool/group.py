@@ -186,8 +186,8 @@ class Group:
     def end(self, error: TinkerflowError, *, crashed: bool = False) -> None:
         """Kill every process and fail everything outstanding with `error`; a command past its deadline by name.
 
-        The oldest outstanding command that the rank which ended itself has not answered, if one did, is the one that
-        was being executed, or the first of those that were: it gets a SuspectError. crashed: the group ended by itself.
+        The command that was being executed, or the first of them, gets a SuspectError. crashed: the group ended by
+        itself.
         """
         if self.failure is not None:
             return
@@ -196,10 +196,8 @@ class Group:
             self._watch.cancel()
         for member in self._members:
             member.process.signal(signal.SIGKILL)
-        if self._outstanding and self._outstanding[0].overdue is None and isinstance(error, GroupFailedError):
-            executing = next(
-                (e for e in self._outstanding if self._told and self._accused not in e.answers), self._outstanding[0]
-            )
+        executing = self._executing()
+        if executing is not None and executing.overdue is None and isinstance(error, GroupFailedError):
             self._outstanding.remove(executing)
             _fail(executing.future, error, SuspectError(error.message, crashed=crashed))
         for entry in self._outstanding:
@@ -207,6 +205,11 @@ class Group:
         self._outstanding.clear()
         _fail(self._started, error)
         self._reaper = self._loop.create_task(self._reap(error))
+
+    def _executing(self) -> _Outstanding | None:
+        """The oldest command that is not answered: by the rank that has said that it ends, if one has, else by all."""
+        sent = (entry for entry in self._outstanding if entry.body is None)
+        return next((entry for entry in sent if not self._told or self._accused not in entry.answers), None)
 
     # ------------------------------------------------------------------ start
     async def _start(self) -> None:
@@ -248,6 +251,7 @@ class Group:
                 link.close()
                 continue
             member.link = link
+            link.on_bytes = member.heart.hear  # a large frame, which keeps beats waiting, is a sign of life, too
             member.outbox.put_nowait((0, start))
             self._do(self._send(member, link))
             self._do(self._receive(member, link))
@@ -257,14 +261,13 @@ class Group:
         try:
             while True:
                 await link.write(*await member.outbox.get())
-        except OSError:
-            await self._lost(member, "closed its connection")
+        except OSError as error:  # who reads notices it, too: after its last word
+            log.info("rank %d does not listen any more (%s)", member.rank, error)
 
     async def _receive(self, member: _Member, link: LoopLink) -> None:
         try:
             while True:
                 frame = await link.read()
-                member.heart.hear()
                 self._take(member, frame.index, codec.decode(frame.body))
         except (EOFError, OSError):
             await self._lost(member, "closed its connection")
@@ -346,18 +349,20 @@ class Group:
             self._watch = self._loop.call_later(entry.deadline, self._overdue, entry)
 
     def _overdue(self, entry: _Outstanding) -> None:
+        for member in self._members:
+            if member.rank not in entry.answers:
+                member.process.signal(signal.SIGUSR1)  # stacks of all threads to its log
+        self._loop.call_later(_LAST_WORDS_SECONDS, self._give_up_waiting, entry)
+
+    def _give_up_waiting(self, entry: _Outstanding) -> None:
+        if entry not in self._outstanding:
+            return  # its answer lay here already: it was we who were late
         silent = [m.rank for m in self._members if m.rank not in entry.answers]
         entry.overdue = DeadlineError(
             f"{entry.name} did not answer in {entry.deadline:g} s: "
             f"no word from rank {silent} of worker group {self.generation}"
         )
-        for rank in silent:
-            self._members[rank].process.signal(signal.SIGUSR1)  # stacks of all threads to its log
-        self._loop.call_later(_LAST_WORDS_SECONDS, self._give_up_waiting, entry, silent)
-
-    def _give_up_waiting(self, entry: _Outstanding, silent: list[int]) -> None:
-        if entry in self._outstanding:  # else its answer lay here already: it was we who were late
-            self._fail(f"rank {silent} missed the deadline of a command")
+        self._fail(f"rank {silent} missed the deadline of a command")
 
     async def _notice_absence(self) -> None:
         await asyncio.sleep(_START_SECONDS)
@@ -397,7 +402,7 @@ class Group:
         if self._accused is not None:
             return
         self._accused = member.rank
-        crashed = True
+        crashed = False  # as far as anybody knows
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDING_SECONDS):
                 ending = await member.process.ended()

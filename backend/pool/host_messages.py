@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Held:
-    """A process that an earlier driver left. coordinator: as in Spawned. salt, plan: those that it was last told."""
+    """A process that an earlier driver left. salt, plan: those that it was last told."""
 
     pid: int
     rank: int
-    coordinator: str
     salt: bytes
     plan: str
 

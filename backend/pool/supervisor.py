@@ -45,7 +45,7 @@ class _Ticket:
 def _send(group: Group, ticket: _Ticket) -> None:
     try:
         ticket.sent.set_result(group.submit(ticket.command, ticket.deadline))
-    except (TypeError, ValueError) as error:  # it cannot be encoded
+    except (TypeError, ValueError, MemoryError) as error:  # it cannot be encoded
         ticket.sent.set_exception(error)
 
 
@@ -206,9 +206,9 @@ class Pool:
 
         waiting = [self._sharing.submit(part, partial(send, part)) for part in parts]
         replies = await asyncio.gather(*waiting, return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
+        failed = [reply for reply in replies if isinstance(reply, BaseException)]
+        if failed:  # the group may have ended while it executed another part than the first that has failed
+            raise min(failed, key=lambda error: type(error) is GroupFailedError)
         return waiting[-1].result()
 
     def _send_to(self, generation: int, command: Command, deadline: float) -> asyncio.Future[Reply]:
@@ -290,8 +290,13 @@ class Pool:
             self._group = None
             while True:
                 await asyncio.sleep(backoff(self._failures))
-                if await self._launch():
-                    break
+                try:
+                    if await self._launch():
+                        break
+                except Exception as error:  # the files of the base model cannot be read, say: they may come back
+                    log.exception("worker group %d cannot be started", self._generation)
+                    self._failures += 1
+                    self._last_error = GroupFailedError(f"worker group {self._generation} cannot be started: {error!r}")
 
     async def _launch(self) -> bool:
         """Start the next generation and, when it stands, give it the commands that wait in line."""

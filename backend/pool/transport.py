@@ -14,18 +14,23 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from backend.pool.codec import Buffer
+
+log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("!4sIQQ")
 _MAGIC = b"TkF1"
 _HELLO = struct.Struct("!4sII32s")  # magic, generation, rank, nonce
 _PROOF = 32
+_PIECE = 1 << 20  # bytes that are sent at once
+_AGAIN_SECONDS = 1.0
 _LARGEST = 1 << 36  # bytes of one body: the state of a large adapter is a few gigabytes
 
 
@@ -150,8 +155,13 @@ async def next_connection(listener: socket.socket) -> socket.socket:
             await readable.wait()
         finally:
             loop.remove_reader(listener)
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it went away again
+        try:
             return listener.accept()[0]
+        except (BlockingIOError, ConnectionAbortedError):
+            continue  # it went away again
+        except OSError as error:  # too many open files, say, and not for ever
+            log.warning("a connection cannot be accepted, and is tried again: %s", error)
+            await asyncio.sleep(_AGAIN_SECONDS)
 
 
 class LoopLink:
@@ -160,6 +170,7 @@ class LoopLink:
     def __init__(self, sock: socket.socket, generation: int, rank: int) -> None:
         """`sock` is connected, authenticated and does not block."""
         self.rank = rank
+        self.on_bytes: Callable[[], None] = lambda: None  # called when some were received, or another MiB was sent
         self._sock = sock
         self._generation = generation
 
@@ -193,26 +204,34 @@ class LoopLink:
 
     async def read(self) -> Frame:
         """The next frame. Raises EOFError when the other end is gone, ValueError for garbage."""
-        index, length = _parse(await _receive(self._sock, _HEADER.size), self._generation)
-        return Frame(index, memoryview(await _receive(self._sock, length)))
+        index, length = _parse(await _receive(self._sock, _HEADER.size, self.on_bytes), self._generation)
+        return Frame(index, memoryview(await _receive(self._sock, length, self.on_bytes)))
 
     async def write(self, index: int, body: Sequence[Buffer]) -> None:
         """Send one frame."""
         loop = asyncio.get_running_loop()
         first = header(self._generation, index, body)
-        if len(body) == 1:
+        if len(body) == 1 and len(body[0]) < _PIECE:
             await loop.sock_sendall(self._sock, first + body[0])
             return
         await loop.sock_sendall(self._sock, first)
+        sent = 0
         for part in body:
-            await loop.sock_sendall(self._sock, part)
+            view = memoryview(part)
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                await loop.sock_sendall(self._sock, piece)
+                sent += len(piece)
+                if sent >= _PIECE:
+                    sent = 0
+                    self.on_bytes()
 
     def close(self) -> None:
         """Close the socket; call it when no task reads or writes any more."""
         self._sock.close()
 
 
-async def _receive(sock: socket.socket, size: int) -> bytearray:
+async def _receive(sock: socket.socket, size: int, on_bytes: Callable[[], None] = lambda: None) -> bytearray:
     loop = asyncio.get_running_loop()
     data = bytearray(size)
     view = memoryview(data)
@@ -220,5 +239,6 @@ async def _receive(sock: socket.socket, size: int) -> bytearray:
         count = await loop.sock_recv_into(sock, view)
         if not count:
             raise EOFError("the connection was closed")
+        on_bytes()
         view = view[count:]
     return data

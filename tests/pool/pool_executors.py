@@ -202,6 +202,31 @@ class Ahead(Echo):
         return OptimResult(float(self.begun), step)
 
 
+class Uneven(Echo):
+    """In its second micro-batch rank 1 fails on the devices, while rank 0 is still busy with the first one."""
+
+    def execute(self, command: Command) -> Reply:
+        if isinstance(command, Forward | NextMicroBatch):
+            self.steps += 1
+            if self.steps == 1 and self.rank == 0:
+                time.sleep(1.0)
+            if self.steps == 2 and self.rank == 1:
+                raise DevicesError("NextMicroBatch failed on the devices")
+        return Done()
+
+
+class Bystander(Echo):
+    """A second after rank 1 is done with a CreateAdapter, a thread of it fails; rank 0 takes longer."""
+
+    def execute(self, command: Command) -> Reply:
+        if isinstance(command, CreateAdapter):
+            if self.rank == 1:
+                threading.Timer(1.0, self.fail_in_thread).start()
+            else:
+                time.sleep(30.0)
+        return super().execute(command) if isinstance(command, DropAdapter) else Done()
+
+
 class Refusing(Echo):
     """Cannot be built: the configuration is wrong."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from backend.commands import (
     OptimResult,
     OptimStep,
 )
-from backend.pool import Hosts, Pool, Post, agent, codec, serve_group
+from backend.pool import Hosts, Pool, Post, agent, codec, group, serve_group
 from backend.pool.birth import Birth
 from backend.pool.group import Plan
 from backend.pool.host_messages import Offer, Spawned, Welcome
@@ -427,6 +428,22 @@ async def test_a_cut_link_is_noticed_at_both_ends_and_heals(
     await serves(pool, 2)
     await bench.close()
     await cable.remove()
+
+
+async def test_a_process_that_only_its_connection_lost_has_not_crashed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_ENDING_SECONDS", 0.5)
+    bench.join("a")
+    pool = await bench.start(1)
+    executing = await busy(pool)
+    await asyncio.sleep(0.1)
+    assert pool._group is not None and pool._group._members[0].link is not None
+    pool._group._members[0].link._sock.shutdown(socket.SHUT_RDWR)  # as when something between them cuts it
+    with pytest.raises(errors.SuspectError, match="rank 0 closed its connection") as caught:
+        await executing
+    assert not caught.value.crashed
+    await serves(pool, 2)
 
 
 async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCaptureFixture, wait_until: WaitUntil) -> None:

@@ -180,6 +180,34 @@ async def test_a_command_for_which_there_is_no_memory_is_blamed_and_not_the_one_
     assert replies == [OptimResult(2.0, 1), OptimResult(2.0, 2)], "it is known which one it was: no care is needed"
 
 
+async def test_a_forward_is_blamed_for_the_part_that_ended_the_group(start_pool: StartPool) -> None:
+    pool = await start_pool("Uneven", processes=2)
+    with pytest.raises(SuspectError, match="NextMicroBatch failed on the devices"):
+        await pool.submit(of_four(), generation=pool.generation)
+
+
+async def test_nobody_is_blamed_for_what_a_rank_did_when_it_was_done_with_all_it_had(start_pool: StartPool) -> None:
+    pool = await start_pool("Bystander", processes=2)
+    with pytest.raises(SuspectError):
+        await pool.submit(order("die"))
+    await pool.serving()  # it gets its commands one at a time
+    for task in together(pool, sleep(0), sleep(0)):
+        assert not isinstance(await failure_of(task), SuspectError)
+
+
+async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to_it(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    (guilty,) = together(pool, order("memory"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    innocent = together(pool, Ping(), Ping(), Ping())
+    time.sleep(1.0)  # noqa: ASYNC251  (it has ended by now, and our loop has read nothing)
+    with pytest.raises(SuspectError, match="RESOURCE_EXHAUSTED"):
+        await guilty
+    for task in innocent:
+        assert not isinstance(await failure_of(task), SuspectError)
+
+
 async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
     start_pool: StartPool, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,6 +437,20 @@ async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, p
     await serves_again(pool)
 
 
+async def test_what_ends_a_group_while_a_late_command_is_waited_for_is_named(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_LAST_WORDS_SECONDS", 30.0)
+    pool = await start_pool(processes=2)
+    late = asyncio.create_task(pool.submit(order("hang:1"), deadline=0.2))
+    await asyncio.sleep(1.0)
+    os.kill(pool.pids[1], signal.SIGKILL)
+    with pytest.raises(SuspectError, match="rank 1 was killed by SIGKILL") as caught:
+        await late
+    assert not caught.value.crashed
+    await serves_again(pool)
+
+
 async def test_a_deadline_counts_from_when_the_commands_before_were_answered(start_pool: StartPool) -> None:
     pool = await start_pool(command_deadline=5.0)
     tasks = [asyncio.create_task(pool.submit(sleep(0.35))) for _ in range(17)]  # so many are sent at once
@@ -528,6 +570,25 @@ async def test_a_broken_executor_is_tried_three_times(start_pool: StartPool, wor
         f"starting worker group {i}: 1 process(es)" for i in (1, 2, 3)
     ]
     assert not workers()
+
+
+async def test_a_start_that_cannot_even_begin_is_tried_again(
+    start_pool: StartPool,
+    tmp_path: Path,
+    group_config: Callable[..., GroupConfig],
+    caplog: pytest.LogCaptureFixture,
+    wait_until: WaitUntil,
+) -> None:
+    (tmp_path / "blob").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "blob")
+    pool = await start_pool(config=group_config(model_path=str(tmp_path / "model")))
+    (tmp_path / "blob").unlink()
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: "cannot be started" in caplog.text)
+    (tmp_path / "blob").touch()
+    assert await pool.serving() > 2
+    assert await pool.submit(step()) == OptimResult(0.0, 1)
 
 
 async def test_an_unknown_executor_is_named(start_pool: StartPool) -> None:

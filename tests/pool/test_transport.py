@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from backend.pool import codec
+from backend.pool import codec, transport
 from backend.pool.birth import Birth
 from backend.pool.transport import LoopLink, WorkerLink, header, next_connection
 
@@ -66,6 +68,54 @@ async def test_frames_cross_both_ways(listener: socket.socket) -> None:
     with pytest.raises(EOFError, match="closed"):
         await asyncio.to_thread(worker.read)
     worker.close()
+
+
+async def test_a_large_frame_gives_signs_of_life_while_it_is_on_its_way(listener: socket.socket) -> None:
+    driver, worker = await linked(listener)
+    signs = 0
+
+    def count() -> None:
+        nonlocal signs
+        signs += 1
+
+    driver.on_bytes = count
+    size = 32 << 20  # far more than lies in the buffers between them
+    for part in (size, 3 << 10):  # also as many small parts
+        body = codec.encode((np.zeros(part, np.uint8),) * (size // part))
+        signs = 0
+        sending = asyncio.create_task(driver.write(1, body))
+        await asyncio.to_thread(worker.read)
+        await sending
+        assert 30 <= signs <= 33
+        signs = 0
+        answering = asyncio.create_task(asyncio.to_thread(worker.write, 1, body))
+        await driver.read()
+        await answering
+        assert signs >= 3
+    driver.close()
+    worker.close()
+
+
+async def test_who_cannot_accept_a_connection_tries_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Exhausted(socket.socket):
+        left = 1
+
+        def accept(self) -> tuple[socket.socket, Any]:
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    monkeypatch.setattr(transport, "_AGAIN_SECONDS", 0.01)
+    with Exhausted() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        with socket.create_connection(listener.getsockname()):
+            (await transport.next_connection(listener)).close()
+    assert "Too many open files" in caplog.text
 
 
 async def test_a_worker_with_another_secret_is_refused(listener: socket.socket) -> None:
