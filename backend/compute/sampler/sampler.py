@@ -8,7 +8,7 @@ short requests between steps never wait long.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 
 import jax
@@ -29,7 +29,7 @@ from backend.compute.sampler.prefixes import Prefixes
 from backend.compute.sampler.programs import SamplerPrograms
 from backend.compute.sampler.prompt_scores import empty_wanted, prompt_scores
 from backend.compute.sampler.requests import Scope, Sequence, Ticket, check
-from backend.compute.sampler.sampling import UniformStream, greedy_choice, width_for
+from backend.compute.sampler.sampling import TINY, UniformStream, greedy_choice, width_for
 from backend.compute.sampler.scheduler import Group, Scheduler
 from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
 from backend.compute.sampler.stops import Decode, StopWatch, load_decode
@@ -124,8 +124,7 @@ class Sampler:
     # ------------------------------------------------------------------ sampling
     def step(self, command: SampleStep) -> SampleProgress:
         """Admit, cancel, prefill or decode. A request that cannot be served is answered by its own `error`."""
-        for request_id in command.cancel:
-            self._line.remove(request_id)
+        self._cancel(command.cancel)
         for request in command.admit:
             self._admit(request)
         try:
@@ -144,6 +143,15 @@ class Sampler:
         if not (self._line.active or self._line.waiting):
             self._start_over()
         return SampleProgress(finished, active=self._line.active, waiting=self._line.waiting)
+
+    def _cancel(self, request_ids: Collection[str]) -> None:
+        """They leave, and what they have cached with them: maybe nobody has looked whether it is finite."""
+        left_S = np.zeros(self._slots, bool)
+        for slot, held in self._line.decoding():
+            left_S[slot] = held.ticket.request.request_id in request_ids
+        self._scrub(left_S)
+        for request_id in request_ids:
+            self._line.remove(request_id)
 
     def _start_over(self) -> None:
         """Be idle, so that the shapes which later requests meet depend on them alone."""
@@ -286,7 +294,7 @@ class Sampler:
         assert self._cache is not None
         held = list(self._line.decoding())
         self._cache, decoded = self._chunk(self._cache, held, steps)
-        self._scrub(decoded.logprobs_CS)
+        self._scrub(~np.isfinite(decoded.logprobs_CS).all(axis=0))
         for slot in self._take(held, steps, decoded):
             self._line.slots[slot] = None
 
@@ -355,7 +363,10 @@ class Sampler:
         return ended
 
     def _fit(self, steps: int) -> None:
-        """Room for `steps` more tokens of everybody: a longer cache, maybe with fewer slots; a smaller one if calm."""
+        """Room for `steps` more tokens of everybody: a longer cache, maybe with fewer slots; if calm, a smaller one.
+
+        Calm: for some steps fewer slots would have done, or a shorter cache would have had room for more who wait.
+        """
         need = max(held.cached + min(steps, held.remaining) for _, held in self._line.decoding())
         length = max(self._length, self._shapes.length_for(need))
         most = self._shapes.most_slots(length)
@@ -363,11 +374,12 @@ class Sampler:
             self._line.preempt(most)
             need = max(held.cached + min(steps, held.remaining) for _, held in self._line.decoding())
             length = max(self._length, self._shapes.length_for(need))
-        slots = min(self._shapes.slots_for(self._line.wanted_slots()), self._shapes.most_slots(length))
-        self._calm = self._calm + 1 if slots < self._slots else 0
+        wanted, short = self._shapes.slots_for(self._line.wanted_slots()), self._shapes.length_for(need)
+        slots, in_short = (min(wanted, self._shapes.most_slots(each)) for each in (length, short))
+        self._calm = self._calm + 1 if slots < self._slots or slots < in_short else 0
         if self._calm >= _CALM_STEPS:
             self._calm = 0
-            self._resize(slots, self._shapes.length_for(need))
+            self._resize(in_short, short)
         else:
             self._resize(min(self._slots, self._shapes.most_slots(length)), length)
 
@@ -384,14 +396,13 @@ class Sampler:
             rows.tokens_S[slot], rows.positions_S[slot] = held.last_token, held.cached
             rows.columns_S2[slot] = columns.start, columns.end
             rows.uniform_CS[:steps, slot] = held.uniforms.take(steps)
-            rows.choice.temperature_S[slot] = request.temperature
+            rows.choice.temperature_S[slot] = request.temperature if request.temperature >= TINY else 0.0
             rows.choice.top_k_S[slot] = min(request.top_k, self._cfg.vocab)
-            rows.choice.top_p_S[slot] = request.top_p
+            rows.choice.top_p_S[slot] = max(request.top_p, TINY)
         return rows
 
-    def _scrub(self, logprobs_CS: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
-        """Zero the slots in which something was not finite, so that it cannot reach whoever has them next."""
-        dirty_S = ~np.isfinite(logprobs_CS).all(axis=0)
+    def _scrub(self, dirty_S: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:
+        """Zero the slots in which something is not finite, or may be: so it cannot reach whoever has them next."""
         if dirty_S.any() and self._cache is not None:
             self._cache = scrubbed(self._cfg, self._mesh, self._cache, dirty_S)
 

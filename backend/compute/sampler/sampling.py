@@ -20,6 +20,7 @@ import numpy as np
 
 from backend.commands import Float32
 
+TINY = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for 0
 _COLUMNS = 128
 _WIDTHS = (8, 32, 128)
 ALTERNATIVES = 2**63  # the index of the random numbers of a prompt's alternative tokens: that of no sample
@@ -28,7 +29,10 @@ _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 
 @flax.struct.dataclass
 class Choice:
-    """How each row draws: temperature_S float32, 0 = greedy; top_k_S int32, -1 = off; top_p_S float32, 1 = off."""
+    """How each row draws: temperature_S float32, 0 = greedy; top_k_S int32, -1 = off; top_p_S float32, 1 = off.
+
+    A temperature above 0 and a top_p are at least TINY.
+    """
 
     temperature_S: Any
     top_k_S: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -169,6 +170,48 @@ def test_cancelling_frees_the_slots(qwen: Any, ask: Any, run_all: Any, prompt: A
     progress = sampler.step(SampleStep(cancel=("busy", "unknown")))
     assert (progress.active, progress.waiting) == (1, 0)
     assert "busy" not in run_all(sampler)
+
+
+def test_a_cancelled_prompt_leaves_nothing_behind(qwen: Any, ask: Any, prompt: Any, random_lora: Any) -> None:
+    sampler, spec = qwen.sampler(max_context=2000, sample_slots=4), LoraSpec(4)
+    lora = random_lora(qwen.cfg, spec, 0)
+    for pair in lora.layers.values():
+        pair.A[...], pair.B[...] = 1e20, 1e25  # finite, and what it computes is not
+    sampler.publish("diverged", lora, spec)
+    sampler.step(SampleStep((ask("beside it", prompt(21), 400),)))
+    bad = ask("bad", prompt(1020), 50, snapshot_id="diverged", owner="another")
+    progress = sampler.step(SampleStep((bad,)))
+    while "bad" not in {held.ticket.request.request_id for _, held in sampler._line.decoding()}:
+        assert not progress.finished  # in the step that brings it into its slot nothing is decoded
+        progress = sampler.step(SampleStep(()))
+    progress = sampler.step(SampleStep((ask("next", prompt(20), 200),), cancel=("bad",)))
+    finished = [*progress.finished]
+    while progress.active or progress.waiting:
+        progress = sampler.step(SampleStep(()))
+        finished += progress.finished
+    assert {one.request_id: one.error for one in finished} == {"beside it": None, "next": None}
+
+
+def test_a_long_request_that_is_over_costs_nobody_a_slot(qwen: Any, ask: Any, prompt: Any) -> None:
+    sampler = qwen.sampler(cache_cells=2048, max_context=2000, sample_slots=16)
+    names = (f"short {number}" for number in itertools.count())
+    progress = sampler.step(SampleStep((ask("long", prompt(700), 10), ask(next(names), prompt(10), 32))))
+    while "long" not in {one.request_id for one in progress.finished}:
+        progress = sampler.step(SampleStep(()))
+    for _ in range(40):  # there are always some that wait
+        wanted = 20 - progress.active - progress.waiting
+        progress = sampler.step(SampleStep(tuple(ask(next(names), prompt(10), 32) for _ in range(wanted))))
+    assert (sampler._slots, sampler._length) == (16, 128)
+
+
+@pytest.mark.parametrize("given", [{"temperature": 1e-40}, {"temperature": 1e-38}, {"top_p": 1e-40}, {"top_p": 1e-50}])
+def test_what_float32_takes_for_zero_draws_the_most_likely(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, given: dict[str, float]
+) -> None:
+    tiny = ask("tiny", prompt(8), 6, **{"temperature": 1.0, **given})
+    greedy = ask("greedy", prompt(8), 6, temperature=0.0)
+    results = run_all(qwen.sampler(), tiny, greedy)
+    assert results["tiny"].sequences[0].tokens_T.tolist() == results["greedy"].sequences[0].tokens_T.tolist()
 
 
 def test_who_wants_little_waits_for_no_slot_and_the_batch_goes_on(
