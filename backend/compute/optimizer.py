@@ -47,7 +47,7 @@ def fresh_state(optimizer: Optimizer, zeros: Lora) -> State:
 
 
 def hyper_vector(params: AdamParams | DimuonParams) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The parameters as `step` takes them, float32, the clip norm last; UserError when one is not finite as such."""
+    """The parameters as `step` takes them, float32, the clip norm last; UserError when one cannot be used as such."""
     if isinstance(params, DimuonParams):
         numbers = [params.learning_rate, params.beta1, params.grad_clip_norm]
     else:
@@ -57,6 +57,13 @@ def hyper_vector(params: AdamParams | DimuonParams) -> np.ndarray[Any, np.dtype[
         vector = np.array(numbers, np.float32)
     if not np.isfinite(vector).all():
         raise UserError(f"optim_step: {params} holds a number that is not finite in float32")
+    for name in ("beta1", "beta2"):
+        if np.float32(getattr(params, name, 0.0)) >= 1:
+            raise UserError(
+                f"optim_step: {name} is {getattr(params, name)!r}, which is 1 in float32: it must be below 1"
+            )
+    if isinstance(params, AdamParams) and np.float32(params.eps) < np.finfo(np.float32).tiny:
+        raise UserError(f"optim_step: eps is {params.eps!r}, which is 0 in float32: it must be at least 1.2e-38")
     return vector
 
 

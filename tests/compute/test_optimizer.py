@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backend.commands import AdamParams, CreateAdapter, ExportAdapter, LoraSpec, OptimStep
+from backend.commands import AdamParams, CreateAdapter, DimuonParams, ExportAdapter, LoraSpec, OptimStep
+from backend.compute.optimizer import hyper_vector
 from backend.errors import UserError
 
 STEPS = (
@@ -71,3 +72,18 @@ def test_a_norm_that_is_not_finite_changes_nothing(shared_executor, examples, fo
     assert all((m == 0).all() for m in after.moments.values())
     forward(executor, "nan", (example,), backward=True)
     assert np.isfinite(executor.execute(OptimStep("nan", AdamParams())).grad_norm)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AdamParams(eps=1e-50),
+        AdamParams(eps=1e-40),
+        AdamParams(beta1=1 - 1e-9),
+        AdamParams(beta2=1 - 1e-9),
+        DimuonParams(1e-3, beta1=1 - 1e-9),
+    ],
+)
+def test_what_would_divide_by_zero_in_float32_is_refused(params: AdamParams | DimuonParams) -> None:
+    with pytest.raises(UserError, match=r"optim_step: (eps|beta1|beta2) is .+, which is [01] in float32"):
+        hyper_vector(params)
