@@ -150,14 +150,19 @@ class Batch:
         failed = await judge(self._runtime, executing, error)
         if isinstance(error, SuspectError) and error.crashed:
             self._suspects |= {request.id for request in executing}
-        for request_id, ended in tuple(self._answers.items()):
-            if request_id in failed:
-                self._end(failed[request_id])
-            elif not ended.done():
+        for outcome in failed.values():
+            self._end(outcome)
+        self._give_back(error)
+        generation = await self._runtime.pool.serving()
+        self._give_back(error)  # also who came meanwhile, and counts on what the group had
+        self._runtime = replace(self._runtime, generation=generation)
+
+    def _give_back(self, error: GroupFailedError) -> None:
+        for ended in self._answers.values():
+            if not ended.done():
                 ended.set_exception(GroupFailedError(error.message))
         self._decoding = set()
         self._admit, self._cancel = [], []
-        self._runtime = replace(self._runtime, generation=await self._runtime.pool.serving())
 
     async def _perform(self, request: Pending) -> Outcome | None:
         try:
@@ -179,29 +184,29 @@ class Batch:
             self._stopped.discard(request.id)
 
     async def _decode(self, request: Pending) -> Outcome:
-        sampler = request.sampler
+        sampler, card = request.sampler, self._runtime.card
         assert sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
-        if (snapshot := _snapshot(self._runtime, sampler)) is None:
-            return await self._sample(request, None)
-        with self._runtime.snapshots.using(snapshot):
-            loaded = await _load_unless_there(self._runtime, sampler, snapshot)
-            outcome = await self._sample(request, snapshot)
-            return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
-
-    async def _sample(self, request: Pending, snapshot: str | None) -> Outcome:
-        card = self._runtime.card
         wanted = await self._runtime.decode(
             len(request.payload),
             lambda: decode_sample(
                 request.payload,
                 request_id=request.id,
                 owner=request.owner,
-                snapshot_id=snapshot,
+                snapshot_id=None,
                 vocab_size=card.vocab_size,
                 max_context=card.max_context,
                 eos=card.eos_token_ids,
             ),
         )
+        if (snapshot := _snapshot(self._runtime, sampler)) is None:
+            return await self._sample(request, wanted)
+        with self._runtime.snapshots.using(snapshot):
+            loaded = await _load_unless_there(self._runtime, sampler, snapshot)
+            # Nothing is awaited from here until it waits for its turn: a group that ends gives it back.
+            outcome = await self._sample(request, replace(wanted, snapshot_id=snapshot))
+            return outcome if loaded is None else replace(outcome, effects=(*outcome.effects, loaded))
+
+    async def _sample(self, request: Pending, wanted: SampleRequest) -> Outcome:
         if request.id in self._stopped:
             return _stopped(request)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()

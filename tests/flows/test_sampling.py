@@ -15,6 +15,7 @@ from backend.journal import Kind, UsageKind
 from backend.wire import tinker_pb2 as pb
 from flows.lane import Lane, Shared, Why
 from flows.sampling import SamplingLane, shared_out
+from tasks.runtime import Runtime
 
 
 @pytest.fixture
@@ -111,6 +112,45 @@ async def test_samples_of_one_prompt_are_counted_as_one_prefill_and_hits(samplin
     counted = {row.kind: row.quantity for row in client.journal.usage("local", now - day, now + day)}
     # A prompt of 3 tokens, and 6 sampled after each.
     assert counted == {UsageKind.PREFILL: 3, UsageKind.CACHED_PREFILL: 7 * 3, UsageKind.SAMPLE: 8 * 6}
+
+
+async def test_a_large_request_that_is_read_while_its_group_ends_is_taken_again(
+    sampling: Any,
+    runtime: Any,
+    untracked: Shared,
+    client: Any,
+    pool: Any,
+    until: Any,
+    running: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, path = await trained(runtime, untracked, client, 0, 5)
+    loaded = client.sampler(0, path)
+    assert tokens(await client.result(client.sample(loaded)))[0][0] == 5
+    decode, entered, release = Runtime.decode, asyncio.Event(), asyncio.Event()
+
+    async def slow(self: Runtime, size: int, function: Any) -> Any:
+        if size > 64 * 1024:
+            entered.set()
+            await release.wait()
+        return await decode(self, size, function)
+
+    async def mourn() -> None:
+        async for _ in pool.losses():
+            runtime.snapshots.lost()
+
+    monkeypatch.setattr(Runtime, "decode", slow)
+    async with running(mourn()):
+        pool.hold, begun = asyncio.Event(), len(pool.names)
+        small = client.sample(client.sampler(1), max_tokens=9)
+        await until(lambda: "SampleStep" in pool.names[begun:])
+        large = client.sample(loaded, of={"pad": "x" * 70000})
+        await entered.wait()
+        pool.die()
+        pool.hold.set()
+        assert (await client.result(small)).error is None  # on the next group
+        release.set()
+        assert (await client.result(large)).error is None
 
 
 async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: Any, until: Any) -> None:
