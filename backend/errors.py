@@ -94,5 +94,13 @@ class StateLostError(ServerError):
     """An adapter or a snapshot was lost together with its worker group."""
 
 
+class JournalBusyError(ServerError):
+    """Somebody else wrote to the journal for too long; nothing was written."""
+
+
 class StoreError(ServerError):
     """The checkpoint store could not be read or written."""
+
+
+class StoreAwayError(StoreError):
+    """The store itself failed, which says nothing of what is in it."""

@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from uuid import UUID
 
-from sqlalchemy.exc import OperationalError
-
 from backend.commands import Done, DropSnapshot
 from backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
-from backend.journal import Journal, ModelEnded, ModelState, Retention
+from backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention
 from backend.settings import Settings
 from flows.buttons import Buttons
 from flows.expiry import delete_checkpoints, delete_snapshots, note_changes
@@ -101,7 +99,7 @@ class Dispatcher:
         while True:
             try:
                 waiting = await asyncio.to_thread(self._journal.pending_models)
-            except OperationalError:
+            except AWAY:
                 log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
                 waiting = []
             for model_id in waiting:
@@ -186,14 +184,14 @@ class Dispatcher:
             model.runtime.snapshots.lost()
             text = f"worker group {lost.generation} ended ({lost.cause}); another one is being started"
             log.error("%s: %s", name, text)
-            await asyncio.to_thread(self._journal.recovery.note_group, name, text)
+            await model.runtime.read(self._journal.recovery.note_group, name, text)
             self._shared.tracking.tell("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
             if back is None or back.done():
                 back = asyncio.create_task(self._cheer(model), name="next group")
 
     async def _cheer(self, model: ServedModel) -> None:
         generation = await model.pool.serving()
-        await asyncio.to_thread(self._journal.recovery.note_group, model.card.name, None)
+        await model.runtime.read(self._journal.recovery.note_group, model.card.name, None)
         log.info("%s: worker group %d serves; models are restored as they are needed", model.card.name, generation)
         self._shared.tracking.tell("tinkerflow.group.serves", model.card.name, generation=generation)
         for lane in self._lanes.values():
@@ -223,7 +221,7 @@ class Dispatcher:
                 await asyncio.to_thread(delete_checkpoints, self._journal, store, keep)
                 await asyncio.to_thread(note_changes, self._journal, store)
                 await asyncio.to_thread(delete_snapshots, self._journal, store)
-            except (TinkerflowError, OperationalError):
+            except (TinkerflowError, *AWAY):
                 log.warning("a sweep failed; the next one is in %.0f s", SWEEP_SECONDS, exc_info=True)
             try:
                 async with asyncio.timeout(SWEEP_SECONDS):

@@ -11,9 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from sqlalchemy.exc import OperationalError
-
-from backend.journal import Journal
+from backend.journal import AWAY, Journal
 from backend.journal.leases import LEASE_SECONDS
 
 log = logging.getLogger(__name__)
@@ -79,5 +77,5 @@ async def _renew(journal: Journal) -> None:
         await asyncio.sleep(RENEW_SECONDS)
         try:
             await asyncio.to_thread(journal.recovery.renew)
-        except OperationalError:
+        except AWAY:
             log.warning("the lease cannot be renewed; trying again in %.0f s", RENEW_SECONDS, exc_info=True)

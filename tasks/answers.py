@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from sqlalchemy.exc import OperationalError
-
-from backend.journal import Outcome
+from backend.journal import AWAY, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ class Answers:
         self._writer: asyncio.Task[None] | None = None
 
     async def put(self, outcome: Outcome) -> None:
-        """Return when the outcome is in the journal. OperationalError when the database stays away."""
+        """Return when the outcome is in the journal. What AWAY names when the database stays away."""
         written = asyncio.get_running_loop().create_future()
         self._line.append((outcome, written))
         if self._writer is None:
@@ -59,7 +57,7 @@ class Answers:
     async def _write_batch(self, batch: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
         try:
             await self._store([outcome for outcome, _ in batch])
-        except OperationalError as error:
+        except AWAY as error:
             for _, written in batch:
                 _resolve(written, error)
         except Exception as error:  # noqa: BLE001  the database refused the content of one of them
@@ -89,7 +87,7 @@ class Answers:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._finish, outcomes)
                 return
-            except OperationalError:
+            except AWAY:
                 if attempt == RETRIES:
                     raise
                 log.warning("the journal cannot be written, trying again in %.2f s", pause, exc_info=attempt == 0)

@@ -3,7 +3,7 @@
 The newest snapshot that can be read is taken, of those after which the journal still has everything: the two newest,
 and the model's creation before there are two. One that cannot be read is forgotten once an older one can be, so that
 none that is recorded later counts on it; its files stay in the store, for people to look at (`tinkerflow checkpoint gc`
-removes them when the model has ended).
+removes them when the model has ended). A store that is away for some minutes is waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from backend.commands import AdapterState, Done, ImportAdapter
-from backend.errors import GroupFailedError, NotFoundError, ServerError, StoreError, TinkerflowError, UserError
+from backend.errors import (
+    GroupFailedError,
+    NotFoundError,
+    ServerError,
+    StoreAwayError,
+    StoreError,
+    TinkerflowError,
+    UserError,
+)
 from backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
 from tasks.commit import record
 from tasks.operation import EXECUTE
@@ -24,6 +32,7 @@ from tasks.turns import Turn
 
 log = logging.getLogger(__name__)
 
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts to read a store that is away
 _PAGE = 16  # requests replayed at once; their payloads are in memory
 
 
@@ -80,7 +89,9 @@ async def _load(runtime: Runtime, model_id: str) -> tuple[SnapshotView | None, t
         for snapshot in (one for one in found if one.path not in unreadable and one.seq_id >= floor):
             await _tell(runtime, model_id, "loading its snapshot")
             try:
-                state, _ = await asyncio.to_thread(runtime.store.load, snapshot.path)
+                state = await _read(runtime, model_id, snapshot.path)
+            except StoreAwayError:
+                raise  # no snapshot is to be forgotten for that
             except (StoreError, NotFoundError) as error:
                 log.error("the snapshot of model %s at request %d cannot be read: %s", model_id, snapshot.seq_id, error)
                 unreadable[snapshot.path] = str(error)
@@ -97,6 +108,18 @@ async def _load(runtime: Runtime, model_id: str) -> tuple[SnapshotView | None, t
             return good[0] if good else None, tuple(unreadable.values())
         for path in bad:  # and look again: one that was recorded before this has counted on them
             await runtime.read(recovery.forget_snapshot, path)
+
+
+async def _read(runtime: Runtime, model_id: str, path: str) -> AdapterState:
+    """What the store has under `path`; a store that is away is asked again for some minutes."""
+    for pause in _PAUSES:
+        try:
+            return (await asyncio.to_thread(runtime.store.load, path))[0]
+        except StoreAwayError as error:
+            log.warning("model %s waits for the store, asked again in %g s: %s", model_id, pause, error)
+            await _tell(runtime, model_id, f"waiting for the store ({error})")
+            await asyncio.sleep(pause)
+    return (await asyncio.to_thread(runtime.store.load, path))[0]
 
 
 async def _begins_with_creation(runtime: Runtime, model_id: str) -> bool:
@@ -148,8 +171,13 @@ async def _again(runtime: Runtime, one: Executed, turn: Turn) -> None:
             runtime.exported[request.id] = await export(runtime, request, turn)
             return
         outcome = await EXECUTE[request.kind](replace(runtime, as_of=one.answered_at), request, turn)
-        if one.succeeded is False and outcome.error is None:
-            raise ServerError(f"{request.kind} (seq_id {request.seq_id}) had failed, and succeeds when it is replayed")
+        if one.succeeded is False and outcome.error is None:  # its answer could not be stored, or came too late; or not
+            log.error(
+                "%s (seq_id %s) of model %s is answered as failed, and succeeds when it is replayed",
+                request.kind,
+                request.seq_id,
+                request.model_id,
+            )
         for effect in outcome.effects:
             if isinstance(effect, SnapshotTaken):  # of a load, whose first one could not be read
                 await record(runtime, effect)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import ParamSpec, Protocol, TypeVar, cast
 
 from backend.clock import Clock
 from backend.commands import AdapterState, Command, Reply
-from backend.journal import Journal
+from backend.journal import AWAY, Journal
 from backend.model_card import ModelCard
 from backend.store import Store
 from tasks.answers import Answers
@@ -21,6 +22,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
 
+log = logging.getLogger(__name__)
+
+_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, *[5.0] * 60)  # seconds: a database may be away for minutes
 INLINE_BYTES = 64 * 1024  # decoding so much takes less than a millisecond; a thread's round trip costs a third of one
 
 
@@ -74,8 +78,14 @@ class Runtime:
         return asyncio.create_task(self._reply(command, reply))
 
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A journal method, in a thread that only such reads use."""
-        return await asyncio.get_running_loop().run_in_executor(self.readers, lambda: function(*args, **kwargs))
+        """A journal method, in a thread that only such reads use; again and again while the database is away."""
+        for pause in _PAUSES:
+            try:
+                return await self._read(lambda: function(*args, **kwargs))
+            except AWAY as error:
+                log.warning("the journal cannot be read, trying again in %g s: %s", pause, error)
+                await asyncio.sleep(pause)
+        return await self._read(lambda: function(*args, **kwargs))
 
     async def decode(self, size: int, function: Callable[[], T]) -> T:
         """`function()`, which works on `size` bytes: in a thread when it would hold up the loop."""
@@ -84,6 +94,9 @@ class Runtime:
     def close(self) -> None:
         """End the threads."""
         self.readers.shutdown()
+
+    async def _read(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.readers, function)
 
     async def _reply(self, command: Command, kind: type[R]) -> R:
         reply = await self.pool.submit(command, generation=self.generation)

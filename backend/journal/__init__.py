@@ -6,6 +6,7 @@
 
 from backend.journal.audit import Event
 from backend.journal.bell import Bell
+from backend.journal.database import AWAY
 from backend.journal.journal import Journal
 from backend.journal.kinds import (
     CheckpointKind,
@@ -72,6 +73,7 @@ from backend.journal.views import (
 from backend.journal.waiters import Waiters
 
 __all__ = [
+    "AWAY",
     "AuditView",
     "BaseModelView",
     "Bell",

@@ -13,9 +13,10 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 
-from backend.errors import ServerError
+from backend.errors import JournalBusyError
 
 BUSY_SECONDS = 30.0
+AWAY = (sa.exc.OperationalError, JournalBusyError)  # what is raised while the database cannot be asked: try again
 
 
 def is_sqlite(url: str) -> bool:
@@ -86,7 +87,7 @@ def _begin_to_write(connection: sa.Connection) -> None:
     try:
         _driver(connection).execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
-        raise ServerError(
+        raise JournalBusyError(
             f"journal {connection.engine.url.database}: no turn to write within {BUSY_SECONDS:g} s ({error})"
         ) from error
 

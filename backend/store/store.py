@@ -12,7 +12,7 @@ from typing import Self
 
 from backend.clock import Clock, SystemClock
 from backend.commands import AdapterState, LoraSpec, Optimizer
-from backend.errors import ConflictError, NotFoundError, StoreError, UserError
+from backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
 from backend.ids import new_id
 from backend.store import commit, reading, tensors, upkeep
 from backend.store.blobs import Blobs, open_blobs
@@ -339,7 +339,8 @@ class Store:
         try:
             yield
         except OSError as error:
-            raise StoreError(f"store {self.url}: cannot {doing} ({error})") from error
+            kind = StoreError if isinstance(error, FileNotFoundError) else StoreAwayError
+            raise kind(f"store {self.url}: cannot {doing} ({error})") from error
 
 
 def _files(state: AdapterState, meta: CheckpointMeta) -> dict[str, bytes]:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from backend.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
-from backend.errors import ServerError, StoreError
+from backend.errors import ServerError, StoreAwayError, StoreError
 from backend.ids import sampler_id
-from backend.journal import Kind, ModelState, SamplerOpened
+from backend.journal import Journal, Kind, ModelState, Recovery, SamplerOpened
 from backend.settings import Settings
 from backend.wire import tinker_pb2 as pb
 from flows.dispatch import Dispatcher
@@ -25,7 +26,7 @@ from flows.groups import ServedModel
 from flows.lane import Shared
 from flows.sampling import SamplingLane
 from flows.tracking import Tracking
-from tasks import operation
+from tasks import operation, restore
 from tasks.recovery import Policy
 from tasks.snapshots import Snapshots
 
@@ -548,6 +549,63 @@ async def test_a_request_that_ends_groups_is_failed_by_name(serve: Any, client: 
         assert good.error is None
         assert pool.deaths == 2
         await answers(client, work(client, other, 1))
+
+
+async def test_a_store_that_is_away_for_a_moment_costs_no_snapshot(
+    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, away = type(runtime.store).load, 2
+
+    def failing(*args: Any) -> Any:
+        nonlocal away
+        away -= 1
+        if away >= 0:
+            raise StoreAwayError("store gs://bucket: cannot load a snapshot (503)")
+        return load(*args)
+
+    monkeypatch.setattr(restore, "_PAUSES", (0.01,) * 5)
+    monkeypatch.setattr(type(runtime.store), "load", failing)
+    async with serve(pool, steps=1):
+        model = await client.create()
+        await answers(client, work(client, model, 2))
+        await until(lambda: journal.recovery.snapshots(model))
+        kept = journal.recovery.snapshots(model)
+        pool.die()
+        await answers(client, [client.forward_backward(model, [1, 2])])
+        assert {one.path for one in kept} <= {one.path for one in journal.recovery.snapshots(model)}
+        assert "ImportAdapter" in pool.names
+    assert away < 0
+
+
+@pytest.mark.parametrize(("owner", "method"), [(Journal, "ready"), (Recovery, "executed"), (Recovery, "note_group")])
+async def test_a_database_that_is_away_for_a_moment_costs_no_model(
+    serve: Any,
+    client: Any,
+    pool: Any,
+    journal: Any,
+    until: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+) -> None:
+    asked, away = getattr(owner, method), 0
+
+    def ask(*args: Any, **more: Any) -> Any:
+        nonlocal away
+        if away:
+            away -= 1
+            raise OperationalError("SELECT", {}, Exception("the server closed the connection"))
+        return asked(*args, **more)
+
+    monkeypatch.setattr(owner, method, ask)
+    async with serve(pool):
+        model = await client.create()
+        await answers(client, work(client, model, 2))
+        pool.die()
+        away = 3
+        assert all(result.error is None for result in await client.results(*work(client, model, 1)))
+        assert journal.model(model, None).state is ModelState.LIVE
+        await until(lambda: not away)
 
 
 async def test_a_sample_that_ends_groups_takes_nobody_with_it(serve: Any, client: Any, pool: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from backend.errors import JournalBusyError
 from backend.journal import Outcome
 from tasks import answers
 from tasks.answers import Answers
@@ -52,13 +53,14 @@ async def test_one_that_cannot_be_stored_becomes_a_named_failure_and_hurts_nobod
     assert stored["bad"].category == "server"
 
 
-async def test_a_database_that_is_away_for_a_moment_is_waited_for() -> None:
+@pytest.mark.parametrize("error", [OperationalError("finish", {}, Exception("locked")), JournalBusyError("no turn")])
+async def test_a_database_that_is_away_for_a_moment_is_waited_for(error: Exception) -> None:
     tries = []
 
     def finish(outcomes: Sequence[Outcome]) -> None:
         tries.append(len(outcomes))
         if len(tries) < 3:
-            raise OperationalError("finish", {}, Exception("locked"))
+            raise error
 
     line = Answers(finish)
     await line.put(outcome("a"))
