@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from sqlalchemy.exc import OperationalError
-
 from backend.commands import ReadWarmth, Warmth
 from backend.errors import TinkerflowError
-from backend.journal import Journal
+from backend.journal import AWAY, Journal
 from backend.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -33,6 +31,6 @@ async def note_warmth(journal: Journal, pool: Pool, base_model: str) -> None:
             if found != last:
                 await asyncio.to_thread(journal.recovery.note_warmth, base_model, found)
             last = found
-        except (TinkerflowError, OperationalError) as error:
+        except (TinkerflowError, *AWAY) as error:
             log.info("%s: what is compiled is not known: %s", base_model, error)
         await asyncio.sleep(LOOK_SECONDS)

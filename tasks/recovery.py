@@ -34,10 +34,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from sqlalchemy.exc import OperationalError
-
 from backend.commands import AdapterState, ExportAdapter
 from backend.errors import FencedError, GroupFailedError, TinkerflowError
+from backend.journal import AWAY
 from tasks.commit import commit, record
 from tasks.runtime import Runtime
 from tasks.turns import Turn
@@ -119,5 +118,5 @@ async def take(runtime: Runtime, model_id: str, seq_id: int, turn: Turn) -> None
         )
     except (GroupFailedError, FencedError) as error:
         log.info("no snapshot of model %s: %s", model_id, error)
-    except (TinkerflowError, OperationalError):
+    except (TinkerflowError, *AWAY):
         log.warning("no snapshot of model %s at request %d", model_id, seq_id, exc_info=True)

@@ -30,6 +30,10 @@ class Moments:
 
 State = Moments | Momentum
 
+# The order of the numbers that a step takes.
+_ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+_DIMUON = ("learning_rate", "beta1", "grad_clip_norm")
+
 
 @flax.struct.dataclass
 class Stepped:
@@ -48,22 +52,17 @@ def fresh_state(optimizer: Optimizer, zeros: Lora) -> State:
 
 def hyper_vector(params: AdamParams | DimuonParams) -> np.ndarray[Any, np.dtype[np.float32]]:
     """The parameters as `step` takes them, float32, the clip norm last; UserError when one cannot be used as such."""
-    if isinstance(params, DimuonParams):
-        numbers = [params.learning_rate, params.beta1, params.grad_clip_norm]
-    else:
-        p = params
-        numbers = [p.learning_rate, p.beta1, p.beta2, p.eps, p.weight_decay, p.grad_clip_norm]
+    names = _DIMUON if isinstance(params, DimuonParams) else _ADAM
     with np.errstate(over="ignore"):
-        vector = np.array(numbers, np.float32)
+        vector = np.array([getattr(params, name) for name in names], np.float32)
     if not np.isfinite(vector).all():
         raise UserError(f"optim_step: {params} holds a number that is not finite in float32")
-    for name in ("beta1", "beta2"):
-        if np.float32(getattr(params, name, 0.0)) >= 1:
-            raise UserError(
-                f"optim_step: {name} is {getattr(params, name)!r}, which is 1 in float32: it must be below 1"
-            )
-    if isinstance(params, AdamParams) and np.float32(params.eps) < np.finfo(np.float32).tiny:
-        raise UserError(f"optim_step: eps is {params.eps!r}, which is 0 in float32: it must be at least 1.2e-38")
+    for name, number in zip(names, vector, strict=True):
+        given = f"optim_step: {name} is {getattr(params, name)!r}, which is"
+        if name in ("beta1", "beta2") and number >= 1:
+            raise UserError(f"{given} 1 in float32: it must be below 1")
+        if name == "eps" and number < np.finfo(np.float32).tiny:
+            raise UserError(f"{given} 0 in float32: it must be at least 1.2e-38")
     return vector
 
 

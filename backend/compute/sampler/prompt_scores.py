@@ -23,7 +23,14 @@ from backend.commands import NO_LOGPROB, Candidates, Float32, Int32, PromptWishe
 from backend.compute.lora import Lora
 from backend.compute.mesh import FSDP, sharding
 from backend.compute.sampler.decode import unembedded
-from backend.compute.sampler.sampling import ALTERNATIVES, TINY, Choice, UniformStream, sample, width_for
+from backend.compute.sampler.sampling import (
+    ALTERNATIVES,
+    Choice,
+    UniformStream,
+    normal_temperature,
+    sample,
+    width_for,
+)
 from backend.compute.transformer import Params
 
 _LOGITS = 2**22  # logits that exist at once: 16 MiB in float32
@@ -163,7 +170,7 @@ class PromptScores:
             wanted.targets_BQK[row, :count, : targets_NK.shape[1]] = np.maximum(targets_NK[start:end], 0)
         if k := self._wishes.alternatives:
             wanted.uniform_BQA[row, :count, :k] = self._uniforms.take(count * k).reshape(count, k)
-            wanted.temperature_B[row] = self._request.temperature if self._request.temperature >= TINY else 0.0
+            wanted.temperature_B[row] = normal_temperature(self._request.temperature)
 
     def take(self, start: int, end: int, row: int, scored: Scored) -> None:
         """Rows [start, end) are computed: they begin at position 0 of row `row` of `scored` (on the host)."""

@@ -29,7 +29,13 @@ from backend.compute.sampler.prefixes import Prefixes
 from backend.compute.sampler.programs import SamplerPrograms
 from backend.compute.sampler.prompt_scores import empty_wanted, prompt_scores
 from backend.compute.sampler.requests import Scope, Sequence, Ticket, check
-from backend.compute.sampler.sampling import TINY, UniformStream, greedy_choice, width_for
+from backend.compute.sampler.sampling import (
+    UniformStream,
+    greedy_choice,
+    normal_temperature,
+    normal_top_p,
+    width_for,
+)
 from backend.compute.sampler.scheduler import Group, Scheduler
 from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
 from backend.compute.sampler.stops import Decode, StopWatch, load_decode
@@ -124,7 +130,8 @@ class Sampler:
     # ------------------------------------------------------------------ sampling
     def step(self, command: SampleStep) -> SampleProgress:
         """Admit, cancel, prefill or decode. A request that cannot be served is answered by its own `error`."""
-        self._cancel(command.cancel)
+        if command.cancel:
+            self._cancel(command.cancel)
         for request in command.admit:
             self._admit(request)
         try:
@@ -396,9 +403,9 @@ class Sampler:
             rows.tokens_S[slot], rows.positions_S[slot] = held.last_token, held.cached
             rows.columns_S2[slot] = columns.start, columns.end
             rows.uniform_CS[:steps, slot] = held.uniforms.take(steps)
-            rows.choice.temperature_S[slot] = request.temperature if request.temperature >= TINY else 0.0
+            rows.choice.temperature_S[slot] = normal_temperature(request.temperature)
             rows.choice.top_k_S[slot] = min(request.top_k, self._cfg.vocab)
-            rows.choice.top_p_S[slot] = max(request.top_p, TINY)
+            rows.choice.top_p_S[slot] = normal_top_p(request.top_p)
         return rows
 
     def _scrub(self, dirty_S: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from backend.commands import Float32
 
-TINY = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for 0
+_TINY = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for 0
 _COLUMNS = 128
 _WIDTHS = (8, 32, 128)
 ALTERNATIVES = 2**63  # the index of the random numbers of a prompt's alternative tokens: that of no sample
@@ -31,7 +31,7 @@ _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 class Choice:
     """How each row draws: temperature_S float32, 0 = greedy; top_k_S int32, -1 = off; top_p_S float32, 1 = off.
 
-    A temperature above 0 and a top_p are at least TINY.
+    A temperature above 0 and a top_p are normal numbers: see `normal_temperature` and `normal_top_p`.
     """
 
     temperature_S: Any
@@ -53,6 +53,16 @@ class UniformStream:
         """The next `count` numbers, float32 in (0, 1): never 0 or 1, which are outside of every token's share."""
         raw = self._bits.random_raw(count) >> np.uint64(41)
         return np.asarray((raw.astype(np.float64) + 0.5) * 2.0**-23, np.float32)
+
+
+def normal_temperature(temperature: float) -> float:
+    """One that float32 takes for 0 is 0: greedy."""
+    return temperature if temperature >= _TINY else 0.0
+
+
+def normal_top_p(top_p: float) -> float:
+    """One that float32 takes for 0 still keeps the most likely token."""
+    return max(top_p, _TINY)
 
 
 def width_for(wanted: int) -> int:
