@@ -3,7 +3,7 @@
 Handlers parse, authorise, make one journal call and answer. Work is done elsewhere: the engine finds it in the journal.
 """
 
-from api.app import create_app
-from api.serve import serve
+from tinkerflow.api.app import create_app
+from tinkerflow.api.serve import serve
 
 __all__ = ["create_app", "serve"]

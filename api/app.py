@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import Depends, FastAPI
 
-from api import errors, links
-from api.auth import Authenticator
-from api.deps import authorised
-from api.holds import Holds
-from api.models import Health
-from api.routes import (
+from tinkerflow.api import errors, links
+from tinkerflow.api.auth import Authenticator
+from tinkerflow.api.deps import authorised
+from tinkerflow.api.holds import Holds
+from tinkerflow.api.models import Health
+from tinkerflow.api.routes import (
     auth,
     billing,
     copies,
@@ -25,11 +25,11 @@ from api.routes import (
     training,
     weights,
 )
-from api.services import Services
-from backend.clock import Clock, SystemClock
-from backend.journal import Journal, Waiters
-from backend.settings import Settings
-from backend.store import Store
+from tinkerflow.api.services import Services
+from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.journal import Journal, Waiters
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
 
 _PREFIX = "/api/v1"
 

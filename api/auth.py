@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
-from api import tokens
-from backend.clock import Clock
-from backend.journal import Journal, KeyView
-from backend.settings import Settings
+from tinkerflow.api import tokens
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.journal import Journal, KeyView
+from tinkerflow.backend.settings import Settings
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
-from api.models import Wire
+from tinkerflow.api.models import Wire
 
 
 class TokenUsage(Wire):

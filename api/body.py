@@ -7,7 +7,7 @@ import asyncio
 import zstandard
 from fastapi import Request
 
-from backend.errors import BodyTooLargeError, UserError
+from tinkerflow.backend.errors import BodyTooLargeError, UserError
 
 _DRAINED = 4  # times the limit: so much of a body that is too large is still read, so that its sender hears why
 _MAX_WINDOW = 2**27  # bytes of history a zstd frame may ask for

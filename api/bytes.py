@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fastapi import HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
 
-from backend.store import BLOCK
+from tinkerflow.backend.store import BLOCK
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 

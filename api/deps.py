@@ -9,11 +9,11 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, HTTPException, Query, Request
 from pydantic import BaseModel, ValidationError
 
-from api.auth import Identity
-from api.body import read_body
-from api.services import Services
-from backend.errors import UserError
-from backend.journal import Journal
+from tinkerflow.api.auth import Identity
+from tinkerflow.api.body import read_body
+from tinkerflow.api.services import Services
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import Journal
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -12,7 +12,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
-from backend.errors import BodyTooLargeError, ConflictError, NotFoundError, TinkerflowError, TooManyError, UserError
+from tinkerflow.backend.errors import (
+    BodyTooLargeError,
+    ConflictError,
+    NotFoundError,
+    TinkerflowError,
+    TooManyError,
+    UserError,
+)
 
 log = logging.getLogger(__name__)
 

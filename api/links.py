@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from fastapi import Depends, HTTPException, Request
 
-from api.deps import Call
-from api.services import Services
+from tinkerflow.api.deps import Call
+from tinkerflow.api.services import Services
 
 SECRET = "links"
 LIFETIME = timedelta(hours=1)

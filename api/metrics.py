@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from backend.commands import Warmth
+from tinkerflow.backend.commands import Warmth
 
 _PROGRAMS = {
     "planned": ("gauge", "programs that the warm-up compiles before they are needed"),

@@ -1,6 +1,6 @@
 """The JSON of the synchronous endpoints. Requests may hold unknown fields; answers leave out what is None.
 
-The bodies of training and sampling operations are not here: backend.wire reads those, for the API and the tasks alike.
+`tinkerflow.backend.wire` reads the bodies of training and sampling operations, for the API and the tasks alike.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from backend.commands import Optimizer
+from tinkerflow.backend.commands import Optimizer
 
 CheckpointType = Literal["training", "sampler", "external"]
 

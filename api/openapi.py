@@ -1,4 +1,4 @@
-"""Bodies in the OpenAPI document. Routes read their bodies themselves (api.body), so FastAPI does not see them."""
+"""Bodies in the OpenAPI document. Routes read their bodies themselves (`api/body.py`), so FastAPI does not see them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def takes_object() -> dict[str, Any]:
-    """A route's `openapi_extra` when its body is a JSON object that backend.wire reads, field by field."""
+    """A route's `openapi_extra` when its body is a JSON object that tinkerflow.backend.wire reads, field by field."""
     return _body("application/json", {"type": "object"})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from api.deps import Call
+from tinkerflow.api.deps import Call
 
 AccessScope = Literal["owned", "accessible"]
 

@@ -13,12 +13,12 @@ import uvicorn
 import uvloop
 from sqlalchemy.exc import OperationalError
 
-from api.app import create_app
-from api.services import Services
-from backend.errors import ServerError
-from backend.journal import Journal, Waiters
-from backend.settings import Settings
-from backend.store import Store
+from tinkerflow.api.app import create_app
+from tinkerflow.api.services import Services
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import Journal, Waiters
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
 
 log = logging.getLogger(__name__)
 

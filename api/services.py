@@ -5,12 +5,12 @@ from __future__ import annotations
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from api.auth import Authenticator
-from api.holds import Holds
-from backend.clock import Clock
-from backend.journal import Journal, Limits, Waiters
-from backend.settings import Settings
-from backend.store import Store
+from tinkerflow.api.auth import Authenticator
+from tinkerflow.api.holds import Holds
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.journal import Journal, Limits, Waiters
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
 
 
 @dataclass(frozen=True)

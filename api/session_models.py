@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from api.models import Wire
+from tinkerflow.api.models import Wire
 
 FinishedBecause = Literal["success", "errored", "interrupted"]
 

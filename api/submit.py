@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
-from api.deps import Call
-from backend.errors import UserError
-from backend.journal import Kind, NewRequest
-from backend.wire import Fields
-from backend.wire.operations import MAX_SEQ
+from tinkerflow.api.deps import Call
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import Kind, NewRequest
+from tinkerflow.backend.wire import Fields
+from tinkerflow.backend.wire.operations import MAX_SEQ
 
 _SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
 

@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from api.bytes import Segment
+from tinkerflow.api.bytes import Segment
 
 _BLOCK = tarfile.BLOCKSIZE
 

@@ -12,7 +12,7 @@ from datetime import datetime
 
 import orjson
 
-from backend.journal import Timed
+from tinkerflow.backend.journal import Timed
 
 Event = dict[str, object]
 

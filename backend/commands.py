@@ -72,7 +72,7 @@ class Example:
 class CustomLoss:
     """A loss that a client traced: rank of each input by name, `logprobs` first, and its nodes as JSON text.
 
-    Made by backend.wire.decode_custom_loss, which checks it against the list of what may be called.
+    Made by tinkerflow.backend.wire.decode_custom_loss, which checks it against the list of what may be called.
     """
 
     name: str

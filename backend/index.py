@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.errors import StoreError
-from backend.journal import CheckpointFound, CheckpointKind, CheckpointSaved, Journal
-from backend.store import RECOVERY, CheckpointPath, Saved, Store
+from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.journal import CheckpointFound, CheckpointKind, CheckpointSaved, Journal
+from tinkerflow.backend.store import RECOVERY, CheckpointPath, Saved, Store
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from backend.errors import UserError
+from tinkerflow.backend.errors import UserError
 
 _LEAST_BYTES = 16
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from backend.compute.config import ModelConfig, parse_config
-from backend.errors import UserError
+from tinkerflow.backend.compute.config import ModelConfig, parse_config
+from tinkerflow.backend.errors import UserError
 
 DEFAULT_MAX_CONTEXT = 32_768
 WEIGHTS = "model.safetensors"

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from backend.joining import parse_address
+from tinkerflow.backend.joining import parse_address
 
 _PREFIX = "TINKERFLOW_"
 

@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from backend.clock import SystemClock
-from backend.errors import StoreError
-from backend.settings import Settings
-from backend.store import Store
-from backend.store.upkeep import Snapshot
-from deployments.parts import open_journal
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
+from tinkerflow.backend.store.upkeep import Snapshot
+from tinkerflow.deployments.parts import open_journal
 
 app = typer.Typer(help="Checkpoints: look after the store, and let others load or copy one.", no_args_is_help=True)
 
@@ -116,7 +116,7 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
 
     Lost with a database: keys, tokens that were made for checkpoints, names and labels of sessions, usage, audit log.
     """
-    from backend.index import rebuild
+    from tinkerflow.backend.index import rebuild
 
     settings = _settings(data_dir, store)
     with open_journal(settings) as journal:

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from backend.errors import TinkerflowError
-from backend.settings import Settings
-from deployments import checkpoints
-from deployments.parts import open_journal, run_api_part, run_engine_part, run_worker_part
+from tinkerflow.backend.errors import TinkerflowError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments import checkpoints
+from tinkerflow.deployments.parts import open_journal, run_api_part, run_engine_part, run_worker_part
 
 app = typer.Typer(
     name="tinkerflow",
@@ -71,7 +71,7 @@ def up(
     data_dir: DataDir = None,
 ) -> None:
     """Start API, Prefect server, engine and pool; print a `ready:` line; SIGTERM or Ctrl-C stops all."""
-    from deployments.up import Stack
+    from tinkerflow.deployments.up import Stack
 
     settings = _settings(
         host=host,
@@ -98,8 +98,8 @@ def quickstart(
     steps: Annotated[int | None, typer.Option(min=2, help="optimizer steps")] = None,
 ) -> None:
     """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK."""
-    from deployments.quickstart import STEPS
-    from deployments.quickstart import quickstart as run
+    from tinkerflow.deployments.quickstart import STEPS
+    from tinkerflow.deployments.quickstart import quickstart as run
 
     learnt = run(Console(), data_dir=data_dir, steps=steps or STEPS)
     sys.stdout.flush()
@@ -120,7 +120,7 @@ def run(
     data_dir: DataDir = None,
 ) -> None:
     """Run a fine-tuning pipeline now, with a progress bar; with the Prefect server that is there, or one of its own."""
-    from deployments.run import run as run_pipeline
+    from tinkerflow.deployments.run import run as run_pipeline
 
     completed = run_pipeline(Console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir)
     sys.stdout.flush()
@@ -134,7 +134,7 @@ def serve(
     data_dir: DataDir = None,
 ) -> None:
     """Run deployments of pipelines as their schedules say, on this machine; SIGTERM or Ctrl-C stops."""
-    from deployments.serve import serve as serve_deployments
+    from tinkerflow.deployments.serve import serve as serve_deployments
 
     serve_deployments(file, _settings(data_dir=data_dir), limit=limit)
 
@@ -142,7 +142,7 @@ def serve(
 @app.command()
 def doctor(data_dir: DataDir = None) -> None:
     """Check this machine and the settings: devices, database, store, Prefect, base models."""
-    from deployments.doctor import examine
+    from tinkerflow.deployments.doctor import examine
 
     if not examine(_settings(data_dir=data_dir), Console()):
         raise typer.Exit(1)
@@ -179,7 +179,7 @@ def worker(
 @models.command("make-tiny")
 def make_tiny_model(folder: Path) -> None:
     """Make the tiny Qwen3-architecture model with its tokenizer in FOLDER (the same bytes every time)."""
-    from deployments.tiny_model import make_tiny
+    from tinkerflow.deployments.tiny_model import make_tiny
 
     make_tiny(folder)
     print(folder)

@@ -11,11 +11,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from backend.clock import SystemClock
-from backend.commands import Warmth
-from backend.errors import TinkerflowError
-from backend.settings import Settings
-from deployments.parts import open_journal
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.errors import TinkerflowError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.parts import open_journal
 
 
 def examine(settings: Settings, console: Console) -> bool:
@@ -103,7 +103,7 @@ def _store(settings: Settings) -> str:
 
 
 def _base_models(settings: Settings) -> str:
-    from backend.model_card import ModelCard
+    from tinkerflow.backend.model_card import ModelCard
 
     cards = [ModelCard.load(name) for name in settings.base_models]
     named = [

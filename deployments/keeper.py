@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from backend.processes import backoff
-from deployments.pulse import BEAT, READY
+from tinkerflow.backend.processes import backoff
+from tinkerflow.deployments.pulse import BEAT, READY
 
 STOP_SECONDS = 20.0
 LOOK_SECONDS = 0.1

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from backend.joining import make_secret, parse_address
-from backend.pool import Post, serve_group
-from backend.processes import backoff
-from backend.settings import Settings
+from tinkerflow.backend.joining import make_secret, parse_address
+from tinkerflow.backend.pool import Post, serve_group
+from tinkerflow.backend.processes import backoff
+from tinkerflow.backend.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class LocalHost:
         self._logs.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(self._logs / "workers.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        for logger in (log, logging.getLogger("backend.pool")):
+        for logger in (log, logging.getLogger("tinkerflow.backend.pool")):
             logger.addHandler(handler)
             logger.setLevel(logging.INFO)
             logger.propagate = False

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from backend.errors import UserError
-from backend.joining import parse_address, read_secret
-from backend.journal import Journal, migrate
-from backend.pool import Post, serve_group
-from backend.processes import die_with_parent
-from backend.settings import Settings
-from deployments.pulse import READY, Pulse, say
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.joining import parse_address, read_secret
+from tinkerflow.backend.journal import Journal, migrate
+from tinkerflow.backend.pool import Post, serve_group
+from tinkerflow.backend.processes import die_with_parent
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.pulse import READY, Pulse, say
 
 
 def run_engine_part(settings: Settings, parent: int) -> None:
     """Run the engine until SIGTERM; stdout gets its progress, READY when it executes requests, and beats for `up`."""
     pulse = _begin(parent)
-    from flows.engine import run_engine
+    from tinkerflow.flows.engine import run_engine
 
     async def main() -> None:
         loop, this = asyncio.get_running_loop(), asyncio.current_task()
@@ -40,7 +40,7 @@ def run_engine_part(settings: Settings, parent: int) -> None:
 def run_api_part(settings: Settings, parent: int) -> None:
     """Run the API until SIGTERM; stdout gets READY when it listens, and beats for `up`."""
     pulse = _begin(parent)
-    from api.serve import serve
+    from tinkerflow.api.serve import serve
 
     serve(settings, on_ready=lambda: say(READY), on_turn=pulse.turns)
 
@@ -72,7 +72,7 @@ def with_base_models(settings: Settings) -> Settings:
     """The settings; without any base model, with the embedded tiny one, which is made in the data dir first."""
     if settings.base_models:
         return settings
-    from deployments.tiny_model import make_tiny
+    from tinkerflow.deployments.tiny_model import make_tiny
 
     folder = embedded_model(settings)
     if not (folder / "config.json").exists():

@@ -13,9 +13,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from backend.settings import Settings
-from deployments.pig_latin import LESSONS, Lesson
-from deployments.up import Stack
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.pig_latin import LESSONS, Lesson
+from tinkerflow.deployments.up import Stack
 
 if TYPE_CHECKING:
     import tinker

@@ -23,9 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from backend.errors import ServerError, UserError
-from backend.processes import free_port
-from backend.settings import Settings
+from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.settings import Settings
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -55,7 +55,7 @@ def run(
         with _prefect(console, settings) as url:
             sys.path.insert(0, str(config.resolve().parent))  # where rewards and environments of its own may be
             return _completes(console, pipeline, read_config(config, changes), url)
-    from deployments.up import Stack
+    from tinkerflow.deployments.up import Stack
 
     Thread(target=_import, daemon=True).start()  # while other processes start
     with tempfile.TemporaryDirectory(prefix="tinkerflow-example-") as scratch:
@@ -74,7 +74,7 @@ def run(
 
 def example_file(name: str) -> Path:
     """A file of our examples."""
-    return Path(str(resources.files("deployments").joinpath("examples", name)))
+    return Path(str(resources.files("tinkerflow.deployments").joinpath("examples", name)))
 
 
 def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _prefect(console: Console, settings: Settings) -> Iterator[str]:
     elif settings.prefect_port and _answers(local):
         yield local
     else:
-        from flows import start_server
+        from tinkerflow.flows import start_server
 
         console.print("  no Prefect server: one is started for this run", style="dim")
         server = asyncio.run(start_server(settings.data_dir, free_port()))
@@ -147,7 +147,7 @@ def _answers(url: str) -> bool:
 
 def _import() -> None:
     """Load what a run needs, some seconds' worth."""
-    for module in ("flows.pipelines", "tinker", "transformers.tokenization_utils_tokenizers"):
+    for module in ("tinkerflow.flows.pipelines", "tinker", "transformers.tokenization_utils_tokenizers"):
         import_module(module)
 
 
@@ -183,8 +183,8 @@ def _completes(console: Console, pipeline: str, config: Mapping[str, Any], prefe
 def _run(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> State[BaseModel]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from flows.pipelines import PIPELINES
-    from tasks.pipelines.board import follower
+    from tinkerflow.flows.pipelines import PIPELINES
+    from tinkerflow.tasks.pipelines.board import follower
 
     if pipeline not in PIPELINES:
         raise UserError(f"pipeline {pipeline!r}: must be one of {', '.join(PIPELINES)}")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from backend.errors import UserError
-from backend.settings import Settings
-from deployments.run import beside
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.run import beside
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -134,7 +134,7 @@ async def ensure_automation(name: str = AUTOMATION, *, silent: int = SILENT_SECO
 async def ensure_results(url: str) -> dict[str, str]:
     """Let Prefect know a folder, local or of any fsspec URL, for what flows return; the variables by which it is used.
 
-    It holds a file of JSON for each flow run. What tasks return is not kept: see `tasks.pipelines.progress`.
+    It holds a file of JSON for each flow run. What tasks return is not kept: see `tinkerflow.tasks.pipelines.progress`.
     """
     from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 
@@ -175,7 +175,7 @@ async def _deployment(wanted: Deployment) -> RunnerDeployment:
     from prefect.flows import load_flow_from_entrypoint
     from prefect.types.entrypoint import EntrypointType
 
-    from flows.pipelines import PIPELINES
+    from tinkerflow.flows.pipelines import PIPELINES
 
     flow: Flow[..., Any] = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
     if flow.name in PIPELINES:

@@ -1,4 +1,4 @@
-"""For tests of your own flows: fixtures of pytest, with `pytest_plugins = ["deployments.testing"]` in conftest.py.
+"""Pytest fixtures for tests of your own flows; conftest.py says `pytest_plugins = ["tinkerflow.deployments.testing"]`.
 
 `tiny_service`: the whole service in this process, on the embedded tiny model; nothing is tracked, no Prefect server is
 needed. `plain_calls`: tasks and flows are called as the functions they are (`task.fn`). Together they test a flow in
@@ -22,8 +22,8 @@ from unittest import mock
 import pytest
 from prefect import Flow, Task
 
-from backend.processes import free_port
-from backend.settings import Settings
+from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.settings import Settings
 
 if TYPE_CHECKING:
     import tinker
@@ -54,9 +54,9 @@ def serve_tiny(data_dir: Path, **settings: Any) -> Iterator[TinyService]:
     data_dir: for everything that it keeps; one that is used again has its programs compiled. settings: as in Settings.
     TINKER_BASE_URL and TINKER_API_KEY name the service meanwhile, so that flows find it.
     """
-    from api.serve import serve_until
-    from deployments.parts import with_base_models
-    from flows import run_engine
+    from tinkerflow.api.serve import serve_until
+    from tinkerflow.deployments.parts import with_base_models
+    from tinkerflow.flows import run_engine
 
     plain: dict[str, Any] = {"host": "127.0.0.1", "port": free_port(), "prefect": "off", "warm_up": False}
     chosen = with_base_models(Settings(data_dir=data_dir, **(plain | settings)))

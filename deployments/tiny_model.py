@@ -19,7 +19,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from backend.errors import UserError
+from tinkerflow.backend.errors import UserError
 
 SEED = 20240501
 VOCAB = 1024
@@ -136,7 +136,7 @@ def _tokenizer_config() -> dict[str, Any]:
 
 def _train_tokenizer() -> Tokenizer:
     """Byte-level BPE: any text round-trips; words of the corpus are single tokens, digits stand alone."""
-    text = resources.files("deployments").joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
+    text = resources.files("tinkerflow.deployments").joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         # Digits apart (also from a space before them), so that arithmetic is about digits, not about whole numbers.

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from backend.errors import ServerError
-from backend.processes import free_port, tail
-from backend.settings import Settings
-from deployments.keeper import LOOK_SECONDS, Keeper
-from deployments.local_host import LocalHost
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.processes import free_port, tail
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.keeper import LOOK_SECONDS, Keeper
+from tinkerflow.deployments.local_host import LocalHost
 
 
 class Stack:
@@ -28,7 +28,7 @@ class Stack:
         self._workers = LocalHost(self.settings, report=report) if not settings.group else None
         parent = str(os.getpid())
         self._keeper = Keeper(
-            {name: (sys.executable, "-m", "deployments.cli", name, "--parent", parent) for name in ("engine", "api")},
+            {name: (sys.executable, "-m", "tinkerflow", name, "--parent", parent) for name in ("engine", "api")},
             environment=os.environ | self.settings.environment(),
             log_dir=self.settings.data_dir / "logs",
             silence=self.settings.heartbeat_timeout,

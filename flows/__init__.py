@@ -3,8 +3,8 @@
 `run_engine` is the whole of it. A model has a lane (order), a flow run (the picture), and task runs that pacing opens.
 """
 
-from flows.engine import run_engine
-from flows.prefect_server import PrefectServer, start_server
-from flows.tracking import Tracking, open_tracking
+from tinkerflow.flows.engine import run_engine
+from tinkerflow.flows.prefect_server import PrefectServer, start_server
+from tinkerflow.flows.tracking import Tracking, open_tracking
 
 __all__ = ["PrefectServer", "Tracking", "open_tracking", "run_engine", "start_server"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backend.journal import Kind, Pending
+from tinkerflow.backend.journal import Kind, Pending
 
 _IN_CHUNKS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)  # the SDK cuts one call into several requests (PROTOCOL.md 3.3)
 

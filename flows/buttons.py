@@ -20,8 +20,8 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Failed, Running
 
-from backend.errors import UserError
-from flows.tracking import BEGIN_SECONDS, Tracking
+from tinkerflow.backend.errors import UserError
+from tinkerflow.flows.tracking import BEGIN_SECONDS, Tracking
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from uuid import UUID
 
-from backend.commands import Done, DropSnapshot
-from backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
-from backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention
-from backend.settings import Settings
-from flows.buttons import Buttons
-from flows.expiry import delete_checkpoints, delete_snapshots, note_changes
-from flows.groups import ServedModel
-from flows.lane import Lane, Shared
-from flows.training_run import serve_model
+from tinkerflow.backend.commands import Done, DropSnapshot
+from tinkerflow.backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
+from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.buttons import Buttons
+from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, note_changes
+from tinkerflow.flows.groups import ServedModel
+from tinkerflow.flows.lane import Lane, Shared
+from tinkerflow.flows.training_run import serve_model
 
 log = logging.getLogger(__name__)
 

@@ -14,25 +14,25 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 
-from backend.clock import Clock, SystemClock
-from backend.errors import UserError
-from backend.joining import make_secret, parse_address
-from backend.journal import Journal, migrate
-from backend.model_card import ModelCard
-from backend.pool import Hosts, Pool
-from backend.settings import Settings
-from backend.store import Store
-from flows.dispatch import Dispatcher
-from flows.groups import ServedModel, group_config
-from flows.lane import Shared
-from flows.lease import hold_lease
-from flows.pacing import Pacing
-from flows.sampling import SamplingLane
-from flows.tracking import open_tracking
-from flows.warmth import note_warmth
-from tasks.answers import Answers
-from tasks.recovery import Policy
-from tasks.runtime import Runtime
+from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.joining import make_secret, parse_address
+from tinkerflow.backend.journal import Journal, migrate
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.pool import Hosts, Pool
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
+from tinkerflow.flows.dispatch import Dispatcher
+from tinkerflow.flows.groups import ServedModel, group_config
+from tinkerflow.flows.lane import Shared
+from tinkerflow.flows.lease import hold_lease
+from tinkerflow.flows.pacing import Pacing
+from tinkerflow.flows.sampling import SamplingLane
+from tinkerflow.flows.tracking import open_tracking
+from tinkerflow.flows.warmth import note_warmth
+from tinkerflow.tasks.answers import Answers
+from tinkerflow.tasks.recovery import Policy
+from tinkerflow.tasks.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ async def run_engine(
     on_ready: Callable[[], None],
     on_progress: Say,
     on_turn: Callable[[], None] = lambda: None,
-    executor: str = "backend.compute.executor:Executor",
+    executor: str = "tinkerflow.backend.compute.executor:Executor",
 ) -> None:
     """Serve `settings.base_models` until cancelled; then stop cleanly and raise CancelledError.
 

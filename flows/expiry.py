@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 
-from backend.errors import StoreError
-from backend.journal import Journal, Retention
-from backend.store import Store
+from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.journal import Journal, Retention
+from tinkerflow.backend.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.commands import GroupConfig
-from backend.errors import UserError
-from backend.model_card import ModelCard
-from backend.pool import Pool
-from backend.settings import Settings
-from flows.sampling import SamplingLane
-from tasks.runtime import Runtime
+from tinkerflow.backend.commands import GroupConfig
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.pool import Pool
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.sampling import SamplingLane
+from tinkerflow.tasks.runtime import Runtime
 
 
 @dataclass(frozen=True)

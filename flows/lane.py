@@ -14,20 +14,20 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.states import Paused, Running
 
-from backend.commands import Done, DropAdapter
-from backend.errors import GroupFailedError, SuspectError
-from backend.journal import Kind, ModelState, Outcome, Pending
-from flows.batching import Batch, batches, run_name, shared_name
-from flows.pacing import Pacing
-from flows.tracking import Tracking
-from tasks.operation import Operation, begin
-from tasks.poison import MOST_CRASHES
-from tasks.recovery import Journey, Policy, take
-from tasks.restore import Restored, restore
-from tasks.runtime import Runtime
-from tasks.save_weights import SAVES
-from tasks.turns import Turn
-from tasks.window import MOST, STEPS, TASKS, Tracked, Window, track
+from tinkerflow.backend.commands import Done, DropAdapter
+from tinkerflow.backend.errors import GroupFailedError, SuspectError
+from tinkerflow.backend.journal import Kind, ModelState, Outcome, Pending
+from tinkerflow.flows.batching import Batch, batches, run_name, shared_name
+from tinkerflow.flows.pacing import Pacing
+from tinkerflow.flows.tracking import Tracking
+from tinkerflow.tasks.operation import Operation, begin
+from tinkerflow.tasks.poison import MOST_CRASHES
+from tinkerflow.tasks.recovery import Journey, Policy, take
+from tinkerflow.tasks.restore import Restored, restore
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.save_weights import SAVES
+from tinkerflow.tasks.turns import Turn
+from tinkerflow.tasks.window import MOST, STEPS, TASKS, Tracked, Window, track
 
 log = logging.getLogger(__name__)
 

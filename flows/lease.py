@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from backend.journal import AWAY, Journal
-from backend.journal.leases import LEASE_SECONDS
+from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.backend.journal.leases import LEASE_SECONDS
 
 log = logging.getLogger(__name__)
 

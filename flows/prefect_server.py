@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 
-from backend.errors import ServerError
-from backend.processes import tail
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.processes import tail
 
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
@@ -29,7 +29,7 @@ _BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}
 # What `prefect server start` does, less its command line. Not a module of this room: importing it costs seconds.
 _CHILD = """
 import sys
-from backend.processes import die_with_parent
+from tinkerflow.backend.processes import die_with_parent
 die_with_parent(int(sys.argv[2]))
 import uvicorn
 uvicorn.run(

@@ -15,14 +15,14 @@ from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Completed
 
-from backend.journal import Outcome, Pending
-from flows.lane import End, Shared, Why
-from flows.tracking import run_body
-from flows.training_run import MOST_RUNS
-from tasks.operation import Operation
-from tasks.runtime import Runtime
-from tasks.sample import Batch
-from tasks.window import MOST, SAMPLE, Window, track
+from tinkerflow.backend.journal import Outcome, Pending
+from tinkerflow.flows.lane import End, Shared, Why
+from tinkerflow.flows.tracking import run_body
+from tinkerflow.flows.training_run import MOST_RUNS
+from tinkerflow.tasks.operation import Operation
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.sample import Batch
+from tinkerflow.tasks.window import MOST, SAMPLE, Window, track
 
 log = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from prefect.settings import (
 )
 from prefect.states import Crashed
 
-from backend.errors import ServerError, UserError
-from backend.processes import free_port
-from backend.settings import Settings
-from flows.deployed import run_deployed
-from flows.prefect_server import is_healthy, start_server
+from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.deployed import run_deployed
+from tinkerflow.flows.prefect_server import is_healthy, start_server
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
-from flows.lane import End, Lane, Why
-from flows.tracking import Tracking, run_body
+from tinkerflow.flows.lane import End, Lane, Why
+from tinkerflow.flows.tracking import Tracking, run_body
 
 # Task runs of one flow run: with 500, its page takes more than six seconds to open (tests/benchmarks/RESULTS.md).
 MOST_RUNS = 150

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from backend.commands import ReadWarmth, Warmth
-from backend.errors import TinkerflowError
-from backend.journal import AWAY, Journal
-from backend.pool import Pool
+from tinkerflow.backend.commands import ReadWarmth, Warmth
+from tinkerflow.backend.errors import TinkerflowError
+from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.backend.pool import Pool
 
 log = logging.getLogger(__name__)
 

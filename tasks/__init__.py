@@ -4,13 +4,13 @@
 it, and `window` lets task runs of Prefect follow what was started, so that people see it.
 """
 
-from tasks.answers import Answers
-from tasks.operation import Operation, begin, failure
-from tasks.runtime import Commanded, Runtime
-from tasks.sample import Batch
-from tasks.snapshots import Snapshots
-from tasks.turns import Turn
-from tasks.window import Window, track, tracked_task
+from tinkerflow.tasks.answers import Answers
+from tinkerflow.tasks.operation import Operation, begin, failure
+from tinkerflow.tasks.runtime import Commanded, Runtime
+from tinkerflow.tasks.sample import Batch
+from tinkerflow.tasks.snapshots import Snapshots
+from tinkerflow.tasks.turns import Turn
+from tinkerflow.tasks.window import Window, track, tracked_task
 
 __all__ = [
     "Answers",

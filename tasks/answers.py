@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from backend.journal import AWAY, Outcome
+from tinkerflow.backend.journal import AWAY, Outcome
 
 log = logging.getLogger(__name__)
 

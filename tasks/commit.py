@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from backend.commands import AdapterState
-from backend.ids import new_id
-from backend.journal import SnapshotTaken
-from backend.store import RECOVERY, CheckpointMeta
-from tasks.runtime import Runtime
+from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.journal import SnapshotTaken
+from tinkerflow.backend.store import RECOVERY, CheckpointMeta
+from tinkerflow.tasks.runtime import Runtime
 
 
 async def commit(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from backend.commands import CreateAdapter, Done, LoraSpec
-from backend.errors import ServerError
-from backend.journal import ModelLive, ModelView, Outcome, Pending
-from backend.wire import encode_model_created
-from tasks.runtime import Runtime
-from tasks.turns import Turn
+from tinkerflow.backend.commands import CreateAdapter, Done, LoraSpec
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import ModelLive, ModelView, Outcome, Pending
+from tinkerflow.backend.wire import encode_model_created
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:

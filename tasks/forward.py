@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.commands import ForwardResult
-from backend.journal import Outcome, Pending, UsageKind, Used
-from backend.wire import decode_forward, encode_forward, load_custom_loss, read_forward
-from tasks.runtime import Runtime
-from tasks.turns import Turn
+from tinkerflow.backend.commands import ForwardResult
+from tinkerflow.backend.journal import Outcome, Pending, UsageKind, Used
+from tinkerflow.backend.wire import decode_forward, encode_forward, load_custom_loss, read_forward
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:

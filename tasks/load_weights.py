@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from backend.commands import AdapterState, Done, ImportAdapter
-from backend.errors import NotFoundError, UserError
-from backend.journal import ModelLive, ModelView, Outcome, Pending, StepMade
-from backend.wire import decode_load_model, decode_load_weights, encode_loaded
-from tasks.commit import commit
-from tasks.create_model import spec_of
-from tasks.runtime import Runtime
-from tasks.turns import Turn
+from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import ModelLive, ModelView, Outcome, Pending, StepMade
+from tinkerflow.backend.wire import decode_load_model, decode_load_weights, encode_loaded
+from tinkerflow.tasks.commit import commit
+from tinkerflow.tasks.create_model import spec_of
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:

@@ -8,10 +8,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from backend.commands import Command, CreateAdapter, Forward, ImportAdapter, OptimStep
-from backend.errors import GroupFailedError, StateLostError, TinkerflowError
-from backend.journal import Effect, Kind, ModelEnded, ModelState, Outcome, Pending, SamplerLoaded, SamplerOpened
-from tasks import (
+from tinkerflow.backend.commands import Command, CreateAdapter, Forward, ImportAdapter, OptimStep
+from tinkerflow.backend.errors import GroupFailedError, StateLostError, TinkerflowError
+from tinkerflow.backend.journal import (
+    Effect,
+    Kind,
+    ModelEnded,
+    ModelState,
+    Outcome,
+    Pending,
+    SamplerLoaded,
+    SamplerOpened,
+)
+from tinkerflow.tasks import (
     create_model,
     forward,
     load_weights,
@@ -21,9 +30,9 @@ from tasks import (
     save_weights_for_sampler,
     unload,
 )
-from tasks.poison import judge
-from tasks.runtime import Runtime
-from tasks.turns import Turn
+from tinkerflow.tasks.poison import judge
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.turns import Turn
 
 log = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from backend.commands import OptimResult, OptimStep
-from backend.journal import Outcome, Pending, StepMade
-from backend.wire import decode_optim_step, encode_optim_step
-from tasks.runtime import Runtime
-from tasks.turns import Turn
+from tinkerflow.backend.commands import OptimResult, OptimStep
+from tinkerflow.backend.journal import Outcome, Pending, StepMade
+from tinkerflow.backend.wire import decode_optim_step, encode_optim_step
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from backend.errors import DeadlineError, GroupFailedError, SuspectError
-from backend.journal import Outcome, Pending
-from tasks.runtime import Runtime
+from tinkerflow.backend.errors import DeadlineError, GroupFailedError, SuspectError
+from tinkerflow.backend.journal import Outcome, Pending
+from tinkerflow.tasks.runtime import Runtime
 
 log = logging.getLogger(__name__)
 

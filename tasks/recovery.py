@@ -34,12 +34,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from backend.commands import AdapterState, ExportAdapter
-from backend.errors import FencedError, GroupFailedError, TinkerflowError
-from backend.journal import AWAY
-from tasks.commit import commit, record
-from tasks.runtime import Runtime
-from tasks.turns import Turn
+from tinkerflow.backend.commands import AdapterState, ExportAdapter
+from tinkerflow.backend.errors import FencedError, GroupFailedError, TinkerflowError
+from tinkerflow.backend.journal import AWAY
+from tinkerflow.tasks.commit import commit, record
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.turns import Turn
 
 log = logging.getLogger(__name__)
 

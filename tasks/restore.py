@@ -13,8 +13,8 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from backend.commands import AdapterState, Done, ImportAdapter
-from backend.errors import (
+from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
+from tinkerflow.backend.errors import (
     GroupFailedError,
     NotFoundError,
     ServerError,
@@ -23,12 +23,12 @@ from backend.errors import (
     TinkerflowError,
     UserError,
 )
-from backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
-from tasks.commit import record
-from tasks.operation import EXECUTE
-from tasks.runtime import Runtime
-from tasks.save_weights import export
-from tasks.turns import Turn
+from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
+from tinkerflow.tasks.commit import record
+from tinkerflow.tasks.operation import EXECUTE
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.save_weights import export
+from tinkerflow.tasks.turns import Turn
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import ParamSpec, Protocol, TypeVar, cast
 
-from backend.clock import Clock
-from backend.commands import AdapterState, Command, Reply
-from backend.journal import AWAY, Journal
-from backend.model_card import ModelCard
-from backend.store import Store
-from tasks.answers import Answers
-from tasks.snapshots import Snapshots
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.commands import AdapterState, Command, Reply
+from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.store import Store
+from tinkerflow.tasks.answers import Answers
+from tinkerflow.tasks.snapshots import Snapshots
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +29,7 @@ INLINE_BYTES = 64 * 1024  # decoding so much takes less than a millisecond; a th
 
 
 class Commanded(Protocol):
-    """The part of backend.pool.Pool that operations use."""
+    """The part of tinkerflow.backend.pool.Pool that operations use."""
 
     @property
     def generation(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     LoadSnapshot,
     SampleProgress,
     SampleRequest,
@@ -19,13 +19,13 @@ from backend.commands import (
     SnapshotHeld,
     StabilityInfo,
 )
-from backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
-from backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
-from backend.wire import decode_sample, encode_sample, records_stability
-from tasks.load_weights import load
-from tasks.operation import answer, failure
-from tasks.poison import judge
-from tasks.runtime import Runtime
+from tinkerflow.backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
+from tinkerflow.backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
+from tinkerflow.backend.wire import decode_sample, encode_sample, records_stability
+from tinkerflow.tasks.load_weights import load
+from tinkerflow.tasks.operation import answer, failure
+from tinkerflow.tasks.poison import judge
+from tinkerflow.tasks.runtime import Runtime
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
-from backend.commands import AdapterState, ExportAdapter
-from backend.index import row_of
-from backend.journal import CheckpointKind, CheckpointSaved, Kind, Outcome, Pending, UsageKind, Used
-from backend.store import CheckpointMeta, CheckpointPath
-from backend.wire import decode_save_weights, encode_saved
-from tasks.runtime import Runtime
-from tasks.turns import Turn
+from tinkerflow.backend.commands import AdapterState, ExportAdapter
+from tinkerflow.backend.index import row_of
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Kind, Outcome, Pending, UsageKind, Used
+from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
+from tinkerflow.backend.wire import decode_save_weights, encode_saved
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.turns import Turn
 
 SAVES = frozenset((Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL))  # what may step aside (turns.py)
 

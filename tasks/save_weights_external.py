@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from backend.journal import CheckpointKind, Outcome, Pending
-from backend.wire import decode_save_external, encode_saved
-from tasks.runtime import Runtime
-from tasks.save_weights import export_aside, one_checkpoint, save
-from tasks.turns import Turn
+from tinkerflow.backend.journal import CheckpointKind, Outcome, Pending
+from tinkerflow.backend.wire import decode_save_external, encode_saved
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.save_weights import export_aside, one_checkpoint, save
+from tinkerflow.tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:

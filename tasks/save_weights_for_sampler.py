@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     AdapterState,
     Done,
     DropSnapshot,
@@ -31,15 +31,23 @@ from backend.commands import (
     PublishSnapshot,
     SnapshotHeld,
 )
-from backend.errors import FencedError, GroupFailedError, StoreError
-from backend.ids import inflight_id, sampler_id
-from backend.journal import CheckpointKind, Effect, NewSampler, Outcome, Pending, SamplerOpened, SnapshotTaken
-from backend.processes import backoff
-from backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
-from tasks.commit import commit, record
-from tasks.runtime import Runtime
-from tasks.save_weights import export_aside, one_checkpoint, save
-from tasks.turns import Turn
+from tinkerflow.backend.errors import FencedError, GroupFailedError, StoreError
+from tinkerflow.backend.ids import inflight_id, sampler_id
+from tinkerflow.backend.journal import (
+    CheckpointKind,
+    Effect,
+    NewSampler,
+    Outcome,
+    Pending,
+    SamplerOpened,
+    SnapshotTaken,
+)
+from tinkerflow.backend.processes import backoff
+from tinkerflow.backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
+from tinkerflow.tasks.commit import commit, record
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.save_weights import export_aside, one_checkpoint, save
+from tinkerflow.tasks.turns import Turn
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import asyncio
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from backend.errors import GroupFailedError
+from tinkerflow.backend.errors import GroupFailedError
 
 MOST_ASIDE = 4  # saves of one model that are written at once wait: each holds a copy of the model
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from backend.commands import Done, DropAdapter
-from backend.journal import ModelEnded, ModelState, Outcome, Pending
-from tasks.runtime import Runtime
-from tasks.turns import Turn
+from tinkerflow.backend.commands import Done, DropAdapter
+from tinkerflow.backend.journal import ModelEnded, ModelState, Outcome, Pending
+from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.tasks.turns import Turn
 
 
 async def execute(runtime: Runtime, request: Pending, turn: Turn) -> Outcome:

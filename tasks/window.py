@@ -20,8 +20,8 @@ from prefect.context import TaskRunContext
 from prefect.states import Completed, Failed
 from prefect.tasks import Task
 
-from backend.journal import Kind, Outcome
-from tasks.operation import Operation
+from tinkerflow.backend.journal import Kind, Outcome
+from tinkerflow.tasks.operation import Operation
 
 GRACE = 0.01  # seconds an operation has before its task run opens
 MOST = 500  # operations of one task run

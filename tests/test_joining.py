@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.errors import UserError
-from backend.joining import make_secret, parse_address, read_secret
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.joining import make_secret, parse_address, read_secret
 
 
 def test_addresses_are_hosts_with_ports() -> None:

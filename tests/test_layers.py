@@ -1,4 +1,4 @@
-"""The layers point one way (ARCHITECTURE.md, Layout), and the top level holds what it should."""
+"""The layers point one way, all of it is imported as `tinkerflow`, and the top level holds what it should."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
+            module = node.module or ""
+            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "tinkerflow" else {module}
     return found
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_one_way(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]
-    tops = {name.split(".")[0] for name in imports(path)}
-    assert tops & set(ROOMS) <= MAY_IMPORT[room]
+    names = imports(path)
+    tops = {name.split(".")[0] for name in names}
+    rooms = {name.split(".")[1] for name in names if name.startswith("tinkerflow.")}
+    assert rooms & set(ROOMS) <= MAY_IMPORT[room]
     assert not tops & MAY_NOT.get(room, set())
     relative = path.relative_to(ROOT).as_posix()
     if not (relative.startswith("backend/compute/") or relative == "backend/pool/worker.py"):
@@ -53,11 +56,24 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "path", [*modules(), *sorted((ROOT / "tests").rglob("*.py"))], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_everything_of_ours_is_imported_as_tinkerflow(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(path)} & set(ROOMS)
+
+
+def test_importing_tinkerflow_loads_nothing_else() -> None:
+    code = "import sys; before = set(sys.modules); import tinkerflow; print(sorted(set(sys.modules) - before))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "['tinkerflow']"
+
+
+@pytest.mark.parametrize(
     "room",
     ["api", "flows", "tasks", "tasks.pipelines", "backend.pool", "backend.journal", "backend.store", "backend.wire"],
 )
 def test_importing_a_room_does_not_load_jax(room: str) -> None:
-    code = f"import {room}, sys; print(sorted(set(sys.modules) & {JAX!r}))"
+    code = f"import tinkerflow.{room}, sys; print(sorted(set(sys.modules) & {JAX!r}))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "[]"
 
@@ -65,7 +81,8 @@ def test_importing_a_room_does_not_load_jax(room: str) -> None:
 def test_top_level_is_the_agreed_one() -> None:
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
     tops = {name.split("/")[0] for name in tracked if not name.startswith(".")}
-    assert tops <= {*ROOMS, "tests", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    papers = {"README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs"}
+    assert tops <= {*ROOMS, *papers, "tests", "pyproject.toml", "constraints.txt"}
 
 
 def test_no_module_is_too_long_to_hold_one_idea() -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from backend.errors import UserError
-from backend.model_card import ModelCard
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.model_card import ModelCard
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -168,7 +168,8 @@ def test_a_name_that_can_only_be_a_folder_asks_no_hub(name: str) -> None:
 @pytest.mark.parametrize(("name", "message"), [("org/model", "the hub cannot be reached"), ("a b!", "nor a hub id")])
 def test_offline_the_hub_is_named(tmp_path: Path, name: str, message: str) -> None:
     code = (
-        "import sys\nfrom backend.model_card import ModelCard\nfrom backend.errors import UserError\n"
+        "import sys\nfrom tinkerflow.backend.model_card import ModelCard\n"
+        "from tinkerflow.backend.errors import UserError\n"
         "try: ModelCard.load(sys.argv[1])\nexcept UserError as error: print(error)"
     )
     out = subprocess.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backend.processes import backoff, tail
+from tinkerflow.backend.processes import backoff, tail
 
 
 def test_back_off_doubles_up_to_a_limit() -> None:

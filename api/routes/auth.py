@@ -6,9 +6,9 @@ import asyncio
 
 from fastapi import APIRouter
 
-from api.deps import Authorised
-from api.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, Token
-from backend.errors import UserError
+from tinkerflow.api.deps import Authorised
+from tinkerflow.api.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, Token
+from tinkerflow.backend.errors import UserError
 
 router = APIRouter()
 

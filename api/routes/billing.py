@@ -11,12 +11,12 @@ from datetime import UTC, datetime, timedelta
 
 from fastapi import APIRouter
 
-from api import billing_models as models
-from api.deps import Authorised
-from api.scope import visible
-from backend.errors import UserError
-from backend.journal import StoredUsage, Usage, UsageKind, plain_metadata
-from backend.settings import Settings
+from tinkerflow.api import billing_models as models
+from tinkerflow.api.deps import Authorised
+from tinkerflow.api.scope import visible
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import StoredUsage, Usage, UsageKind, plain_metadata
+from tinkerflow.backend.settings import Settings
 
 router = APIRouter()
 

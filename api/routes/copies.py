@@ -10,15 +10,15 @@ from datetime import timedelta
 
 from fastapi import APIRouter
 
-from api.deps import Authorised, Call
-from api.models import WeightsCopied
-from api.openapi import takes_object
-from backend.errors import NotFoundError
-from backend.ids import model_id
-from backend.index import row_of
-from backend.journal import CopyMade, access_hash
-from backend.store import CheckpointPath
-from backend.wire import Fields, ttl_seconds
+from tinkerflow.api.deps import Authorised, Call
+from tinkerflow.api.models import WeightsCopied
+from tinkerflow.api.openapi import takes_object
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.ids import model_id
+from tinkerflow.backend.index import row_of
+from tinkerflow.backend.journal import CopyMade, access_hash
+from tinkerflow.backend.store import CheckpointPath
+from tinkerflow.backend.wire import Fields, ttl_seconds
 
 router = APIRouter()
 

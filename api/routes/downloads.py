@@ -9,16 +9,16 @@ from functools import partial
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from api.bytes import Segment, send
-from api.deps import Authorised, Call
-from api.links import LIFETIME, Linked, link
-from api.models import ExternalWeightsUrls
-from api.services import Services
-from api.tar import archive
-from backend.errors import NotFoundError, UserError
-from backend.journal import CheckpointKind
-from backend.store import CheckpointPath, Saved, Store
-from backend.store.commit import OPTIMIZER
+from tinkerflow.api.bytes import Segment, send
+from tinkerflow.api.deps import Authorised, Call
+from tinkerflow.api.links import LIFETIME, Linked, link
+from tinkerflow.api.models import ExternalWeightsUrls
+from tinkerflow.api.services import Services
+from tinkerflow.api.tar import archive
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import CheckpointKind
+from tinkerflow.backend.store import CheckpointPath, Saved, Store
+from tinkerflow.backend.store.commit import OPTIMIZER
 
 router = APIRouter()
 link_router = APIRouter()  # opened by a link's signature instead of a key

@@ -10,11 +10,11 @@ import orjson
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Authorised, Call
-from api.models import CancelFuture, RetrieveFuture, RetrieveFutures
-from api.openapi import takes
-from api.refusals import reason_of
-from backend.journal import Completions, Result
+from tinkerflow.api.deps import Authorised, Call
+from tinkerflow.api.models import CancelFuture, RetrieveFuture, RetrieveFutures
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.refusals import reason_of
+from tinkerflow.backend.journal import Completions, Result
 
 router = APIRouter()
 

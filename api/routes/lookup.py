@@ -9,13 +9,13 @@ from typing import Literal
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api import session_models as models
-from api.deps import Authorised, PageLimit, PageOffset
-from api.links import Linked, link
-from api.openapi import takes
-from api.scope import AccessScope, visible
-from api.trace import trace
-from backend.journal import (
+from tinkerflow.api import session_models as models
+from tinkerflow.api.deps import Authorised, PageLimit, PageOffset
+from tinkerflow.api.links import Linked, link
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.scope import AccessScope, visible
+from tinkerflow.api.trace import trace
+from tinkerflow.backend.journal import (
     AuditView,
     SessionFailure,
     SessionQuery,

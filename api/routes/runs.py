@@ -6,11 +6,11 @@ import asyncio
 
 from fastapi import APIRouter
 
-from api.deps import Authorised, PageLimit, PageOffset
-from api.models import Cursor, TrainingRun, TrainingRuns
-from api.routes.weights import checkpoint
-from api.scope import AccessScope, visible
-from backend.journal import ModelState, RunView
+from tinkerflow.api.deps import Authorised, PageLimit, PageOffset
+from tinkerflow.api.models import Cursor, TrainingRun, TrainingRuns
+from tinkerflow.api.routes.weights import checkpoint
+from tinkerflow.api.scope import AccessScope, visible
+from tinkerflow.backend.journal import ModelState, RunView
 
 router = APIRouter()
 

@@ -7,20 +7,20 @@ import asyncio
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Authorised, Call
-from api.models import (
+from tinkerflow.api.deps import Authorised, Call
+from tinkerflow.api.models import (
     CreateSamplingSession,
     JoinSamplingSession,
     Sampler,
     SamplingSessionCreated,
     SamplingSessionJoined,
 )
-from api.openapi import takes, takes_object
-from api.submit import accepted, content_hash
-from backend.errors import NotFoundError, UserError
-from backend.ids import sampler_id
-from backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
-from backend.wire import Fields, num_samples, with_seed
+from tinkerflow.api.openapi import takes, takes_object
+from tinkerflow.api.submit import accepted, content_hash
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
+from tinkerflow.backend.wire import Fields, num_samples, with_seed
 
 router = APIRouter()
 

@@ -9,11 +9,11 @@ import re
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from api.deps import Authorised
-from api.metrics import text_of
-from api.models import Capabilities, SupportedModel, Telemetry, TelemetryAccepted
-from api.openapi import takes
-from backend.model_card import ModelCard
+from tinkerflow.api.deps import Authorised
+from tinkerflow.api.metrics import text_of
+from tinkerflow.api.models import Capabilities, SupportedModel, Telemetry, TelemetryAccepted
+from tinkerflow.api.openapi import takes
+from tinkerflow.backend.model_card import ModelCard
 
 log = logging.getLogger(__name__)
 router = APIRouter()

@@ -6,10 +6,10 @@ import asyncio
 
 from fastapi import APIRouter, HTTPException
 
-from api.deps import Authorised
-from api.models import CreateSession, Finish, Heartbeat, HeartbeatHeard, SessionCreated
-from api.openapi import takes
-from backend.journal import NewSession, SessionState
+from tinkerflow.api.deps import Authorised
+from tinkerflow.api.models import CreateSession, Finish, Heartbeat, HeartbeatHeard, SessionCreated
+from tinkerflow.api.openapi import takes
+from tinkerflow.backend.journal import NewSession, SessionState
 
 router = APIRouter()
 

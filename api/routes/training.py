@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Authorised, Call
-from api.models import GetInfo, ModelData, ModelInfo, optimizer_config
-from api.openapi import takes, takes_object, takes_protobuf
-from api.refusals import refuse
-from api.submit import accepted, content_hash, submit_for_model
-from backend.commands import LoraSpec, Optimizer
-from backend.errors import NotFoundError, UserError
-from backend.ids import model_id
-from backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
-from backend.model_card import ModelCard
-from backend.wire import (
+from tinkerflow.api.deps import Authorised, Call
+from tinkerflow.api.models import GetInfo, ModelData, ModelInfo, optimizer_config
+from tinkerflow.api.openapi import takes, takes_object, takes_protobuf
+from tinkerflow.api.refusals import refuse
+from tinkerflow.api.submit import accepted, content_hash, submit_for_model
+from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.ids import model_id
+from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.wire import (
     Fields,
     custom_loss_header,
     decode_create_model,
@@ -33,7 +33,7 @@ from backend.wire import (
     hash_token,
     training_tokens,
 )
-from backend.wire.operations import MAX_SEQ
+from tinkerflow.backend.wire.operations import MAX_SEQ
 
 router = APIRouter()
 

@@ -7,14 +7,28 @@ import asyncio
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from api.deps import Authorised, PageLimit, PageOffset
-from api.models import Checkpoint, Checkpoints, CheckpointType, Cursor, WeightsInfo, WeightsPath, optimizer_config
-from api.openapi import takes, takes_object
-from api.submit import submit_for_model
-from backend.errors import UserError
-from backend.journal import CheckpointKind, CheckpointView, Kind
-from backend.store import CheckpointPath
-from backend.wire import Fields, decode_save_external, decode_save_for_sampler, decode_save_weights, ttl_seconds
+from tinkerflow.api.deps import Authorised, PageLimit, PageOffset
+from tinkerflow.api.models import (
+    Checkpoint,
+    Checkpoints,
+    CheckpointType,
+    Cursor,
+    WeightsInfo,
+    WeightsPath,
+    optimizer_config,
+)
+from tinkerflow.api.openapi import takes, takes_object
+from tinkerflow.api.submit import submit_for_model
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
+from tinkerflow.backend.store import CheckpointPath
+from tinkerflow.backend.wire import (
+    Fields,
+    decode_save_external,
+    decode_save_for_sampler,
+    decode_save_weights,
+    ttl_seconds,
+)
 
 router = APIRouter()
 

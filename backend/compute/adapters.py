@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from backend.commands import AdapterState, LoraSpec, Optimizer
-from backend.compute.config import ModelConfig
-from backend.compute.dimuon import Momentum
-from backend.compute.lora import Lora, check_spec, from_peft, init_lora, to_peft
-from backend.compute.mesh import put, replicated, to_host
-from backend.compute.optimizer import Moments, State, fresh_state
-from backend.errors import NotFoundError, UserError
+from tinkerflow.backend.commands import AdapterState, LoraSpec, Optimizer
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.dimuon import Momentum
+from tinkerflow.backend.compute.lora import Lora, check_spec, from_peft, init_lora, to_peft
+from tinkerflow.backend.compute.mesh import put, replicated, to_host
+from tinkerflow.backend.compute.optimizer import Moments, State, fresh_state
+from tinkerflow.backend.errors import NotFoundError, UserError
 
 Floats = npt.NDArray[np.float32]
 Tree = TypeVar("Tree")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from backend.compute.transformer import Attend
+from tinkerflow.backend.compute.transformer import Attend
 
 _BLOCK = 256  # queries scored at once
 _MOST_BLOCKS = 8

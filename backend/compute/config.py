@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.errors import UserError
+from tinkerflow.backend.errors import UserError
 
 ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from backend.commands import CustomLoss, Example, Float32
-from backend.compute.torch_ops import DTYPES, OPS
-from backend.errors import UserError
-from backend.wire.torch_names import FUNCTIONS, METHODS
+from tinkerflow.backend.commands import CustomLoss, Example, Float32
+from tinkerflow.backend.compute.torch_ops import DTYPES, OPS
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire.torch_names import FUNCTIONS, METHODS
 
 PROGRAMS = 256
 MAX_CELLS = 2**26  # of any value on the way: T x T of a long example would otherwise take all memory

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from backend.compute.lora import Lora
+from tinkerflow.backend.compute.lora import Lora
 
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

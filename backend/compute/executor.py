@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 import jax
 import numpy as np
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     TOKEN_LOSSES,
     Command,
     CreateAdapter,
@@ -46,23 +46,23 @@ from backend.commands import (
     SampleStep,
     SnapshotHeld,
 )
-from backend.compute.adapters import Adapter, AdapterStore, state_lora
-from backend.compute.compiles import CompileCounter
-from backend.compute.config import load_config
-from backend.compute.logprobs import Scored
-from backend.compute.losses import choose
-from backend.compute.memory import training_budget
-from backend.compute.mesh import FSDP, make_mesh, on_cpu, put, replicated, to_host
-from backend.compute.optimizer import hyper_vector
-from backend.compute.packing import MicroBatch, pack
-from backend.compute.params import count, load_params
-from backend.compute.sampler import Sampler
-from backend.compute.sampler.shapes import RANK_COLUMNS
-from backend.compute.sequence_losses import judge
-from backend.compute.train import make_steps, to_devices
-from backend.compute.train_programs import adapter_like, training_programs
-from backend.compute.warming import WarmUp
-from backend.errors import DevicesError, ServerError, UserError
+from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, state_lora
+from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.logprobs import Scored
+from tinkerflow.backend.compute.losses import choose
+from tinkerflow.backend.compute.memory import training_budget
+from tinkerflow.backend.compute.mesh import FSDP, make_mesh, on_cpu, put, replicated, to_host
+from tinkerflow.backend.compute.optimizer import hyper_vector
+from tinkerflow.backend.compute.packing import MicroBatch, pack
+from tinkerflow.backend.compute.params import count, load_params
+from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
+from tinkerflow.backend.compute.sequence_losses import judge
+from tinkerflow.backend.compute.train import make_steps, to_devices
+from tinkerflow.backend.compute.train_programs import adapter_like, training_programs
+from tinkerflow.backend.compute.warming import WarmUp
+from tinkerflow.backend.errors import DevicesError, ServerError, UserError
 
 R = TypeVar("R", bound=Reply)
 
@@ -70,7 +70,7 @@ Passes = Generator[Later, None, Callable[[], ForwardResult]]  # yields between m
 
 
 class Executor:
-    """One base model on the mesh. An error of `backend.errors` leaves all as it was, or its text says what not."""
+    """One base model on the mesh. An error of `backend/errors.py` leaves all as it was, or its text says what not."""
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         """Load the model of `config`; `progress` is told what takes long: loading now, compiling later.

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from backend.compute.config import ModelConfig
-from backend.compute.grouped import Groups
-from backend.compute.lora import MLP, LoraApply, LoraPair
-from backend.compute.matmul import matmul
-from backend.compute.mesh import EXPERT, FSDP, TENSOR
-from backend.compute.quantized import Int8, Weight
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.grouped import Groups
+from tinkerflow.backend.compute.lora import MLP, LoraApply, LoraPair
+from tinkerflow.backend.compute.matmul import matmul
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+from tinkerflow.backend.compute.quantized import Int8, Weight
 
 
 def route(cfg: ModelConfig, y_BTD: jax.Array, router_ED: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,8 +12,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from backend.compute.mesh import on_cpu
-from backend.compute.quantized import Int8, Weight
+from tinkerflow.backend.compute.mesh import on_cpu
+from tinkerflow.backend.compute.quantized import Int8, Weight
 
 _MOST_ROWS = 64  # of a block
 _LEAST_ROWS = 8

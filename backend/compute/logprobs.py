@@ -14,9 +14,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from backend.compute.lora import LoraPair, apply_one
-from backend.compute.losses import LossChoice, LossInputs, token_losses
-from backend.compute.transformer import Params, unembed, unembed_pullback
+from tinkerflow.backend.compute.lora import LoraPair, apply_one
+from tinkerflow.backend.compute.losses import LossChoice, LossInputs, token_losses
+from tinkerflow.backend.compute.transformer import Params, unembed, unembed_pullback
 
 _LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
 

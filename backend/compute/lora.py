@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 from jax.ad_checkpoint import checkpoint_name
 
-from backend.commands import LORA_ALPHA, LoraSpec
-from backend.compute.config import ModelConfig
-from backend.compute.grouped import Groups
-from backend.errors import UserError
+from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.grouped import Groups
+from tinkerflow.backend.errors import UserError
 
 ATTENTION = ("q", "k", "v", "o")
 MLP = ("gate", "up", "down")

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from backend.commands import LOSS_CONFIG, TOKEN_LOSSES, Loss
-from backend.errors import UserError
+from tinkerflow.backend.commands import LOSS_CONFIG, TOKEN_LOSSES, Loss
+from tinkerflow.backend.errors import UserError
 
 _MOST_VALUES = 2  # in a loss's config; they are in the order of LOSS_CONFIG, zeros behind
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from backend.compute.mesh import on_cpu
-from backend.compute.quantized import Int8, Weight
+from tinkerflow.backend.compute.mesh import on_cpu
+from tinkerflow.backend.compute.quantized import Int8, Weight
 
 _FEW = 32  # rows; for 64 it gains nothing, and a training step of so few tokens becomes a fifth dearer
 

@@ -13,9 +13,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from backend.compute.config import ModelConfig
-from backend.compute.lora import ATTENTION, MLP
-from backend.compute.mesh import FSDP, on_cpu
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.lora import ATTENTION, MLP
+from tinkerflow.backend.compute.mesh import FSDP, on_cpu
 
 _LEAST_TOKENS = 1024  # of a device of the fsdp axis: fewer leave it idle
 _MOST_TOKENS = 4096  # more make whoever samples wait

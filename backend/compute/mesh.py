@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from backend.errors import UserError
+from tinkerflow.backend.errors import UserError
 
 FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
 Tree = TypeVar("Tree")

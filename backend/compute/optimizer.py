@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from backend.commands import AdamParams, DimuonParams, Optimizer
-from backend.compute.dimuon import Momentum, dimuon_update
-from backend.compute.lora import Lora
-from backend.errors import UserError
+from tinkerflow.backend.commands import AdamParams, DimuonParams, Optimizer
+from tinkerflow.backend.compute.dimuon import Momentum, dimuon_update
+from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.errors import UserError
 
 
 @flax.struct.dataclass

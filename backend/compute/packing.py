@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from backend.commands import Example, Float32, Int32
+from tinkerflow.backend.commands import Example, Float32, Int32
 
 SHORTEST_ROW = 32
 # How much longer rows make attention dearer: a token in a row of T costs about 1 + T / _ATTENTION of one alone

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backend.compute.config import ModelConfig
-from backend.compute.lora import ATTENTION, MLP, projection_sizes
-from backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, on_cpu, sharding
-from backend.compute.quantized import Int8, Weight, rounded, scales
-from backend.compute.transformer import Params
-from backend.errors import UserError
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.lora import ATTENTION, MLP, projection_sizes
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, on_cpu, sharding
+from tinkerflow.backend.compute.quantized import Int8, Weight, rounded, scales
+from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.errors import UserError
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 Loaded = TypeVar("Loaded", bound=Weight)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from backend.commands import LOSS_CONFIG, Example, Float32, Forward
-from backend.compute.custom_losses import custom_losses
-from backend.errors import UserError
+from tinkerflow.backend.commands import LOSS_CONFIG, Example, Float32, Forward
+from tinkerflow.backend.compute.custom_losses import custom_losses
+from tinkerflow.backend.errors import UserError
 
 Float64 = npt.NDArray[np.float64]
 

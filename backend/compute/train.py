@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from backend.compute import memory
-from backend.compute.attention import attend_segments
-from backend.compute.config import ModelConfig
-from backend.compute.logprobs import Scored, score, score_and_grads
-from backend.compute.lora import MLP, Lora, apply_one
-from backend.compute.losses import LossChoice, LossInputs
-from backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
-from backend.compute.optimizer import State, Stepped, step
-from backend.compute.packing import MicroBatch
-from backend.compute.transformer import Params, forward
+from tinkerflow.backend.compute import memory
+from tinkerflow.backend.compute.attention import attend_segments
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
+from tinkerflow.backend.compute.lora import MLP, Lora, apply_one
+from tinkerflow.backend.compute.losses import LossChoice, LossInputs
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
+from tinkerflow.backend.compute.optimizer import State, Stepped, step
+from tinkerflow.backend.compute.packing import MicroBatch
+from tinkerflow.backend.compute.transformer import Params, forward
 
 
 @flax.struct.dataclass

@@ -12,16 +12,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
-from backend.compute.config import ModelConfig
-from backend.compute.lora import Lora, init_lora
-from backend.compute.losses import choose
-from backend.compute.mesh import FSDP, replicated, sharding
-from backend.compute.optimizer import fresh_state, hyper_vector
-from backend.compute.packing import micro_batch_shapes
-from backend.compute.train import Batch, Steps
-from backend.compute.transformer import Params
-from backend.compute.warming import Program, like, result_of
+from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.lora import Lora, init_lora
+from tinkerflow.backend.compute.losses import choose
+from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
+from tinkerflow.backend.compute.optimizer import fresh_state, hyper_vector
+from tinkerflow.backend.compute.packing import micro_batch_shapes
+from tinkerflow.backend.compute.train import Batch, Steps
+from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.warming import Program, like, result_of
 
 _FORWARD = 3  # how much rarer a forward pass alone is
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from backend.compute.config import ModelConfig
-from backend.compute.experts import mixture
-from backend.compute.lora import Lora, LoraApply, LoraPair
-from backend.compute.matmul import matmul, product
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.experts import mixture
+from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
+from tinkerflow.backend.compute.matmul import matmul, product
 
 # attend(q_BTHd, k_BTGd, v_BTGd) -> o_BTHd; keys and queries are rotated already, and scores are still to be scaled.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from backend.commands import Warmth
+from tinkerflow.backend.commands import Warmth
 
 log = logging.getLogger(__name__)
 

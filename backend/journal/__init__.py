@@ -4,11 +4,11 @@
 `Waiters` waits for answers. Rows stay inside: what goes in is in records.py, what comes out in views.py.
 """
 
-from backend.journal.audit import Event
-from backend.journal.bell import Bell
-from backend.journal.database import AWAY
-from backend.journal.journal import Journal
-from backend.journal.kinds import (
+from tinkerflow.backend.journal.audit import Event
+from tinkerflow.backend.journal.bell import Bell
+from tinkerflow.backend.journal.database import AWAY
+from tinkerflow.backend.journal.journal import Journal
+from tinkerflow.backend.journal.kinds import (
     CheckpointKind,
     Kind,
     ModelState,
@@ -18,9 +18,9 @@ from backend.journal.kinds import (
     SessionState,
     UsageKind,
 )
-from backend.journal.limits import Limits
-from backend.journal.migrate import migrate
-from backend.journal.records import (
+from tinkerflow.backend.journal.limits import Limits
+from tinkerflow.backend.journal.migrate import migrate
+from tinkerflow.backend.journal.records import (
     CheckpointFound,
     CheckpointSaved,
     CopyMade,
@@ -41,11 +41,11 @@ from backend.journal.records import (
     StepMade,
     Used,
 )
-from backend.journal.recovery import Recovery
-from backend.journal.retention import Retention
-from backend.journal.search import SessionQuery, SessionStatus, plain_metadata
-from backend.journal.shares import access_hash
-from backend.journal.views import (
+from tinkerflow.backend.journal.recovery import Recovery
+from tinkerflow.backend.journal.retention import Retention
+from tinkerflow.backend.journal.search import SessionQuery, SessionStatus, plain_metadata
+from tinkerflow.backend.journal.shares import access_hash
+from tinkerflow.backend.journal.views import (
     AuditView,
     BaseModelView,
     CheckpointView,
@@ -70,7 +70,7 @@ from backend.journal.views import (
     Timed,
     Usage,
 )
-from backend.journal.waiters import Waiters
+from tinkerflow.backend.journal.waiters import Waiters
 
 __all__ = [
     "AWAY",

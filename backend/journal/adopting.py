@@ -11,13 +11,13 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.ids import session_of
-from backend.journal import audit
-from backend.journal.effects import checkpoint_row
-from backend.journal.kinds import ModelState, SessionState
-from backend.journal.records import CheckpointFound, CheckpointSaved, CopyMade
-from backend.journal.statements import insert_if_absent
-from backend.journal.tables import Checkpoint, Model, Session
+from tinkerflow.backend.ids import session_of
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.effects import checkpoint_row
+from tinkerflow.backend.journal.kinds import ModelState, SessionState
+from tinkerflow.backend.journal.records import CheckpointFound, CheckpointSaved, CopyMade
+from tinkerflow.backend.journal.statements import insert_if_absent
+from tinkerflow.backend.journal.tables import Checkpoint, Model, Session
 
 
 def record_copy(connection: sa.Connection, copy: CopyMade, now: datetime) -> str:

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 
 import sqlalchemy as sa
 
-from backend.journal.bell import Bell
+from tinkerflow.backend.journal.bell import Bell
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from enum import StrEnum
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal.statements import owned_by
-from backend.journal.tables import AuditEvent
-from backend.journal.views import AuditView, audit_view
+from tinkerflow.backend.journal.statements import owned_by
+from tinkerflow.backend.journal.tables import AuditEvent
+from tinkerflow.backend.journal.views import AuditView, audit_view
 
 MOST = 10_000  # entries of one answer
 

@@ -10,9 +10,9 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.commands import Warmth
-from backend.journal.tables import BaseModelRow
-from backend.journal.views import BaseModelView
+from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.journal.tables import BaseModelRow
+from tinkerflow.backend.journal.views import BaseModelView
 
 
 def register_base_models(connection: sa.Connection, models: Sequence[tuple[str, str]], now: datetime) -> None:

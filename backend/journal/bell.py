@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from backend.journal.database import is_sqlite
+from tinkerflow.backend.journal.database import is_sqlite
 
 
 class Carrier(Protocol):
@@ -120,9 +120,9 @@ class Bell:
 
 def _carrier(url: str) -> Carrier:
     if is_sqlite(url):
-        from backend.journal.bell_sockets import SocketCarrier
+        from tinkerflow.backend.journal.bell_sockets import SocketCarrier
 
         return SocketCarrier(url)
-    from backend.journal.bell_postgres import PostgresCarrier
+    from tinkerflow.backend.journal.bell_postgres import PostgresCarrier
 
     return PostgresCarrier(url)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import psycopg
 
-from backend.journal.bell_sockets import packed, unpacked
-from backend.journal.database import driver_url
+from tinkerflow.backend.journal.bell_sockets import packed, unpacked
+from tinkerflow.backend.journal.database import driver_url
 
 log = logging.getLogger(__name__)
 

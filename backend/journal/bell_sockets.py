@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sqlalchemy.engine import make_url
 
-from backend.errors import ServerError
+from tinkerflow.backend.errors import ServerError
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import sqlalchemy as sa
 from sqlalchemy.orm import aliased
 from sqlmodel import col
 
-from backend.errors import StateLostError
-from backend.journal.kinds import ModelState, RequestState, SamplerState
-from backend.journal.tables import Model, Request, Sampler
-from backend.journal.views import SessionFailure
+from tinkerflow.backend.errors import StateLostError
+from tinkerflow.backend.journal.kinds import ModelState, RequestState, SamplerState
+from tinkerflow.backend.journal.tables import Model, Request, Sampler
+from tinkerflow.backend.journal.views import SessionFailure
 
 _NEWER = aliased(Request, name="newer")
 

@@ -7,12 +7,12 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import UserError
-from backend.journal.finishing import finish
-from backend.journal.kinds import Kind, RequestState
-from backend.journal.records import Outcome
-from backend.journal.statements import is_owned, missing
-from backend.journal.tables import Request
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal.finishing import finish
+from tinkerflow.backend.journal.kinds import Kind, RequestState
+from tinkerflow.backend.journal.records import Outcome
+from tinkerflow.backend.journal.statements import is_owned, missing
+from tinkerflow.backend.journal.tables import Request
 
 CANCELLED = "cancelled by the client"
 

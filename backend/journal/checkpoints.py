@@ -9,13 +9,13 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import NotFoundError
-from backend.journal.kinds import CheckpointKind
-from backend.journal.search import PROJECT
-from backend.journal.shares import opens
-from backend.journal.statements import get_owned, owned_by
-from backend.journal.tables import Checkpoint, Model, Session
-from backend.journal.views import CheckpointView, Page, RunView, checkpoint_view, model_view
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.journal.kinds import CheckpointKind
+from tinkerflow.backend.journal.search import PROJECT
+from tinkerflow.backend.journal.shares import opens
+from tinkerflow.backend.journal.statements import get_owned, owned_by
+from tinkerflow.backend.journal.tables import Checkpoint, Model, Session
+from tinkerflow.backend.journal.views import CheckpointView, Page, RunView, checkpoint_view, model_view
 
 
 def exists(now: datetime) -> sa.ColumnElement[bool]:

@@ -18,10 +18,10 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal.kinds import RequestState
-from backend.journal.statements import CLONE_BLOCK, get_owned, in_chunks, is_owned, missing
-from backend.journal.tables import Request, Sampler
-from backend.journal.views import Completion, Completions
+from tinkerflow.backend.journal.kinds import RequestState
+from tinkerflow.backend.journal.statements import CLONE_BLOCK, get_owned, in_chunks, is_owned, missing
+from tinkerflow.backend.journal.tables import Request, Sampler
+from tinkerflow.backend.journal.views import Completion, Completions
 
 PAGE = 1000
 

@@ -9,9 +9,9 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal.kinds import RequestState
-from backend.journal.recovery_tables import Process, Suspect
-from backend.journal.tables import BaseModelRow, Model, Request
+from tinkerflow.backend.journal.kinds import RequestState
+from tinkerflow.backend.journal.recovery_tables import Process, Suspect
+from tinkerflow.backend.journal.tables import BaseModelRow, Model, Request
 
 
 @dataclass(frozen=True)

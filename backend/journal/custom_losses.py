@@ -8,13 +8,13 @@ import orjson
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import ConflictError, NotFoundError, UserError
-from backend.ids import custom_loss_id, new_id
-from backend.journal.kinds import Kind, RequestState, SessionState
-from backend.journal.records import NewCustomLoss
-from backend.journal.statements import insert_if_absent, missing, owned_by
-from backend.journal.submitting import session_over
-from backend.journal.tables import CustomLoss, Request, Session
+from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.ids import custom_loss_id, new_id
+from tinkerflow.backend.journal.kinds import Kind, RequestState, SessionState
+from tinkerflow.backend.journal.records import NewCustomLoss
+from tinkerflow.backend.journal.statements import insert_if_absent, missing, owned_by
+from tinkerflow.backend.journal.submitting import session_over
+from tinkerflow.backend.journal.tables import CustomLoss, Request, Session
 
 
 def submit(connection: sa.Connection, loss: NewCustomLoss, now: datetime) -> str:

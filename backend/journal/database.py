@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 
-from backend.errors import JournalBusyError
+from tinkerflow.backend.errors import JournalBusyError
 
 BUSY_SECONDS = 30.0
 AWAY = (sa.exc.OperationalError, JournalBusyError)  # what is raised while the database cannot be asked: try again

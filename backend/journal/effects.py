@@ -10,9 +10,9 @@ from typing import assert_never
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal import audit, completions, history, stability
-from backend.journal.kinds import TAKES_WORK, ModelState, SamplerState
-from backend.journal.records import (
+from tinkerflow.backend.journal import audit, completions, history, stability
+from tinkerflow.backend.journal.kinds import TAKES_WORK, ModelState, SamplerState
+from tinkerflow.backend.journal.records import (
     CheckpointSaved,
     Effect,
     ModelEnded,
@@ -26,7 +26,7 @@ from backend.journal.records import (
     StepMade,
     Used,
 )
-from backend.journal.statements import (
+from tinkerflow.backend.journal.statements import (
     answered,
     done,
     fail_pending,
@@ -34,7 +34,7 @@ from backend.journal.statements import (
     model_ended,
     sampler_ended,
 )
-from backend.journal.tables import Checkpoint, Model, Request, Sampler
+from tinkerflow.backend.journal.tables import Checkpoint, Model, Request, Sampler
 
 _STEP_MADE = sa.update(Model).where(col(Model.id) == sa.bindparam("of_model")).values(step=sa.bindparam("to_step"))
 

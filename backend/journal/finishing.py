@@ -11,12 +11,12 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal import completions, usage
-from backend.journal.effects import apply, end_models
-from backend.journal.kinds import ModelState, RequestState
-from backend.journal.records import Outcome, Used
-from backend.journal.statements import COMPLETION, IS_PENDING, answered, done
-from backend.journal.tables import Model, Request
+from tinkerflow.backend.journal import completions, usage
+from tinkerflow.backend.journal.effects import apply, end_models
+from tinkerflow.backend.journal.kinds import ModelState, RequestState
+from tinkerflow.backend.journal.records import Outcome, Used
+from tinkerflow.backend.journal.statements import COMPLETION, IS_PENDING, answered, done
+from tinkerflow.backend.journal.tables import Model, Request
 
 _ANSWER = (
     sa.update(Request)

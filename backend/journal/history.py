@@ -24,12 +24,12 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
-from backend.journal.kinds import TAKES_WORK, Kind, ModelState, RequestState, SamplerState, SessionState
-from backend.journal.records import SnapshotTaken
-from backend.journal.recovery_tables import RecoverySnapshot, Suspect
-from backend.journal.statements import IS_PENDING, in_chunks, insert_if_absent
-from backend.journal.tables import BaseModelRow, Model, Request, Sampler, Session
-from backend.journal.views import Executed, Pending, SnapshotView, pending_view, snapshot_view
+from tinkerflow.backend.journal.kinds import TAKES_WORK, Kind, ModelState, RequestState, SamplerState, SessionState
+from tinkerflow.backend.journal.records import SnapshotTaken
+from tinkerflow.backend.journal.recovery_tables import RecoverySnapshot, Suspect
+from tinkerflow.backend.journal.statements import IS_PENDING, in_chunks, insert_if_absent
+from tinkerflow.backend.journal.tables import BaseModelRow, Model, Request, Sampler, Session
+from tinkerflow.backend.journal.views import Executed, Pending, SnapshotView, pending_view, snapshot_view
 
 KEPT = 2  # snapshots of a model: the newest one restores it, or if that cannot be read the one before
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import UserError
-from backend.journal import history
-from backend.journal.kinds import TAKES_WORK, ModelState, SessionState
-from backend.journal.statements import get_owned
-from backend.journal.tables import Model, Request, Session
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import history
+from tinkerflow.backend.journal.kinds import TAKES_WORK, ModelState, SessionState
+from tinkerflow.backend.journal.statements import get_owned
+from tinkerflow.backend.journal.tables import Model, Request, Session
 
 # What made them is kept until their session is over.
 KEPT = (ModelState.LOST, ModelState.FAILED)

@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from datetime import date, datetime, timedelta
 from typing import Self
 
-from backend.clock import Clock, SystemClock
-from backend.commands import StabilityInfo
-from backend.errors import UserError
-from backend.journal import (
+from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.commands import StabilityInfo
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import (
     adopting,
     audit,
     cancelling,
@@ -34,22 +34,30 @@ from backend.journal import (
     timeline,
     usage,
 )
-from backend.journal import base_models as base_model_rows
-from backend.journal import checkpoints as checkpoint_rows
-from backend.journal import keys as key_rows
-from backend.journal.bell import Bell
-from backend.journal.database import Database
-from backend.journal.kinds import SessionState
-from backend.journal.leases import check
-from backend.journal.limits import NO_LIMITS, Limits, storage_failure
-from backend.journal.migrate import check_revision
-from backend.journal.records import CopyMade, NewCustomLoss, NewModel, NewRequest, NewSampler, NewSession, Outcome
-from backend.journal.recovery import Recovery
-from backend.journal.search import SessionQuery
-from backend.journal.statements import get_owned
-from backend.journal.tables import Model, Sampler, Session
-from backend.journal.upkeep import Upkeep
-from backend.journal.views import (
+from tinkerflow.backend.journal import base_models as base_model_rows
+from tinkerflow.backend.journal import checkpoints as checkpoint_rows
+from tinkerflow.backend.journal import keys as key_rows
+from tinkerflow.backend.journal.bell import Bell
+from tinkerflow.backend.journal.database import Database
+from tinkerflow.backend.journal.kinds import SessionState
+from tinkerflow.backend.journal.leases import check
+from tinkerflow.backend.journal.limits import NO_LIMITS, Limits, storage_failure
+from tinkerflow.backend.journal.migrate import check_revision
+from tinkerflow.backend.journal.records import (
+    CopyMade,
+    NewCustomLoss,
+    NewModel,
+    NewRequest,
+    NewSampler,
+    NewSession,
+    Outcome,
+)
+from tinkerflow.backend.journal.recovery import Recovery
+from tinkerflow.backend.journal.search import SessionQuery
+from tinkerflow.backend.journal.statements import get_owned
+from tinkerflow.backend.journal.tables import Model, Sampler, Session
+from tinkerflow.backend.journal.upkeep import Upkeep
+from tinkerflow.backend.journal.views import (
     AuditView,
     BaseModelView,
     CheckpointView,

@@ -13,11 +13,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal import audit
-from backend.journal.checkpoints import exists, missing
-from backend.journal.statements import owned_by
-from backend.journal.tables import Checkpoint
-from backend.journal.views import CheckpointView, checkpoint_view
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.checkpoints import exists, missing
+from tinkerflow.backend.journal.statements import owned_by
+from tinkerflow.backend.journal.tables import Checkpoint
+from tinkerflow.backend.journal.views import CheckpointView, checkpoint_view
 
 _ALL = sa.inspect(Checkpoint).local_table.columns
 

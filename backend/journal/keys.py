@@ -11,11 +11,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.ids import new_id
-from backend.journal import audit
-from backend.journal.statements import missing
-from backend.journal.tables import ApiKey
-from backend.journal.views import KeyView, key_view
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.statements import missing
+from tinkerflow.backend.journal.tables import ApiKey
+from tinkerflow.backend.journal.views import KeyView, key_view
 
 PREFIX = "tml-"
 _SHOWN = len(PREFIX) + 6

@@ -12,9 +12,9 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import FencedError
-from backend.journal.recovery_tables import Process
-from backend.journal.statements import insert_if_absent
+from tinkerflow.backend.errors import FencedError
+from tinkerflow.backend.journal.recovery_tables import Process
+from tinkerflow.backend.journal.statements import insert_if_absent
 
 ENGINE, API = "engine", "api"
 LEASE_SECONDS = 15.0  # without a beat, the lease is free

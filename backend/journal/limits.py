@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import Category, TooManyError, UserError
-from backend.journal.kinds import TAKES_WORK, Kind
-from backend.journal.records import NewRequest
-from backend.journal.statements import IS_PENDING
-from backend.journal.tables import Checkpoint, Model, Request
+from tinkerflow.backend.errors import Category, TooManyError, UserError
+from tinkerflow.backend.journal.kinds import TAKES_WORK, Kind
+from tinkerflow.backend.journal.records import NewRequest
+from tinkerflow.backend.journal.statements import IS_PENDING
+from tinkerflow.backend.journal.tables import Checkpoint, Model, Request
 
 
 @dataclass(frozen=True)

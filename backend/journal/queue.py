@@ -15,10 +15,10 @@ import sqlalchemy as sa
 from sqlalchemy.orm import aliased
 from sqlmodel import col
 
-from backend.journal.kinds import Kind
-from backend.journal.statements import IS_PENDING
-from backend.journal.tables import Model, Request, Sampler
-from backend.journal.views import Gap, Pending, pending_view, sampler_view
+from tinkerflow.backend.journal.kinds import Kind
+from tinkerflow.backend.journal.statements import IS_PENDING
+from tinkerflow.backend.journal.tables import Model, Request, Sampler
+from tinkerflow.backend.journal.views import Gap, Pending, pending_view, sampler_view
 
 log = logging.getLogger(__name__)
 

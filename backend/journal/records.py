@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
-from backend.commands import Optimizer, StabilityInfo
-from backend.errors import Category
-from backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, UsageKind
+from tinkerflow.backend.commands import Optimizer, StabilityInfo
+from tinkerflow.backend.errors import Category
+from tinkerflow.backend.journal.kinds import CheckpointKind, Kind, ModelState, PayloadType, SamplerState, UsageKind
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class NewSession:
 
 @dataclass(frozen=True)
 class NewModel:
-    """A training run about to be created; its id is `{session_id}:train:{n}` (backend.ids.model_id)."""
+    """A training run about to be created; its id is `{session_id}:train:{n}` (tinkerflow.backend.ids.model_id)."""
 
     id: str
     session_id: str
@@ -47,7 +47,7 @@ class NewModel:
 
 @dataclass(frozen=True)
 class NewSampler:
-    """A sampling session; its id is `{session_id}:sample:{n}` (backend.ids.sampler_id).
+    """A sampling session; its id is `{session_id}:sample:{n}` (tinkerflow.backend.ids.sampler_id).
 
     model_path: the checkpoint it samples (it can be loaded again); snapshot_id: its snapshot in the worker group.
     Both None: the base model itself.
@@ -87,7 +87,7 @@ class NewRequest:
 
 @dataclass(frozen=True)
 class NewCustomLoss:
-    """A loss that a client traced; its id is `{session_id}:loss:{n}` (backend.ids.custom_loss_id).
+    """A loss that a client traced; its id is `{session_id}:loss:{n}` (tinkerflow.backend.ids.custom_loss_id).
 
     definition: its inputs and graph as JSON text, checked already; error: what was wrong with it, as in NewRequest.
     """

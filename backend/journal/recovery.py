@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from backend.clock import Clock
-from backend.commands import Warmth
-from backend.journal import base_models, condition, history, holding, leases
-from backend.journal.bell import Bell
-from backend.journal.condition import Condition
-from backend.journal.database import Database
-from backend.journal.effects import end_models
-from backend.journal.kinds import ModelState
-from backend.journal.leases import Held
-from backend.journal.records import SnapshotTaken
-from backend.journal.views import Executed, Pending, SnapshotView
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.journal import base_models, condition, history, holding, leases
+from tinkerflow.backend.journal.bell import Bell
+from tinkerflow.backend.journal.condition import Condition
+from tinkerflow.backend.journal.database import Database
+from tinkerflow.backend.journal.effects import end_models
+from tinkerflow.backend.journal.kinds import ModelState
+from tinkerflow.backend.journal.leases import Held
+from tinkerflow.backend.journal.records import SnapshotTaken
+from tinkerflow.backend.journal.views import Executed, Pending, SnapshotView
 
 
 class Recovery:

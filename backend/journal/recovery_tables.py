@@ -7,7 +7,7 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import Field
 
-from backend.journal.tables import Table, UtcDateTime
+from tinkerflow.backend.journal.tables import Table, UtcDateTime
 
 
 class RecoverySnapshot(Table, table=True):

@@ -8,10 +8,10 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal.kinds import RequestState
-from backend.journal.statements import IS_PENDING, in_chunks, is_owned, missing
-from backend.journal.tables import Request
-from backend.journal.views import Result, result_view
+from tinkerflow.backend.journal.kinds import RequestState
+from tinkerflow.backend.journal.statements import IS_PENDING, in_chunks, is_owned, missing
+from tinkerflow.backend.journal.tables import Request
+from tinkerflow.backend.journal.views import Result, result_view
 
 # Without the payload: answers are read thousands of times a second, and a payload can have megabytes.
 _SIZE = sa.func.length(col(Request.result))

@@ -8,11 +8,11 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal import keeping
-from backend.journal.checkpoints import exists
-from backend.journal.kinds import CheckpointKind, SamplerState
-from backend.journal.shares import opens_any
-from backend.journal.tables import Checkpoint, Sampler, WeightsShare
+from tinkerflow.backend.journal import keeping
+from tinkerflow.backend.journal.checkpoints import exists
+from tinkerflow.backend.journal.kinds import CheckpointKind, SamplerState
+from tinkerflow.backend.journal.shares import opens_any
+from tinkerflow.backend.journal.tables import Checkpoint, Sampler, WeightsShare
 
 _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
 

@@ -8,13 +8,13 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import ConflictError, UserError
-from backend.journal import effects
-from backend.journal.kinds import SamplerState, SessionState
-from backend.journal.records import NewSampler
-from backend.journal.statements import missing, owned_by
-from backend.journal.submitting import session_over
-from backend.journal.tables import Sampler, Session
+from tinkerflow.backend.errors import ConflictError, UserError
+from tinkerflow.backend.journal import effects
+from tinkerflow.backend.journal.kinds import SamplerState, SessionState
+from tinkerflow.backend.journal.records import NewSampler
+from tinkerflow.backend.journal.statements import missing, owned_by
+from tinkerflow.backend.journal.submitting import session_over
+from tinkerflow.backend.journal.tables import Sampler, Session
 
 
 def open_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime) -> str:

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.errors import NotFoundError
-from backend.journal.kinds import SessionState
-from backend.journal.statements import owned_by
-from backend.journal.tables import Checkpoint, Model, Session
-from backend.journal.views import SessionSummary, session_view
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.journal.kinds import SessionState
+from tinkerflow.backend.journal.statements import owned_by
+from tinkerflow.backend.journal.tables import Checkpoint, Model, Session
+from tinkerflow.backend.journal.views import SessionSummary, session_view
 
 PROJECT: sa.ColumnElement[str] = sa.func.coalesce(col(Session.project_id), col(Session.owner))
 _NEWEST = (col(Session.created_at).desc(), col(Session.id).desc())

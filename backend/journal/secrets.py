@@ -8,8 +8,8 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal.statements import insert_if_absent
-from backend.journal.tables import ServiceSecret
+from tinkerflow.backend.journal.statements import insert_if_absent
+from tinkerflow.backend.journal.tables import ServiceSecret
 
 
 def service_secret(connection: sa.Connection, name: str, now: datetime) -> bytes:

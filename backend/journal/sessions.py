@@ -8,16 +8,16 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.ids import new_id
-from backend.journal import audit
-from backend.journal.blame import what_failed
-from backend.journal.effects import end_samplers
-from backend.journal.kinds import TAKES_WORK, Kind, SamplerState, SessionState
-from backend.journal.records import NewSession
-from backend.journal.statements import IS_PENDING, get_owned, is_owned, locked_ids, missing
-from backend.journal.submitting import session_over
-from backend.journal.tables import Model, Request, Sampler, Session
-from backend.journal.views import SamplerView, SessionFailure, sampler_view
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.blame import what_failed
+from tinkerflow.backend.journal.effects import end_samplers
+from tinkerflow.backend.journal.kinds import TAKES_WORK, Kind, SamplerState, SessionState
+from tinkerflow.backend.journal.records import NewSession
+from tinkerflow.backend.journal.statements import IS_PENDING, get_owned, is_owned, locked_ids, missing
+from tinkerflow.backend.journal.submitting import session_over
+from tinkerflow.backend.journal.tables import Model, Request, Sampler, Session
+from tinkerflow.backend.journal.views import SamplerView, SessionFailure, sampler_view
 
 _IS_ACTIVE = col(Session.state) == SessionState.ACTIVE
 _HEARTBEAT = (

@@ -13,11 +13,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.ids import new_id
-from backend.journal import audit
-from backend.journal.statements import missing
-from backend.journal.tables import Checkpoint, WeightsShare
-from backend.journal.views import CheckpointView, ShareView, share_view
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.statements import missing
+from tinkerflow.backend.journal.tables import Checkpoint, WeightsShare
+from tinkerflow.backend.journal.views import CheckpointView, ShareView, share_view
 
 PREFIX = "tfw-"
 

@@ -9,11 +9,11 @@ import numpy as np
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.commands import StabilityInfo
-from backend.errors import NotFoundError
-from backend.journal.records import SequencesRecorded
-from backend.journal.statements import insert_if_absent
-from backend.journal.tables import StabilityRow
+from tinkerflow.backend.commands import StabilityInfo
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.journal.records import SequencesRecorded
+from tinkerflow.backend.journal.statements import insert_if_absent
+from tinkerflow.backend.journal.tables import StabilityRow
 
 KEPT = timedelta(days=1)  # after the last use: the public documentation's ("StableReinforce")
 

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from sqlalchemy import Row
 from sqlmodel import col
 
-from backend.errors import Category, NotFoundError, StateLostError, UserError
-from backend.journal.kinds import ModelState, RequestState, SamplerState
-from backend.journal.tables import AuditEvent, Checkpoint, Model, Request, Sampler, Session, Table
+from tinkerflow.backend.errors import Category, NotFoundError, StateLostError, UserError
+from tinkerflow.backend.journal.kinds import ModelState, RequestState, SamplerState
+from tinkerflow.backend.journal.tables import AuditEvent, Checkpoint, Model, Request, Sampler, Session, Table
 
 # A literal, not a parameter: only so does SQLite see that the partial indexes apply.
 IS_PENDING = col(Request.state) == sa.literal_column(f"'{RequestState.PENDING}'")

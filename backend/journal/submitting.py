@@ -13,11 +13,11 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
-from backend.errors import Category, ConflictError, UserError
-from backend.ids import new_id
-from backend.journal import completions
-from backend.journal.kinds import TAKES_WORK, Kind, ModelState, RequestState, SamplerState, SessionState
-from backend.journal.limits import (
+from tinkerflow.backend.errors import Category, ConflictError, UserError
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.journal import completions
+from tinkerflow.backend.journal.kinds import TAKES_WORK, Kind, ModelState, RequestState, SamplerState, SessionState
+from tinkerflow.backend.journal.limits import (
     NO_LIMITS,
     Limits,
     check_sample,
@@ -25,8 +25,8 @@ from backend.journal.limits import (
     take_turn,
     training_failure,
 )
-from backend.journal.records import NewModel, NewRequest
-from backend.journal.statements import (
+from tinkerflow.backend.journal.records import NewModel, NewRequest
+from tinkerflow.backend.journal.statements import (
     IS_PENDING,
     answered,
     insert_if_absent,
@@ -36,7 +36,7 @@ from backend.journal.statements import (
     owned_by,
     sampler_ended,
 )
-from backend.journal.tables import Model, Request, Sampler, Session
+from tinkerflow.backend.journal.tables import Model, Request, Sampler, Session
 
 Failure = tuple[str, Category] | None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal.kinds import Kind
-from backend.journal.tables import Model, Request, Sampler
-from backend.journal.views import Timed
+from tinkerflow.backend.journal.kinds import Kind
+from tinkerflow.backend.journal.tables import Model, Request, Sampler
+from tinkerflow.backend.journal.views import Timed
 
 
 def timeline(connection: sa.Connection, session_id: str) -> list[Timed]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from backend.clock import Clock
-from backend.journal import adopting, keeping, retention
-from backend.journal.database import Database
-from backend.journal.records import CheckpointFound
-from backend.journal.retention import Retention
-from backend.journal.views import CheckpointView
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.journal import adopting, keeping, retention
+from tinkerflow.backend.journal.database import Database
+from tinkerflow.backend.journal.records import CheckpointFound
+from tinkerflow.backend.journal.retention import Retention
+from tinkerflow.backend.journal.views import CheckpointView
 
 
 class Upkeep:

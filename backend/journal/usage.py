@@ -16,12 +16,12 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from backend.journal.kinds import UsageKind
-from backend.journal.records import Used
-from backend.journal.search import PROJECT
-from backend.journal.statements import owned_by
-from backend.journal.tables import ApiKey, Checkpoint, Model, Session, UsageBucket
-from backend.journal.views import StoredNow, StoredUsage, Usage
+from tinkerflow.backend.journal.kinds import UsageKind
+from tinkerflow.backend.journal.records import Used
+from tinkerflow.backend.journal.search import PROJECT
+from tinkerflow.backend.journal.statements import owned_by
+from tinkerflow.backend.journal.tables import ApiKey, Checkpoint, Model, Session, UsageBucket
+from tinkerflow.backend.journal.views import StoredNow, StoredUsage, Usage
 
 HOUR = timedelta(hours=1)
 

@@ -9,9 +9,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import Row
 
-from backend.commands import Optimizer, Warmth
-from backend.errors import Category, TinkerflowError
-from backend.journal.kinds import (
+from tinkerflow.backend.commands import Optimizer, Warmth
+from tinkerflow.backend.errors import Category, TinkerflowError
+from tinkerflow.backend.journal.kinds import (
     CheckpointKind,
     Kind,
     ModelState,
@@ -21,7 +21,7 @@ from backend.journal.kinds import (
     SessionState,
     UsageKind,
 )
-from backend.journal.records import Effect, Outcome
+from tinkerflow.backend.journal.records import Effect, Outcome
 
 T = TypeVar("T")
 

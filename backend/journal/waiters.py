@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import sqlalchemy as sa
 
-from backend.journal.arrivals import Arrivals, Numbers, Watch
+from tinkerflow.backend.journal.arrivals import Arrivals, Numbers, Watch
 
 log = logging.getLogger(__name__)
 

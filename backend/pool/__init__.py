@@ -4,8 +4,8 @@ A group is one failure unit: when one of its processes dies, hangs or differs fr
 outstanding fails by name, and a new generation starts. Importing this room does not load JAX; only the workers do.
 """
 
-from backend.pool.agent import Post, serve_group
-from backend.pool.hosts import Hosts
-from backend.pool.supervisor import GroupLost, Pool
+from tinkerflow.backend.pool.agent import Post, serve_group
+from tinkerflow.backend.pool.hosts import Hosts
+from tinkerflow.backend.pool.supervisor import GroupLost, Pool
 
 __all__ = ["GroupLost", "Hosts", "Pool", "Post", "serve_group"]

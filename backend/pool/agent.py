@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.errors import UserError
-from backend.pool import codec
-from backend.pool.birth import Birth
-from backend.pool.conversation import Conversation
-from backend.pool.host_messages import Ended, Held, Offer, Refusal, Signal, Spawn, Spawned, TakeOver, Welcome
-from backend.pool.places import generation_secret
-from backend.pool.software import software
-from backend.pool.spawn import ChildProcess, spawn_worker
-from backend.pool.transport import LoopLink, WorkerLink
-from backend.processes import backoff, free_port
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.pool.conversation import Conversation
+from tinkerflow.backend.pool.host_messages import Ended, Held, Offer, Refusal, Signal, Spawn, Spawned, TakeOver, Welcome
+from tinkerflow.backend.pool.places import generation_secret
+from tinkerflow.backend.pool.software import software
+from tinkerflow.backend.pool.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.pool.transport import LoopLink, WorkerLink
+from tinkerflow.backend.processes import backoff, free_port
 
 log = logging.getLogger(__name__)
 

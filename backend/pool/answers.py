@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from backend.commands import Command, Later, Reply
-from backend.errors import DevicesError, UserError
-from backend.pool import codec
-from backend.pool.messages import Ack, to_failed
-from backend.pool.transport import WorkerLink
+from tinkerflow.backend.commands import Command, Later, Reply
+from tinkerflow.backend.errors import DevicesError, UserError
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool.messages import Ack, to_failed
+from tinkerflow.backend.pool.transport import WorkerLink
 
 log = logging.getLogger(__name__)
 

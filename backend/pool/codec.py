@@ -19,8 +19,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from backend import commands
-from backend.pool import host_messages, messages
+from tinkerflow.backend import commands
+from tinkerflow.backend.pool import host_messages, messages
 
 Buffer = bytes | memoryview
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from backend.pool import codec
-from backend.pool.heart import Heart
-from backend.pool.messages import Beat
-from backend.pool.transport import LoopLink
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool.heart import Heart
+from tinkerflow.backend.pool.messages import Beat
+from tinkerflow.backend.pool.transport import LoopLink
 
 
 class Conversation:

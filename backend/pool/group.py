@@ -21,14 +21,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.commands import Command, GroupConfig, GroupInfo, Reply
-from backend.errors import DeadlineError, GroupFailedError, SuspectError, TinkerflowError
-from backend.pool import codec
-from backend.pool.heart import BEATS, Heart
-from backend.pool.messages import Ack, Beat, Failed, Fatal, Left, Progress, Ready, Start, same_outcome, to_error
-from backend.pool.places import Launch, Place, Site, WorkerProcess
-from backend.pool.software import code_version, files_version
-from backend.pool.transport import LoopLink, next_connection
+from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
+from tinkerflow.backend.errors import DeadlineError, GroupFailedError, SuspectError, TinkerflowError
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool.heart import BEATS, Heart
+from tinkerflow.backend.pool.messages import (
+    Ack,
+    Beat,
+    Failed,
+    Fatal,
+    Left,
+    Progress,
+    Ready,
+    Start,
+    same_outcome,
+    to_error,
+)
+from tinkerflow.backend.pool.places import Launch, Place, Site, WorkerProcess
+from tinkerflow.backend.pool.software import code_version, files_version
+from tinkerflow.backend.pool.transport import LoopLink, next_connection
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import socket
 from collections.abc import Sequence
 from typing import Self
 
-from backend.pool import codec
-from backend.pool.conversation import Conversation
-from backend.pool.host_messages import Ended, Held, Offer, Refusal, Signal, Spawn, Spawned, TakeOver, Welcome
-from backend.pool.places import Launch, Place, WorkerProcess, generation_secret
-from backend.pool.software import software
-from backend.pool.spawn import Ending
-from backend.pool.transport import LoopLink, next_connection
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool.conversation import Conversation
+from tinkerflow.backend.pool.host_messages import Ended, Held, Offer, Refusal, Signal, Spawn, Spawned, TakeOver, Welcome
+from tinkerflow.backend.pool.places import Launch, Place, WorkerProcess, generation_secret
+from tinkerflow.backend.pool.software import software
+from tinkerflow.backend.pool.spawn import Ending
+from tinkerflow.backend.pool.transport import LoopLink, next_connection
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend import errors
-from backend.commands import GroupConfig
+from tinkerflow.backend import errors
+from tinkerflow.backend.commands import GroupConfig
 
-# What an executor may raise by name: it cannot pretend that its group failed. Only of backend.errors: what other rooms
-# derive is made otherwise than of a message, and no executor raises it.
+# What an executor may raise by name: it cannot pretend that its group failed. Only of backend/errors.py: what
+# other rooms derive is made otherwise than of a message, and no executor raises it.
 _ERRORS: dict[str, type[errors.TinkerflowError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -65,7 +65,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Failed:
-    """A command's outcome in place of a Reply: the name of an error of backend.errors, and its message."""
+    """A command's outcome in place of a Reply: the name of an error of tinkerflow.backend.errors, and its message."""
 
     error: str
     message: str

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from backend.pool.birth import Birth
-from backend.pool.spawn import Ending, spawn_worker
-from backend.processes import free_port
+from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.pool.spawn import Ending, spawn_worker
+from tinkerflow.backend.processes import free_port
 
 
 @dataclass(frozen=True)

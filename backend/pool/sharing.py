@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     TOKEN_LOSSES,
     Command,
     Forward,
@@ -26,7 +26,7 @@ from backend.commands import (
     SampleProgress,
     SampleStep,
 )
-from backend.compute.packing import micro_batches
+from tinkerflow.backend.compute.packing import micro_batches
 
 _LITTLE = 1 / 16  # of a micro-batch: what commands count that compute for no tokens
 _ENOUGH = 1 - 1e-9

@@ -9,8 +9,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-import backend
-from backend.pool.codec import fingerprint
+from tinkerflow import backend
+from tinkerflow.backend.pool.codec import fingerprint
 
 
 @cache

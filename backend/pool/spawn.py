@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import backend
-from backend.pool.birth import Birth
+import tinkerflow
+from tinkerflow.backend.pool.birth import Birth
 
-_PACKAGES = Path(backend.__file__).parents[1]
+_PACKAGES = Path(tinkerflow.__file__).parents[1]
 _MALLOC = {  # C libraries without tunables ignore them
     "hugetlb": 1,  # asks for huge pages by madvise
     "arena_max": 1,  # all memory from one heap,
@@ -33,7 +33,7 @@ class Ending:
 
 
 async def spawn_worker(birth: Birth, coordinator: str, *, log_dir: Path | None, keep: bool = False) -> ChildProcess:
-    """Start `backend.pool.worker`, which connects to the driver of `birth`. It writes to our stderr, or into `log_dir`.
+    """Start a worker process, which connects to the driver of `birth`. It writes to our stderr, or into `log_dir`.
 
     coordinator: "address:port" that was free a moment ago. keep: it outlives its driver, to be given another one.
     The worker leads a session of its own: Ctrl-C reaches the supervisor only.
@@ -43,7 +43,7 @@ async def spawn_worker(birth: Birth, coordinator: str, *, log_dir: Path | None, 
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "backend.pool.worker",
+            "tinkerflow.backend.pool.worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from backend.commands import Command, GroupConfig, GroupInfo, Reply
-from backend.errors import GroupFailedError, TinkerflowError, UserError
-from backend.pool.group import Group, Plan
-from backend.pool.places import Site, ThisMachine
-from backend.pool.sharing import Sharing, in_parts
-from backend.processes import backoff
+from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
+from tinkerflow.backend.errors import GroupFailedError, TinkerflowError, UserError
+from tinkerflow.backend.pool.group import Group, Plan
+from tinkerflow.backend.pool.places import Site, ThisMachine
+from tinkerflow.backend.pool.sharing import Sharing, in_parts
+from tinkerflow.backend.processes import backoff
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Pool:
         command_deadline: float,
         start_deadline: float,
         on_progress: Callable[[str], None],
-        executor: str = "backend.compute.executor:Executor",
+        executor: str = "tinkerflow.backend.compute.executor:Executor",
         log_dir: Path | None = None,
         heartbeat_timeout: float = 30.0,
         site: Site | None = None,
@@ -114,7 +114,7 @@ class Pool:
         config: what every process is told; its devices are divided evenly among the `processes`.
         command_deadline, start_deadline: seconds a command, or the start of a group, may take.
         on_progress: called in this event loop with lines for people: what the start-up or a long command is doing.
-        executor: "module:attribute" of the class that each worker runs (backend.pool.worker.Executor).
+        executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.Executor).
         log_dir: where workers append worker-<rank>.log; None = to our stderr. Hosts that joined have their own.
         heartbeat_timeout: seconds without a sign of life after which a process counts as stopped.
         site: where processes are started; None: as children of this one. It may have room for them only later: the

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from backend.pool.codec import Buffer
+from tinkerflow.backend.pool.codec import Buffer
 
 log = logging.getLogger(__name__)
 

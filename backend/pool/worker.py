@@ -1,4 +1,6 @@
-"""One process of a worker group: `python -m backend.pool.worker`, started by the supervisor or a host's agent only.
+"""One process of a worker group: `python -m tinkerflow.backend.pool.worker`.
+
+Only the supervisor or a host's agent starts it.
 
 The main thread executes commands in the order in which they come; a reader thread keeps the socket drained and answers
 the driver's beats meanwhile. What the devices are still computing is waited for in a third (answers.py). The process
@@ -26,22 +28,22 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Protocol, cast
 
-from backend.commands import Command, GroupConfig, Later, Reply
-from backend.pool import codec
-from backend.pool.answers import Answers
-from backend.pool.birth import Birth
-from backend.pool.compile_cache import CacheMender, folder_of, write_here
-from backend.pool.messages import Beat, Fatal, Left, Progress, Ready, Start, to_failed
-from backend.pool.transport import Frame, WorkerLink
-from backend.processes import die_with_parent, give_back_memory
+from tinkerflow.backend.commands import Command, GroupConfig, Later, Reply
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool.answers import Answers
+from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.pool.compile_cache import CacheMender, folder_of, write_here
+from tinkerflow.backend.pool.messages import Beat, Fatal, Left, Progress, Ready, Start, to_failed
+from tinkerflow.backend.pool.transport import Frame, WorkerLink
+from tinkerflow.backend.processes import die_with_parent, give_back_memory
 
-log = logging.getLogger("backend.pool.worker")
+log = logging.getLogger("tinkerflow.backend.pool.worker")
 
 _KEPT_SECONDS = 300.0  # freed memory: pages wanted again are dear, and a heap from which nothing is cut grows
 
 
 class Executor(Protocol):
-    """What a worker runs. Every rank gets the same calls in the same order; errors of backend.errors reach the client.
+    """What a worker runs. Every rank gets the same calls in the same order; our errors reach the client.
 
     A class with `uses_jax = False` is run without JAX being set up.
     """

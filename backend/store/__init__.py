@@ -3,8 +3,8 @@
 Blobs are written under a fresh attempt, `commit.json` last: what has no commit does not exist.
 """
 
-from backend.store.commit import BLOCK, CheckpointMeta, Digest, Saved
-from backend.store.paths import RECOVERY, CheckpointPath
-from backend.store.store import Store
+from tinkerflow.backend.store.commit import BLOCK, CheckpointMeta, Digest, Saved
+from tinkerflow.backend.store.paths import RECOVERY, CheckpointPath
+from tinkerflow.backend.store.store import Store
 
 __all__ = ["BLOCK", "RECOVERY", "CheckpointMeta", "CheckpointPath", "Digest", "Saved", "Store"]

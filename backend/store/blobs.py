@@ -9,9 +9,9 @@ from typing import Protocol
 
 import fsspec
 
-from backend.errors import UserError
-from backend.store.local import LocalBlobs
-from backend.store.objects import MEMORY_LOCK, ObjectBlobs
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.store.local import LocalBlobs
+from tinkerflow.backend.store.objects import MEMORY_LOCK, ObjectBlobs
 
 # Else gcsfs asks another API over gRPC what kind of bucket it is (FINDINGS.md, 2). It looks at import, and not only we
 # import it: data of pipelines and the results that Prefect keeps go through fsspec.
@@ -87,7 +87,7 @@ def open_blobs(url: str) -> Blobs:
     if scheme == "gs":
         if not rest.partition("/")[0]:
             raise UserError(f"store {url!r}: the bucket is missing, as in gs://bucket/prefix")
-        from backend.store.gcs import GcsBlobs  # costs 1.4 s of CPU, so only those pay who use it
+        from tinkerflow.backend.store.gcs import GcsBlobs  # costs 1.4 s of CPU, so only those pay who use it
 
         return GcsBlobs(rest)
     raise UserError(f"store {url!r}: scheme {scheme!r} is not supported; supported: file://, gs://, memory://")

@@ -11,12 +11,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast, get_args
 
-from backend.commands import LoraSpec, Optimizer
-from backend.errors import StoreError
-from backend.ids import is_name
-from backend.store.encryption import SUFFIX
-from backend.store.paths import EXTERNAL_WEIGHTS, CheckpointPath
-from backend.store.peft import ADAPTER, ADAPTER_CONFIG
+from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.ids import is_name
+from tinkerflow.backend.store.encryption import SUFFIX
+from tinkerflow.backend.store.paths import EXTERNAL_WEIGHTS, CheckpointPath
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 
 FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"

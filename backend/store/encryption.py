@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pyrage
 
-from backend.errors import UserError
+from tinkerflow.backend.errors import UserError
 
 SUFFIX = ".age"
 MOST_RECIPIENTS = 10

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from backend.errors import UserError
-from backend.ids import NAME_RULE, is_name
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.ids import NAME_RULE, is_name
 
 WEIGHTS = "weights"
 SAMPLER_WEIGHTS = "sampler_weights"

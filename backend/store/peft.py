@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Iterable
 
-from backend.commands import LORA_ALPHA, LoraSpec
-from backend.errors import StoreError
+from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
+from tinkerflow.backend.errors import StoreError
 
 ADAPTER = "adapter_model.safetensors"  # the name that PEFT looks for
 ADAPTER_CONFIG = "adapter_config.json"

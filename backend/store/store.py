@@ -10,18 +10,18 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Self
 
-from backend.clock import Clock, SystemClock
-from backend.commands import AdapterState, LoraSpec, Optimizer
-from backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
-from backend.ids import new_id
-from backend.store import commit, reading, tensors, upkeep
-from backend.store.blobs import Blobs, open_blobs
-from backend.store.commit import OPTIMIZER, CheckpointMeta, Digest, Saved
-from backend.store.encryption import encrypt
-from backend.store.paths import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, check_run_id
-from backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
-from backend.store.tensors import Floats
-from backend.store.upkeep import Orphan, Snapshot
+from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.commands import AdapterState, LoraSpec, Optimizer
+from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.store import commit, reading, tensors, upkeep
+from tinkerflow.backend.store.blobs import Blobs, open_blobs
+from tinkerflow.backend.store.commit import OPTIMIZER, CheckpointMeta, Digest, Saved
+from tinkerflow.backend.store.encryption import encrypt
+from tinkerflow.backend.store.paths import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, check_run_id
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
+from tinkerflow.backend.store.tensors import Floats
+from tinkerflow.backend.store.upkeep import Orphan, Snapshot
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from backend.errors import StoreError
+from tinkerflow.backend.errors import StoreError
 
 Floats = npt.NDArray[np.float32]
 

@@ -2,11 +2,16 @@
 
 Pure functions on bytes: no HTTP, no database, no model. All checks of a request's content are here, so that every
 caller words them alike; they raise UserError, which names the field, its value and the rule.
-`tinker.proto` is compiled by `python -m backend.wire.generate`.
+`tinker.proto` is compiled by `python -m tinkerflow.backend.wire.generate`.
 """
 
-from backend.wire.custom_losses import custom_loss_header, decode_custom_loss, dump_custom_loss, load_custom_loss
-from backend.wire.decode import (
+from tinkerflow.backend.wire.custom_losses import (
+    custom_loss_header,
+    decode_custom_loss,
+    dump_custom_loss,
+    load_custom_loss,
+)
+from tinkerflow.backend.wire.decode import (
     ForwardHeader,
     ForwardRead,
     decode_forward,
@@ -14,7 +19,7 @@ from backend.wire.decode import (
     read_forward,
     training_tokens,
 )
-from backend.wire.encode import (
+from tinkerflow.backend.wire.encode import (
     encode_forward,
     encode_json,
     encode_loaded,
@@ -24,8 +29,8 @@ from backend.wire.encode import (
     encode_sampler_opened,
     encode_saved,
 )
-from backend.wire.fields import Fields
-from backend.wire.operations import (
+from tinkerflow.backend.wire.fields import Fields
+from tinkerflow.backend.wire.operations import (
     CreateModel,
     LoadModel,
     LoadWeights,
@@ -42,7 +47,7 @@ from backend.wire.operations import (
     hash_token,
     ttl_seconds,
 )
-from backend.wire.sample import decode_sample, num_samples, records_stability, with_seed
+from tinkerflow.backend.wire.sample import decode_sample, num_samples, records_stability, with_seed
 
 __all__ = [
     "CreateModel",

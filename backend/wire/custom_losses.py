@@ -12,10 +12,10 @@ from typing import Any
 
 import orjson
 
-from backend.commands import CustomLoss
-from backend.errors import UserError
-from backend.wire.fields import Fields, broken, shown
-from backend.wire.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
+from tinkerflow.backend.commands import CustomLoss
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire.fields import Fields, broken, shown
+from tinkerflow.backend.wire.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
 
 MAX_NODES = 2000
 MAX_INPUTS = 16

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from backend.commands import CustomLoss, Example, Float32, Forward, Int32, Loss, StabilityInfo
-from backend.errors import UserError
-from backend.wire import provenance
-from backend.wire import tinker_pb2 as pb
-from backend.wire.fields import broken
-from backend.wire.losses import INPUT_NAMES, check_inputs, known_loss, read_config, read_loss_id
-from backend.wire.tensors import shape_of, to_array
+from tinkerflow.backend.commands import CustomLoss, Example, Float32, Forward, Int32, Loss, StabilityInfo
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import provenance
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.fields import broken
+from tinkerflow.backend.wire.losses import INPUT_NAMES, check_inputs, known_loss, read_config, read_loss_id
+from tinkerflow.backend.wire.tensors import shape_of, to_array
 
 MAX_TARGETS = 256  # targets per position
 MAX_CELLS = 2**26  # target cells of one request; a sparse tensor could otherwise ask for any amount of memory

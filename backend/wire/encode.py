@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import orjson
 
-from backend.commands import Candidates, Float32, ForwardResult, Int32, OptimResult, SampleResult
-from backend.wire import tinker_pb2 as pb
-from backend.wire.targets import encode_targets
+from tinkerflow.backend.commands import Candidates, Float32, ForwardResult, Int32, OptimResult, SampleResult
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.targets import encode_targets
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from backend.errors import UserError
+from tinkerflow.backend.errors import UserError
 
 _LONGEST_SHOWN = 80
 

@@ -1,16 +1,19 @@
-"""Compile tinker.proto into tinker_pb2.py and .pyi: `python -m backend.wire.generate` (needs the `dev` extra)."""
+"""Compile tinker.proto into tinker_pb2.py and .pyi; needs the `dev` extra.
+
+python -m tinkerflow.backend.wire.generate
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PROTO = "backend/wire/tinker.proto"
+ROOT = Path(__file__).parents[3]
+PROTO = "tinkerflow/backend/wire/tinker.proto"
 
 
 def generate(folder: Path) -> None:
-    """Write `backend/wire/tinker_pb2.py` and `.pyi` below `folder`; RuntimeError when the compiler refuses the file."""
+    """Write `tinker_pb2.py` and `.pyi` of this room below `folder`; RuntimeError when the compiler refuses the file."""
     from grpc_tools import protoc  # type: ignore[import-untyped]
 
     arguments = ["protoc", f"--proto_path={ROOT}", f"--python_out={folder}", f"--pyi_out={folder}", str(ROOT / PROTO)]

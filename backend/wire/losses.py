@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import cast, get_args
 
-from backend.commands import LOSS_CONFIG, Loss
-from backend.errors import UserError
-from backend.wire import tinker_pb2 as pb
-from backend.wire.fields import broken, shown
+from tinkerflow.backend.commands import LOSS_CONFIG, Loss
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.fields import broken, shown
 
 _THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 INPUTS: dict[Loss, tuple[frozenset[str], frozenset[str]]] = {

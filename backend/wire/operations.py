@@ -9,12 +9,12 @@ from typing import cast, get_args
 
 import orjson
 
-from backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
-from backend.errors import UserError
-from backend.ids import NAME_RULE, is_name
-from backend.store import CheckpointPath
-from backend.store.encryption import check_recipients
-from backend.wire.fields import Fields, broken, shown
+from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.ids import NAME_RULE, is_name
+from tinkerflow.backend.store import CheckpointPath
+from tinkerflow.backend.store.encryption import check_recipients
+from tinkerflow.backend.wire.fields import Fields, broken, shown
 
 MAX_RANK = 1024
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years

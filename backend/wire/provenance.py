@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from backend.commands import Example, Int32, StabilityInfo
-from backend.errors import UserError
-from backend.wire import tinker_pb2 as pb
-from backend.wire.fields import broken
+from tinkerflow.backend.commands import Example, Int32, StabilityInfo
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.fields import broken
 
 Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan
 

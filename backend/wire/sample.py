@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from backend.commands import Int32, PromptWishes, SampleRequest
-from backend.errors import UserError
-from backend.wire.fields import Fields, broken, shown
-from backend.wire.targets import MAX_LISTED, target_tokens
+from tinkerflow.backend.commands import Int32, PromptWishes, SampleRequest
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire.fields import Fields, broken, shown
+from tinkerflow.backend.wire.targets import MAX_LISTED, target_tokens
 
 MAX_SAMPLES = 1024  # sequences of one request
 MAX_STOPS = 256  # stop tokens or stop strings of one request

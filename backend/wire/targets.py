@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backend.commands import Float32, Int32
-from backend.errors import UserError
-from backend.wire import tinker_pb2 as pb
-from backend.wire.fields import Fields, broken
+from tinkerflow.backend.commands import Float32, Int32
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.fields import Fields, broken
 
 MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
 _NAME = "target_prompt_logprobs"

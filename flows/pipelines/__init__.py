@@ -5,15 +5,15 @@ from typing import Any
 
 from prefect import Flow
 
-from flows.pipelines.distill import distill
-from flows.pipelines.dpo import dpo
-from flows.pipelines.evaluate import Evaluated, evaluate
-from flows.pipelines.nightly import Night, nightly
-from flows.pipelines.rl import rl
-from flows.pipelines.sft import sft
-from flows.pipelines.sweep import Swept, sweep
-from flows.pipelines.training import Trained
-from tasks.pipelines.parameters import (
+from tinkerflow.flows.pipelines.distill import distill
+from tinkerflow.flows.pipelines.dpo import dpo
+from tinkerflow.flows.pipelines.evaluate import Evaluated, evaluate
+from tinkerflow.flows.pipelines.nightly import Night, nightly
+from tinkerflow.flows.pipelines.rl import rl
+from tinkerflow.flows.pipelines.sft import sft
+from tinkerflow.flows.pipelines.sweep import Swept, sweep
+from tinkerflow.flows.pipelines.training import Trained
+from tinkerflow.tasks.pipelines.parameters import (
     DistillParameters,
     DpoParameters,
     EvaluateParameters,

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from backend.errors import UserError
-from flows.pipelines.preparation import Prepared, or_cancelled, prepared
-from flows.pipelines.training import Trained, train
-from tasks.pipelines.environments import unrewarded
-from tasks.pipelines.explore import Explore
-from tasks.pipelines.parameters import DistillParameters, TeacherParameters
-from tasks.pipelines.render import Renderer
-from tasks.pipelines.rollouts import Rollouts
+from tinkerflow.backend.errors import UserError
+from tinkerflow.flows.pipelines.preparation import Prepared, or_cancelled, prepared
+from tinkerflow.flows.pipelines.training import Trained, train
+from tinkerflow.tasks.pipelines.environments import unrewarded
+from tinkerflow.tasks.pipelines.explore import Explore
+from tinkerflow.tasks.pipelines.parameters import DistillParameters, TeacherParameters
+from tinkerflow.tasks.pipelines.render import Renderer
+from tinkerflow.tasks.pipelines.rollouts import Rollouts
 
 if TYPE_CHECKING:
     import tinker

@@ -5,10 +5,10 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.pipelines.preparation import or_cancelled, prepared
-from flows.pipelines.training import Trained, train
-from tasks.pipelines.parameters import DpoParameters
-from tasks.pipelines.prefer import Prefer
+from tinkerflow.flows.pipelines.preparation import or_cancelled, prepared
+from tinkerflow.flows.pipelines.training import Trained, train
+from tinkerflow.tasks.pipelines.parameters import DpoParameters
+from tinkerflow.tasks.pipelines.prefer import Prefer
 
 
 @flow(name="dpo", flow_run_name="dpo {parameters.name}", validate_parameters=True)

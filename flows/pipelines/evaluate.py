@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from prefect import flow
 from pydantic import BaseModel
 
-from backend.errors import UserError
-from tasks.pipelines.board import Board
-from tasks.pipelines.champions import champion
-from tasks.pipelines.connection import Server, connect
-from tasks.pipelines.data import DataSource, check_data, load_rows
-from tasks.pipelines.parameters import EvaluateParameters
-from tasks.pipelines.render import Format, Renderer, load_examples, render
-from tasks.pipelines.scoring import Scores, score
-from tasks.pipelines.work import default_work_url
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.board import Board
+from tinkerflow.tasks.pipelines.champions import champion
+from tinkerflow.tasks.pipelines.connection import Server, connect
+from tinkerflow.tasks.pipelines.data import DataSource, check_data, load_rows
+from tinkerflow.tasks.pipelines.parameters import EvaluateParameters
+from tinkerflow.tasks.pipelines.render import Format, Renderer, load_examples, render
+from tinkerflow.tasks.pipelines.scoring import Scores, score
+from tinkerflow.tasks.pipelines.work import default_work_url
 
 BASE = "base model"
 

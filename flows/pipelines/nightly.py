@@ -9,17 +9,17 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 from pydantic import BaseModel
 
-from flows.pipelines.evaluate import BASE, score_all, show_scores
-from flows.pipelines.sft import fine_tune
-from flows.pipelines.training import Trained
-from tasks.pipelines.board import Board, cell
-from tasks.pipelines.champions import Champion, champion, promote
-from tasks.pipelines.connection import connect
-from tasks.pipelines.control import StoppedError
-from tasks.pipelines.data import DataCheckError
-from tasks.pipelines.parameters import NightlyParameters
-from tasks.pipelines.scoring import Scores
-from tasks.pipelines.work import default_work_url
+from tinkerflow.flows.pipelines.evaluate import BASE, score_all, show_scores
+from tinkerflow.flows.pipelines.sft import fine_tune
+from tinkerflow.flows.pipelines.training import Trained
+from tinkerflow.tasks.pipelines.board import Board, cell
+from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
+from tinkerflow.tasks.pipelines.connection import connect
+from tinkerflow.tasks.pipelines.control import StoppedError
+from tinkerflow.tasks.pipelines.data import DataCheckError
+from tinkerflow.tasks.pipelines.parameters import NightlyParameters
+from tinkerflow.tasks.pipelines.scoring import Scores
+from tinkerflow.tasks.pipelines.work import default_work_url
 
 PIPELINE = "nightly"
 

@@ -11,17 +11,17 @@ import orjson
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
-from backend.errors import UserError
-from flows.pipelines.training import Setting
-from tasks.pipelines.board import Board
-from tasks.pipelines.connection import Server, connect
-from tasks.pipelines.control import StoppedError
-from tasks.pipelines.data import DataReport, check_data, load_rows
-from tasks.pipelines.parameters import PipelineParameters
-from tasks.pipelines.render import Example, Renderer, load_examples, render
-from tasks.pipelines.rows import Row, Schema
-from tasks.pipelines.sampling import Shown
-from tasks.pipelines.work import default_work_url, digest
+from tinkerflow.backend.errors import UserError
+from tinkerflow.flows.pipelines.training import Setting
+from tinkerflow.tasks.pipelines.board import Board
+from tinkerflow.tasks.pipelines.connection import Server, connect
+from tinkerflow.tasks.pipelines.control import StoppedError
+from tinkerflow.tasks.pipelines.data import DataReport, check_data, load_rows
+from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.render import Example, Renderer, load_examples, render
+from tinkerflow.tasks.pipelines.rows import Row, Schema
+from tinkerflow.tasks.pipelines.sampling import Shown
+from tinkerflow.tasks.pipelines.work import default_work_url, digest
 
 if TYPE_CHECKING:
     import tinker

@@ -5,12 +5,12 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.pipelines.preparation import or_cancelled, prepared
-from flows.pipelines.training import Trained, train
-from tasks.pipelines.environments import environment_maker
-from tasks.pipelines.explore import Explore
-from tasks.pipelines.parameters import RlParameters
-from tasks.pipelines.rollouts import Rollouts
+from tinkerflow.flows.pipelines.preparation import or_cancelled, prepared
+from tinkerflow.flows.pipelines.training import Trained, train
+from tinkerflow.tasks.pipelines.environments import environment_maker
+from tinkerflow.tasks.pipelines.explore import Explore
+from tinkerflow.tasks.pipelines.parameters import RlParameters
+from tinkerflow.tasks.pipelines.rollouts import Rollouts
 
 
 @flow(name="rl", flow_run_name="rl {parameters.name}", validate_parameters=True)

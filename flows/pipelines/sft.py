@@ -5,10 +5,10 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.pipelines.preparation import or_cancelled, prepared
-from flows.pipelines.training import Trained, train
-from tasks.pipelines.imitate import Imitate
-from tasks.pipelines.parameters import SftParameters
+from tinkerflow.flows.pipelines.preparation import or_cancelled, prepared
+from tinkerflow.flows.pipelines.training import Trained, train
+from tinkerflow.tasks.pipelines.imitate import Imitate
+from tinkerflow.tasks.pipelines.parameters import SftParameters
 
 
 @flow(name="sft", flow_run_name="sft {parameters.name}", log_prints=False, validate_parameters=True)

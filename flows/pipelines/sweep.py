@@ -10,18 +10,18 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel
 
-from backend.errors import ServerError
-from flows.pipelines.evaluate import BASE, score_all
-from flows.pipelines.preparation import or_cancelled
-from flows.pipelines.sft import sft
-from flows.pipelines.training import Trained, run_name
-from tasks.pipelines.board import Board
-from tasks.pipelines.connection import connect
-from tasks.pipelines.control import controlled
-from tasks.pipelines.grid import Point, points
-from tasks.pipelines.parameters import SftParameters, SweepParameters
-from tasks.pipelines.scoring import Scores
-from tasks.pipelines.work import create_json, default_work_url, digest, open_work, read_json
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.flows.pipelines.evaluate import BASE, score_all
+from tinkerflow.flows.pipelines.preparation import or_cancelled
+from tinkerflow.flows.pipelines.sft import sft
+from tinkerflow.flows.pipelines.training import Trained, run_name
+from tinkerflow.tasks.pipelines.board import Board
+from tinkerflow.tasks.pipelines.connection import connect
+from tinkerflow.tasks.pipelines.control import controlled
+from tinkerflow.tasks.pipelines.grid import Point, points
+from tinkerflow.tasks.pipelines.parameters import SftParameters, SweepParameters
+from tinkerflow.tasks.pipelines.scoring import Scores
+from tinkerflow.tasks.pipelines.work import create_json, default_work_url, digest, open_work, read_json
 
 
 class Swept(BaseModel):

@@ -13,12 +13,12 @@ from prefect import tags
 from prefect.runtime import flow_run
 from pydantic import BaseModel
 
-from tasks.pipelines.board import Board, cell
-from tasks.pipelines.control import controlled
-from tasks.pipelines.parameters import PipelineParameters
-from tasks.pipelines.progress import Progress, Sample, Segment, StepMetrics
-from tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
-from tasks.pipelines.work import digest
+from tinkerflow.tasks.pipelines.board import Board, cell
+from tinkerflow.tasks.pipelines.control import controlled
+from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.progress import Progress, Sample, Segment, StepMetrics
+from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
+from tinkerflow.tasks.pipelines.work import digest
 
 if TYPE_CHECKING:
     import tinker

@@ -4,9 +4,9 @@ Each step is a Prefect task; tests and notebooks call its `.fn`. Between steps g
 folder or on the server, never data.
 """
 
-from tasks.pipelines.data import DataCheckError, DataReport, DataSource, check_data, load_rows
-from tasks.pipelines.render import Example, Rendered, Renderer, load_examples, render
-from tasks.pipelines.rows import Message, Row, RowError, Schema, guess_schema, parse_row
+from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, DataSource, check_data, load_rows
+from tinkerflow.tasks.pipelines.render import Example, Rendered, Renderer, load_examples, render
+from tinkerflow.tasks.pipelines.rows import Message, Row, RowError, Schema, guess_schema, parse_row
 
 __all__ = [
     "DataCheckError",

@@ -22,9 +22,9 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 
-from tasks.pipelines.curves import Points, data_url, picture
-from tasks.pipelines.data import DataReport
-from tasks.pipelines.progress import Segment, StepMetrics
+from tinkerflow.tasks.pipelines.curves import Points, data_url, picture
+from tinkerflow.tasks.pipelines.data import DataReport
+from tinkerflow.tasks.pipelines.progress import Segment, StepMetrics
 
 log = logging.getLogger(__name__)
 

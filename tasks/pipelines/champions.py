@@ -8,9 +8,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, Field
 
-from backend.errors import ConflictError
-from tasks.pipelines.scoring import Scores
-from tasks.pipelines.work import checked_name, create_json, open_work, read_json
+from tinkerflow.backend.errors import ConflictError
+from tinkerflow.tasks.pipelines.scoring import Scores
+from tinkerflow.tasks.pipelines.work import checked_name, create_json, open_work, read_json
 
 
 class Champion(BaseModel):

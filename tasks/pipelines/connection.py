@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
-from backend.errors import UserError
-from backend.settings import Settings
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.settings import Settings
 
 if TYPE_CHECKING:
     import tinker

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from backend.errors import UserError
-from tasks.pipelines.rows import Message, Row
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.rows import Message, Row
 
 Facts = Mapping[str, Any]  # of a row: its own fields, `prompt` as messages, `completion` as a text when it has one
 Reward = Callable[[Facts, str], float | Awaitable[float]]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from tasks.pipelines.advantages import Floats, group_centred, nearness
-from tasks.pipelines.rollouts import Episode, Rollouts, Turn
-from tasks.pipelines.rows import Row
-from tasks.pipelines.sampling import Shown
-from tasks.pipelines.schedule import batch_of
-from tasks.pipelines.trainer import Trainer, Values, grad_norm
+from tinkerflow.tasks.pipelines.advantages import Floats, group_centred, nearness
+from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, Turn
+from tinkerflow.tasks.pipelines.rows import Row
+from tinkerflow.tasks.pipelines.sampling import Shown
+from tinkerflow.tasks.pipelines.schedule import batch_of
+from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
     import tinker
@@ -24,7 +24,7 @@ _HELD_OUT = 2**32 - 1  # stands where the steps of training have their number, i
 
 @dataclass(frozen=True)
 class Explore:
-    """A step samples with the weights of that moment and learns from it at once; see `tasks.pipelines.trainer.Recipe`.
+    """A step samples with the weights of that moment and learns from it at once; see `trainer.Recipe`.
 
     other: a model that each sampled token is measured by; kl: the name of that measure, the mean of own less other log
     probability. coefficient: what it counts for, 0: nothing. rewards: whether there are any; by_deviation: see

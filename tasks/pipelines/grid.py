@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.pipelines.parameters import SweepParameters
+from tinkerflow.tasks.pipelines.parameters import SweepParameters
 
 _SECTIONS = {"rank": "model", "seed": "model"}  # all others are of `training`
 _LOGARITHMIC = {"learning_rate"}

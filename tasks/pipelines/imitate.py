@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasks.pipelines.render import Example
-from tasks.pipelines.sampling import Shown
-from tasks.pipelines.schedule import batch_of
-from tasks.pipelines.trainer import Trainer, Values, grad_norm
+from tinkerflow.tasks.pipelines.render import Example
+from tinkerflow.tasks.pipelines.sampling import Shown
+from tinkerflow.tasks.pipelines.schedule import batch_of
+from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -21,7 +21,7 @@ HELD_OUT_BATCH = 64
 
 
 class Imitate:
-    """Answers of data are learnt; see `tasks.pipelines.trainer.Recipe`."""
+    """Answers of data are learnt; see `tinkerflow.tasks.pipelines.trainer.Recipe`."""
 
     ahead = 1
 

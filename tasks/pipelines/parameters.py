@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tasks.pipelines.data import DataSource
-from tasks.pipelines.render import Format
+from tinkerflow.tasks.pipelines.data import DataSource
+from tinkerflow.tasks.pipelines.render import Format
 
 NAME = r"^[a-z0-9]+(-[a-z0-9]+)*$"
 PATH = r"^(tinker://.+)?$"
@@ -118,8 +118,8 @@ class RlParameters(SamplingParameters):
     environment: str = Field(
         "",
         pattern=IMPORT,
-        description="package.module:Class, an Environment (tasks.pipelines.environments) for conversations of several "
-        "turns; instead of reward.",
+        description="package.module:Class, an Environment (tinkerflow.tasks.pipelines.environments) for "
+        "conversations of several turns; instead of reward.",
     )
     max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
     by_deviation: bool = Field(

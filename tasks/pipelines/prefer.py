@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasks.pipelines.imitate import forward_in_parts, scaled
-from tasks.pipelines.preference import Floats, preferred
-from tasks.pipelines.render import Example
-from tasks.pipelines.sampling import Shown
-from tasks.pipelines.schedule import batch_of
-from tasks.pipelines.trainer import Trainer, Values, grad_norm
+from tinkerflow.tasks.pipelines.imitate import forward_in_parts, scaled
+from tinkerflow.tasks.pipelines.preference import Floats, preferred
+from tinkerflow.tasks.pipelines.render import Example
+from tinkerflow.tasks.pipelines.sampling import Shown
+from tinkerflow.tasks.pipelines.schedule import batch_of
+from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
     import tinker
@@ -21,7 +21,7 @@ Examples = Sequence[Example]
 
 
 class Prefer:
-    """Preferences are learnt; see `tasks.pipelines.trainer.Recipe`.
+    """Preferences are learnt; see `tinkerflow.tasks.pipelines.trainer.Recipe`.
 
     examples: pairs, chosen and rejected in turn. A step asks for the log probabilities first and then for the gradient
     of a cross entropy whose weights are minus the derivative of the loss by them: the SDK's `forward_backward_custom`

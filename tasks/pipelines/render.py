@@ -14,10 +14,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
-from backend.errors import UserError
-from tasks.pipelines.data import load_rows
-from tasks.pipelines.rows import Message, Row
-from tasks.pipelines.work import create_once, digest, open_work
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.data import load_rows
+from tinkerflow.tasks.pipelines.rows import Message, Row
+from tinkerflow.tasks.pipelines.work import create_once, digest, open_work
 
 if TYPE_CHECKING:
     import tinker

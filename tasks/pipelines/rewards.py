@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.pipelines.environments import Facts
+from tinkerflow.tasks.pipelines.environments import Facts
 
 
 def is_answer(facts: Facts, text: str) -> float:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tasks.pipelines.environments import Environment, EnvironmentMaker, checked_reward, facts_of
-from tasks.pipelines.render import Renderer
-from tasks.pipelines.rows import Message, Row
+from tinkerflow.tasks.pipelines.environments import Environment, EnvironmentMaker, checked_reward, facts_of
+from tinkerflow.tasks.pipelines.render import Renderer
+from tinkerflow.tasks.pipelines.rows import Message, Row
 
 if TYPE_CHECKING:
     import tinker

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasks.pipelines.progress import Sample
-from tasks.pipelines.render import Renderer
-from tasks.pipelines.rows import Row
+from tinkerflow.tasks.pipelines.progress import Sample
+from tinkerflow.tasks.pipelines.render import Renderer
+from tinkerflow.tasks.pipelines.rows import Row
 
 if TYPE_CHECKING:
     import tinker

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from tasks.pipelines.parameters import TrainingParameters
+from tinkerflow.tasks.pipelines.parameters import TrainingParameters
 
 
 def batch_of(step: int, *, size: int, rows: int, seed: int) -> list[int]:

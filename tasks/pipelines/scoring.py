@@ -9,10 +9,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, Field
 
-from tasks.pipelines.progress import Sample
-from tasks.pipelines.render import Example, Renderer
-from tasks.pipelines.rows import Row
-from tasks.pipelines.sampling import answer
+from tinkerflow.tasks.pipelines.progress import Sample
+from tinkerflow.tasks.pipelines.render import Example, Renderer
+from tinkerflow.tasks.pipelines.rows import Row
+from tinkerflow.tasks.pipelines.sampling import answer
 
 if TYPE_CHECKING:
     import tinker

@@ -16,8 +16,8 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from backend.errors import UserError
-from tasks.pipelines.rows import RowError
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.rows import RowError
 
 _LINES = (".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

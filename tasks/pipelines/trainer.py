@@ -11,12 +11,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from backend.errors import UserError
-from tasks.pipelines.control import Control
-from tasks.pipelines.parameters import ModelParameters, TrainingParameters
-from tasks.pipelines.progress import Progress, Segment, StepMetrics
-from tasks.pipelines.sampling import Shown
-from tasks.pipelines.schedule import learning_rate
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.parameters import ModelParameters, TrainingParameters
+from tinkerflow.tasks.pipelines.progress import Progress, Segment, StepMetrics
+from tinkerflow.tasks.pipelines.sampling import Shown
+from tinkerflow.tasks.pipelines.schedule import learning_rate
 
 if TYPE_CHECKING:
     import tinker

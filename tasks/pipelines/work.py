@@ -1,4 +1,4 @@
-"""The work folder: what pipelines keep between runs, on any store that `backend.store` can write (file, gs, memory).
+"""The work folder: what pipelines keep between runs, on any store that `backend/store` can write (file, gs, memory).
 
     data/<digest>.jsonl           rows that passed their check
     quarantine/<digest>.jsonl     rows that did not, each with its error
@@ -19,9 +19,9 @@ from typing import Any
 
 import orjson
 
-from backend.errors import UserError
-from backend.settings import Settings
-from backend.store.blobs import Blobs, open_blobs
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

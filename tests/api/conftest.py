@@ -20,13 +20,20 @@ import pytest
 import tinker
 import uvicorn
 
-from api.app import create_app
-from api.serve import Server
-from backend.clock import ManualClock
-from backend.commands import AdapterState, ForwardResult, LoraSpec, OptimResult, SampledSequence, SampleResult
-from backend.errors import NotFoundError, TinkerflowError
-from backend.ids import sampler_id
-from backend.journal import (
+from tinkerflow.api.app import create_app
+from tinkerflow.api.serve import Server
+from tinkerflow.backend.clock import ManualClock
+from tinkerflow.backend.commands import (
+    AdapterState,
+    ForwardResult,
+    LoraSpec,
+    OptimResult,
+    SampledSequence,
+    SampleResult,
+)
+from tinkerflow.backend.errors import NotFoundError, TinkerflowError
+from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
     Journal,
@@ -40,10 +47,10 @@ from backend.journal import (
     Waiters,
     migrate,
 )
-from backend.model_card import ModelCard
-from backend.settings import Settings
-from backend.store import CheckpointMeta, CheckpointPath, Store
-from backend.wire import (
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Store
+from tinkerflow.backend.wire import (
     decode_forward,
     decode_load_model,
     decode_load_weights,

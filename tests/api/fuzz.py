@@ -19,9 +19,9 @@ import httpx
 import numpy as np
 import zstandard
 from hypothesis import strategies as st
-
-from backend.wire import tinker_pb2 as pb
 from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
+
+from tinkerflow.backend.wire import tinker_pb2 as pb
 
 BASE, KEY = "tiny/bigram", "tml-fuzz"
 ANSWERED_WITHIN = 60.0  # seconds, on a busy machine; anything longer is a hang

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from api import tokens
-from api.auth import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity, is_loopback
-from api.links import linked
-from backend.clock import ManualClock
+from tinkerflow.api import tokens
+from tinkerflow.api.auth import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity, is_loopback
+from tinkerflow.api.links import linked
+from tinkerflow.backend.clock import ManualClock
 
 FORGED = {
     "X-API-Key": tokens.sign(

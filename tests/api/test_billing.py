@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tinker
 
-from backend.journal import CheckpointKind, CheckpointSaved, ModelLive, UsageKind, Used
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, ModelLive, UsageKind, Used
 
 BASE, GIGABYTE = "tiny/bigram", 10**9
 

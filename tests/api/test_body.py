@@ -11,10 +11,10 @@ import zstandard
 from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from api.body import BodyTooLargeError, read_body
-from backend.errors import UserError
 from tests.api.conftest import KEY
+
+from tinkerflow.api.body import BodyTooLargeError, read_body
+from tinkerflow.backend.errors import UserError
 
 LIMIT = 1000
 
@@ -67,7 +67,7 @@ async def test_other_encodings() -> None:
 
 
 def test_a_client_that_goes_away_is_no_error(server: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "api.errors")
+    caplog.set_level("DEBUG", "tinkerflow.api.errors")
     port = int(server.url.rsplit(":", 1)[1])
     for path in ("optim_step", "forward_backward", "create_session"):
         head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: a\r\nX-API-Key: {KEY}\r\nContent-Length: 1000\r\n\r\n"

@@ -13,9 +13,9 @@ from fastapi.responses import StreamingResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.bytes import Segment, send
-from api.tar import archive
-from backend.store import BLOCK
+from tinkerflow.api.bytes import Segment, send
+from tinkerflow.api.tar import archive
+from tinkerflow.backend.store import BLOCK
 
 
 def request(method: str = "GET", **headers: str) -> Request:

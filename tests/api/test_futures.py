@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import tinker
+from tests.api.conftest import BASE, Running
 from tinker import types
 
-from backend.journal import Kind, arrivals
-from tests.api.conftest import BASE, Running
+from tinkerflow.backend.journal import Kind, arrivals
 
 PROMPT = types.ModelInput.from_ints([2, 3])
 PARAMS = types.SamplingParams(max_tokens=4, seed=1)

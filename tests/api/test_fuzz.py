@@ -8,7 +8,6 @@ import httpx
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
 from tests.api.fuzz import KEY, PROTO, Target, attacks
 
 quick = settings(

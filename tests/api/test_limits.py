@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import tinker
-from tinker import types
-
 from tests.api.conftest import BASE
 from tests.api.test_futures import PARAMS, PROMPT, calls_of, sample, sampler
+from tinker import types
 
 
 def test_samples_over_the_limit_wait_in_the_client(start: Any, engine: Any) -> None:

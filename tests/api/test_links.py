@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from api.deps import Authorised
-from api.links import LIFETIME, Linked, link
+from tinkerflow.api.deps import Authorised
+from tinkerflow.api.links import LIFETIME, Linked, link
 
 
 @pytest.fixture

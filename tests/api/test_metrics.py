@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from api.metrics import text_of
-from backend.commands import Warmth
+from tinkerflow.api.metrics import text_of
+from tinkerflow.backend.commands import Warmth
 
 
 def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api.routes import futures
+from tinkerflow.api.routes import futures
 
 
 def test_a_reason_makes_the_wait_a_pause():

@@ -80,7 +80,7 @@ def test_policy_loss_reaches_the_engine_with_its_config(model: tinker.TrainingCl
     seen = []
 
     def answer(request: Any) -> Any:
-        from backend.wire import decode_forward, read_forward
+        from tinkerflow.backend.wire import decode_forward, read_forward
 
         seen.append(decode_forward(read_forward(request.payload), vocab_size=16, max_context=64))
         return request.failed("seen")
@@ -164,8 +164,8 @@ def test_wrong_optimizer_values_are_named_and_change_nothing(
 def test_a_gradient_norm_that_is_not_finite_is_left_out_of_the_metrics(
     model: tinker.TrainingClient, engine: Any
 ) -> None:
-    from backend.commands import OptimResult
-    from backend.wire import encode_optim_step
+    from tinkerflow.backend.commands import OptimResult
+    from tinkerflow.backend.wire import encode_optim_step
 
     engine.next_outcome = lambda r: r.done(encode_optim_step(OptimResult(float("nan"), 1)), "json")
     assert model.optim_step(types.AdamParams()).result().metrics == {"optimizer_step": 1.0}
@@ -339,7 +339,7 @@ def test_telemetry_is_accepted_and_a_fatal_error_is_not_delayed(
     server: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
-    caplog.set_level("DEBUG", "api")
+    caplog.set_level("DEBUG", "tinkerflow.api")
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-very-secret")
     model = service.create_lora_training_client(BASE, rank=8).result()
     engine.next_outcome = lambda r: r.failed("it broke")

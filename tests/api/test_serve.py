@@ -16,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from backend.journal import Journal, NewModel, NewRequest, NewSession, migrate
+from tinkerflow.backend.journal import Journal, NewModel, NewRequest, NewSession, migrate
 
 CODE = """
 import logging
 logging.basicConfig(level=logging.INFO)
-from api import serve
-from backend.settings import Settings
+from tinkerflow.api import serve
+from tinkerflow.backend.settings import Settings
 serve(Settings())
 """
 
@@ -96,7 +96,7 @@ def test_a_port_in_use_ends_the_process_with_an_error(tmp_path: Any, journal: Jo
 
 @pytest.mark.parametrize("name", ["create_app", "serve"])
 def test_public_names(name: str) -> None:
-    import api
+    from tinkerflow import api
 
     assert sorted(api.__all__) == ["create_app", "serve"]
     assert callable(getattr(api, name))

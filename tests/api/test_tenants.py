@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from backend.errors import NotFoundError
-from backend.wire import tinker_pb2 as pb
 from tests.api.conftest import BASE, Running
 from tests.api.test_auth import routes_of
 from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
+
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.wire import tinker_pb2 as pb
 
 NOBODYS = {"sess-": "sess-" + "0" * 16, "req-": "req-" + "0" * 16, "team-": "team-none"}
 _late = itertools.count(100)  # sequence ids of operations that need not be executed

@@ -15,14 +15,14 @@ import tinker
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker.cli.__main__ import main_cli
-
-from api import tokens
-from api.auth import REMEMBERED_SECONDS
-from api.tokens import BadTokenError, Claims
-from backend.errors import NotFoundError
 from tests.api.conftest import BASE, Running
 from tests.api.test_futures import calls_of
+from tinker.cli.__main__ import main_cli
+
+from tinkerflow.api import tokens
+from tinkerflow.api.auth import REMEMBERED_SECONDS
+from tinkerflow.api.tokens import BadTokenError, Claims
+from tinkerflow.backend.errors import NotFoundError
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SECRET = bytes(range(32))

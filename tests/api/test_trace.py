@@ -10,8 +10,8 @@ import pytest
 import tinker
 from tinker import types
 
-from api.trace import trace
-from backend.journal import Kind, Timed
+from tinkerflow.api.trace import trace
+from tinkerflow.backend.journal import Kind, Timed
 
 BASE = "tiny/bigram"
 ZERO = datetime(2026, 1, 1, tzinfo=UTC)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire import tinker_pb2 as pb
 
 KEY = "tml-test"
 ADAM = {"adam_params": {"learning_rate": 0.1}, "type": "optim_step"}
@@ -262,7 +262,7 @@ def test_11_telemetry_of_any_shape_is_accepted(server: Any) -> None:
 
 
 def test_11_keys_in_telemetry_are_not_logged(server: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "api")
+    caplog.set_level("DEBUG", "tinkerflow.api")
     event = {"event": "UNHANDLED_EXCEPTION", "error_type": "E", "error_message": "key tml-sec-ret_1 and eyJhbGci.abc"}
     server.post("telemetry", {"events": [event], "session_id": "s"})
     assert "UNHANDLED_EXCEPTION" in caplog.text

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from tinker import types
-
 from tests.api.conftest import BASE, CONTEXT, Engine
 from tests.api.test_sdk import datum, loss_of
+from tinker import types
 
 NAN, INF = float("nan"), float("inf")
 PROMPT = types.ModelInput.from_ints([2, 3])

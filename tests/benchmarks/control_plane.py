@@ -24,9 +24,8 @@ from collections.abc import Callable
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
-from tinker import types
-
 from tests.benchmarks.service import cpu_seconds, datum
+from tinker import types
 
 
 def measure(name: str, call: Callable[[], object], repeat: int, pid: int, per_call: int = 1) -> None:
@@ -109,7 +108,7 @@ def main() -> None:
         run(args.base_url, args.server_pid, args.repeat, lambda: 0)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", scratch]
+        command = [sys.executable, "-m", "tinkerflow", "up", "--port", "0", "--data-dir", scratch]
         start = time.perf_counter()
         server = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TINKERFLOW_PREFECT_PORT": "0"}

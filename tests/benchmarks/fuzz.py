@@ -27,14 +27,14 @@ import httpx
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-
-from api.app import create_app
-from backend.journal import Journal, migrate
-from backend.settings import Settings
-from backend.store import Store
 from tests.api.conftest import BASE, Engine, card_json
 from tests.api.fuzz import KEY, PROTO, Target, attacks
 from tests.benchmarks.waiters import cpu_seconds, memory
+
+from tinkerflow.api.app import create_app
+from tinkerflow.backend.journal import Journal, migrate
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
 
 
 def run(target: Target, document: dict[str, Any], requests: int, pid: int, number: int) -> None:
@@ -103,7 +103,7 @@ def main() -> None:
         engine = Engine(journal, store)
         thread = threading.Thread(target=engine.run)
         thread.start()
-        command = [sys.executable, "-m", "deployments.cli", "api"]
+        command = [sys.executable, "-m", "tinkerflow", "api"]
         log = Path(folder) / "api.log"
         with log.open("wb") as output:
             environment = {**os.environ, **configured.environment()}

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tinker
-from tinker import types
-
 from tests.benchmarks.service import cpu_seconds, datum, server, step
 from tests.benchmarks.small_model import make_small
+from tinker import types
 
 NEVER = "1000000000"
 

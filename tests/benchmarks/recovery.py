@@ -17,7 +17,6 @@ from datetime import datetime
 from pathlib import Path
 
 import tinker
-
 from tests.benchmarks.service import datum, server, step
 
 ROUNDS = 3
@@ -46,7 +45,7 @@ def measure(url: str, data_dir: Path, up: int) -> None:
         data = [datum(list(range(1, 41)))]
         steps = [step(client, data) for _ in range(STEPS)]
         print(f"step without a kill: median {statistics.median(steps[2:]) * 1000:.0f} ms (a snapshot every 5 steps)")
-        for part in ("backend.pool.worker", "deployments.cli engine") * ROUNDS:
+        for part in ("tinkerflow.backend.pool.worker", "-m tinkerflow engine") * ROUNDS:
             began = time.time()
             os.kill(find(up, part), signal.SIGKILL)
             step(client, data)

@@ -37,10 +37,10 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 import httpx
 import tinker
+from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, server, step, tree, warm
 from tinker import types
 
-from deployments.tiny_model import make_tiny
-from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, server, step, tree, warm
+from tinkerflow.deployments.tiny_model import make_tiny
 
 KEY = "tml-bench"
 USERS, ASKED = 8, 6

@@ -19,7 +19,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 import tinker
 from tinker import types
 
-from backend.settings import Settings
+from tinkerflow.backend.settings import Settings
 
 TICK = os.sysconf("SC_CLK_TCK")
 _MOST_CALLS = 20
@@ -33,7 +33,7 @@ def server(data_dir: Path, settings: Mapping[str, str], *, model: str = "") -> I
     Nothing is compiled in the background, unless `settings` say so: what is measured would share the cores with it.
     """
     settings = {"PREFECT": "off", "WARM_UP": "false", **settings}
-    command = [sys.executable, "-m", "deployments.cli", "up", "--port", "0", "--data-dir", str(data_dir)]
+    command = [sys.executable, "-m", "tinkerflow", "up", "--port", "0", "--data-dir", str(data_dir)]
     up = subprocess.Popen(
         command + (["--base-model", model] if model else []),
         stdout=subprocess.PIPE,
@@ -112,7 +112,7 @@ def tree(pid: int) -> list[int]:
 
 
 _PARTS = {
-    "backend.pool.worker": "backend.pool.worker",
+    "tinkerflow.backend.pool.worker": "tinkerflow.backend.pool.worker",
     "cli engine": "cli engine",
     "cli api": "cli api",
     "prefect": "prefect.server",

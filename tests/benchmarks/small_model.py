@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from deployments.tiny_model import make_tiny
+from tinkerflow.deployments.tiny_model import make_tiny
 
 SEED = 20240501
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 8192, 768, 12, 12, 4, 64, 2048

@@ -33,14 +33,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads would burn CPU while they wait for a busy core
 
 import tinker
-from tinker import types
-
-from backend.compute.config import load_config
-from backend.compute.lora import projection_sizes
-from deployments.tiny_model import make_tiny
 from tests.benchmarks.peak import matmul_peak
 from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, server, step, warm
 from tests.benchmarks.small_model import make_small
+from tinker import types
+
+from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.lora import projection_sizes
+from tinkerflow.deployments.tiny_model import make_tiny
 
 RANK = 32
 RAGGED = [32 + round(i * 480 / 15) for i in range(16)]

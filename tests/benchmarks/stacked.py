@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backend.commands import AdamParams, LoraSpec
-from backend.compute.config import load_config
-from backend.compute.lora import Lora, init_lora
-from backend.compute.mesh import make_mesh
-from backend.compute.optimizer import fresh_state, hyper_vector, step
-from backend.compute.params import load_params
-from backend.compute.train import Batch, make_steps
-from deployments.tiny_model import make_tiny
+from tinkerflow.backend.commands import AdamParams, LoraSpec
+from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.lora import Lora, init_lora
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.optimizer import fresh_state, hyper_vector, step
+from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.compute.train import Batch, make_steps
+from tinkerflow.deployments.tiny_model import make_tiny
 
 RANK = 32
 CALLS = 20

@@ -25,9 +25,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from backend.ids import sampler_id
-from backend.journal import Journal, Kind, NewRequest, NewSampler, NewSession, migrate
-from backend.settings import Settings
+from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.journal import Journal, Kind, NewRequest, NewSampler, NewSession, migrate
+from tinkerflow.backend.settings import Settings
 
 OWNER, KEY = "local", "tml-bench"
 TICK = os.sysconf("SC_CLK_TCK")
@@ -160,7 +160,7 @@ def main() -> None:
         migrate(settings.journal_url)
         journal = Journal.open(settings.journal_url)
         journal.register_base_models([("m", "{}")])
-        command = [sys.executable, "-m", "deployments.cli", "api"]
+        command = [sys.executable, "-m", "tinkerflow", "api"]
         server = subprocess.Popen(command, env={**os.environ, **settings.environment()})
         try:
             while socket.socket().connect_ex(("127.0.0.1", port)):

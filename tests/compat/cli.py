@@ -14,9 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from click.testing import CliRunner
-from tinker.cli.__main__ import main
-
 from tests.compat.registry import commands
+from tinker.cli.__main__ import main
 
 # Threads of the SDK's transport that still run are suspected to abort an interpreter that ends: this one does not.
 _MAIN = """

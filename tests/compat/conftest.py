@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import tinker
-from tinker import types
-
 from tests.compat.cli import Cli
 from tests.compat.registry import is_method, watched
 from tests.e2e.conftest import Server, running
+from tinker import types
 
 TOKENS = [11, 22, 33, 44, 55, 66]
 

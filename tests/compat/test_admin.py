@@ -6,10 +6,9 @@ from datetime import UTC, datetime
 
 import pytest
 import tinker
-from tinker.lib.public_interfaces.admin_client import AdminClient
-
 from tests.compat.conftest import TOKENS, datum, window
 from tests.compat.registry import exercises
+from tinker.lib.public_interfaces.admin_client import AdminClient
 
 
 @pytest.fixture(scope="module")

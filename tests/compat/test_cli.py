@@ -6,7 +6,6 @@ import json
 
 import tinker
 from safetensors.numpy import load
-
 from tests.compat.cli import Cli
 from tests.compat.conftest import TOKENS, window
 from tests.compat.hub import hub

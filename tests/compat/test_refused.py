@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import tinker
-from tinker import types
-
 from tests.compat.conftest import TOKENS, datum
 from tests.compat.refused import REFUSED
+from tinker import types
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CHUNKS = {

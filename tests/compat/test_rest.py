@@ -8,9 +8,8 @@ from datetime import UTC, datetime, timedelta
 import httpx
 import pytest
 import tinker
-from tinker import types
-
 from tests.compat.registry import exercises
+from tinker import types
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import logging
 
 import pytest
 import tinker
-from tinker import types
-from tinker.lib.api_future_impl import QueueState
-
 from tests.compat.conftest import TOKENS
 from tests.compat.registry import exercises
+from tinker import types
+from tinker.lib.api_future_impl import QueueState
 
 PROMPT = types.ModelInput.from_ints(TOKENS)
 

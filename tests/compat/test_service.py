@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import tinker
-from tinker import types
-
 from tests.compat.conftest import TOKENS, datum
 from tests.compat.registry import exercises
+from tinker import types
 
 
 def loss_of(model: tinker.TrainingClient) -> float:

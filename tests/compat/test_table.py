@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tinker
-
 from tests.compat.refused import REFUSED
 from tests.compat.registry import chunks, commands, declared, methods, watched
 from tests.compat.table import README, read_tests, rewritten

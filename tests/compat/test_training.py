@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import tinker
-from tinker import types
-
 from tests.compat.conftest import TOKENS, datum
 from tests.compat.registry import exercises
+from tinker import types
 
 STILL = types.AdamParams(learning_rate=0.0)  # a step that clears the gradient and moves nothing
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-
 from tests.compat.conftest import Server
 from tests.compat.lesson import TOKENS, lesson
 

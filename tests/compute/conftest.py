@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     CreateAdapter,
     Example,
     ExportAdapter,
@@ -24,8 +24,8 @@ from backend.commands import (
     SampleResult,
     SampleStep,
 )
-from backend.compute.executor import Executor
-from backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.compute.sampler import Sampler
 
 VOCAB = 96
 SHAPE = {

@@ -17,12 +17,12 @@ def main() -> None:
     import numpy as np
     from jax.sharding import AxisType
 
-    from backend.compute.config import load_config
-    from backend.compute.experts import mixture
-    from backend.compute.lora import MLP, LoraPair, apply_one, projection_sizes
-    from backend.compute.mesh import EXPERT, FSDP, TENSOR
-    from backend.compute.params import load_params
-    from backend.compute.sampler.bank import stack_apply
+    from tinkerflow.backend.compute.config import load_config
+    from tinkerflow.backend.compute.experts import mixture
+    from tinkerflow.backend.compute.lora import MLP, LoraPair, apply_one, projection_sizes
+    from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+    from tinkerflow.backend.compute.params import load_params
+    from tinkerflow.backend.compute.sampler.bank import stack_apply
 
     folder, file = sys.argv[1:]
     cfg = load_config(folder)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backend.compute import attention
+from tinkerflow.backend.compute import attention
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])

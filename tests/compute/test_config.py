@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from backend.compute.config import Llama3Rope, load_config, parse_config
-from backend.errors import UserError
+from tinkerflow.backend.compute.config import Llama3Rope, load_config, parse_config
+from tinkerflow.backend.errors import UserError
 
 FIELDS: dict[str, Any] = {
     "model_type": "llama",

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
-from backend.commands import CustomLoss, Example, Forward
-from backend.compute.custom_losses import custom_losses
-from backend.compute.torch_ops import DTYPES, OPS
-from backend.errors import UserError
-from backend.wire import decode_custom_loss, torch_names
+from tinkerflow.backend.commands import CustomLoss, Example, Forward
+from tinkerflow.backend.compute.custom_losses import custom_losses
+from tinkerflow.backend.compute.torch_ops import DTYPES, OPS
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import decode_custom_loss, torch_names
 
 Fn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 

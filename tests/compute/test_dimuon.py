@@ -7,9 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend.commands import AdamParams, CreateAdapter, DimuonParams, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
-from backend.compute.dimuon import COEFFICIENTS, ITERATIONS, direction
-from backend.errors import UserError
+from tinkerflow.backend.commands import (
+    AdamParams,
+    CreateAdapter,
+    DimuonParams,
+    ExportAdapter,
+    ImportAdapter,
+    LoraSpec,
+    OptimStep,
+)
+from tinkerflow.backend.compute.dimuon import COEFFICIENTS, ITERATIONS, direction
+from tinkerflow.backend.errors import UserError
 
 
 def matrix_sign(m: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     AdamParams,
     CreateAdapter,
     Done,
@@ -23,11 +23,11 @@ from backend.commands import (
     PublishSnapshot,
     SampleStep,
 )
-from backend.compute import executor as module
-from backend.compute import memory, train
-from backend.errors import DevicesError, NotFoundError, ServerError, UserError
-from backend.pool.answers import Answers
-from backend.pool.sharing import in_parts
+from tinkerflow.backend.compute import executor as module
+from tinkerflow.backend.compute import memory, train
+from tinkerflow.backend.errors import DevicesError, NotFoundError, ServerError, UserError
+from tinkerflow.backend.pool.answers import Answers
+from tinkerflow.backend.pool.sharing import in_parts
 
 LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
 
@@ -240,6 +240,6 @@ def test_layers_computed_again_give_the_same_gradients(qwen3, examples, adapter,
 
 
 def test_a_worker_starts_without_the_heavy_packages():
-    code = "import backend.compute.executor, sys; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    code = "import tinkerflow.backend.compute.executor, sys; print(sorted({m.split('.')[0] for m in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"transformers", "torch", "prefect", "gcsfs", "fastapi"} & set(ast.literal_eval(done.stdout))

@@ -15,12 +15,12 @@ import pytest
 import safetensors.numpy
 import torch
 
-from backend.commands import LORA_ALPHA, CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec
-from backend.compute.lora import from_peft, to_peft
-from backend.compute.mesh import make_mesh
-from backend.compute.params import count, load_params
-from backend.errors import UserError
-from backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
+from tinkerflow.backend.commands import LORA_ALPHA, CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec
+from tinkerflow.backend.compute.lora import from_peft, to_peft
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import count, load_params
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 
 LENGTHS = (1, 7, 30)
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backend.compute.grouped import Groups, by_blocks
-from backend.compute.quantized import Int8
+from tinkerflow.backend.compute.grouped import Groups, by_blocks
+from tinkerflow.backend.compute.quantized import Int8
 
 ROWS, INS, OUTS = 150, 12, 20
 

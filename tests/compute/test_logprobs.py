@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backend.compute import logprobs
-from backend.compute.lora import LoraPair
-from backend.compute.losses import LossInputs, choose
-from backend.compute.transformer import Params
+from tinkerflow.backend.compute import logprobs
+from tinkerflow.backend.compute.lora import LoraPair
+from tinkerflow.backend.compute.losses import LossInputs, choose
+from tinkerflow.backend.compute.transformer import Params
 
 B, T, D, K, V, R = 2, 32, 16, 3, 50, 4
 

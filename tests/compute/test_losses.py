@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from backend.commands import TOKEN_LOSSES
-from backend.compute.losses import LossInputs, choose, token_losses
-from backend.errors import UserError
+from tinkerflow.backend.commands import TOKEN_LOSSES
+from tinkerflow.backend.compute.losses import LossInputs, choose, token_losses
+from tinkerflow.backend.errors import UserError
 
 
 def expected(loss, lp, q, adv, low=0.8, high=1.2, beta=0.05):

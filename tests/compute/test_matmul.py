@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backend.compute.matmul import matmul
-from backend.compute.quantized import Int8
+from tinkerflow.backend.compute.matmul import matmul
+from tinkerflow.backend.compute.quantized import Int8
 
 IN, OUT = 48, 80
 

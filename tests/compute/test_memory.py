@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-
-from backend.compute import memory
-from backend.compute.config import ModelConfig, load_config
-from backend.compute.mesh import make_mesh, replicated
-from backend.compute.params import count, load_params
-from backend.compute.transformer import Params
 from tests.compute.conftest import Reference
+
+from tinkerflow.backend.compute import memory
+from tinkerflow.backend.compute.config import ModelConfig, load_config
+from tinkerflow.backend.compute.mesh import make_mesh, replicated
+from tinkerflow.backend.compute.params import count, load_params
+from tinkerflow.backend.compute.transformer import Params
 
 GB = 10**9
 BFLOAT16 = Params(np.zeros((1, 1), jnp.bfloat16), {}, np.zeros(1), None)  # weights that are of that dtype

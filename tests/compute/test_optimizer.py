@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backend.commands import AdamParams, CreateAdapter, DimuonParams, ExportAdapter, LoraSpec, OptimStep
-from backend.compute.optimizer import hyper_vector
-from backend.errors import UserError
+from tinkerflow.backend.commands import AdamParams, CreateAdapter, DimuonParams, ExportAdapter, LoraSpec, OptimStep
+from tinkerflow.backend.compute.optimizer import hyper_vector
+from tinkerflow.backend.errors import UserError
 
 STEPS = (
     AdamParams(learning_rate=1e-2),

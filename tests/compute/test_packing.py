@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.commands import Example
-from backend.compute.packing import SHORTEST_ROW, bucket, micro_batches, pack
+from tinkerflow.backend.commands import Example
+from tinkerflow.backend.compute.packing import SHORTEST_ROW, bucket, micro_batches, pack
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 

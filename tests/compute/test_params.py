@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from backend.compute.config import load_config
-from backend.compute.mesh import make_mesh
-from backend.compute.params import by_layer, count, load_params
-from backend.errors import UserError
+from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import by_layer, count, load_params
+from tinkerflow.backend.errors import UserError
 
 
 def load(folder, dtype="float32", **changes):

@@ -8,8 +8,8 @@ import pytest
 import safetensors.numpy
 import torch
 
-from backend.commands import CreateAdapter, ExportAdapter, LoraSpec
-from backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
+from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 
 LENGTHS = (1, 7, 33, 60)
 

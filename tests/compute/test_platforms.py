@@ -9,22 +9,22 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-
-from backend.commands import AdamParams, DimuonParams, LoraSpec
-from backend.compute.config import load_config
-from backend.compute.mesh import make_mesh, replicated
-from backend.compute.optimizer import fresh_state, hyper_vector
-from backend.compute.params import by_layer, load_params
-from backend.compute.sampler.bank import empty_stack
-from backend.compute.sampler.cache import empty_cache
-from backend.compute.sampler.decode import Rows, decode
-from backend.compute.sampler.prefill import Piece, prefill
-from backend.compute.sampler.prompt_scores import Widths, empty_wanted
-from backend.compute.sampler.sampling import greedy_choice
-from backend.compute.train import make_steps
-from backend.compute.train_programs import adapter_like, batch_like
-from backend.compute.warming import like
 from tests.compute.conftest import Reference
+
+from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec
+from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.mesh import make_mesh, replicated
+from tinkerflow.backend.compute.optimizer import fresh_state, hyper_vector
+from tinkerflow.backend.compute.params import by_layer, load_params
+from tinkerflow.backend.compute.sampler.bank import empty_stack
+from tinkerflow.backend.compute.sampler.cache import empty_cache
+from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
+from tinkerflow.backend.compute.sampler.prompt_scores import Widths, empty_wanted
+from tinkerflow.backend.compute.sampler.sampling import greedy_choice
+from tinkerflow.backend.compute.train import make_steps
+from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
+from tinkerflow.backend.compute.warming import like
 
 SLOTS, CHUNK, TOP, LENGTH = 4, 8, 5, 256
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from backend.compute.config import load_config
-from backend.compute.matmul import matmul
-from backend.compute.mesh import make_mesh
-from backend.compute.params import by_layer, count, load_params
-from backend.compute.quantized import Int8, rounded, scales
+from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.matmul import matmul
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import by_layer, count, load_params
+from tinkerflow.backend.compute.quantized import Int8, rounded, scales
 
 
 def rounded_copy(model: torch.nn.Module) -> torch.nn.Module:

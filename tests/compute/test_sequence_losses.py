@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from backend.commands import LOSS_CONFIG, Example, Forward
-from backend.compute.sequence_losses import judge
-from backend.errors import UserError
+from tinkerflow.backend.commands import LOSS_CONFIG, Example, Forward
+from tinkerflow.backend.compute.sequence_losses import judge
+from tinkerflow.backend.errors import UserError
 
 LENGTHS = (3, 40, 17, 5)
 

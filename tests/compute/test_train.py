@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     LOSSES,
     AdamParams,
     CreateAdapter,
@@ -15,7 +15,7 @@ from backend.commands import (
     LoraSpec,
     OptimStep,
 )
-from backend.errors import NotFoundError, UserError
+from tinkerflow.backend.errors import NotFoundError, UserError
 
 LENGTHS = (3, 40, 17, 100, 5, 64, 31)
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from backend.commands import LoraSpec
-from backend.compute.config import load_config
-from backend.compute.lora import Lora, init_lora
-from backend.compute.mesh import make_mesh
-from backend.compute.params import load_params
-from backend.compute.train import Batch, make_steps
+from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.lora import Lora, init_lora
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.compute.train import Batch, make_steps
 
 ROWS, TOKENS, RANK = 2, 64, 4
 

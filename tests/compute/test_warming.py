@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.compute.conftest import SHAPE, VOCAB, build, random_example
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     AdamParams,
     CreateAdapter,
     DropSnapshot,
@@ -26,9 +27,8 @@ from backend.commands import (
     SampleStep,
     Warmth,
 )
-from backend.compute.packing import micro_batch_shapes, pack
-from backend.compute.warming import Program, WarmUp
-from tests.compute.conftest import SHAPE, VOCAB, build, random_example
+from tinkerflow.backend.compute.packing import micro_batch_shapes, pack
+from tinkerflow.backend.compute.warming import Program, WarmUp
 
 CONTEXT = 32  # few shapes, and of one layer, because each costs a second to compile
 PATIENCE = 600.0

@@ -12,10 +12,10 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from backend.clock import SystemClock
-from backend.commands import AdapterState, LoraSpec
-from backend.errors import NotFoundError, StoreError
-from backend.journal import (
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.commands import AdapterState, LoraSpec
+from tinkerflow.backend.errors import NotFoundError, StoreError
+from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
     CopyMade,
@@ -27,10 +27,10 @@ from backend.journal import (
     NewSession,
     access_hash,
 )
-from backend.settings import Settings
-from backend.store import RECOVERY, CheckpointMeta, Store
-from deployments.cli import app
-from deployments.parts import open_journal
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Store
+from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.parts import open_journal
 
 RUN = "copy-1:train:0"
 PATH = f"tinker://{RUN}/weights/a"

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from backend.commands import Warmth
-from backend.settings import Settings
-from deployments.cli import app
-from deployments.doctor import _compiled, _processes
-from deployments.parts import open_journal, with_base_models
+from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.doctor import _compiled, _processes
+from tinkerflow.deployments.parts import open_journal, with_base_models
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def tinkerflow(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deployments.cli", *words]
+    command = [sys.executable, "-m", "tinkerflow", *words]
     more = {"COLUMNS": "160", "HF_HUB_OFFLINE": "1"} | env
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=os.environ | more)
 

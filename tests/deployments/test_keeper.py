@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from deployments.keeper import Keeper
+from tinkerflow.deployments.keeper import Keeper
 
-PULSE = "from deployments.pulse import Pulse, say, READY; import time; p = Pulse(hung_seconds=2); p.start(); "
+PULSE = (
+    "from tinkerflow.deployments.pulse import Pulse, say, READY; import time; p = Pulse(hung_seconds=2); p.start(); "
+)
 PARTS = {
     "well": PULSE + "say(READY); time.sleep(600)",
     "hung": PULSE + "say(READY); p.turns(); time.sleep(600)",

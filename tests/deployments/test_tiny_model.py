@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from backend.errors import UserError
-from backend.model_card import ModelCard
-from deployments.pig_latin import LESSONS
-from deployments.tiny_model import VOCAB, make_tiny
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.deployments.pig_latin import LESSONS
+from tinkerflow.deployments.tiny_model import VOCAB, make_tiny
 
 FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
@@ -38,7 +38,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def test_another_process_makes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    code = "import sys; from deployments.tiny_model import make_tiny; make_tiny(sys.argv[1])"
+    code = "import sys; from tinkerflow.deployments.tiny_model import make_tiny; make_tiny(sys.argv[1])"
     root = Path(__file__).parent.parent.parent
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "again")], check=True, cwd=root)
     assert list(hashes(folder)) == FILES

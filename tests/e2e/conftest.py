@@ -21,8 +21,8 @@ import pytest
 import tinker
 from prefect.client.base import PrefectHttpxSyncClient
 
-from backend.store import Store
-from deployments.run import wait_for_prefect
+from tinkerflow.backend.store import Store
+from tinkerflow.deployments.run import wait_for_prefect
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -53,7 +53,7 @@ class Server:
         options = ("--port", str(self.port), "--data-dir", str(self.data_dir), *self.options)
         with log.open("a") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "deployments.cli", "up", *options],
+                [sys.executable, "-m", "tinkerflow", "up", *options],
                 stdout=output,
                 stderr=output,
                 env={"TINKERFLOW_PREFECT": self.prefect} | os.environ | {"TINKERFLOW_PREFECT_PORT": "0"},
@@ -99,7 +99,7 @@ class Server:
 
     def workers(self) -> list[int]:
         """Pids of the pool's processes, found from outside: descendants whose command line names the worker."""
-        return [pid for pid in descendants(self.process.pid) if "backend.pool.worker" in cmdline(pid)]
+        return [pid for pid in descendants(self.process.pid) if "tinkerflow.backend.pool.worker" in cmdline(pid)]
 
     def descendants(self) -> list[int]:
         """Pids of all that it started, and of what those started."""
@@ -107,7 +107,7 @@ class Server:
 
     def parts(self, *names: str) -> list[int]:
         """Pids of the parts (`engine`, `api`, `prefect`) that run now."""
-        commands = [PREFECT if name == "prefect" else f"deployments.cli {name} " for name in names]
+        commands = [PREFECT if name == "prefect" else f"-m tinkerflow {name} " for name in names]
         return [pid for pid in descendants(self.process.pid) if any(one in cmdline(pid) for one in commands)]
 
 

@@ -19,7 +19,16 @@ def serving(file: Path, log: Path) -> Iterator[None]:
     path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))  # for flows of our own
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli", "serve", "--file", str(file), "--data-dir", str(log.parent)],
+            [
+                sys.executable,
+                "-m",
+                "tinkerflow",
+                "serve",
+                "--file",
+                str(file),
+                "--data-dir",
+                str(log.parent),
+            ],
             stdout=output,
             stderr=output,
             env=os.environ | {"PREFECT_RUNNER_POLL_FREQUENCY": "2", "PYTHONPATH": path},

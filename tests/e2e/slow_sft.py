@@ -11,10 +11,10 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.pipelines.preparation import or_cancelled
-from flows.pipelines.sft import fine_tune
-from tasks.pipelines.control import Control
-from tasks.pipelines.parameters import SftParameters
+from tinkerflow.flows.pipelines.preparation import or_cancelled
+from tinkerflow.flows.pipelines.sft import fine_tune
+from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.parameters import SftParameters
 
 may_go_on, asked = Control.may_go_on, 0
 

@@ -9,14 +9,14 @@ import pytest
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
-
-from backend.errors import UserError
-from deployments.run import example_file
-from deployments.serve import ensure_results
-from flows.pipelines import Trained, sft
-from tasks.pipelines.imitate import Imitate
-from tasks.pipelines.parameters import SftParameters
 from tests.store.fake_gcs import FakeGcs
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.deployments.run import example_file
+from tinkerflow.deployments.serve import ensure_results
+from tinkerflow.flows.pipelines import Trained, sft
+from tinkerflow.tasks.pipelines.imitate import Imitate
+from tinkerflow.tasks.pipelines.parameters import SftParameters
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,9 @@ def gcs(monkeypatch) -> Iterator[FakeGcs]:
 @pytest.fixture
 def tiny(pipelines, gcs, tmp_path, compiled_programs):
     """A service that keeps its checkpoints there; Prefect is the shared server's."""
-    from deployments.testing import serve_tiny  # a plugin of test_testing.py, which must be the first to import it
+    from tinkerflow.deployments.testing import (
+        serve_tiny,  # a plugin of test_testing.py, which must be the first to import it
+    )
 
     (tmp_path / "jax-cache").symlink_to(compiled_programs)
     with serve_tiny(tmp_path, store="gs://bucket/store") as service:

@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
-from backend.errors import UserError
-from deployments.run import example_file, read_config
-from flows.pipelines import PIPELINES
-from tasks.pipelines.imitate import Imitate
-from tasks.pipelines.prefer import Prefer
+from tinkerflow.backend.errors import UserError
+from tinkerflow.deployments.run import example_file, read_config
+from tinkerflow.flows.pipelines import PIPELINES
+from tinkerflow.tasks.pipelines.imitate import Imitate
+from tinkerflow.tasks.pipelines.prefer import Prefer
 
 pytestmark = pytest.mark.slow
 

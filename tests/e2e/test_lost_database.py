@@ -35,7 +35,15 @@ def test_checkpoints_outlive_the_database(tmp_path, start_server, make_datum):
         file.unlink()
     (tmp_path / "jax-cache").unlink()  # start_server makes it
 
-    command = [sys.executable, "-m", "deployments.cli", "checkpoint", "rebuild-index", "--data-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tinkerflow",
+        "checkpoint",
+        "rebuild-index",
+        "--data-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "restored 2, known 0, damaged 0" in done.stdout
 

@@ -13,11 +13,11 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from serving import serving
 
-from deployments.run import example_file
-from deployments.serve import AUTOMATION, ensure_automation, read_deployments
-from flows.pipelines import Night, evaluate
-from tasks.pipelines.champions import champion
-from tasks.pipelines.parameters import EvaluateParameters
+from tinkerflow.deployments.run import example_file
+from tinkerflow.deployments.serve import AUTOMATION, ensure_automation, read_deployments
+from tinkerflow.flows.pipelines import Night, evaluate
+from tinkerflow.tasks.pipelines.champions import champion
+from tinkerflow.tasks.pipelines.parameters import EvaluateParameters
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def night(pipelines, name: str, data: Path) -> dict:
     }
     return {
         "name": name,
-        "entrypoint": "flows.pipelines.nightly.nightly",
+        "entrypoint": "tinkerflow.flows.pipelines.nightly.nightly",
         "parameters": {"parameters": parameters},
         "schedules": [{"interval": 10}],
         "concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"},
@@ -106,7 +106,7 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
 def test_the_shipped_deployments_fit_their_flows():
     from prefect.flows import load_flow_from_entrypoint
 
-    from flows.pipelines import PIPELINES
+    from tinkerflow.flows.pipelines import PIPELINES
 
     file = example_file("").parent / "prefect.yaml"
     found = read_deployments(file)

@@ -11,13 +11,13 @@ import sys
 import pytest
 from rich.console import Console
 
-from deployments.quickstart import teach
+from tinkerflow.deployments.quickstart import teach
 
 
 def test_quickstart_teaches_pig_latin(tmp_path, compiled_programs):
     (tmp_path / "jax-cache").symlink_to(compiled_programs)  # the next test needs the same programs
     run = subprocess.run(
-        [sys.executable, "-m", "deployments.cli", "quickstart", "--data-dir", str(tmp_path)],
+        [sys.executable, "-m", "tinkerflow", "quickstart", "--data-dir", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=900,
@@ -40,6 +40,6 @@ def test_too_few_steps_teach_nothing(server):
 @pytest.mark.parametrize("learnt", [True, False])
 def test_the_command_fails_unless_it_was_learnt(learnt):
     """In a process of its own: it ends that."""
-    stand_in = f"import deployments.quickstart as q; q.quickstart = lambda *_, **__: {learnt}; "
-    command = "from deployments.cli import app; app(['quickstart', '--steps', '2'])"
+    stand_in = f"import tinkerflow.deployments.quickstart as q; q.quickstart = lambda *_, **__: {learnt}; "
+    command = "from tinkerflow.deployments.cli import app; app(['quickstart', '--steps', '2'])"
     assert subprocess.run([sys.executable, "-c", stand_in + command], timeout=300, check=False).returncode == 1 - learnt

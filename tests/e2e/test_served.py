@@ -22,13 +22,13 @@ from prefect.events.clients import PrefectEventsClient
 from prefect.states import Running
 from serving import serving
 
-from deployments.run import example_file, read_config
-from deployments.serve import ensure_automation, ensure_tag_limits
-from flows.pipelines import sft
-from tasks.pipelines.connection import TinkerflowConnection, connect
-from tasks.pipelines.parameters import SftParameters
-from tasks.pipelines.progress import Progress, Segment
-from tasks.pipelines.work import open_work, read_json
+from tinkerflow.deployments.run import example_file, read_config
+from tinkerflow.deployments.serve import ensure_automation, ensure_tag_limits
+from tinkerflow.flows.pipelines import sft
+from tinkerflow.tasks.pipelines.connection import TinkerflowConnection, connect
+from tinkerflow.tasks.pipelines.parameters import SftParameters
+from tinkerflow.tasks.pipelines.progress import Progress, Segment
+from tinkerflow.tasks.pipelines.work import open_work, read_json
 
 pytestmark = pytest.mark.slow
 

@@ -17,12 +17,12 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling, Paused
 
-from deployments.run import example_file, read_config
-from flows.pipelines import sft
-from tasks.pipelines.control import Control
-from tasks.pipelines.parameters import SftParameters
-from tasks.pipelines.progress import Progress
-from tasks.pipelines.work import open_work, read_json
+from tinkerflow.deployments.run import example_file, read_config
+from tinkerflow.flows.pipelines import sft
+from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.parameters import SftParameters
+from tinkerflow.tasks.pipelines.progress import Progress
+from tinkerflow.tasks.pipelines.work import open_work, read_json
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +140,7 @@ def test_a_wrong_parameter_is_refused_by_its_name(pipelines, tmp_path):
     file = tmp_path / "wrong.yaml"
     file.write_text("data: {url: rows.jsonl}\ntraining: {steps: 0}\n")
     ended = subprocess.run(
-        [sys.executable, "-m", "deployments.cli", "run", "sft", "--config", str(file)],
+        [sys.executable, "-m", "tinkerflow", "run", "sft", "--config", str(file)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 1

@@ -6,11 +6,11 @@ import pytest
 from prefect import flow, get_client, task
 from prefect.client.schemas.objects import StateType
 
-from deployments.run import example_file
-from flows.pipelines import sft
-from tasks.pipelines.parameters import SftParameters
+from tinkerflow.deployments.run import example_file
+from tinkerflow.flows.pipelines import sft
+from tinkerflow.tasks.pipelines.parameters import SftParameters
 
-pytest_plugins = ["deployments.testing"]
+pytest_plugins = ["tinkerflow.deployments.testing"]
 pytestmark = pytest.mark.slow
 
 MOST = {"steps": 2, "segment_steps": 1, "batch_size": 2}

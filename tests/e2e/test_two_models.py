@@ -6,7 +6,7 @@ import json
 
 from tinker import types
 
-from deployments.tiny_model import make_tiny
+from tinkerflow.deployments.tiny_model import make_tiny
 
 
 def test_each_base_model_has_its_worker_group(tmp_path, start_server, make_datum):

@@ -13,21 +13,31 @@ import numpy as np
 import orjson
 import pytest
 
-from backend.clock import SystemClock
-from backend.commands import Command, GroupConfig, Reply
-from backend.errors import GroupFailedError, SuspectError
-from backend.ids import model_id, sampler_id
-from backend.journal import Journal, Kind, NewModel, NewRequest, NewSampler, NewSession, Result, Waiters, migrate
-from backend.model_card import ModelCard
-from backend.pool import GroupLost
-from backend.store import Store
-from backend.wire import tinker_pb2 as pb
-from flows.lane import Lane, Shared
-from flows.pacing import Pacing
-from flows.sampling import SamplingLane
-from flows.tracking import Tracking
-from tasks.answers import Answers
-from tasks.runtime import Runtime
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.commands import Command, GroupConfig, Reply
+from tinkerflow.backend.errors import GroupFailedError, SuspectError
+from tinkerflow.backend.ids import model_id, sampler_id
+from tinkerflow.backend.journal import (
+    Journal,
+    Kind,
+    NewModel,
+    NewRequest,
+    NewSampler,
+    NewSession,
+    Result,
+    Waiters,
+    migrate,
+)
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.pool import GroupLost
+from tinkerflow.backend.store import Store
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.lane import Lane, Shared
+from tinkerflow.flows.pacing import Pacing
+from tinkerflow.flows.sampling import SamplingLane
+from tinkerflow.flows.tracking import Tracking
+from tinkerflow.tasks.answers import Answers
+from tinkerflow.tasks.runtime import Runtime
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy_executor import GRAD, Unigram
 
-from backend.commands import Forward, ForwardResult, GroupConfig
+from tinkerflow.backend.commands import Forward, ForwardResult, GroupConfig
 
 
 class Joint(Unigram):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     AdapterState,
     Command,
     CreateAdapter,
@@ -39,7 +39,7 @@ from backend.commands import (
     SampleStep,
     SnapshotHeld,
 )
-from backend.errors import NotFoundError
+from tinkerflow.backend.errors import NotFoundError
 
 VOCAB = 32
 CHUNK = 4

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.journal import Kind, Pending
-from flows.batching import Batch, batches, run_name, shared_name, short_name
+from tinkerflow.backend.journal import Kind, Pending
+from tinkerflow.flows.batching import Batch, batches, run_name, shared_name, short_name
 
 MODEL = "sess-abcdefgh1234ab12:train:0"
 KINDS = [kind for kind in Kind if kind is not Kind.SAMPLE]

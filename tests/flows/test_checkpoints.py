@@ -11,11 +11,11 @@ import pyrage
 import pytest
 from safetensors.numpy import load as load_safetensors
 
-from backend.errors import StoreError
-from backend.journal import Kind, Retention, access_hash
-from backend.wire import hash_token
-from flows.expiry import delete_checkpoints, note_changes
-from flows.lane import Lane, Shared
+from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.journal import Kind, Retention, access_hash
+from tinkerflow.backend.wire import hash_token
+from tinkerflow.flows.expiry import delete_checkpoints, note_changes
+from tinkerflow.flows.lane import Lane, Shared
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ async def test_a_token_lets_a_stranger_load(
 
 
 async def _load_as(payload: bytes, owner: str, runtime: Any) -> Any:
-    from backend.wire import decode_load_weights
-    from tasks.load_weights import load
+    from tinkerflow.backend.wire import decode_load_weights
+    from tinkerflow.tasks.load_weights import load
 
     wanted = decode_load_weights(payload)
     return await load(runtime, owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)

@@ -14,14 +14,14 @@ from typing import Any
 
 import orjson
 import pytest
-
-from backend.joining import make_secret
-from backend.journal import Journal, Kind
-from backend.settings import Settings
-from backend.store import Store
-from deployments.tiny_model import make_tiny
-from flows.engine import run_engine
 from tests.netns import NetHost, Network, NotHereError, network
+
+from tinkerflow.backend.joining import make_secret
+from tinkerflow.backend.journal import Journal, Kind
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
+from tinkerflow.deployments.tiny_model import make_tiny
+from tinkerflow.flows.engine import run_engine
 
 HERE = Path(__file__).parent
 SILENCE = 10.0  # heartbeat_timeout
@@ -53,7 +53,7 @@ def settings(four: Network, tmp_path: Path) -> Settings:
 @contextmanager
 def joined(host: NetHost, group: str, settings: Settings) -> Iterator[Path]:
     """`tinkerflow worker` on a host, until the end of the block: what it says."""
-    command = (sys.executable, "-m", "deployments.cli", "worker", "--group", group)
+    command = (sys.executable, "-m", "tinkerflow", "worker", "--group", group)
     options = ("--secret-file", str(settings.group_secret_path), "--data-dir", str(settings.data_dir / host.name))
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1])))}
     said = settings.data_dir / f"{host.name}.log"

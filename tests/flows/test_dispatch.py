@@ -9,13 +9,13 @@ from typing import Any
 import orjson
 import pytest
 
-from backend.commands import DropSnapshot
-from backend.journal import Kind, ModelState
-from backend.settings import Settings
-from flows.dispatch import Dispatcher
-from flows.groups import ServedModel
-from flows.lane import Shared
-from flows.sampling import SamplingLane
+from tinkerflow.backend.commands import DropSnapshot
+from tinkerflow.backend.journal import Kind, ModelState
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.dispatch import Dispatcher
+from tinkerflow.flows.groups import ServedModel
+from tinkerflow.flows.lane import Shared
+from tinkerflow.flows.sampling import SamplingLane
 
 
 @pytest.fixture

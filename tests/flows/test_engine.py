@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.errors import UserError
-from backend.journal import Journal, Kind, ModelState
-from backend.settings import Settings
-from backend.store import Store
-from backend.wire import tinker_pb2 as pb
-from deployments.tiny_model import make_tiny
-from flows.engine import run_engine
-from flows.lease import is_dead
-from flows.tracking import Tracking
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import Journal, Kind, ModelState
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.deployments.tiny_model import make_tiny
+from tinkerflow.flows.engine import run_engine
+from tinkerflow.flows.lease import is_dead
+from tinkerflow.flows.tracking import Tracking
 
 HERE = Path(__file__).parent
 Engine = Callable[..., Any]
@@ -63,7 +63,7 @@ def engine(tmp_path: Path, base_model: str, monkeypatch: pytest.MonkeyPatch) -> 
 def workers() -> list[int]:
     """Pids of the worker processes below this one."""
     pids = [int(p) for path in Path("/proc/self/task").glob("*/children") for p in path.read_text().split()]
-    return [pid for pid in pids if b"backend.pool.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if b"tinkerflow.backend.pool.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def test_training_and_sampling_through_worker_processes(engine: Engine, connect: Any, base_model: str) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from backend.errors import UserError
-from backend.model_card import ModelCard
-from backend.settings import Settings
-from flows.groups import group_config
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.groups import group_config
 
 CARD = ModelCard("m", "/models/m", "m", "Qwen3", 32, 128, (2,), 10, tied=False)
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from backend.errors import UserError
-from backend.joining import make_secret
-from backend.journal import Journal, ModelState
-from backend.settings import Settings
-from deployments.tiny_model import make_tiny
-from flows.engine import run_engine
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.joining import make_secret
+from tinkerflow.backend.journal import Journal, ModelState
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.tiny_model import make_tiny
+from tinkerflow.flows.engine import run_engine
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -37,7 +37,7 @@ def join(settings: Settings) -> Iterator[Join]:
 
     @contextmanager
     def started(group: str, name: str) -> Iterator[subprocess.Popen[bytes]]:
-        command = [sys.executable, "-m", "deployments.cli", "worker", "--group", group]
+        command = [sys.executable, "-m", "tinkerflow", "worker", "--group", group]
         options = ["--secret-file", str(settings.group_secret_path), "--data-dir", str(settings.data_dir / name)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(ROOT)))}
         process = subprocess.Popen([*command, *options], env=env)

@@ -10,10 +10,10 @@ import numpy as np
 import orjson
 import pytest
 
-from backend.errors import StateLostError
-from backend.journal import Kind, ModelState
-from backend.wire import tinker_pb2 as pb
-from flows.lane import Lane, Shared, Why
+from tinkerflow.backend.errors import StateLostError
+from tinkerflow.backend.journal import Kind, ModelState
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.lane import Lane, Shared, Why
 
 MOST = 2000
 

@@ -17,19 +17,19 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from backend.clock import SystemClock
-from backend.journal import ModelState
-from backend.processes import free_port
-from backend.settings import Settings
-from flows.buttons import CANCELLED
-from flows.dispatch import Dispatcher
-from flows.groups import ServedModel
-from flows.lane import Lane, Shared, Why
-from flows.pacing import Pacing
-from flows.prefect_server import PrefectServer, start_server
-from flows.sampling import SamplingLane
-from flows.tracking import Tracking, open_tracking
-from flows.training_run import serve_model, training_run
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.journal import ModelState
+from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.buttons import CANCELLED
+from tinkerflow.flows.dispatch import Dispatcher
+from tinkerflow.flows.groups import ServedModel
+from tinkerflow.flows.lane import Lane, Shared, Why
+from tinkerflow.flows.pacing import Pacing
+from tinkerflow.flows.prefect_server import PrefectServer, start_server
+from tinkerflow.flows.sampling import SamplingLane
+from tinkerflow.flows.tracking import Tracking, open_tracking
+from tinkerflow.flows.training_run import serve_model, training_run
 
 pytestmark = [
     pytest.mark.slow,

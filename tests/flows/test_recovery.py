@@ -15,20 +15,20 @@ import orjson
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from backend.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
-from backend.errors import ServerError, StoreAwayError, StoreError
-from backend.ids import sampler_id
-from backend.journal import Journal, Kind, ModelState, Recovery, SamplerOpened
-from backend.settings import Settings
-from backend.wire import tinker_pb2 as pb
-from flows.dispatch import Dispatcher
-from flows.groups import ServedModel
-from flows.lane import Shared
-from flows.sampling import SamplingLane
-from flows.tracking import Tracking
-from tasks import operation, restore
-from tasks.recovery import Policy
-from tasks.snapshots import Snapshots
+from tinkerflow.backend.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
+from tinkerflow.backend.errors import ServerError, StoreAwayError, StoreError
+from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.journal import Journal, Kind, ModelState, Recovery, SamplerOpened
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.dispatch import Dispatcher
+from tinkerflow.flows.groups import ServedModel
+from tinkerflow.flows.lane import Shared
+from tinkerflow.flows.sampling import SamplingLane
+from tinkerflow.flows.tracking import Tracking
+from tinkerflow.tasks import operation, restore
+from tinkerflow.tasks.recovery import Policy
+from tinkerflow.tasks.snapshots import Snapshots
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import numpy as np
 import orjson
 import pytest
 
-from backend.commands import MoveSnapshot, SampleStep
-from backend.journal import Kind, UsageKind
-from backend.wire import tinker_pb2 as pb
-from flows.lane import Lane, Shared, Why
-from flows.sampling import SamplingLane, shared_out
-from tasks.runtime import Runtime
+from tinkerflow.backend.commands import MoveSnapshot, SampleStep
+from tinkerflow.backend.journal import Kind, UsageKind
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.lane import Lane, Shared, Why
+from tinkerflow.flows.sampling import SamplingLane, shared_out
+from tinkerflow.tasks.runtime import Runtime
 
 
 @pytest.fixture

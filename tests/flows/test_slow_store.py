@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from backend.commands import ExportAdapter
-from backend.journal import Kind
-from flows.lane import IN_FLIGHT, Lane, Shared
-from tasks.recovery import Policy
-from tasks.save_weights import SAVES
+from tinkerflow.backend.commands import ExportAdapter
+from tinkerflow.backend.journal import Kind
+from tinkerflow.flows.lane import IN_FLIGHT, Lane, Shared
+from tinkerflow.tasks.recovery import Policy
+from tinkerflow.tasks.save_weights import SAVES
 
 
 @dataclass

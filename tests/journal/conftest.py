@@ -13,9 +13,9 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 
-from backend.clock import ManualClock
-from backend.ids import model_id, sampler_id
-from backend.journal import (
+from tinkerflow.backend.clock import ManualClock
+from tinkerflow.backend.ids import model_id, sampler_id
+from tinkerflow.backend.journal import (
     Bell,
     CheckpointKind,
     CheckpointSaved,
@@ -29,7 +29,7 @@ from backend.journal import (
     Pending,
     migrate,
 )
-from backend.journal.tables import Table
+from tinkerflow.backend.journal.tables import Table
 
 OWNER = "local"
 

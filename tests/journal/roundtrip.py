@@ -11,8 +11,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from backend.ids import model_id
-from backend.journal import Journal, Kind, ModelLive, NewModel, NewRequest, NewSession, StepMade, migrate
+from tinkerflow.backend.ids import model_id
+from tinkerflow.backend.journal import Journal, Kind, ModelLive, NewModel, NewRequest, NewSession, StepMade, migrate
 
 CALLS = ("submit", "ready", "finish", "result")
 

@@ -7,8 +7,8 @@ from datetime import date
 import pytest
 import sqlalchemy as sa
 
-from backend.journal.audit import Event, note
-from backend.journal.database import Database
+from tinkerflow.backend.journal.audit import Event, note
+from tinkerflow.backend.journal.database import Database
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.commands import Warmth
+from tinkerflow.backend.commands import Warmth
 
 
 def test_registering_replaces_the_list(scene):

@@ -14,13 +14,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from backend.errors import ServerError
-from backend.journal import Bell
-from backend.journal.bell_sockets import packed, socket_folder, unpacked
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import Bell
+from tinkerflow.backend.journal.bell_sockets import packed, socket_folder, unpacked
 
 LISTENER = """
 import asyncio, sys
-from backend.journal import Bell
+from tinkerflow.backend.journal import Bell
 
 async def main():
     bell = Bell(sys.argv[1])
@@ -36,7 +36,7 @@ asyncio.run(main())
 """
 RINGER = """
 import sys
-from backend.journal import Bell
+from tinkerflow.backend.journal import Bell
 bell = Bell(sys.argv[1])
 bell.ring(*sys.argv[2:])
 bell.close()

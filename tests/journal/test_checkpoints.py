@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import NotFoundError
-from backend.journal import CheckpointKind
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.journal import CheckpointKind
 
 
 def test_lists_are_newest_first_in_pages_and_per_run(scene, save):

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import sqlalchemy as sa
 
-from backend.errors import NotFoundError, UserError
-from backend.journal import Journal, Outcome, completions
-from backend.journal.cancelling import CANCELLED
-from backend.journal.statements import CLONE_BLOCK
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import Journal, Outcome, completions
+from tinkerflow.backend.journal.cancelling import CANCELLED
+from tinkerflow.backend.journal.statements import CLONE_BLOCK
 
 
 @pytest.fixture

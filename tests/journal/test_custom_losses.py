@@ -7,8 +7,8 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from backend.errors import ConflictError, NotFoundError
-from backend.journal import NewCustomLoss
+from tinkerflow.backend.errors import ConflictError, NotFoundError
+from tinkerflow.backend.journal import NewCustomLoss
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from backend.errors import ServerError
-from backend.journal import Journal, NewSession, database
-from backend.journal.database import Database, driver_url
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import Journal, NewSession, database
+from tinkerflow.backend.journal.database import Database, driver_url
 
 WRITER = """
 import sys
-from backend.journal import Journal, Kind, NewRequest
+from tinkerflow.backend.journal import Journal, Kind, NewRequest
 journal = Journal.open(sys.argv[1])
 for n in range(150):
     seq_id = 2 * n + 1 + int(sys.argv[3])
@@ -96,7 +96,7 @@ def test_urls():
 
 
 def test_naive_datetimes_are_refused(url):
-    from backend.journal.tables import UtcDateTime
+    from tinkerflow.backend.journal.tables import UtcDateTime
 
     opened = Database(url)
     statement = sa.text("SELECT :when").bindparams(sa.bindparam("when", type_=UtcDateTime()))

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 
-from backend.errors import StateLostError, UserError
-from backend.journal import (
+from tinkerflow.backend.errors import StateLostError, UserError
+from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
     ModelEnded,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.journal import Kind, ModelEnded, ModelState, NewRequest, NewSampler, SamplerOpened, SnapshotTaken
+from tinkerflow.backend.journal import (
+    Kind,
+    ModelEnded,
+    ModelState,
+    NewRequest,
+    NewSampler,
+    SamplerOpened,
+    SnapshotTaken,
+)
 
 
 def executed(scene, model, *seqs):

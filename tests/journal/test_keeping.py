@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import NotFoundError
-from backend.journal import CheckpointKind, CheckpointSaved, CopyMade, ModelState, SessionState, access_hash
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, CopyMade, ModelState, SessionState, access_hash
 
 
 def events(journal, owner="local"):

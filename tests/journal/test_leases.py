@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import FencedError
-from backend.journal import Journal
+from tinkerflow.backend.errors import FencedError
+from tinkerflow.backend.journal import Journal
 
 
 @pytest.fixture

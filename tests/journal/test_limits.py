@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from backend.errors import TooManyError
-from backend.ids import model_id
-from backend.journal import CheckpointKind, CheckpointSaved, Journal, Kind, Limits, NewModel, NewRequest
+from tinkerflow.backend.errors import TooManyError
+from tinkerflow.backend.ids import model_id
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal, Kind, Limits, NewModel, NewRequest
 
 
 def a_sample(sampler: str, seq: int, owner: str = "local") -> NewRequest:

@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from backend.errors import ServerError
-from backend.journal import Journal, migrate
-from backend.journal.database import driver_url
-from backend.journal.tables import Table
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import Journal, migrate
+from tinkerflow.backend.journal.database import driver_url
+from tinkerflow.backend.journal.tables import Table
 
 
 def test_migrations_lead_to_the_models(empty_url):
@@ -33,7 +33,7 @@ def test_an_unmigrated_database_is_refused(empty_url):
 
 
 def test_processes_that_start_together_migrate_once(empty_url):
-    code = f"from backend.journal import migrate; migrate({empty_url!r})"
+    code = f"from tinkerflow.backend.journal import migrate; migrate({empty_url!r})"
     processes = [subprocess.Popen([sys.executable, "-W", "error", "-c", code]) for _ in range(3)]
     assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
     Journal.open(empty_url).close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-import backend.journal as room
+import tinkerflow.backend.journal as room
 
 
 def test_every_public_name_exists_and_is_documented():

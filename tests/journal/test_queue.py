@@ -7,7 +7,7 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backend.journal import Kind
+from tinkerflow.backend.journal import Kind
 
 
 def test_late_earlier_chunks_hold_back_later_ones(scene):

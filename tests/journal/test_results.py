@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import NotFoundError, UserError
-from backend.journal import Kind
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import Kind
 
 
 def test_pending_then_answered_and_re_readable(scene):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import ConflictError, NotFoundError, UserError
-from backend.journal import SamplerState
+from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.journal import SamplerState
 
 
 def test_opening_is_idempotent_and_conflicts_are_named(scene):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import NotFoundError, StateLostError
-from backend.journal import (
+from tinkerflow.backend.errors import NotFoundError, StateLostError
+from tinkerflow.backend.journal import (
     ModelEnded,
     ModelState,
     NewSession,

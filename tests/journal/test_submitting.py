@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from backend.errors import ConflictError, NotFoundError
-from backend.journal import Kind, ModelEnded, ModelState, NewModel, NewRequest, SessionState
+from tinkerflow.backend.errors import ConflictError, NotFoundError
+from tinkerflow.backend.journal import Kind, ModelEnded, ModelState, NewModel, NewRequest, SessionState
 
 
 def test_a_replay_answers_the_stored_id_whatever_became_of_it(scene):

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from backend.journal import (
+from tinkerflow.backend.journal import (
     CheckpointFound,
     CheckpointKind,
     CheckpointSaved,

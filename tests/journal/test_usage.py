@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from backend.journal import CheckpointKind, CheckpointSaved, ModelEnded, ModelState, UsageKind, Used
-from backend.journal.usage import HOUR, floor
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, ModelEnded, ModelState, UsageKind, Used
+from tinkerflow.backend.journal.usage import HOUR, floor
 
 
 def used(session, kind=UsageKind.TRAINING, quantity=10):

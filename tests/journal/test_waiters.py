@@ -11,11 +11,11 @@ from collections.abc import Collection
 import pytest
 import sqlalchemy as sa
 
-from backend.journal import Bell, Waiters, waiters
+from tinkerflow.backend.journal import Bell, Waiters, waiters
 
 ENGINE = """
 import sys, time
-from backend.journal import Journal
+from tinkerflow.backend.journal import Journal
 journal = Journal.open(sys.argv[1])
 while not (run := journal.ready(sys.argv[2])):
     time.sleep(0.01)

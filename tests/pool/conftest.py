@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from backend.commands import GroupConfig
-from backend.pool import Pool
+from tinkerflow.backend.commands import GroupConfig
+from tinkerflow.backend.pool import Pool
 
 HERE = Path(__file__).parent
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
@@ -104,7 +104,7 @@ def children() -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if parent == os.getpid() and b"backend.pool.worker" in command:
+            if parent == os.getpid() and b"tinkerflow.backend.pool.worker" in command:
                 found.append(int(entry.name))
     return found
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from backend.commands import AdamParams, CreateAdapter, GroupConfig, LoraSpec, OptimStep
-from backend.pool import Hosts, Pool, codec
+from tinkerflow.backend.commands import AdamParams, CreateAdapter, GroupConfig, LoraSpec, OptimStep
+from tinkerflow.backend.pool import Hosts, Pool, codec
 
 
 async def main(executor: str, processes: int, port: int = 0, secret: str = "") -> None:

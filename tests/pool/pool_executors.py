@@ -1,4 +1,4 @@
-"""Executors for the pool's tests: real worker processes run these in place of backend.compute.
+"""Executors for the pool's tests: real worker processes run these in place of tinkerflow.backend.compute.
 
 They are told what to do through ordinary commands; the adapter_id of DropAdapter carries the order.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     AdapterState,
     Command,
     CreateAdapter,
@@ -37,10 +37,10 @@ from backend.commands import (
     SampleProgress,
     SampleStep,
 )
-from backend.errors import ConflictError, DevicesError, NotFoundError, StateLostError, UserError
-from backend.pool import codec
-from backend.pool.messages import Ack
-from backend.pool.transport import header
+from tinkerflow.backend.errors import ConflictError, DevicesError, NotFoundError, StateLostError, UserError
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool.messages import Ack
+from tinkerflow.backend.pool.transport import header
 
 
 class Echo:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from backend import commands as c
-from backend.pool import codec
-from backend.pool import messages as m
+from tinkerflow.backend import commands as c
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool import messages as m
 
 shapes = hnp.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=6)
 floats32 = hnp.arrays(np.float32, shapes, elements=st.floats(width=32))

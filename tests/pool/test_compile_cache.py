@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.pool.compile_cache import CacheMender
+from tinkerflow.backend.pool.compile_cache import CacheMender
 
 
 @pytest.mark.parametrize(

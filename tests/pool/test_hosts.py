@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend import errors
-from backend.commands import (
+from tinkerflow.backend import errors
+from tinkerflow.backend.commands import (
     AdamParams,
     CreateAdapter,
     Example,
@@ -26,14 +26,14 @@ from backend.commands import (
     OptimResult,
     OptimStep,
 )
-from backend.pool import Hosts, Pool, Post, agent, codec, group, serve_group
-from backend.pool.birth import Birth
-from backend.pool.group import Plan
-from backend.pool.host_messages import Offer, Spawned, Welcome
-from backend.pool.places import ThisMachine
-from backend.pool.software import software
-from backend.pool.spawn import ChildProcess, spawn_worker
-from backend.pool.transport import LoopLink, WorkerLink
+from tinkerflow.backend.pool import Hosts, Pool, Post, agent, codec, group, serve_group
+from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.pool.group import Plan
+from tinkerflow.backend.pool.host_messages import Offer, Spawned, Welcome
+from tinkerflow.backend.pool.places import ThisMachine
+from tinkerflow.backend.pool.software import software
+from tinkerflow.backend.pool.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.pool.transport import LoopLink, WorkerLink
 
 HERE = Path(__file__).parent
 SECRET = b"the secret of the group"
@@ -454,7 +454,7 @@ async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCapture
 
 
 async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.pool.agent.software", lambda: "python 2.7")
+    monkeypatch.setattr("tinkerflow.backend.pool.agent.software", lambda: "python 2.7")
     with pytest.raises(errors.UserError, match=r"host .+ has python 2.7, the driver python 3.+: they must be the same"):
         await bench.join("a")
     assert "none has joined" in bench.hosts.lack(1)
@@ -490,7 +490,7 @@ async def test_a_host_that_cannot_start_a_process_is_asked_again(bench: Bench, m
             raise OSError(11, "Resource temporarily unavailable")
         return await spawn_worker(*args, **kwargs)
 
-    monkeypatch.setattr("backend.pool.agent.spawn_worker", spawn)
+    monkeypatch.setattr("tinkerflow.backend.pool.agent.spawn_worker", spawn)
     bench.join("a", 2)
     await serves(await bench.start(2), 2)
     assert not bench.hosts.lack(0)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import Example, Forward, ForwardResult, GroupConfig
-from backend.errors import GroupFailedError, SuspectError
-from backend.pool import Pool
+from tinkerflow.backend.commands import Example, Forward, ForwardResult, GroupConfig
+from tinkerflow.backend.errors import GroupFailedError, SuspectError
+from tinkerflow.backend.pool import Pool
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 

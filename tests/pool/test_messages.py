@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend import errors
-from backend.pool.messages import Failed, same_outcome, to_error, to_failed
+from tinkerflow.backend import errors
+from tinkerflow.backend.pool.messages import Failed, same_outcome, to_error, to_failed
 
 USER_ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UserError)]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.commands import (
+from tinkerflow.backend.commands import (
     LOSSES,
     TOKEN_LOSSES,
     AdamParams,
@@ -29,10 +29,10 @@ from backend.commands import (
     SampleProgress,
     SampleStep,
 )
-from backend.compute.packing import pack
-from backend.errors import GroupFailedError
-from backend.pool import sharing
-from backend.pool.sharing import Sharing, in_parts
+from tinkerflow.backend.compute.packing import pack
+from tinkerflow.backend.errors import GroupFailedError
+from tinkerflow.backend.pool import sharing
+from tinkerflow.backend.pool.sharing import Sharing, in_parts
 
 MICROBATCH = 64
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend import errors
-from backend.commands import (
+from tinkerflow.backend import errors
+from tinkerflow.backend.commands import (
     AdamParams,
     AdapterState,
     Command,
@@ -35,9 +35,9 @@ from backend.commands import (
     Reply,
     SampleStep,
 )
-from backend.errors import GroupFailedError, SuspectError, UserError
-from backend.pool import GroupLost, Pool, group
-from backend.pool.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
+from tinkerflow.backend.pool import GroupLost, Pool, group
+from tinkerflow.backend.pool.spawn import ChildProcess, spawn_worker
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 WaitUntil = Callable[..., Awaitable[None]]
@@ -647,7 +647,7 @@ async def test_a_machine_without_room_for_a_process_is_tried_again(
             raise OSError(11, "Resource temporarily unavailable")
         return await spawn_worker(*args, **kwargs)
 
-    monkeypatch.setattr("backend.pool.places.spawn_worker", spawn)
+    monkeypatch.setattr("tinkerflow.backend.pool.places.spawn_worker", spawn)
     os.kill(pool.pids[0], signal.SIGKILL)
     await wait_until(lambda: not pool.ready)
     await serves_again(pool, generation=4)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.pool import codec, transport
-from backend.pool.birth import Birth
-from backend.pool.transport import LoopLink, WorkerLink, header, next_connection
+from tinkerflow.backend.pool import codec, transport
+from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.pool.transport import LoopLink, WorkerLink, header, next_connection
 
 SECRET = b"a secret of this generation"
 
@@ -211,7 +211,7 @@ async def test_garbage_is_a_value_error_at_both_ends(listener: socket.socket, ra
 async def test_a_group_starts_although_strangers_knock(
     start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from backend.pool import places, spawn
+    from tinkerflow.backend.pool import places, spawn
 
     async def knock_then_spawn(birth: Birth, coordinator: str, *, log_dir: Path | None) -> spawn.ChildProcess:
         with socket.create_connection((birth.host, birth.port)) as stranger:

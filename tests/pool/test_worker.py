@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from backend.commands import AdamParams, Done, GroupConfig, OptimStep, Ping
-from backend.pool import codec
-from backend.pool.birth import Birth
-from backend.pool.messages import Beat, Fatal, Left, Progress, Ready, Start
-from backend.pool.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
-from backend.pool.transport import LoopLink, next_connection
+from tinkerflow.backend.commands import AdamParams, Done, GroupConfig, OptimStep, Ping
+from tinkerflow.backend.pool import codec
+from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.pool.messages import Beat, Fatal, Left, Progress, Ready, Start
+from tinkerflow.backend.pool.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
+from tinkerflow.backend.pool.transport import LoopLink, next_connection
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -102,7 +102,10 @@ async def test_a_worker_ends_when_its_connection_does(
         pass
     link.close()
     assert (await process.ended()).how == "ended with exit status 0"
-    assert "rank 0 generation 5 backend.pool.worker: the driver is gone" in (tmp_path / "worker-0.log").read_text()
+    assert (
+        "rank 0 generation 5 tinkerflow.backend.pool.worker: the driver is gone"
+        in (tmp_path / "worker-0.log").read_text()
+    )
 
 
 async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
@@ -227,7 +230,7 @@ def test_a_worker_keeps_memory_that_was_freed() -> None:
 def test_a_workers_environment_asks_for_huge_pages_and_keeps_what_is_set():
     plain = worker_environment({"HOME": "/h"})
     tunables = plain["GLIBC_TUNABLES"].split(":")
-    assert "glibc.malloc.hugetlb=1" in tunables and plain["PYTHONPATH"] == str(ROOT)
+    assert "glibc.malloc.hugetlb=1" in tunables and plain["PYTHONPATH"] == str(ROOT / ".package")
     ours = worker_environment({"PYTHONPATH": "/x", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
     assert ours["GLIBC_TUNABLES"].split(":") == [*tunables, "glibc.malloc.hugetlb=0"]  # glibc: the last one wins
     assert ours["PYTHONPATH"] == f"{ROOT}{os.pathsep}/x"

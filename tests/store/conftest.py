@@ -9,11 +9,11 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-
-from backend.clock import ManualClock
-from backend.commands import AdapterState, LoraSpec
-from backend.store import CheckpointMeta, Store
 from tests.store.fake_gcs import FakeGcs
+
+from tinkerflow.backend.clock import ManualClock
+from tinkerflow.backend.commands import AdapterState, LoraSpec
+from tinkerflow.backend.store import CheckpointMeta, Store
 
 
 @pytest.fixture(scope="package")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from backend.errors import UserError
-from backend.store.blobs import Blobs, open_blobs
-from backend.store.local import LocalBlobs
-from backend.store.objects import ObjectBlobs
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.store.blobs import Blobs, open_blobs
+from tinkerflow.backend.store.local import LocalBlobs
+from tinkerflow.backend.store.objects import ObjectBlobs
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from backend.clock import SystemClock
-from backend.commands import AdapterState
-from backend.errors import ConflictError, NotFoundError, StoreError
-from backend.store import CheckpointMeta, Store
-from backend.store.blobs import Blobs, open_blobs
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError
+from tinkerflow.backend.store import CheckpointMeta, Store
+from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
 RUN = "sess-1:train:0"
 PATH = f"tinker://{RUN}/weights/x"
@@ -180,8 +180,8 @@ def test_kill_9_at_any_time_leaves_only_whole_checkpoints(tmp_path: Path) -> Non
 def _start_saver(url: str) -> subprocess.Popen[str]:
     code = """
 import sys, itertools, numpy as np
-from backend.commands import AdapterState, LoraSpec
-from backend.store import CheckpointMeta, Store
+from tinkerflow.backend.commands import AdapterState, LoraSpec
+from tinkerflow.backend.store import CheckpointMeta, Store
 store = Store.open(sys.argv[1])
 for i in itertools.count():
     weights = {f"base_model.model.lm_head.lora_{m}.weight": np.full((64, 64), i, np.float32) for m in "AB"}

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save as save_safetensors
 
-from backend.commands import AdapterState
-from backend.errors import StoreError
-from backend.store import RECOVERY, CheckpointMeta, Digest, Store, commit, reading
-from backend.store.blobs import Blobs
-from backend.store.commit import seal
+from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Digest, Store, commit, reading
+from tinkerflow.backend.store.blobs import Blobs
+from tinkerflow.backend.store.commit import seal
 
 RUN = "sess-1:train:0"
 FOLDER = f"runs/{RUN}/weights/x"

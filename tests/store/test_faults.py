@@ -15,13 +15,13 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from backend.clock import ManualClock
-from backend.commands import AdapterState, LoraSpec
-from backend.errors import ConflictError, NotFoundError, StoreError
-from backend.store import CheckpointMeta, CheckpointPath, Store
-from backend.store.objects import ObjectBlobs
 from tests.store.faulty_fs import Crash, Fault, FaultyFileSystem, Wrong
+
+from tinkerflow.backend.clock import ManualClock
+from tinkerflow.backend.commands import AdapterState, LoraSpec
+from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError
+from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Store
+from tinkerflow.backend.store.objects import ObjectBlobs
 
 RUNS, NAMES, KINDS = ("run-a", "run-b"), ("x",), ("weights", "recovery")
 LATER = datetime(2027, 1, 1, tzinfo=UTC)

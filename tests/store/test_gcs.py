@@ -16,12 +16,12 @@ import gcsfs.retry
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-
-from backend.commands import AdapterState
-from backend.store import CheckpointMeta, Store
-from backend.store import gcs as gcs_module
-from backend.store.gcs import GcsBlobs
 from tests.store.fake_gcs import FakeGcs, Fault
+
+from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.store import CheckpointMeta, Store
+from tinkerflow.backend.store import gcs as gcs_module
+from tinkerflow.backend.store.gcs import GcsBlobs
 
 Make = Callable[..., AdapterState]
 Same = Callable[[AdapterState, AdapterState], None]
@@ -147,7 +147,7 @@ def test_a_service_account_signs_links(
     account = {"type": "service_account", "client_email": "me@here", "private_key": key.decode(), "project_id": "p"}
     file = tmp_path / "key.json"
     file.write_text(json.dumps(account | {"token_uri": f"{gcs.url}/token", "private_key_id": "1"}))
-    code = "import sys; from backend.store.gcs import GcsBlobs; print(GcsBlobs('bucket/p').signed_url('a b', 60))"
+    code = "from tinkerflow.backend.store.gcs import GcsBlobs; print(GcsBlobs('bucket/p').signed_url('a b', 60))"
     env = {name: value for name, value in os.environ.items() if name != "STORAGE_EMULATOR_HOST"}
     env |= {"GOOGLE_APPLICATION_CREDENTIALS": str(file)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
@@ -160,7 +160,8 @@ def test_a_service_account_signs_links(
 
 def test_other_stores_do_not_pay_for_gcsfs(tmp_path: Path) -> None:
     code = (
-        f"import sys; from backend.store import Store; Store.open('file://{tmp_path}'); print('gcsfs' in sys.modules)"
+        "import sys; from tinkerflow.backend.store import Store; "
+        f"Store.open('file://{tmp_path}'); print('gcsfs' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -168,7 +169,7 @@ def test_other_stores_do_not_pay_for_gcsfs(tmp_path: Path) -> None:
 
 def test_what_others_do_through_fsspec_asks_no_other_api() -> None:
     """Data of pipelines, and results that Prefect keeps."""
-    code = "import backend.store, fsspec; print(type(fsspec.filesystem('gs', token='anon')).__name__)"
+    code = "import tinkerflow.backend.store, fsspec; print(type(fsspec.filesystem('gs', token='anon')).__name__)"
     env = {name: value for name, value in os.environ.items() if not name.startswith("GCSFS_")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "GCSFileSystem"

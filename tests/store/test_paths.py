@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.errors import UserError
-from backend.store import CheckpointPath
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.store import CheckpointPath
 
 
 def test_a_path_with_colons() -> None:

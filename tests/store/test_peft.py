@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from backend.commands import LORA_ALPHA, AdapterState, LoraSpec
-from backend.store import CheckpointMeta, Store
-from backend.store.peft import adapter_config
+from tinkerflow.backend.commands import LORA_ALPHA, AdapterState, LoraSpec
+from tinkerflow.backend.store import CheckpointMeta, Store
+from tinkerflow.backend.store.peft import adapter_config
 
 ATTENTION = {f"self_attn.{p}_proj" for p in "qkvo"}
 MLP = {f"mlp.{p}_proj" for p in ("gate", "up", "down")}

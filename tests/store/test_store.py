@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from backend import store as room
-from backend.clock import ManualClock
-from backend.commands import AdapterState
-from backend.errors import ConflictError, NotFoundError, StoreError, UserError
-from backend.store import CheckpointMeta, Saved, Store
-from backend.store.blobs import Blobs
+from tinkerflow.backend import store as room
+from tinkerflow.backend.clock import ManualClock
+from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError, UserError
+from tinkerflow.backend.store import CheckpointMeta, Saved, Store
+from tinkerflow.backend.store.blobs import Blobs
 
 RUN = "sess-1:train:0"
 Make = Callable[..., AdapterState]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors.numpy import save
 
-from backend.errors import StoreError
-from backend.store.tensors import decode, encode
+from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.store.tensors import decode, encode
 
 FLOATS = arrays(np.float32, array_shapes(max_dims=3, max_side=5), elements=st.floats(width=32))
 

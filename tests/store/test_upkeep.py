@@ -8,9 +8,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from backend.clock import SystemClock
-from backend.commands import AdapterState
-from backend.store import RECOVERY, CheckpointMeta, Store
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Store
 
 RUN = "sess-1:train:0"
 FOLDER = f"runs/{RUN}/weights"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from backend.errors import JournalBusyError
-from backend.journal import Outcome
-from tasks import answers
-from tasks.answers import Answers
+from tinkerflow.backend.errors import JournalBusyError
+from tinkerflow.backend.journal import Outcome
+from tinkerflow.tasks import answers
+from tinkerflow.tasks.answers import Answers
 
 
 def outcome(name: str) -> Outcome:

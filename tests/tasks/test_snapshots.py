@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tasks.snapshots import Snapshots
+from tinkerflow.tasks.snapshots import Snapshots
 
 
 async def test_those_who_load_at_the_same_time_share_one_load() -> None:

@@ -6,7 +6,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.turns import MOST_ASIDE, Line, Turn
+from tinkerflow.tasks.turns import MOST_ASIDE, Line, Turn
 
 
 @settings(max_examples=50)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 
-from backend.journal import Kind, Outcome, Pending
-from tasks.operation import Operation
-from tasks.window import TASKS, Window
+from tinkerflow.backend.journal import Kind, Outcome, Pending
+from tinkerflow.tasks.operation import Operation
+from tinkerflow.tasks.window import TASKS, Window
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

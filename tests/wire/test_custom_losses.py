@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 import pytest
 
-from backend.errors import UserError
-from backend.wire import (
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import (
     custom_loss_header,
     decode_custom_loss,
     decode_forward,

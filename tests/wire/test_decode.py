@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker import types
 
-from backend.errors import UserError
-from backend.wire import decode_forward, forward_backward_header, read_forward
-from backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import decode_forward, forward_backward_header, read_forward
+from tinkerflow.backend.wire import tinker_pb2 as pb
 
 VOCAB, CONTEXT = 100, 64
 

@@ -16,8 +16,15 @@ from tinker.types import (
     SaveWeightsResponse,
 )
 
-from backend.commands import NO_LOGPROB, Candidates, ForwardResult, OptimResult, SampledSequence, SampleResult
-from backend.wire import (
+from tinkerflow.backend.commands import (
+    NO_LOGPROB,
+    Candidates,
+    ForwardResult,
+    OptimResult,
+    SampledSequence,
+    SampleResult,
+)
+from tinkerflow.backend.wire import (
     encode_forward,
     encode_json,
     encode_loaded,

@@ -7,15 +7,15 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from tinker.proto import tinker_public_pb2
 
-from backend.wire import tinker_pb2
-from backend.wire.generate import generate
+from tinkerflow.backend.wire import tinker_pb2
+from tinkerflow.backend.wire.generate import generate
 
 
 def test_regenerating_gives_the_same_files(tmp_path: Path) -> None:
     generate(tmp_path)
     here = Path(tinker_pb2.__file__).parent
     for name in ("tinker_pb2.py", "tinker_pb2.pyi"):
-        assert (tmp_path / "backend/wire" / name).read_text() == (here / name).read_text()
+        assert (tmp_path / "tinkerflow/backend/wire" / name).read_text() == (here / name).read_text()
 
 
 def test_every_message_is_the_sdks() -> None:

@@ -15,9 +15,9 @@ from tinker import types
 from tinker._compat import model_dump
 from tinker.types.optim_step_request import OptimStepRequest
 
-from backend.commands import AdamParams, DimuonParams, LoraSpec
-from backend.errors import UserError
-from backend.wire import (
+from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import (
     CreateModel,
     LoadModel,
     LoadWeights,

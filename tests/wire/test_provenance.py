@@ -9,10 +9,10 @@ import pytest
 from tinker import types
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
-from backend.commands import StabilityInfo
-from backend.errors import UserError
-from backend.wire import decode_forward, read_forward
-from backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.commands import StabilityInfo
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import decode_forward, read_forward
+from tinkerflow.backend.wire import tinker_pb2 as pb
 
 RECORDED = {"req-1-0": StabilityInfo("req-1-0", np.int32([7, 8, 9]), np.float32([-1, -2, -3]))}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import backend.wire
+from tinkerflow.backend import wire
 
 
 def test_the_public_names() -> None:
-    assert set(backend.wire.__all__) == {
+    assert set(wire.__all__) == {
         "CreateModel",
         "Fields",
         "ForwardHeader",
@@ -46,4 +46,4 @@ def test_the_public_names() -> None:
         "training_tokens",
         "with_seed",
     }
-    assert all(hasattr(backend.wire, name) for name in backend.wire.__all__)
+    assert all(hasattr(wire, name) for name in wire.__all__)

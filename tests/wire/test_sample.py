@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import PromptWishes, SampleRequest
-from backend.errors import UserError
-from backend.wire import Fields, decode_sample, num_samples, records_stability, with_seed
+from tinkerflow.backend.commands import PromptWishes, SampleRequest
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.wire import Fields, decode_sample, num_samples, records_stability, with_seed
 
 
 def body(params: dict[str, Any] | None = None, prompt: Any = (1, 2, 3), **more: Any) -> bytes:

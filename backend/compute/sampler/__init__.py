@@ -3,6 +3,6 @@
 `Sampler.step` takes one command and answers with what was finished; everything else here is a part of it.
 """
 
-from backend.compute.sampler.sampler import Sampler
+from tinkerflow.backend.compute.sampler.sampler import Sampler
 
 __all__ = ["Sampler"]

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from backend.commands import LoraSpec
-from backend.compute.config import ModelConfig
-from backend.compute.grouped import Groups
-from backend.compute.lora import Lora, LoraApply, LoraPair, projection_sizes, scale, stack_shape
-from backend.compute.mesh import put, replicated, to_host
-from backend.compute.sampler.shapes import rank_columns
-from backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.grouped import Groups
+from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, projection_sizes, scale, stack_shape
+from tinkerflow.backend.compute.mesh import put, replicated, to_host
+from tinkerflow.backend.compute.sampler.shapes import rank_columns
+from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 
 _RANK_UNIT = 8  # ranks are padded to multiples, so that few shapes of snapshots exist
 

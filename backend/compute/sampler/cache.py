@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from backend.compute.config import ModelConfig
-from backend.compute.mesh import FSDP, TENSOR, sharding
-from backend.compute.sampler.shapes import BLOCK
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR, sharding
+from tinkerflow.backend.compute.sampler.shapes import BLOCK
 
 _KEYS, _VALUES = 4, 3  # the axes that are positions
 PAGES = 16  # that are copied at once: 2,048 positions

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from backend.compute.config import ModelConfig
-from backend.compute.lora import Lora, LoraPair
-from backend.compute.mesh import FSDP, replicated, sharding
-from backend.compute.sampler.bank import stack_apply
-from backend.compute.sampler.cache import Cache, attend_cached, cache_sharding
-from backend.compute.sampler.sampling import Choice, sample
-from backend.compute.transformer import Params, block, embed, final_hidden, over_layers, rope_tables, unembed
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.lora import Lora, LoraPair
+from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
+from tinkerflow.backend.compute.sampler.bank import stack_apply
+from tinkerflow.backend.compute.sampler.cache import Cache, attend_cached, cache_sharding
+from tinkerflow.backend.compute.sampler.sampling import Choice, sample
+from tinkerflow.backend.compute.transformer import Params, block, embed, final_hidden, over_layers, rope_tables, unembed
 
 
 @flax.struct.dataclass

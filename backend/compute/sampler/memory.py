@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from backend.compute.config import ModelConfig
-from backend.compute.memory import device_bytes, least
-from backend.compute.mesh import FSDP, TENSOR
-from backend.compute.sampler.shapes import BLOCK
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.memory import device_bytes, least
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR
+from tinkerflow.backend.compute.sampler.shapes import BLOCK
 
 _SHARE = 0.2  # a cache that grows exists twice for a moment, and training wants its part
 _PAGES_A_SLOT = 16  # 2,048 tokens of prompt for every sequence that may decode

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from backend.compute.config import ModelConfig
-from backend.compute.lora import Lora
-from backend.compute.mesh import replicated
-from backend.compute.sampler.cache import Cache
-from backend.compute.sampler.decode import layers, pin_cache
-from backend.compute.sampler.prompt_scores import Scored, Wanted, Widths, score
-from backend.compute.transformer import Params
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.compute.mesh import replicated
+from tinkerflow.backend.compute.sampler.cache import Cache
+from tinkerflow.backend.compute.sampler.decode import layers, pin_cache
+from tinkerflow.backend.compute.sampler.prompt_scores import Scored, Wanted, Widths, score
+from tinkerflow.backend.compute.transformer import Params
 
 
 @flax.struct.dataclass

@@ -18,12 +18,12 @@ from itertools import accumulate, pairwise, takewhile
 import numpy as np
 from jax.sharding import Mesh
 
-from backend.commands import Int32
-from backend.compute.config import ModelConfig
-from backend.compute.sampler.cache import Cache, page_of, with_page
-from backend.compute.sampler.requests import Scope
-from backend.compute.sampler.scheduler import Group, Job
-from backend.compute.sampler.shapes import BLOCK, prefill_pieces
+from tinkerflow.backend.commands import Int32
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.sampler.cache import Cache, page_of, with_page
+from tinkerflow.backend.compute.sampler.requests import Scope
+from tinkerflow.backend.compute.sampler.scheduler import Group, Job
+from tinkerflow.backend.compute.sampler.shapes import BLOCK, prefill_pieces
 
 
 class Prefixes:

@@ -16,16 +16,24 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from backend.commands import LoraSpec
-from backend.compute.config import ModelConfig
-from backend.compute.lora import Lora
-from backend.compute.sampler.bank import empty_stack, frozen, padded_columns, placed
-from backend.compute.sampler.cache import PAGES, empty_cache, page_of, pages_of, pages_put, scrubbed, with_page
-from backend.compute.sampler.decode import Rows, decode
-from backend.compute.sampler.prefill import Piece, prefill
-from backend.compute.sampler.prompt_scores import PLAIN, empty_wanted
-from backend.compute.sampler.sampling import greedy_choice
-from backend.compute.sampler.shapes import (
+from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.compute.sampler.bank import empty_stack, frozen, padded_columns, placed
+from tinkerflow.backend.compute.sampler.cache import (
+    PAGES,
+    empty_cache,
+    page_of,
+    pages_of,
+    pages_put,
+    scrubbed,
+    with_page,
+)
+from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
+from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_wanted
+from tinkerflow.backend.compute.sampler.sampling import greedy_choice
+from tinkerflow.backend.compute.sampler.shapes import (
     BLOCK,
     LARGE_AFTER,
     PREFILL_TOKENS,
@@ -34,8 +42,8 @@ from backend.compute.sampler.shapes import (
     Shapes,
     rank_columns,
 )
-from backend.compute.transformer import Params
-from backend.compute.warming import Program, result_of
+from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.warming import Program, result_of
 
 _WIDTHS = (RANK_COLUMNS, rank_columns(RANK_COLUMNS + 1))
 _RARE = 8  # how far from what is common the programs are that only trouble needs

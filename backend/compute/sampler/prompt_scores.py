@@ -19,11 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from backend.commands import NO_LOGPROB, Candidates, Float32, Int32, PromptWishes, SampleRequest, SampleResult
-from backend.compute.lora import Lora
-from backend.compute.mesh import FSDP, sharding
-from backend.compute.sampler.decode import unembedded
-from backend.compute.sampler.sampling import (
+from tinkerflow.backend.commands import (
+    NO_LOGPROB,
+    Candidates,
+    Float32,
+    Int32,
+    PromptWishes,
+    SampleRequest,
+    SampleResult,
+)
+from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.compute.mesh import FSDP, sharding
+from tinkerflow.backend.compute.sampler.decode import unembedded
+from tinkerflow.backend.compute.sampler.sampling import (
     ALTERNATIVES,
     Choice,
     UniformStream,
@@ -31,7 +39,7 @@ from backend.compute.sampler.sampling import (
     sample,
     width_for,
 )
-from backend.compute.transformer import Params
+from tinkerflow.backend.compute.transformer import Params
 
 _LOGITS = 2**22  # logits that exist at once: 16 MiB in float32
 

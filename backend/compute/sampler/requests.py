@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backend.commands import Candidates, Int32, SampledSequence, SampleRequest, SampleResult
-from backend.compute.sampler.bank import Snapshot
-from backend.compute.sampler.prompt_scores import PromptScores
-from backend.compute.sampler.sampling import UniformStream
-from backend.compute.sampler.stops import StopWatch
-from backend.errors import UserError
+from tinkerflow.backend.commands import Candidates, Int32, SampledSequence, SampleRequest, SampleResult
+from tinkerflow.backend.compute.sampler.bank import Snapshot
+from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
+from tinkerflow.backend.compute.sampler.sampling import UniformStream
+from tinkerflow.backend.compute.sampler.stops import StopWatch
+from tinkerflow.backend.errors import UserError
 
 
 @dataclass(frozen=True)

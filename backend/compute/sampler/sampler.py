@@ -15,33 +15,41 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from backend.commands import Candidates, GroupConfig, LoraSpec, SampleProgress, SampleRequest, SampleResult, SampleStep
-from backend.compute.config import ModelConfig
-from backend.compute.lora import Lora
-from backend.compute.mesh import FSDP, on_cpu, to_host
-from backend.compute.params import by_layer
-from backend.compute.sampler.bank import Snapshot, SnapshotBank
-from backend.compute.sampler.cache import Cache, Move, empty_cache, moved, pages_for, scrubbed
-from backend.compute.sampler.decode import Decoded, Rows, decode
-from backend.compute.sampler.memory import most_cells, most_pages
-from backend.compute.sampler.prefill import Piece, prefill
-from backend.compute.sampler.prefixes import Prefixes
-from backend.compute.sampler.programs import SamplerPrograms
-from backend.compute.sampler.prompt_scores import empty_wanted, prompt_scores
-from backend.compute.sampler.requests import Scope, Sequence, Ticket, check
-from backend.compute.sampler.sampling import (
+from tinkerflow.backend.commands import (
+    Candidates,
+    GroupConfig,
+    LoraSpec,
+    SampleProgress,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+)
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.compute.mesh import FSDP, on_cpu, to_host
+from tinkerflow.backend.compute.params import by_layer
+from tinkerflow.backend.compute.sampler.bank import Snapshot, SnapshotBank
+from tinkerflow.backend.compute.sampler.cache import Cache, Move, empty_cache, moved, pages_for, scrubbed
+from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode
+from tinkerflow.backend.compute.sampler.memory import most_cells, most_pages
+from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
+from tinkerflow.backend.compute.sampler.prefixes import Prefixes
+from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
+from tinkerflow.backend.compute.sampler.prompt_scores import empty_wanted, prompt_scores
+from tinkerflow.backend.compute.sampler.requests import Scope, Sequence, Ticket, check
+from tinkerflow.backend.compute.sampler.sampling import (
     UniformStream,
     greedy_choice,
     normal_temperature,
     normal_top_p,
     width_for,
 )
-from backend.compute.sampler.scheduler import Group, Scheduler
-from backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
-from backend.compute.sampler.stops import Decode, StopWatch, load_decode
-from backend.compute.transformer import Params
-from backend.compute.warming import Program
-from backend.errors import UserError
+from tinkerflow.backend.compute.sampler.scheduler import Group, Scheduler
+from tinkerflow.backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
+from tinkerflow.backend.compute.sampler.stops import Decode, StopWatch, load_decode
+from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.warming import Program
+from tinkerflow.backend.errors import UserError
 
 log = logging.getLogger(__name__)
 

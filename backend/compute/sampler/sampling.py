@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backend.commands import Float32
+from tinkerflow.backend.commands import Float32
 
 _TINY = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for 0
 _COLUMNS = 128

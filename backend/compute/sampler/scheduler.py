@@ -20,11 +20,11 @@ from itertools import islice
 
 import numpy as np
 
-from backend.commands import Int32, SampleResult
-from backend.compute.sampler.bank import Snapshot
-from backend.compute.sampler.prompt_scores import PLAIN, Scored, Widths
-from backend.compute.sampler.requests import Scope, Sequence, Ticket
-from backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece
+from tinkerflow.backend.commands import Int32, SampleResult
+from tinkerflow.backend.compute.sampler.bank import Snapshot
+from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, Scored, Widths
+from tinkerflow.backend.compute.sampler.requests import Scope, Sequence, Ticket
+from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece
 
 
 @dataclass(eq=False)

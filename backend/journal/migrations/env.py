@@ -1,10 +1,10 @@
-"""Alembic's entry: run the migrations on the connection that backend.journal.migrate opened, in its transaction."""
+"""Alembic's entry: run the migrations on the connection that `migrate.py` opened, in its transaction."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from backend.journal.tables import Table
+from tinkerflow.backend.journal.tables import Table
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from backend.commands import GroupConfig, LoraSpec
-from backend.compute.config import ModelConfig, load_config
-from backend.compute.lora import Lora, init_lora
-from backend.compute.mesh import make_mesh
-from backend.compute.params import load_params
-from backend.compute.sampler import Sampler
-from backend.compute.transformer import Params
+from tinkerflow.backend.commands import GroupConfig, LoraSpec
+from tinkerflow.backend.compute.config import ModelConfig, load_config
+from tinkerflow.backend.compute.lora import Lora, init_lora
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.transformer import Params
 
 VOCAB = 320
 CONTEXT = 600
@@ -156,10 +156,10 @@ def prompt() -> Callable[..., list[int]]:
 @pytest.fixture(scope="session")
 def training_logprobs() -> Callable[..., np.ndarray[Any, Any]]:
     """training_logprobs(tiny, lora, tokens): what the training forward says of tokens[1:], float32 [T - 1]."""
-    from backend.commands import Example
-    from backend.compute.losses import choose
-    from backend.compute.packing import pack
-    from backend.compute.train import make_steps, to_devices
+    from tinkerflow.backend.commands import Example
+    from tinkerflow.backend.compute.losses import choose
+    from tinkerflow.backend.compute.packing import pack
+    from tinkerflow.backend.compute.train import make_steps, to_devices
 
     def run(tiny: Tiny, lora: Lora | None, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         lora = lora or init_lora(tiny.cfg, LoraSpec(rank=1), 0)

@@ -27,12 +27,12 @@ def main() -> None:
             heartbeat_timeout_seconds=30,
             shutdown_timeout_seconds=10,
         )
-    from backend.commands import GroupConfig, LoraSpec, SampleRequest, SampleStep
-    from backend.compute.config import load_config
-    from backend.compute.lora import init_lora
-    from backend.compute.mesh import make_mesh
-    from backend.compute.params import load_params
-    from backend.compute.sampler import Sampler
+    from tinkerflow.backend.commands import GroupConfig, LoraSpec, SampleRequest, SampleStep
+    from tinkerflow.backend.compute.config import load_config
+    from tinkerflow.backend.compute.lora import init_lora
+    from tinkerflow.backend.compute.mesh import make_mesh
+    from tinkerflow.backend.compute.params import load_params
+    from tinkerflow.backend.compute.sampler import Sampler
 
     config = GroupConfig(told["folder"], "float32", told["fsdp"], told["tensor"], 600, 1024, 6, 8, "")
     cfg, mesh = load_config(told["folder"]), make_mesh(told["fsdp"], told["tensor"])

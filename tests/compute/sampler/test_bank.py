@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from backend.commands import LoraSpec
-from backend.compute.lora import LoraPair, apply_one
-from backend.compute.sampler.bank import SnapshotBank, placed, stack_apply
-from backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.compute.lora import LoraPair, apply_one
+from tinkerflow.backend.compute.sampler.bank import SnapshotBank, placed, stack_apply
+from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 
 
 @pytest.fixture(params=[True, False], ids=["by layer", "stacked"])

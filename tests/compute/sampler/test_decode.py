@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from backend.compute.params import by_layer
-from backend.compute.sampler.bank import empty_stack
-from backend.compute.sampler.cache import cache_shape, empty_cache
-from backend.compute.sampler.decode import Rows, decode
-from backend.compute.sampler.sampling import greedy_choice
+from tinkerflow.backend.compute.params import by_layer
+from tinkerflow.backend.compute.sampler.bank import empty_stack
+from tinkerflow.backend.compute.sampler.cache import cache_shape, empty_cache
+from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["by layer", "stacked"])

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import LoraSpec, SampleStep
-from backend.compute.compiles import CompileCounter
-from backend.errors import NotFoundError
+from tinkerflow.backend.commands import LoraSpec, SampleStep
+from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.errors import NotFoundError
 
 
 def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(

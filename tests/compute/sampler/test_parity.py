@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import LoraSpec
+from tinkerflow.backend.commands import LoraSpec
 
 
 def hugging_face(folder: Any, prompt: list[int], tokens: int) -> list[int]:

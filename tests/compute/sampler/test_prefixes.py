@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import LoraSpec, PromptWishes, SampleRequest, SampleResult, SampleStep
-from backend.compute.compiles import CompileCounter
-from backend.compute.sampler import Sampler
+from tinkerflow.backend.commands import LoraSpec, PromptWishes, SampleRequest, SampleResult, SampleStep
+from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.compute.sampler import Sampler
 
 SPEC = LoraSpec(4)
 
@@ -19,7 +19,7 @@ SPEC = LoraSpec(4)
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of every piece of a prompt that is computed, as it happens."""
-    from backend.compute.sampler import sampler as module
+    from tinkerflow.backend.compute.sampler import sampler as module
 
     computed: list[int] = []
     real = module.prefill
@@ -163,7 +163,7 @@ def test_pages_go_with_their_snapshot(
 def test_a_prompt_begun_with_weights_that_were_replaced_is_not_kept(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any, random_lora: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backend.compute.sampler import sampler as module
+    from tinkerflow.backend.compute.sampler import sampler as module
 
     monkeypatch.setattr(module, "_PREFILL_BUDGET", 128)  # a piece a step
     sampler = qwen.sampler()
@@ -183,7 +183,7 @@ def test_nothing_is_kept_of_what_failed(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, pieces: list[int], hit: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from backend.compute.sampler import sampler as module
+    from tinkerflow.backend.compute.sampler import sampler as module
 
     sampler, wild = qwen.sampler(), random_lora(qwen.cfg, SPEC, 0)
     for pair in wild.layers.values():

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import NO_LOGPROB, PromptWishes
-from backend.compute.sampler.sampling import ALTERNATIVES, UniformStream
+from tinkerflow.backend.commands import NO_LOGPROB, PromptWishes
+from tinkerflow.backend.compute.sampler.sampling import ALTERNATIVES, UniformStream
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from backend.commands import LoraSpec, SampledSequence, SampleStep
-from backend.compute.compiles import CompileCounter
-from backend.errors import ConflictError
+from tinkerflow.backend.commands import LoraSpec, SampledSequence, SampleStep
+from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.errors import ConflictError
 
 
 def tokens_of(sequence: SampledSequence) -> list[int]:
@@ -50,7 +50,7 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(
 def test_samples_of_one_prompt_are_prefilled_once(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backend.compute.sampler import sampler as module
+    from tinkerflow.backend.compute.sampler import sampler as module
 
     computed: list[tuple[int, ...]] = []
     real = module.prefill
@@ -253,7 +253,7 @@ def test_requests_join_while_others_decode(qwen: Any, ask: Any, run_all: Any, pr
 def test_the_batch_waits_for_many_who_are_to_join_but_not_for_one(
     qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backend.compute.sampler import sampler as module
+    from tinkerflow.backend.compute.sampler import sampler as module
 
     monkeypatch.setattr(module, "_PREFILL_BUDGET", 160)  # one prompt a step
     sampler = qwen.sampler()
@@ -268,7 +268,7 @@ def test_the_batch_waits_for_many_who_are_to_join_but_not_for_one(
 def test_a_batch_does_not_wait_for_one_long_prompt(
     qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backend.compute.sampler import sampler as module
+    from tinkerflow.backend.compute.sampler import sampler as module
 
     sampler = qwen.sampler()
     sampler.step(SampleStep(admit=(ask("first", prompt(5), 100),)))
@@ -333,7 +333,7 @@ def test_a_prompt_that_overflows_fails_alone_and_leaves_nothing_behind(
 def test_a_batch_that_fails_is_answered_and_the_next_one_works(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backend.compute.sampler import sampler as module
+    from tinkerflow.backend.compute.sampler import sampler as module
 
     sampler, request = qwen.sampler(), ask("a", prompt(20), 20)
     expected = run_all(sampler, request)["a"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.compute.sampler.sampling import Choice, UniformStream, filtered, greedy_choice, invert, sample
+from tinkerflow.backend.compute.sampler.sampling import Choice, UniformStream, filtered, greedy_choice, invert, sample
 
 ROWS, VOCAB = 4096, 300
 jitted_sample, jitted_filter, jitted_invert = jax.jit(sample), jax.jit(filtered), jax.jit(invert)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.commands import PromptWishes, SampleResult
-from backend.compute.sampler.prompt_scores import Scored, prompt_scores
-from backend.compute.sampler.requests import Scope, Sequence, Ticket
-from backend.compute.sampler.sampling import UniformStream
-from backend.compute.sampler.scheduler import Scheduler, Seeding
-from backend.compute.sampler.shapes import make_shapes
-from backend.compute.sampler.stops import StopWatch
+from tinkerflow.backend.commands import PromptWishes, SampleResult
+from tinkerflow.backend.compute.sampler.prompt_scores import Scored, prompt_scores
+from tinkerflow.backend.compute.sampler.requests import Scope, Sequence, Ticket
+from tinkerflow.backend.compute.sampler.sampling import UniformStream
+from tinkerflow.backend.compute.sampler.scheduler import Scheduler, Seeding
+from tinkerflow.backend.compute.sampler.shapes import make_shapes
+from tinkerflow.backend.compute.sampler.stops import StopWatch
 
 SHAPES = make_shapes(max_slots=16, max_context=2000, fsdp=1, most_cells=16 * 512)
 

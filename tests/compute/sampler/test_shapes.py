@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.compute.sampler.shapes import (
+from tinkerflow.backend.compute.sampler.shapes import (
     BLOCK,
     PREFILL_TOKENS,
     make_shapes,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.processes import free_port
+from tinkerflow.backend.processes import free_port
 
 REPOSITORY = Path(__file__).parents[3]
 

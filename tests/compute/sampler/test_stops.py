@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.compute.sampler.stops import StopWatch, load_decode
-from backend.errors import UserError
+from tinkerflow.backend.compute.sampler.stops import StopWatch, load_decode
+from tinkerflow.backend.errors import UserError
 
 PIECES = [bytes([byte]) for byte in range(256)] + [b"ab", b"bc", b"abc", "\u20ac".encode(), b"\xe2\x82", b" a", b"ENDx"]
 

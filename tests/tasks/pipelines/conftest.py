@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.tiny_model import make_tiny
-from tasks.pipelines import Renderer
+from tinkerflow.deployments.tiny_model import make_tiny
+from tinkerflow.tasks.pipelines import Renderer
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import ConflictError, UserError
-from tasks.pipelines.champions import Champion, champion, promote
-from tasks.pipelines.scoring import Scores
+from tinkerflow.backend.errors import ConflictError, UserError
+from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
+from tinkerflow.tasks.pipelines.scoring import Scores
 
 
 def one(number: int, weights: str) -> Champion:

@@ -10,7 +10,7 @@ import pytest
 from prefect.exceptions import Pause
 from prefect.states import Cancelling, Paused, Running, Suspended
 
-from tasks.pipelines.control import Control, StoppedError, controlled, obey
+from tinkerflow.tasks.pipelines.control import Control, StoppedError, controlled, obey
 
 
 def test_cancel_stops_it() -> None:

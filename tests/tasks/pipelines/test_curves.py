@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from xml.etree import ElementTree
 
-from tasks.pipelines.curves import HEIGHT, WIDTH, data_url, picture
+from tinkerflow.tasks.pipelines.curves import HEIGHT, WIDTH, data_url, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from backend.errors import UserError
-from tasks.pipelines import DataCheckError, DataSource, check_data, load_rows
-from tasks.pipelines.work import open_work
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines import DataCheckError, DataSource, check_data, load_rows
+from tinkerflow.tasks.pipelines.work import open_work
 
 ROWS = [{"prompt": f"{i} + 1?", "completion": str(i + 1)} for i in range(4)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)

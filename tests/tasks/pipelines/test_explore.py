@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.errors import UserError
-from tasks.pipelines import Renderer, Row, parse_row
-from tasks.pipelines.advantages import group_centred, nearness
-from tasks.pipelines.environments import Asked, Facts, Message, Reply, environment_maker, facts_of, unrewarded
-from tasks.pipelines.rewards import holds_answer, is_answer
-from tasks.pipelines.rollouts import Rollouts, Turn
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines import Renderer, Row, parse_row
+from tinkerflow.tasks.pipelines.advantages import group_centred, nearness
+from tinkerflow.tasks.pipelines.environments import (
+    Asked,
+    Facts,
+    Message,
+    Reply,
+    environment_maker,
+    facts_of,
+    unrewarded,
+)
+from tinkerflow.tasks.pipelines.rewards import holds_answer, is_answer
+from tinkerflow.tasks.pipelines.rollouts import Rollouts, Turn
 
 ROW = parse_row({"prompt": "Which colour is grass?", "answer": "Green"}, "prompt")
 
@@ -105,7 +113,7 @@ def test_advantages_are_what_is_better_than_the_group() -> None:
 
 
 async def test_rewards_are_named_by_their_import_path() -> None:
-    make = environment_maker("tasks.pipelines.rewards:holds_answer", "")
+    make = environment_maker("tinkerflow.tasks.pipelines.rewards:holds_answer", "")
     facts = facts_of(ROW)
     assert facts == {"prompt": [{"role": "user", "content": "Which colour is grass?"}], "answer": "Green"}
     assert (await make(facts).answered("It is green.")).reward == 1.0

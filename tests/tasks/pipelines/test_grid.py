@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tasks.pipelines.grid import points
-from tasks.pipelines.parameters import SweepParameters
+from tinkerflow.tasks.pipelines.grid import points
+from tinkerflow.tasks.pipelines.parameters import SweepParameters
 
 
 def parameters(**grid: Any) -> SweepParameters:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flows.pipelines import PIPELINES
-from tasks.pipelines.parameters import DistillParameters, DpoParameters, RlParameters
+from tinkerflow.flows.pipelines import PIPELINES
+from tinkerflow.tasks.pipelines.parameters import DistillParameters, DpoParameters, RlParameters
 
 DATA: dict[str, Any] = {"data": {"url": "rows.jsonl"}}
 

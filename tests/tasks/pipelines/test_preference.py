@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tasks.pipelines.preference import preferred
+from tinkerflow.tasks.pipelines.preference import preferred
 
 
 def test_it_is_the_formula_of_the_paper() -> None:

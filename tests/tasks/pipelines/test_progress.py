@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import ServerError, UserError
-from tasks.pipelines.progress import Progress, Segment, StepMetrics
-from tasks.pipelines.work import open_work
+from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.tasks.pipelines.progress import Progress, Segment, StepMetrics
+from tinkerflow.tasks.pipelines.work import open_work
 
 
 def segment(first: int, last: int, loss: float = 1.0) -> Segment:

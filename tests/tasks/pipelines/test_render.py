@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from backend.errors import UserError
-from tasks.pipelines import DataSource, Renderer, check_data, load_examples, render
-from tasks.pipelines.render import Example
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines import DataSource, Renderer, check_data, load_examples, render
+from tinkerflow.tasks.pipelines.render import Example
 
 USER = {"role": "user", "content": "What is 4 + 5?"}
 ANSWER = {"role": "assistant", "content": "4 + 5 = 9."}

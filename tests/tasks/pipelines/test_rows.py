@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.pipelines import Row, RowError, guess_schema, parse_row
+from tinkerflow.tasks.pipelines import Row, RowError, guess_schema, parse_row
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.pipelines.parameters import TrainingParameters
-from tasks.pipelines.schedule import batch_of, learning_rate
+from tinkerflow.tasks.pipelines.parameters import TrainingParameters
+from tinkerflow.tasks.pipelines.schedule import batch_of, learning_rate
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
