@@ -4,7 +4,7 @@
 """
 
 from tinkerflow.flows.engine import run_engine
+from tinkerflow.flows.prefect.tracking import Tracking, open_tracking
 from tinkerflow.flows.prefect_server import PrefectServer, start_server
-from tinkerflow.flows.tracking import Tracking, open_tracking
 
 __all__ = ["PrefectServer", "Tracking", "open_tracking", "run_engine", "start_server"]

@@ -22,17 +22,17 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Hosts, Pool
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
-from tinkerflow.flows.dispatch import Dispatcher
+from tinkerflow.flows.compile_status import note_warmth
+from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel, group_config
-from tinkerflow.flows.lane import Shared
 from tinkerflow.flows.lease import hold_lease
-from tinkerflow.flows.pacing import Pacing
-from tinkerflow.flows.sampling import SamplingLane
-from tinkerflow.flows.tracking import open_tracking
-from tinkerflow.flows.warmth import note_warmth
-from tinkerflow.tasks.answers import Answers
-from tinkerflow.tasks.recovery import Policy
-from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.prefect.tracking import open_tracking
+from tinkerflow.flows.runner import Shared
+from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution.answers import AnswerWriter
+from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.recovery import SnapshotPolicy
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ async def _run(
         await asyncio.to_thread(migrate, settings.journal_url)
         journal = Journal.open(settings.journal_url, clock=clock)
         stack.callback(journal.close)
-        answers = Answers(journal.finish)
+        answers = AnswerWriter(journal.finish)
         stack.push_async_callback(answers.close)
         cards = await asyncio.gather(
             *(
@@ -134,7 +134,7 @@ async def _run(
             engine=epoch,
             base_models=[card.name for card in cards],
         )
-        snapshots = Policy(settings.snapshot_steps, settings.snapshot_seconds)
+        snapshots = SnapshotPolicy(settings.snapshot_steps, settings.snapshot_seconds)
         shared = Shared(Pacing(settings.tracked_runs_per_second, clock), tracking, snapshots)
         store = Store.open(settings.store_url, clock=clock)
         served = [
@@ -143,7 +143,7 @@ async def _run(
             if isinstance(pool, Pool)
         ]
         for model in served:
-            stack.callback(model.runtime.close)
+            stack.callback(model.context.close)
         await asyncio.to_thread(journal.register_base_models, [(card.name, card.to_json()) for card in cards])
         for model in served:
             noting = asyncio.create_task(note_warmth(journal, model.pool, model.card.name), name="warmth")
@@ -245,13 +245,13 @@ def _serve(
     card: ModelCard,
     pool: Pool,
     journal: Journal,
-    answers: Answers,
+    answers: AnswerWriter,
     store: Store,
     clock: Clock,
 ) -> ServedModel:
-    runtime = Runtime(journal, pool, store, card, clock, answers)
-    sampling = SamplingLane(runtime, shared, most_waiting=4 * settings.sample_slots)
-    return ServedModel(card, runtime, pool, sampling)
+    context = ExecutionContext(journal, pool, store, card, clock, answers)
+    sampling = SamplingRunner(context, shared, most_waiting=4 * settings.sample_slots)
+    return ServedModel(card, context, pool, sampling)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

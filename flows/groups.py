@@ -9,8 +9,8 @@ from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.settings import Settings
-from tinkerflow.flows.sampling import SamplingLane
-from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution.context import ExecutionContext
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class ServedModel:
     """A base model with its worker group, and the lane of its samples."""
 
     card: ModelCard
-    runtime: Runtime
+    context: ExecutionContext
     pool: Pool
-    sampling: SamplingLane
+    sampling: SamplingRunner
 
 
 def group_config(settings: Settings, card: ModelCard) -> GroupConfig:

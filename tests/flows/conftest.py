@@ -32,12 +32,12 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import GroupLost
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.flows.lane import Lane, Shared
-from tinkerflow.flows.pacing import Pacing
-from tinkerflow.flows.sampling import SamplingLane
-from tinkerflow.flows.tracking import Tracking
-from tinkerflow.tasks.answers import Answers
-from tinkerflow.tasks.runtime import Runtime
+from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.prefect.tracking import Tracking
+from tinkerflow.flows.runner import ModelRunner, Shared
+from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution.answers import AnswerWriter
+from tinkerflow.tasks.execution.context import ExecutionContext
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -131,7 +131,7 @@ class Client:
     seqs: dict[str, int] = field(default_factory=dict)
     owner: str = "local"
 
-    async def ring(self, topic: str, lane: Lane | SamplingLane) -> None:
+    async def ring(self, topic: str, lane: ModelRunner | SamplingRunner) -> None:
         """Wake the lane whenever the journal's bell rings, as the dispatcher does; until cancelled."""
         async with self.journal.bell.listen(topic) as topics:
             lane.wake()  # for what came before we listened
@@ -237,13 +237,13 @@ def pool() -> NumpyPool:
 
 
 @pytest.fixture
-async def runtime(journal: Journal, pool: NumpyPool, tmp_path: Path) -> AsyncIterator[Runtime]:
-    answers = Answers(journal.finish)
+async def context(journal: Journal, pool: NumpyPool, tmp_path: Path) -> AsyncIterator[ExecutionContext]:
+    answers = AnswerWriter(journal.finish)
     store = Store.open(f"file://{tmp_path / 'store'}")
-    runtime = Runtime(journal, pool, store, CARD, SystemClock(), answers)
-    yield runtime
+    context = ExecutionContext(journal, pool, store, CARD, SystemClock(), answers)
+    yield context
     await answers.close()
-    runtime.close()
+    context.close()
 
 
 ConnectClient = Callable[..., Awaitable[Client]]

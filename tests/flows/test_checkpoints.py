@@ -15,21 +15,21 @@ from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.journal import Kind, Retention, access_hash
 from tinkerflow.backend.wire import hash_token
 from tinkerflow.flows.expiry import delete_checkpoints, note_changes
-from tinkerflow.flows.lane import Lane, Shared
+from tinkerflow.flows.runner import ModelRunner, Shared
 
 
 @pytest.fixture
-async def model(runtime: Any, untracked: Shared, client: Any, running: Any) -> AsyncIterator[str]:
+async def model(context: Any, untracked: Shared, client: Any, running: Any) -> AsyncIterator[str]:
     """A model that is served, after one step."""
     name, request = client.submit_create()
-    lane = Lane(runtime, untracked, name, 0)
+    lane = ModelRunner(context, untracked, name, 0)
     async with running(lane.serve(2000)), running(client.ring("model:", lane)):
         assert (await client.result(request)).error is None
         await client.results(client.forward_backward(name, [5, 5]), client.optim_step(name))
         yield name
 
 
-async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any, runtime: Any) -> None:
+async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any, context: Any) -> None:
     result = await client.result(client.submit(model, Kind.SAVE_EXTERNAL, {"path": "out", "ttl_seconds": 3600}))
     answer = orjson.loads(result.result)
     row = client.journal.checkpoint(answer["path"], "local")
@@ -39,8 +39,8 @@ async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any
         "size_bytes": row.size_bytes,
     }
     assert (row.kind, row.step, row.expires_at is not None) == ("external_weights", 1, True)
-    data = runtime.store.part(runtime.store.find(row.path), "adapter_model.safetensors", 0, 10**6)
-    weights = runtime.pool.executor.adapters[model].weights
+    data = context.store.part(context.store.find(row.path), "adapter_model.safetensors", 0, 10**6)
+    weights = context.pool.executor.adapters[model].weights
     assert {name: array.tobytes() for name, array in load_safetensors(data).items()} == {
         name: array.tobytes() for name, array in weights.items()
     }
@@ -50,17 +50,17 @@ async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any
         assert failed.category == "user" and "out" in failed.error
 
 
-async def test_an_encrypted_export_needs_its_identity(model: str, client: Any, runtime: Any) -> None:
+async def test_an_encrypted_export_needs_its_identity(model: str, client: Any, context: Any) -> None:
     identity = pyrage.x25519.Identity.generate()
     body = {"path": "secret", "age_encryption_recipients": [str(identity.to_public())]}
     result = await client.result(client.submit(model, Kind.SAVE_EXTERNAL, body))
     row = client.journal.checkpoint(orjson.loads(result.result)["path"], "local")
-    sealed = runtime.store.part(runtime.store.find(row.path), "adapter_config.json.age", 0, 10**6)
-    assert orjson.loads(pyrage.decrypt(sealed, [identity]))["base_model_name_or_path"] == runtime.card.name
+    sealed = context.store.part(context.store.find(row.path), "adapter_config.json.age", 0, 10**6)
+    assert orjson.loads(pyrage.decrypt(sealed, [identity]))["base_model_name_or_path"] == context.card.name
 
 
 async def test_the_name_of_a_deleted_checkpoint_is_free_before_its_files_are_gone(
-    model: str, client: Any, runtime: Any
+    model: str, client: Any, context: Any
 ) -> None:
     async def save() -> Any:
         return await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
@@ -69,22 +69,22 @@ async def test_the_name_of_a_deleted_checkpoint_is_free_before_its_files_are_gon
     assert "exists already" in (await save()).error
     client.journal.delete_checkpoint(path, "local")
     assert (await save()).error is None
-    delete_checkpoints(client.journal, runtime.store, Retention())
-    assert runtime.store.find(path).attempt == client.journal.checkpoint(path, "local").attempt
+    delete_checkpoints(client.journal, context.store, Retention())
+    assert context.store.find(path).attempt == client.journal.checkpoint(path, "local").attempt
     client.journal.set_ttl(path, "local", 0)
     assert (await save()).error is None  # an expired one is as good as deleted
     assert client.journal.checkpoint(path, "local").expires_at is None
 
 
 async def test_files_that_cannot_be_deleted_are_tried_again_and_hold_up_nobody(
-    model: str, client: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+    model: str, client: Any, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = []
     for name in ("a", "b"):
         saved = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": name}))
         paths.append(orjson.loads(saved.result)["path"])
         client.journal.delete_checkpoint(paths[-1], "local")
-    delete, store = runtime.store.delete, runtime.store
+    delete, store = context.store.delete, context.store
 
     def failing(path: str, attempt: str) -> bool:
         if path == paths[0]:
@@ -101,14 +101,14 @@ async def test_files_that_cannot_be_deleted_are_tried_again_and_hold_up_nobody(
 
 
 async def test_what_is_decided_later_is_written_into_the_commit(
-    model: str, client: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+    model: str, client: Any, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
     path = orjson.loads(saved.result)["path"]
-    assert runtime.store.find(path).meta.run_metadata == {"made": "here"}
+    assert context.store.find(path).meta.run_metadata == {"made": "here"}
     client.journal.publish(path, "local")
     client.journal.set_ttl(path, "local", 3600)
-    amend, store = runtime.store.amend, runtime.store
+    amend, store = context.store.amend, context.store
 
     def failing(*args: Any, **more: Any) -> bool:
         raise StoreError("the line is down")
@@ -123,18 +123,18 @@ async def test_what_is_decided_later_is_written_into_the_commit(
     assert client.journal.upkeep.unnoted() == []
 
 
-async def test_what_is_not_kept_loses_its_files(model: str, client: Any, runtime: Any) -> None:
+async def test_what_is_not_kept_loses_its_files(model: str, client: Any, context: Any) -> None:
     for name in ("a", "b", "c"):
         await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": name}))
-    delete_checkpoints(client.journal, runtime.store, Retention())
-    assert len(runtime.store.checkpoints()) == 3
-    delete_checkpoints(client.journal, runtime.store, Retention(last=2))
-    assert [saved.name for saved in runtime.store.checkpoints()] == ["b", "c"]
+    delete_checkpoints(client.journal, context.store, Retention())
+    assert len(context.store.checkpoints()) == 3
+    delete_checkpoints(client.journal, context.store, Retention(last=2))
+    assert [saved.name for saved in context.store.checkpoints()] == ["b", "c"]
     assert client.journal.upkeep.unpurged() == []
 
 
 async def test_a_token_lets_a_stranger_load(
-    model: str, client: Any, connect: Any, runtime: Any, untracked: Shared, running: Any
+    model: str, client: Any, connect: Any, context: Any, untracked: Shared, running: Any
 ) -> None:
     saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
     path = orjson.loads(saved.result)["path"]
@@ -142,16 +142,16 @@ async def test_a_token_lets_a_stranger_load(
     body = orjson.dumps({"path": path, "optimizer": False, "weights_access_token": token})
     kept = hash_token(body, access_hash)
     assert token.encode() not in kept
-    state = await _load_as(kept, "stranger", runtime)
-    np.testing.assert_array_equal(*(next(iter(s.weights.values())) for s in (state, runtime.store.load(path)[0])))
+    state = await _load_as(kept, "stranger", context)
+    np.testing.assert_array_equal(*(next(iter(s.weights.values())) for s in (state, context.store.load(path)[0])))
     for refused in (orjson.dumps({"path": path}), hash_token(body.replace(b"tfw-", b"tfw-x"), access_hash)):
         with pytest.raises(Exception, match="does not exist"):
-            await _load_as(refused, "stranger", runtime)
+            await _load_as(refused, "stranger", context)
 
 
-async def _load_as(payload: bytes, owner: str, runtime: Any) -> Any:
+async def _load_as(payload: bytes, owner: str, context: Any) -> Any:
     from tinkerflow.backend.wire import decode_load_weights
-    from tinkerflow.tasks.load_weights import load
+    from tinkerflow.tasks.operations.load_weights import load
 
     wanted = decode_load_weights(payload)
-    return await load(runtime, owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)
+    return await load(context, owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)

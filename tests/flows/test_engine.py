@@ -21,7 +21,7 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.engine import run_engine
 from tinkerflow.flows.lease import is_dead
-from tinkerflow.flows.tracking import Tracking
+from tinkerflow.flows.prefect.tracking import Tracking
 
 HERE = Path(__file__).parent
 Engine = Callable[..., Any]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkerflow.backend.clock import ManualClock
-from tinkerflow.flows.pacing import BURST, CREDIT_SECONDS, Pacing
+from tinkerflow.flows.prefect.pacing import BURST, CREDIT_SECONDS, Pacing
 
 
 def test_a_burst_gets_single_runs_and_then_they_are_shared_until_half_full_again() -> None:

@@ -21,15 +21,15 @@ from tinkerflow.backend.clock import SystemClock
 from tinkerflow.backend.journal import ModelState
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
-from tinkerflow.flows.buttons import CANCELLED
-from tinkerflow.flows.dispatch import Dispatcher
+from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel
-from tinkerflow.flows.lane import Lane, Shared, Why
-from tinkerflow.flows.pacing import Pacing
+from tinkerflow.flows.prefect.controls import CANCELLED
+from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.prefect.tracking import Tracking, open_tracking
+from tinkerflow.flows.prefect.training_run import serve_model, training_run
 from tinkerflow.flows.prefect_server import PrefectServer, start_server
-from tinkerflow.flows.sampling import SamplingLane
-from tinkerflow.flows.tracking import Tracking, open_tracking
-from tinkerflow.flows.training_run import serve_model, training_run
+from tinkerflow.flows.runner import ModelRunner, Shared, Why
+from tinkerflow.flows.sampling_runner import SamplingRunner
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,10 +80,12 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
     return found
 
 
-async def serve(tracking: Tracking, runtime: Any, client: Any, work: Any, rate: float = 1000.0) -> tuple[str, Lane]:
+async def serve(
+    tracking: Tracking, context: Any, client: Any, work: Any, rate: float = 1000.0
+) -> tuple[str, ModelRunner]:
     """Create a model, let `work(model)` submit requests, answer all, unload it; the model's id."""
     model, created = client.submit_create()
-    lane = Lane(runtime, Shared(Pacing(rate, SystemClock()), tracking), model, 0)
+    lane = ModelRunner(context, Shared(Pacing(rate, SystemClock()), tracking), model, 0)
     serving = asyncio.create_task(serve_model(lane, tracking, BASE))
     await client.results(created, *work(model))
     client.journal.request_unload(model, "its session is over")
@@ -93,7 +95,7 @@ async def serve(tracking: Tracking, runtime: Any, client: Any, work: Any, rate: 
 
 
 async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
-    tracking: Tracking, runtime: Any, client: Any
+    tracking: Tracking, context: Any, client: Any
 ) -> None:
     def work(model: str) -> list[str]:
         return [
@@ -104,7 +106,7 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
             client.optim_step(model),
         ]
 
-    model, _ = await serve(tracking, runtime, client, work)
+    model, _ = await serve(tracking, context, client, work)
     (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
     assert flow_run["state_type"] == "COMPLETED"
     assert flow_run["state"]["message"] == "unloaded: its session is over"
@@ -127,13 +129,13 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
     assert all(run["tags"] == [] for run in found)  # a tag costs a round trip to the server before every task run
 
 
-async def test_above_the_rate_task_runs_are_shared(tracking: Tracking, runtime: Any, client: Any) -> None:
+async def test_above_the_rate_task_runs_are_shared(tracking: Tracking, context: Any, client: Any) -> None:
     steps = 60
 
     def work(model: str) -> list[str]:
         return [r for _ in range(steps) for r in (client.forward_backward(model, [1]), client.optim_step(model))]
 
-    model, _ = await serve(tracking, runtime, client, work, rate=2.0)
+    model, _ = await serve(tracking, context, client, work, rate=2.0)
     (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
     found: list[dict[str, Any]] = []
     async with asyncio.timeout(120):
@@ -143,8 +145,8 @@ async def test_above_the_rate_task_runs_are_shared(tracking: Tracking, runtime: 
     assert client.journal.model(model, None).step == steps
 
 
-async def test_samples_share_a_task_run(tracking: Tracking, runtime: Any, client: Any) -> None:
-    lane = SamplingLane(runtime, Shared(Pacing(1000.0, SystemClock()), tracking), most_waiting=8)
+async def test_samples_share_a_task_run(tracking: Tracking, context: Any, client: Any) -> None:
+    lane = SamplingRunner(context, Shared(Pacing(1000.0, SystemClock()), tracking), most_waiting=8)
     serving = asyncio.create_task(lane.serve_for_ever())
     sampler = client.sampler(0)
     requests = [client.sample(sampler) for _ in range(3)]
@@ -157,9 +159,9 @@ async def test_samples_share_a_task_run(tracking: Tracking, runtime: Any, client
     assert [(run["name"], run["state"]["message"]) for run in found] == [("unigram/sample-000001", "sample x3")]
 
 
-async def test_a_lane_rolls_over_to_another_flow_run(tracking: Tracking, runtime: Any, client: Any) -> None:
+async def test_a_lane_rolls_over_to_another_flow_run(tracking: Tracking, context: Any, client: Any) -> None:
     model, created = client.submit_create()
-    lane = Lane(runtime, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
+    lane = ModelRunner(context, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
     served = tracking.run(training_run, lambda: lane.serve(1), (), model_id=model, base_model=BASE)
     assert (await asyncio.wait_for(served, 120)).why is Why.ROLL_OVER
     assert (await client.result(created)).error is None
@@ -191,13 +193,13 @@ async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(serve
 
 
 async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
-    tmp_path: Path, runtime: Any, client: Any, caplog: pytest.LogCaptureFixture, until: Any
+    tmp_path: Path, context: Any, client: Any, caplog: pytest.LogCaptureFixture, until: Any
 ) -> None:
     settings = Settings(data_dir=tmp_path, prefect_port=free_port())
     async with open_tracking(settings, print) as tracking:
         watching = asyncio.create_task(tracking.watch())
         model, created = client.submit_create()
-        lane = Lane(runtime, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
+        lane = ModelRunner(context, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
         serving = asyncio.create_task(serve_model(lane, tracking, BASE))
         await client.result(created)
         assert tracking.tracked == 1
@@ -227,10 +229,10 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
 
 
 async def test_the_end_of_a_group_and_the_recovery_are_seen(
-    tracking: Tracking, runtime: Any, client: Any, pool: Any, tmp_path: Path, running: Any
+    tracking: Tracking, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
 ) -> None:
     shared = Shared(Pacing(1000.0, SystemClock()), tracking)
-    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, shared, most_waiting=8))
+    served = ServedModel(context.card, context, pool, SamplingRunner(context, shared, most_waiting=8))
     dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
     async with running(dispatcher.serve(lambda: None)):
         model = await client.create()
@@ -281,11 +283,11 @@ async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
 
 
 async def test_what_began_untracked_gets_a_flow_run_when_prefect_is_back(
-    tracking: Tracking, runtime: Any, client: Any
+    tracking: Tracking, context: Any, client: Any
 ) -> None:
     tracking.reachable = False
     model, created = client.submit_create()
-    lane = Lane(runtime, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
+    lane = ModelRunner(context, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
     serving = asyncio.create_task(serve_model(lane, tracking, BASE))
     assert (await client.result(created)).error is None
     assert (tracking.tracked, tracking.untracked) == (0, 1)
@@ -298,7 +300,7 @@ async def test_what_began_untracked_gets_a_flow_run_when_prefect_is_back(
     assert flow_run["state_type"] == "CANCELLED" and flow_run["state"]["message"] == "the engine was stopped"
 
 
-def submit_and_wake(client: Any, lane: Lane, model: str) -> str:
+def submit_and_wake(client: Any, lane: ModelRunner, model: str) -> str:
     request: str = client.optim_step(model)
     lane.wake()
     return request
@@ -340,10 +342,10 @@ async def in_state(http: httpx.AsyncClient, run: dict[str, Any], name: str) -> d
 
 
 async def test_the_buttons_of_the_ui_are_obeyed(
-    tracking: Tracking, runtime: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
+    tracking: Tracking, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
 ) -> None:
     shared = Shared(Pacing(1000.0, SystemClock()), tracking)
-    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, shared, most_waiting=8))
+    served = ServedModel(context.card, context, pool, SamplingRunner(context, shared, most_waiting=8))
     dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
     async with (
         running(dispatcher.serve(lambda: None)),
@@ -391,11 +393,11 @@ async def test_the_buttons_of_the_ui_are_obeyed(
 
 
 async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
-    tracking: Tracking, runtime: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
+    tracking: Tracking, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
 ) -> None:
     shared = Shared(Pacing(1000.0, SystemClock()), tracking)
-    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, shared, most_waiting=8))
-    model = await created_by_another_engine(runtime, client)
+    served = ServedModel(context.card, context, pool, SamplingRunner(context, shared, most_waiting=8))
+    model = await created_by_another_engine(context, client)
     client.journal.recovery.hold(model, "for the night")
     request = client.optim_step(model)
     dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
@@ -413,9 +415,9 @@ async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
         await in_state(http, found[0], "Cancelled")
 
 
-async def created_by_another_engine(runtime: Any, client: Any) -> str:
+async def created_by_another_engine(context: Any, client: Any) -> str:
     model, created = client.submit_create()
-    lane = Lane(runtime, Shared(Pacing(1000.0, SystemClock()), Tracking("")), model, 0)
+    lane = ModelRunner(context, Shared(Pacing(1000.0, SystemClock()), Tracking("")), model, 0)
     serving = asyncio.create_task(lane.serve(1000))
     await client.result(created)
     lane.stop()

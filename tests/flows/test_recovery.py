@@ -21,19 +21,19 @@ from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import Journal, Kind, ModelState, Recovery, SamplerOpened
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.flows.dispatch import Dispatcher
+from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel
-from tinkerflow.flows.lane import Shared
-from tinkerflow.flows.sampling import SamplingLane
-from tinkerflow.flows.tracking import Tracking
-from tinkerflow.tasks import operation, restore
-from tinkerflow.tasks.recovery import Policy
-from tinkerflow.tasks.snapshots import Snapshots
+from tinkerflow.flows.prefect.tracking import Tracking
+from tinkerflow.flows.runner import Shared
+from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution import operation, restore
+from tinkerflow.tasks.execution.recovery import SnapshotPolicy
+from tinkerflow.tasks.execution.snapshots import Snapshots
 
 
 @pytest.fixture
 def serve(
-    runtime: Any, untracked: Shared, journal: Any, tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
+    context: Any, untracked: Shared, journal: Any, tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
     """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own.
 
@@ -41,12 +41,12 @@ def serve(
     """
 
     def serve(pool: Any, *, steps: int = 1000, prefect: str = "") -> Any:
-        own = replace(runtime, pool=pool, snapshots=Snapshots())
-        shared = replace(untracked, snapshots=Policy(steps, 1000.0), tracking=Tracking(prefect))
+        own = replace(context, pool=pool, snapshots=Snapshots())
+        shared = replace(untracked, snapshots=SnapshotPolicy(steps, 1000.0), tracking=Tracking(prefect))
         shared.tracking.reachable = False
         if prefect:  # with an address, an event that finds no server would start one
             monkeypatch.setattr(shared.tracking, "tell", lambda *_, **__: None)
-        served = ServedModel(own.card, own, pool, SamplingLane(own, shared, most_waiting=8))
+        served = ServedModel(own.card, own, pool, SamplingRunner(own, shared, most_waiting=8))
         dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, shared, [served])
         return running(dispatcher.serve(lambda: None))
 
@@ -163,8 +163,8 @@ class Stuck:
 
 
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> Iterator[Stuck]:
-    found = Stuck(monkeypatch, runtime.store)
+def stuck(monkeypatch: pytest.MonkeyPatch, context: Any) -> Iterator[Stuck]:
+    found = Stuck(monkeypatch, context.store)
     yield found
     found.go.set()
 
@@ -267,13 +267,13 @@ async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
             pool.hold = asyncio.Event()
         return False
 
-    async def answer(runtime: Any, outcome: Any) -> None:
+    async def answer(context: Any, outcome: Any) -> None:
         if outcome.replays and any(isinstance(effect, SamplerOpened) for effect in outcome.effects) and not deaths:
             await until(lambda: isinstance(pool.log[-1], OptimStep) and pool.hold is not None)
             deaths.append(pool.die())
             pool.hold.set()
             await asyncio.sleep(0.05)  # meanwhile those behind it hear that they were interrupted
-        await put(runtime, outcome)
+        await put(context, outcome)
 
     monkeypatch.setattr(operation, "answer", answer)
     pool.poison = hold_those_behind
@@ -340,7 +340,7 @@ async def test_an_export_that_fails_ends_nothing(serve: Any, client: Any, pool: 
 
 
 async def test_inflight_samplers_come_back_with_the_last_weights_that_were_published(
-    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any
+    serve: Any, client: Any, pool: Any, journal: Any, context: Any, until: Any
 ) -> None:
     def said(result: Any) -> set[int]:
         assert result.error is None, result.error
@@ -365,7 +365,7 @@ async def test_inflight_samplers_come_back_with_the_last_weights_that_were_publi
         shared = journal.sampler(old, None).snapshot_id
         assert shared == journal.sampler(new, None).snapshot_id
         await until(lambda: journal.recovery.superfluous() == [])
-        assert runtime.store.load(journal.recovery.sampler_snapshot(shared).path)
+        assert context.store.load(journal.recovery.sampler_snapshot(shared).path)
         # Nobody samples it any more: it leaves the group and the store.
         client.journal.finish_session(client.session, "local", None)
         await until(lambda: pool.executor.snapshots == {} and journal.recovery.sampler_snapshot(shared) is None)
@@ -394,7 +394,7 @@ async def test_a_publication_that_was_replaced_while_it_is_looked_for_is_found_a
 
 
 async def test_a_save_that_cannot_be_stored_publishes_nothing(
-    serve: Any, client: Any, pool: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Any, client: Any, pool: Any, context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
         raise StoreError("no space is left")
@@ -406,7 +406,7 @@ async def test_a_save_that_cannot_be_stored_publishes_nothing(
         before = {name: bias.tobytes() for name, bias in pool.executor.snapshots.items()}
         await answers(client, work(client, model, 1))
         with monkeypatch.context() as patch:
-            patch.setattr(type(runtime.store), "save", full)
+            patch.setattr(type(context.store), "save", full)
             failed = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, saves[1]))
         assert "no space is left" in failed.error
         assert {name: bias.tobytes() for name, bias in pool.executor.snapshots.items()} == before
@@ -427,7 +427,7 @@ async def test_what_failed_at_first_fails_again_and_changes_nothing(serve: Any, 
 
 
 async def test_a_loaded_model_needs_its_checkpoint_no_more(
-    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any
+    serve: Any, client: Any, pool: Any, journal: Any, context: Any
 ) -> None:
     async with serve(pool):
         source = await client.create(0)
@@ -437,16 +437,16 @@ async def test_a_loaded_model_needs_its_checkpoint_no_more(
         model, request = client.load_model(1, path, optimizer=True)
         await answers(client, [request, *work(client, model, 1)])
         before = state(pool, model)
-        runtime.store.delete(path)
+        context.store.delete(path)
         pool.die()
         await answers(client, [client.forward_backward(model, [1], forward_only=True)])
         assert state(pool, model) == before
 
 
-def damage(runtime: Any, path: str) -> None:
+def damage(context: Any, path: str) -> None:
     """Change a byte of the weights in the store."""
-    saved = runtime.store.find(path)
-    (file,) = Path(runtime.store.url.removeprefix("file://")).rglob(f"{saved.attempt}/adapter_model.safetensors")
+    saved = context.store.find(path)
+    (file,) = Path(context.store.url.removeprefix("file://")).rglob(f"{saved.attempt}/adapter_model.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -458,7 +458,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
     client: Any,
     pool: Any,
     journal: Any,
-    runtime: Any,
+    context: Any,
     until: Any,
     older: str,
     caplog: Any,
@@ -477,7 +477,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
         before = state(pool, model)
     newest, *rest = journal.recovery.snapshots(model)
     assert len(rest) == times - 1
-    damage(runtime, newest.path)
+    damage(context, newest.path)
     pool.die()
     with caplog.at_level("ERROR"):
         async with serve(pool):
@@ -485,7 +485,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
             assert state(pool, model) == before
     assert "adapter_model.safetensors does not have the SHA-256" in caplog.text
     assert journal.recovery.snapshots(model) == rest
-    assert runtime.store.exists(newest.path), "it is left for people to look at"
+    assert context.store.exists(newest.path), "it is left for people to look at"
     assert "adapter_model.safetensors" in told["tinkerflow.snapshot.unreadable"]["why"]
     at = told["tinkerflow.model.restored"]["snapshot_at_request"]
     assert at == (rest[0].seq_id if rest else None)
@@ -493,7 +493,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
 
 @pytest.mark.parametrize("since", ["unchanged", "overwritten"])
 async def test_a_load_is_replayed_from_its_checkpoint_only_if_that_is_the_one_of_then(
-    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, since: str
+    serve: Any, client: Any, pool: Any, journal: Any, context: Any, since: str
 ) -> None:
     async with serve(pool):
         model = await client.create(0)
@@ -504,7 +504,7 @@ async def test_a_load_is_replayed_from_its_checkpoint_only_if_that_is_the_one_of
         await answers(client, work(client, model, 1))
         before = state(pool, model)
         (of_load,) = journal.recovery.snapshots(model)
-        damage(runtime, of_load.path)
+        damage(context, of_load.path)
         if since == "overwritten":
             again = client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one", "overwrite": True})
             await answers(client, [again])
@@ -515,11 +515,11 @@ async def test_a_load_is_replayed_from_its_checkpoint_only_if_that_is_the_one_of
         await answers(client, [client.forward_backward(model, [1], forward_only=True)])
         assert state(pool, model) == before
         (again,) = journal.recovery.snapshots(model)
-        assert again.path != of_load.path and runtime.store.problems(again.path) == []
+        assert again.path != of_load.path and context.store.problems(again.path) == []
 
 
 async def test_a_model_that_cannot_be_restored_fails_alone(
-    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any
+    serve: Any, client: Any, pool: Any, journal: Any, context: Any, until: Any
 ) -> None:
     async with serve(pool, steps=1):
         good, bad = await client.create(0), await client.create(1)
@@ -531,7 +531,7 @@ async def test_a_model_that_cannot_be_restored_fails_alone(
         await answers(client, [client.forward_backward(bad, [1])])
         await until(lambda: len(journal.recovery.snapshots(bad)) >= 2)
         for view in journal.recovery.snapshots(bad):
-            runtime.store.delete(view.path)
+            context.store.delete(view.path)
         pool.die()
         failed = await client.result(client.optim_step(bad))
         assert "could not be restored" in failed.error and "none of its snapshots can be read" in failed.error
@@ -552,9 +552,9 @@ async def test_a_request_that_ends_groups_is_failed_by_name(serve: Any, client: 
 
 
 async def test_a_store_that_is_away_for_a_moment_costs_no_snapshot(
-    serve: Any, client: Any, pool: Any, journal: Any, runtime: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Any, client: Any, pool: Any, journal: Any, context: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, away = type(runtime.store).load, 2
+    load, away = type(context.store).load, 2
 
     def failing(*args: Any) -> Any:
         nonlocal away
@@ -564,7 +564,7 @@ async def test_a_store_that_is_away_for_a_moment_costs_no_snapshot(
         return load(*args)
 
     monkeypatch.setattr(restore, "_PAUSES", (0.01,) * 5)
-    monkeypatch.setattr(type(runtime.store), "load", failing)
+    monkeypatch.setattr(type(context.store), "load", failing)
     async with serve(pool, steps=1):
         model = await client.create()
         await answers(client, work(client, model, 2))
@@ -636,9 +636,9 @@ async def test_clients_are_told_why_they_wait(serve: Any, client: Any, pool: Any
 
 
 async def test_a_planned_stop_takes_snapshots(
-    runtime: Any, untracked: Shared, client: Any, pool: Any, journal: Any, tmp_path: Path
+    context: Any, untracked: Shared, client: Any, pool: Any, journal: Any, tmp_path: Path
 ) -> None:
-    served = ServedModel(runtime.card, runtime, pool, SamplingLane(runtime, untracked, most_waiting=8))
+    served = ServedModel(context.card, context, pool, SamplingRunner(context, untracked, most_waiting=8))
     dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, untracked, [served])
     serving = asyncio.create_task(dispatcher.serve(lambda: None))
     model = await client.create()

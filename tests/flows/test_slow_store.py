@@ -12,9 +12,9 @@ import pytest
 
 from tinkerflow.backend.commands import ExportAdapter
 from tinkerflow.backend.journal import Kind
-from tinkerflow.flows.lane import IN_FLIGHT, Lane, Shared
-from tinkerflow.tasks.recovery import Policy
-from tinkerflow.tasks.save_weights import SAVES
+from tinkerflow.flows.runner import IN_FLIGHT, ModelRunner, Shared
+from tinkerflow.tasks.execution.recovery import SnapshotPolicy
+from tinkerflow.tasks.operations.save_weights import SAVES
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Gate:
 
 
 @pytest.fixture
-def gate(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate, create = Gate(), runtime.store._blobs.create
+def gate(context: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate, create = Gate(), context.store._blobs.create
 
     def slow(key: str, data: bytes) -> None:
         gate.arrived.set()
@@ -39,22 +39,22 @@ def gate(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
             raise OSError("the writer is no more")
         create(key, data)
 
-    monkeypatch.setattr(runtime.store._blobs, "create", slow)
+    monkeypatch.setattr(context.store._blobs, "create", slow)
     yield gate
     gate.opened.set()
 
 
-async def serve(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, shared: Shared, name: str) -> None:
+async def serve(stack: AsyncExitStack, running: Any, client: Any, context: Any, shared: Shared, name: str) -> None:
     """The model in a lane of its own."""
-    lane = Lane(runtime, shared, name, client.journal.model(name, None).step)
+    lane = ModelRunner(context, shared, name, client.journal.model(name, None).step)
     await stack.enter_async_context(running(lane.serve(2000)))
     await stack.enter_async_context(running(client.ring("model:", lane)))
 
 
-async def create(stack: AsyncExitStack, running: Any, client: Any, runtime: Any, shared: Shared) -> str:
+async def create(stack: AsyncExitStack, running: Any, client: Any, context: Any, shared: Shared) -> str:
     """A model that is served, after its first step."""
     name, request = client.submit_create(0)
-    await serve(stack, running, client, runtime, shared, name)
+    await serve(stack, running, client, context, shared, name)
     assert (await client.result(request)).error is None
     await done(client, *step(client, name, 5))
     return name
@@ -73,10 +73,10 @@ def weights(pool: Any, model: str) -> dict[str, bytes]:
 
 
 async def test_steps_are_answered_while_saves_are_uploaded(
-    runtime: Any, untracked: Shared, client: Any, running: Any, gate: Gate
+    context: Any, untracked: Shared, client: Any, running: Any, gate: Gate
 ) -> None:
     async with AsyncExitStack() as stack:
-        model = await create(stack, running, client, runtime, untracked)
+        model = await create(stack, running, client, context, untracked)
         saves = [client.submit(model, kind, {"path": "slow", "name": "slow"}) for kind in sorted(SAVES)]
         for _ in range(IN_FLIGHT):
             await done(client, *step(client, model, 6))
@@ -91,11 +91,11 @@ async def test_steps_are_answered_while_saves_are_uploaded(
 
 
 async def test_what_depends_on_a_save_waits_for_it(
-    runtime: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+    context: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
     async with AsyncExitStack() as stack:
-        shared = replace(untracked, snapshots=Policy(1, 1000.0))
-        model = await create(stack, running, client, runtime, shared)
+        shared = replace(untracked, snapshots=SnapshotPolicy(1, 1000.0))
+        model = await create(stack, running, client, context, shared)
         saves = [client.submit(model, Kind.SAVE_WEIGHTS, {"path": f"slow-{number}"}) for number in range(6)]
         await until(gate.arrived.is_set)
         assert client.journal.recovery.snapshots(model) == []
@@ -107,11 +107,11 @@ async def test_what_depends_on_a_save_waits_for_it(
 
 
 async def test_a_save_that_was_overtaken_goes_on_when_its_group_ends(
-    runtime: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+    context: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
-    pool = runtime.pool
+    pool = context.pool
     async with AsyncExitStack() as stack:
-        model = await create(stack, running, client, runtime, replace(untracked, snapshots=Policy(1, 1000.0)))
+        model = await create(stack, running, client, context, replace(untracked, snapshots=SnapshotPolicy(1, 1000.0)))
         expected = weights(pool, model)
         saved = client.submit(model, Kind.SAVE_WEIGHTS, {"path": "slow"})
         await done(client, *step(client, model, 6), *step(client, model, 7))
@@ -125,15 +125,15 @@ async def test_a_save_that_was_overtaken_goes_on_when_its_group_ends(
         gate.opened.set()
         await done(client, saved, *step(client, model, 8))
         await until(lambda: bool(client.journal.recovery.snapshots(model)))
-    assert stored(runtime, model, "slow") == expected
+    assert stored(context, model, "slow") == expected
 
 
 async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_place(
-    runtime: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+    context: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
-    pool, shared = runtime.pool, replace(untracked, snapshots=Policy(1, 1000.0))
+    pool, shared = context.pool, replace(untracked, snapshots=SnapshotPolicy(1, 1000.0))
     async with AsyncExitStack() as stack:
-        model = await create(stack, running, client, runtime, shared)
+        model = await create(stack, running, client, context, shared)
         expected = weights(pool, model)
         saves = [client.submit(model, Kind.SAVE_WEIGHTS, {"path": "first"})]
         await done(client, *step(client, model, 6))
@@ -151,7 +151,7 @@ async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_pl
     assert client.journal.pending_models() == [model]
     replayed = client.seqs[model] - 1
     async with AsyncExitStack() as stack:
-        await serve(stack, running, client, runtime, shared, model)
+        await serve(stack, running, client, context, shared, model)
         await done(client, *saves)
         assert weights(pool, model) == after
         await done(client, *step(client, model, 8))
@@ -162,20 +162,20 @@ async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_pl
         pool.die()
         await done(client, client.forward_backward(model, [6], forward_only=True))
         assert weights(pool, model) == final
-    assert stored(runtime, model, "first") == expected
-    assert stored(runtime, model, "second") == middle
+    assert stored(context, model, "first") == expected
+    assert stored(context, model, "second") == middle
 
 
-def stored(runtime: Any, model: str, name: str) -> dict[str, bytes]:
-    state, _ = runtime.store.load(f"tinker://{model}/weights/{name}")
+def stored(context: Any, model: str, name: str) -> dict[str, bytes]:
+    state, _ = context.store.load(f"tinker://{model}/weights/{name}")
     return {name: array.tobytes() for name, array in state.weights.items()}
 
 
 async def test_steps_are_answered_while_a_recovery_snapshot_is_uploaded(
-    runtime: Any, untracked: Shared, client: Any, running: Any, until: Callable[..., Any], gate: Gate
+    context: Any, untracked: Shared, client: Any, running: Any, until: Callable[..., Any], gate: Gate
 ) -> None:
     async with AsyncExitStack() as stack:
-        model = await create(stack, running, client, runtime, replace(untracked, snapshots=Policy(1, 1000.0)))
+        model = await create(stack, running, client, context, replace(untracked, snapshots=SnapshotPolicy(1, 1000.0)))
         await done(client, *step(client, model, 5))
         await until(gate.arrived.is_set)
         for _ in range(3):

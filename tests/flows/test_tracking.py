@@ -12,9 +12,9 @@ import pytest
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.prefect.tracking import Tracking, open_tracking
+from tinkerflow.flows.prefect.training_run import training_run
 from tinkerflow.flows.prefect_server import server_environment
-from tinkerflow.flows.tracking import Tracking, open_tracking
-from tinkerflow.flows.training_run import training_run
 
 
 async def test_off_means_that_the_body_runs_by_itself() -> None:
@@ -35,7 +35,7 @@ async def test_when_no_flow_run_can_begin_the_body_runs_once_without_one(caplog:
         calls.append(1)
         return "done"
 
-    with tracking.settings(), caplog.at_level(logging.WARNING, logger="tinkerflow.flows.tracking"):
+    with tracking.settings(), caplog.at_level(logging.WARNING, logger="tinkerflow.flows.prefect.tracking"):
         for _ in range(2):
             assert await tracking.run(training_run, body, (), model_id="m", base_model="b") == "done"
         assert await tracking.reconcile() == 0

@@ -1,0 +1,264 @@
+"""Who is woken when: the bell's topics to the lanes, and the sweeps that nobody rings for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from uuid import UUID
+
+from tinkerflow.backend.commands import Done, DropSnapshot
+from tinkerflow.backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
+from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, note_changes
+from tinkerflow.flows.groups import ServedModel
+from tinkerflow.flows.prefect.controls import Buttons
+from tinkerflow.flows.prefect.training_run import serve_model
+from tinkerflow.flows.runner import ModelRunner, Shared
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0  # a bell may be lost
+SWEEP_SECONDS = 5.0
+_EXPIRED_AT_ONCE = 500
+OVER = "its session is over"
+
+
+class Dispatcher:
+    """One lane per model that has work, one per base model for samples, and the losses and sweeps around them."""
+
+    def __init__(self, settings: Settings, journal: Journal, shared: Shared, served: Sequence[ServedModel]) -> None:
+        """Nothing runs before `serve`."""
+        self._settings = settings
+        self._journal = journal
+        self._shared = shared
+        self._served = {model.card.name: model for model in served}
+        self._lanes: dict[str, ModelRunner | None] = {}  # None: it is being opened
+        self._group: asyncio.TaskGroup | None = None  # of the lanes
+        self._sweep = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve until `stop`; returns when what was in flight is answered. `on_ready` is called when it begins."""
+        heard = self._journal.bell.listen("model:", "sample", "session:", "cancel:")
+        async with heard as topics, asyncio.TaskGroup() as around:
+            watches = [
+                around.create_task(self._sweep_often(), name="sweeps"),
+                around.create_task(self._shared.tracking.watch(), name="prefect health"),
+                *(around.create_task(self._mourn(model), name="losses") for model in self._served.values()),
+            ]
+            try:
+                async with asyncio.TaskGroup() as lanes:
+                    self._group = lanes
+                    watches.append(around.create_task(self._listen(topics), name="bell"))
+                    watches.append(around.create_task(self._look(), name="look"))
+                    watches.append(around.create_task(Buttons(self._shared.tracking, self).watch(), name="buttons"))
+                    for model in self._served.values():
+                        lanes.create_task(model.sampling.serve_for_ever(), name="sampling")
+                    on_ready()
+                    await self._stopping.wait()
+                    self._stop_lanes()
+            finally:
+                for task in watches:
+                    task.cancel()
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Ids of the models that are being served: each has a lane."""
+        return frozenset(self._lanes)
+
+    def stop(self) -> None:
+        """Take nothing more from the journal."""
+        self._stopping.set()
+
+    def _stop_lanes(self) -> None:
+        for lane in self._lanes.values():
+            if lane is not None:
+                lane.stop()
+        for model in self._served.values():
+            model.sampling.stop()
+
+    # ------------------------------------------------------------------ who is woken
+    async def _listen(self, topics: AsyncIterator[str]) -> None:
+        async for topic in topics:
+            kind, _, name = topic.partition(":")
+            if kind == "model":
+                self.wake(name)
+            elif kind == "cancel":
+                for model in self._served.values():
+                    model.sampling.cancel(name)
+            elif kind == "sample":
+                for model in self._served.values():
+                    model.sampling.wake()
+            else:
+                self._sweep.set()
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                waiting = await asyncio.to_thread(self._journal.pending_models)
+            except AWAY:
+                log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
+                waiting = []
+            for model_id in waiting:
+                self.wake(model_id)
+            for model in self._served.values():
+                model.sampling.wake()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def wake(self, model_id: str, again: UUID | None = None) -> None:
+        """There may be work for the model. again: the flow run to open its lane in, if it is not open."""
+        if self._stopping.is_set() or self._group is None:
+            return
+        lane = self._lanes.get(model_id)
+        if lane is not None:
+            lane.wake()
+        elif model_id not in self._lanes:
+            self._lanes[model_id] = None
+            self._group.create_task(self._serve_model(model_id, again), name=model_id)
+
+    async def _serve_model(self, model_id: str, again: UUID | None) -> None:
+        try:
+            model = await asyncio.to_thread(self._journal.model, model_id, None)
+            if model.state not in (ModelState.CREATING, ModelState.LIVE):
+                return
+            served = self._served.get(model.base_model)
+            if served is None:
+                names = ", ".join(sorted(self._served))
+                await self._give_up(model_id, UserError(f"base model {model.base_model!r} is not served here: {names}"))
+                return
+            held = model.held is not None and bool(self._shared.tracking.api_url)  # without Prefect, nobody can end it
+            lane = ModelRunner(served.context, self._shared, model_id, model.step, held=held, eager=again is not None)
+            self._lanes[model_id] = lane
+            if self._stopping.is_set():
+                return
+            end = await serve_model(lane, self._shared.tracking, model.base_model, again)
+            log.info("model %s: %s", model_id, end.text)
+        except Exception as error:
+            # One model's trouble must not end the others. When the journal itself is away, this fails too and ends us.
+            log.exception("model %s cannot be served", model_id)
+            await self._give_up(model_id, ServerError(f"the model cannot be served ({type(error).__name__}: {error})"))
+        finally:
+            del self._lanes[model_id]
+
+    async def _give_up(self, model_id: str, error: TinkerflowError) -> None:
+        """End a model, and fail all that waits for it."""
+        ended = ModelEnded(model_id, ModelState.FAILED, error.message)
+        waiting = await asyncio.to_thread(self._journal.ready, model_id, 1)
+        outcomes = [request.failed(error, None, ended) for request in waiting]
+        await asyncio.to_thread(self._journal.finish, outcomes)
+
+    # ------------------------------------------------------------------ what people ask for (buttons.py)
+    def shown_in(self, model_id: str) -> UUID | None:
+        """The flow run that the model is served in now."""
+        lane = self._lanes.get(model_id)
+        return lane.flow_run if lane is not None else None
+
+    async def hold(self, model_id: str, why: str | None) -> None:
+        """Execute nothing of the model until it is called with None; its clients are told why."""
+        await asyncio.to_thread(self._journal.recovery.hold, model_id, why)
+        if (lane := self._lanes.get(model_id)) is not None:
+            lane.hold(why is not None)
+
+    async def cancel(self, model_id: str, why: str) -> None:
+        """End the model now: what waits is failed with the reason."""
+        await asyncio.to_thread(self._journal.recovery.end_model, model_id, ModelState.UNLOADED, why)
+        if (lane := self._lanes.get(model_id)) is not None:
+            lane.cancel()
+
+    async def retry(self, model_id: str, flow_run: UUID) -> None:
+        """Take up a model again that nobody serves, in this flow run; UserError when that cannot be."""
+        if model_id in self._lanes:
+            raise UserError(f"model {model_id} is served already")
+        await asyncio.to_thread(self._journal.recovery.revive, model_id)
+        self.wake(model_id, flow_run)
+
+    # ------------------------------------------------------------------ what is lost, and what is over
+    async def _mourn(self, model: ServedModel) -> None:
+        """A worker group ended, and all that it held: the next one begins empty, and the lanes restore into it."""
+        back: asyncio.Task[None] | None = None
+        name = model.card.name
+        async for lost in model.pool.losses():
+            model.context.snapshots.lost()
+            text = f"worker group {lost.generation} ended ({lost.cause}); another one is being started"
+            log.error("%s: %s", name, text)
+            await model.context.read(self._journal.recovery.note_group, name, text)
+            self._shared.tracking.tell("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
+            if back is None or back.done():
+                back = asyncio.create_task(self._cheer(model), name="next group")
+
+    async def _cheer(self, model: ServedModel) -> None:
+        generation = await model.pool.serving()
+        await model.context.read(self._journal.recovery.note_group, model.card.name, None)
+        log.info("%s: worker group %d serves; models are restored as they are needed", model.card.name, generation)
+        self._shared.tracking.tell("tinkerflow.group.serves", model.card.name, generation=generation)
+        for lane in self._lanes.values():
+            if lane is not None:
+                lane.wake()
+        model.sampling.wake()
+
+    async def _sweep_often(self) -> None:
+        while True:
+            self._sweep.clear()
+            try:
+                for model_id in await asyncio.to_thread(self._journal.recovery.unstored_models):
+                    if model_id not in self._lanes:  # an earlier engine did not come to it
+                        self.wake(model_id)
+                abandoned = await asyncio.to_thread(self._sweep_journal)
+                for model_id, lane in list(self._lanes.items()):
+                    if lane is None:
+                        continue
+                    lane.look_at_snapshot()
+                    if lane.held and model_id in abandoned:  # it would never come to its unload
+                        await self.cancel(model_id, OVER)
+                for model in self._served.values():
+                    await model.sampling.cancel_ended()
+                    await self._drop_snapshots(model)
+                store = next(iter(self._served.values())).context.store  # all of them have the same one
+                keep = Retention(self._settings.keep_last, self._settings.keep_every)
+                await asyncio.to_thread(delete_checkpoints, self._journal, store, keep)
+                await asyncio.to_thread(note_changes, self._journal, store)
+                await asyncio.to_thread(delete_snapshots, self._journal, store)
+            except (TinkerflowError, *AWAY):
+                log.warning("a sweep failed; the next one is in %.0f s", SWEEP_SECONDS, exc_info=True)
+            try:
+                async with asyncio.timeout(SWEEP_SECONDS):
+                    await self._sweep.wait()
+            except TimeoutError:
+                continue
+
+    def _sweep_journal(self) -> list[str]:
+        """What is over ends; ids of models whose session is."""
+        settings, journal = self._settings, self._journal
+        for session_id in journal.expire_sessions(settings.session_timeout):
+            log.info("session %s expired: no heartbeat for %.0f s", session_id, settings.session_timeout)
+        abandoned = journal.abandoned_models()
+        for model_id in abandoned:
+            journal.request_unload(model_id, OVER)
+        journal.recovery.let_go()
+        for gap in journal.gaps(settings.gap_timeout):
+            if journal.skip_gap(gap):
+                journal.bell.ring(f"model:{gap.model_id}")
+        journal.expire_results(settings.result_ttl, _EXPIRED_AT_ONCE)
+        return abandoned
+
+    async def _drop_snapshots(self, model: ServedModel) -> None:
+        """Those of samplers that are closed; and others that are too many, until somebody samples them again."""
+        snapshots = model.context.snapshots
+        if snapshots.droppable:
+            unused = await asyncio.to_thread(self._journal.unused_snapshots, snapshots.droppable)
+            # of some of them a sampler may have been opened meanwhile
+            await _drop(model, [one for one in unused if one in snapshots.droppable])
+            most, host_bytes = self._settings.resident_snapshots, self._settings.host_snapshot_bytes
+            await _drop(model, snapshots.surplus(most, host_bytes))
+
+
+async def _drop(model: ServedModel, snapshot_ids: Sequence[str]) -> None:
+    """Send all before anything else happens: whoever loads one again does so after it was dropped."""
+    for snapshot_id in snapshot_ids:
+        model.context.snapshots.dropped(snapshot_id)
+    for sent in [model.context.send(DropSnapshot(snapshot_id), Done) for snapshot_id in snapshot_ids]:
+        with suppress(GroupFailedError):  # all of them went with the group
+            await sent

@@ -1,0 +1,50 @@
+"""How many task runs Prefect gets: one per operation while that is few, and shared ones above a rate."""
+
+from __future__ import annotations
+
+from tinkerflow.backend.clock import Clock
+
+BURST = 20.0  # task runs that may be opened at once after a calm
+CREDIT_SECONDS = 2.0  # a flood of openings is forgotten after this long
+
+
+class Pacing:
+    """A token bucket for the task runs of all models together.
+
+    When it runs empty, task runs are shared until it is half full again: so a load above the rate gets shared runs,
+    and not one shared, one single in slot. What must be opened is opened, on credit.
+    """
+
+    def __init__(self, rate: float, clock: Clock) -> None:
+        """`rate`: task runs per second that the Prefect server should see at most, on average."""
+        self._rate = rate
+        self._clock = clock
+        self._tokens = BURST
+        self._filled_at = clock.monotonic()
+        self._sharing = False
+
+    @property
+    def seconds(self) -> float:
+        """Until another task run may be opened; 0 when it may be now."""
+        self._refill()
+        return max(0.0, (1.0 - self._tokens) / self._rate)
+
+    @property
+    def sharing(self) -> bool:
+        """Whether task runs are shared at present."""
+        self._refill()
+        return self._sharing
+
+    def open(self) -> None:
+        """A task run is opened, on credit when there are no tokens."""
+        self._refill()
+        self._tokens = max(-self._rate * CREDIT_SECONDS, self._tokens - 1.0)
+        if self._tokens < 1.0:
+            self._sharing = True
+
+    def _refill(self) -> None:
+        now = self._clock.monotonic()
+        self._tokens = min(BURST, self._tokens + (now - self._filled_at) * self._rate)
+        self._filled_at = now
+        if self._tokens >= BURST / 2:
+            self._sharing = False

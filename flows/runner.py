@@ -1,0 +1,434 @@
+"""The lane of one model: its requests leave the journal in order, overlap in the pool, and are answered in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from uuid import UUID
+
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.states import Paused, Running
+
+from tinkerflow.backend.commands import Done, DropAdapter
+from tinkerflow.backend.errors import GroupFailedError, SuspectError
+from tinkerflow.backend.journal import Kind, ModelState, Outcome, Pending
+from tinkerflow.flows.batching import Batch, batches, run_name, shared_name
+from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.prefect.tracking import Tracking
+from tinkerflow.flows.prefect.window import MOST, STEPS, TASKS, Tracked, Window, track
+from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.crashes import MOST_CRASHES
+from tinkerflow.tasks.execution.operation import Operation, begin
+from tinkerflow.tasks.execution.recovery import SnapshotPolicy, SnapshotSchedule, take
+from tinkerflow.tasks.execution.restore import Restored, restore
+from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.tasks.operations.save_weights import SAVES
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 16  # operations of one model on their way at once; their payloads are in memory
+_LOOK = 2 * IN_FLIGHT  # requests to ask the journal for: those in flight are among them
+
+
+class Why(StrEnum):
+    """Why serving ended."""
+
+    DONE = "the model was unloaded"
+    FAILED = "the model was lost, or could not be made"
+    ROLL_OVER = "it goes on in another flow run"
+    STOPPED = "the engine was stopped"
+    CANCELLED = "somebody cancelled it"
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of serving, and a sentence about it for people."""
+
+    why: Why
+    text: str
+
+
+_ROLL_OVER = End(Why.ROLL_OVER, Why.ROLL_OVER.value)
+_STOPPED = End(Why.STOPPED, Why.STOPPED.value)
+
+
+def _place(request: Pending) -> float:
+    """In the model's line; an unload comes last."""
+    return math.inf if request.seq_id is None else request.seq_id
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the lanes of all models have in common."""
+
+    pacing: Pacing
+    tracking: Tracking
+    snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
+
+
+class ModelRunner:
+    """Serves one model until it takes no more work. Its state outlives the flow runs that it is served in."""
+
+    def __init__(
+        self,
+        context: ExecutionContext,
+        shared: Shared,
+        model_id: str,
+        steps_made: int,
+        *,
+        held: bool = False,
+        eager: bool = False,
+    ) -> None:
+        """`steps_made`: optimizer steps so far, for the names of task runs.
+
+        held: it begins on hold. eager: the model is restored at once, and not when there is something to execute.
+        """
+        self.model_id = model_id
+        self.flow_run: UUID | None = None  # that we are served in
+        self._held = held
+        self._eager = eager
+        self._cancelled = False
+        self._unbound = context
+        self._context = context  # bound to the worker group that holds the model, once one does
+        self._interrupted = False
+        self._aside: set[str] = set()  # saves on their way to the store, which hold up nobody
+        self._crashes = 0  # of groups that were restoring this model
+        self._schedule = SnapshotSchedule(shared.snapshots, context.clock.monotonic())
+        self._shared = shared
+        self._steps_made = steps_made
+        self._cursor = 0  # requests below this sequence id were taken
+        self._unloading = False
+        self._flying = 0
+        self._room = asyncio.Semaphore(IN_FLIGHT)
+        self._slot: Slot | None = None
+        self._woken = asyncio.Event()
+        self._woken.set()
+        self._look_again = False  # something changed while operations were in flight
+        self._begins = True  # and looks for saves that an earlier worker group has answered, and not stored
+        self._stopping = False
+        self._at_step_end = False
+        self._window: Window | None = None
+        self._first_step = 0
+        self._last_step = 0
+
+    def wake(self) -> None:
+        """There may be work, or the model may have ended."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Take nothing more from the journal; `serve` returns when what is in flight is answered."""
+        self._stopping = True
+        self._woken.set()
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing is taken from the journal."""
+        return self._held
+
+    def hold(self, held: bool) -> None:
+        """Take nothing more from the journal until the hold ends; what is in flight is answered."""
+        self._held = held
+        self._woken.set()
+
+    def cancel(self) -> None:
+        """The model was ended from outside: drop it as soon as nothing of it is in flight."""
+        self._cancelled = True
+        self._woken.set()
+
+    async def serve(self, most_runs: int) -> End:
+        """Execute requests as they come. Ends after `most_runs` task runs, or when another flow run should begin."""
+        runs = 0
+        shown = FlowRunContext.get()
+        self.flow_run = shown.flow_run.id if shown is not None and shown.flow_run is not None else None
+        tracked = self.flow_run is not None
+        if self._held:
+            self._show(Paused(message="it was held already when this run began"))
+        async with asyncio.TaskGroup() as group:  # waits for what is in flight, and for the task runs
+            try:
+                while True:
+                    found = await self._next(tracked, group)
+                    if isinstance(found, End):
+                        return found
+                    for batch in found:
+                        runs += await self._dispatch(batch, group, tracked)
+                    if runs >= most_runs * (2 if self._storing else 1):
+                        return _ROLL_OVER
+            finally:
+                self._close_window()
+                self.flow_run = None
+
+    @property
+    def _storing(self) -> bool:
+        """Whether anything is on its way to the store: a flow run ends only after that, so now is no time to end it."""
+        return bool(self._aside) or self._schedule.taking
+
+    async def _next(self, tracked: bool, group: asyncio.TaskGroup) -> list[Batch] | End:
+        while True:
+            await self._woken.wait()
+            if self._stopping:
+                self._take_snapshot(group)
+                return _STOPPED
+            self._woken.clear()
+            holding = self._held and not self._cancelled
+            if holding and not tracked and self._shared.tracking.reachable:
+                return self._rolled()  # into a run with a button that ends the hold
+            if holding and not (self._begins or self._interrupted):
+                continue
+            if self._interrupted:
+                if self._flying:
+                    continue  # the last of them wakes us
+                await self._begin_anew()
+            if self._eager:
+                self._eager = False
+                self._woken.set()
+                await self._is_ready(needed=True)
+            if self._schedule.due(self._context.clock.monotonic()):
+                self._take_snapshot(group)
+            if fresh := await self._fresh(holding):
+                if not tracked and self._shared.tracking.reachable and not self._storing:
+                    return self._rolled()  # Prefect is back
+                if await self._is_ready_for(fresh):
+                    return batches(fresh, self._steps_made)
+                self._woken.set()
+            elif self._flying:
+                self._look_again = True
+            elif not holding and (end := await self._ended()) is not None:
+                return end
+
+    async def _fresh(self, holding: bool) -> list[Pending]:
+        """What the journal has for us and was not taken yet: on hold only saves that wait for the store."""
+        aside = frozenset(self._aside)  # from before the look: what is in neither was answered meanwhile
+        rows = [] if holding else await self._context.read(self._context.journal.ready, self.model_id, _LOOK)
+        if self._begins:  # also on hold: samplers wait for these
+            left = await self._context.read(self._context.journal.recovery.unstored, self.model_id)
+            self._begins = bool(left)
+            rows = sorted([*left, *rows], key=_place)
+        if len(rows) >= _LOOK:
+            self._woken.set()  # there may be more
+        return [row for row in rows if row.id not in aside and self._is_fresh(row)]
+
+    async def _is_ready_for(self, fresh: list[Pending]) -> bool:
+        """Have the model where it can execute these. False: look again."""
+        bound = self._context.generation
+        ready = await self._is_ready(needed=any(request.seq_id is not None for request in fresh))
+        if ready:
+            self._begins = self._context.generation != bound  # what the replay has copied is to be stored
+        return ready and not self._begins
+
+    def _rolled(self) -> End:
+        self._woken.set()
+        return _ROLL_OVER
+
+    async def _is_ready(self, *, needed: bool) -> bool:
+        """Have the model in the worker group that serves: restored, if an earlier group had it. False: look again.
+
+        needed: whether there is anything to do with it but unload it.
+        """
+        generation = await self._unbound.pool.serving()
+        if self._context.generation == generation:
+            return True
+        if self._flying:
+            self._interrupted = True  # they fail one after the other, and the last one wakes us
+            return False
+        context = replace(self._unbound, generation=generation, exported={})
+        model = await context.read(context.journal.model, self.model_id, None)
+        if model.state is ModelState.LIVE and needed:
+            text = f"in worker group {generation}, from its last snapshot and the journal"
+            self._show(Running(name="Restoring", message=text))
+            try:
+                restored = await restore(context, self.model_id, frozenset(self._aside))
+            except GroupFailedError as error:
+                self._crashes += isinstance(error, SuspectError) and error.crashed
+                if self._crashes < MOST_CRASHES:
+                    return False
+                await self._fail(f"worker groups crash while they restore it: {error}")
+                return False
+            except Exception as error:
+                log.exception("model %s cannot be restored", self.model_id)
+                await self._fail(f"{type(error).__name__}: {error}")
+                return False
+            self._schedule.restored(restored.steps, restored.last)
+            self._tell_restored(generation, restored)
+        self._crashes = 0
+        self._context = context
+        return True
+
+    def _tell_restored(self, generation: int, restored: Restored) -> None:
+        text = f"restored in worker group {generation}: {restored.requests} requests replayed"
+        self._show(Running(message=text))
+        tracking, snapshot = self._shared.tracking, restored.snapshot
+        for why in restored.unreadable:
+            tracking.tell("tinkerflow.snapshot.unreadable", self.model_id, of="model", why=why)
+        tracking.tell(
+            "tinkerflow.model.restored",
+            self.model_id,
+            of="model",
+            generation=generation,
+            snapshot_at_request=None if snapshot is None else snapshot.seq_id,
+            replayed_requests=restored.requests,
+            replayed_steps=restored.steps,
+            seconds=round(restored.seconds, 3),
+        )
+
+    def _show(self, state: State[None]) -> None:
+        """Give the flow run that we are served in a state that people see."""
+        if self.flow_run is not None:
+            self._shared.tracking.show(self.flow_run, state)
+
+    async def _fail(self, why: str) -> None:
+        detail = f"it could not be restored after its worker group ended: {why}"
+        end = self._unbound.journal.recovery.end_model
+        await self._unbound.read(end, self.model_id, ModelState.FAILED, detail)
+
+    async def _begin_anew(self) -> None:
+        """What was in flight went with its group: take it from the journal again."""
+        text = "its worker group ended; what was in flight is executed again by the next one"
+        self._show(Running(name="Interrupted", message=text))
+        self._interrupted = False
+        model = await self._unbound.read(self._unbound.journal.model, self.model_id, None)
+        self._steps_made, self._cursor, self._unloading, self._begins = model.step, 0, False, True
+        self._slot = self._slot and self._slot.anew()
+        self._schedule.interrupted()
+        self._context = self._unbound
+
+    def _take_snapshot(self, group: asyncio.TaskGroup) -> None:
+        """Give a snapshot the next slot of the model, if there is anything new to be in it."""
+        if self._schedule.seq_id is None or self._schedule.taking or self._slot is None or self._slot.line.broken:
+            return
+        self._slot = Slot(self._slot)
+        seq_id = self._schedule.begin(self._context.clock.monotonic())
+        taking = group.create_task(take(self._context, self.model_id, seq_id, self._slot), name="snapshot")
+        taking.add_done_callback(self._taken)
+
+    def _taken(self, _: object) -> None:
+        self._schedule.taking = False
+
+    def look_at_snapshot(self) -> None:
+        """Time has passed: a snapshot may be due."""
+        if self._schedule.due(self._context.clock.monotonic()):
+            self._woken.set()
+
+    def _is_fresh(self, row: Pending) -> bool:
+        # Not by the ids in flight: one of them may have been answered since the rows were read.
+        if row.answered:
+            return True  # asked for only when nothing is in flight
+        return not self._unloading if row.seq_id is None else row.seq_id >= self._cursor
+
+    async def _ended(self) -> End | None:
+        model = await self._context.read(self._context.journal.model, self.model_id, None)
+        match model.state:
+            case ModelState.CREATING | ModelState.LIVE:
+                return None
+            case ModelState.UNLOADED if self._cancelled:
+                await self._drop()
+                return End(Why.CANCELLED, model.detail or Why.CANCELLED.value)
+            case ModelState.UNLOADED:
+                return End(Why.DONE, f"unloaded: {model.detail}")
+            case _:
+                return End(Why.FAILED, f"{model.state}: {model.detail}")
+
+    async def _drop(self) -> None:
+        """Free what the model takes in the worker group."""
+        if self._context.generation is None:
+            return  # it is in none
+        try:
+            await self._context.send(DropAdapter(self.model_id), Done)
+        except GroupFailedError as error:
+            log.info("model %s went with its worker group: %s", self.model_id, error)
+
+    async def _dispatch(self, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> int:
+        """Start the batch, and have a task run follow it; how many task runs were opened for that."""
+        operations = []
+        for request in batch.requests:
+            await self._room.acquire()
+            operations.append(self._begin(request, group))
+        if not tracked or not self._shared.tracking.reachable:
+            self._shared.tracking.untracked += 1
+            return 0
+        return self._follow(batch, operations, group)
+
+    def _begin(self, request: Pending, group: asyncio.TaskGroup) -> Operation:
+        self._flying += 1
+        if request.seq_id is None:
+            self._unloading = True
+        else:
+            self._cursor = request.seq_id + 1
+            self._schedule.went(request.seq_id, step=request.kind == Kind.OPTIM_STEP)
+        self._slot = Slot(self._slot)
+        operation = begin(self._context, request, self._slot, group)
+        if request.kind == Kind.OPTIM_STEP:
+            self._steps_made += 1
+        operation.answered.add_done_callback(partial(self._landed, request.id))
+        if request.kind in SAVES:
+            group.create_task(self._set_aside(operation, self._slot), name=f"{request.kind} {request.id} aside")
+        return operation
+
+    async def _set_aside(self, operation: Operation, slot: Slot) -> None:
+        """Go on without a save, once it has stepped aside."""
+        await slot.passed()
+        if not operation.answered.done():
+            self._aside.add(operation.request.id)
+            self._has_landed()
+
+    def _landed(self, request_id: str, answered: asyncio.Task[Outcome | None]) -> None:
+        ended = not answered.cancelled() and answered.exception() is None
+        outcome = answered.result() if ended else None
+        if ended and outcome is None:
+            self._interrupted = True
+            self._woken.set()
+        if request_id in self._aside:
+            self._aside.remove(request_id)
+        else:
+            self._has_landed()
+        if outcome is not None and (outcome.seq_id is None or outcome.error is not None):
+            self._woken.set()  # the model may have ended
+
+    def _has_landed(self) -> None:
+        self._flying -= 1
+        self._room.release()
+        if not self._flying and (self._interrupted or self._look_again):
+            self._look_again = False
+            self._woken.set()
+
+    def _follow(self, batch: Batch, operations: list[Operation], group: asyncio.TaskGroup) -> int:
+        pacing, window = self._shared.pacing, self._window
+        opened = 0
+        due = window is not None and self._at_step_end and pacing.seconds == 0
+        if window is None or not window.open or due or window.size >= MOST:
+            self._close_window()
+            pacing.open()
+            opened = 1
+            self._shared.tracking.tracked += 1
+            window = self._open(batch, group, shared=pacing.sharing)
+        for operation in operations:
+            window.add(operation)
+        self._last_step, self._at_step_end = batch.step, batch.ends_step
+        if window.shared:
+            window.final_name = shared_name(self.model_id, self._first_step, self._last_step)
+        else:
+            window.close()
+        return opened
+
+    def _open(self, batch: Batch, group: asyncio.TaskGroup, *, shared: bool) -> Window:
+        self._first_step = batch.step
+        if shared:
+            window = Window(shared_name(self.model_id, batch.step), linger=lambda: self._shared.pacing.seconds)
+            self._window = window
+            self._track(window, STEPS, group)
+        else:
+            window = Window(run_name(self.model_id, batch))
+            self._track(window, TASKS[batch.kind], group)
+        return window
+
+    def _track(self, window: Window, task: Tracked, group: asyncio.TaskGroup) -> None:
+        group.create_task(self._shared.tracking.guard(track(window, task)), name=window.name)
+
+    def _close_window(self) -> None:
+        if self._window is not None:
+            self._window.close()
+            self._window = None

@@ -1,0 +1,105 @@
+"""What the operations of one base model work with, handed to them by the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import ParamSpec, Protocol, TypeVar, cast
+
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.commands import AdapterState, Command, Reply
+from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.store import Store
+from tinkerflow.tasks.execution.answers import AnswerWriter
+from tinkerflow.tasks.execution.snapshots import Snapshots
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
+
+log = logging.getLogger(__name__)
+
+_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, *[5.0] * 60)  # seconds: a database may be away for minutes
+INLINE_BYTES = 64 * 1024  # decoding so much takes less than a millisecond; a thread's round trip costs a third of one
+
+
+class Commanded(Protocol):
+    """The part of tinkerflow.backend.pool.Pool that operations use."""
+
+    @property
+    def generation(self) -> int:
+        """The number of the worker group that serves, or served last."""
+        ...
+
+    async def serving(self) -> int:
+        """Wait until a worker group serves: its number."""
+        ...
+
+    async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
+        """Execute after all that were submitted before for the same adapter; the reply, or the executor's error.
+
+        generation: the only group that may execute it; GroupFailedError when it serves no more.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ExecutionContext:
+    """One base model: its worker group, its snapshots, and the journal, store and clock that all of them share.
+
+    generation: the only worker group that may execute what is sent through this; None: whichever serves. note: is told
+    of every command that is sent. as_of: in a replay, when what is done again was first answered: what was saved later
+    is not there. exported: by request, what a replay has copied for saves that are still to be answered or stored.
+    rest: what an operation has left to do when it is answered.
+    """
+
+    journal: Journal
+    pool: Commanded
+    store: Store
+    card: ModelCard
+    clock: Clock
+    answers: AnswerWriter
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    generation: int | None = None
+    as_of: datetime | None = None
+    exported: dict[str, AdapterState] = field(default_factory=dict)
+    note: Callable[[Command], None] = lambda _: None
+    rest: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
+
+    def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
+        """Start a command; of one adapter, those started earlier are executed earlier. The task holds its reply."""
+        self.note(command)
+        return asyncio.create_task(self._reply(command, reply))
+
+    async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """A journal method, in a thread that only such reads use; again and again while the database is away."""
+        for pause in _PAUSES:
+            try:
+                return await self._read(lambda: function(*args, **kwargs))
+            except AWAY as error:
+                log.warning("the journal cannot be read, trying again in %g s: %s", pause, error)
+                await asyncio.sleep(pause)
+        return await self._read(lambda: function(*args, **kwargs))
+
+    async def decode(self, size: int, function: Callable[[], T]) -> T:
+        """`function()`, which works on `size` bytes: in a thread when it would hold up the loop."""
+        return function() if size <= INLINE_BYTES else await asyncio.to_thread(function)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.readers.shutdown()
+
+    async def _read(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.readers, function)
+
+    async def _reply(self, command: Command, kind: type[R]) -> R:
+        reply = await self.pool.submit(command, generation=self.generation)
+        if not isinstance(reply, kind):
+            raise TypeError(f"{type(command).__name__} was answered by {type(reply).__name__}, not {kind.__name__}")
+        return cast(R, reply)

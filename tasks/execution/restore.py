@@ -1,0 +1,190 @@
+"""A live model made again in a worker group: a snapshot of it, and what was executed since, in order (recovery.py).
+
+The newest snapshot that can be read is taken, of those after which the journal still has everything: the two newest,
+and the model's creation before there are two. One that cannot be read is forgotten once an older one can be, so that
+none that is recorded later counts on it; its files stay in the store, for people to look at (`tinkerflow checkpoint gc`
+removes them when the model has ended). A store that is away for some minutes is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
+from tinkerflow.backend.errors import (
+    GroupFailedError,
+    NotFoundError,
+    ServerError,
+    StoreAwayError,
+    StoreError,
+    TinkerflowError,
+    UserError,
+)
+from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
+from tinkerflow.tasks.execution.commit import record
+from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.operation import EXECUTE
+from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.tasks.operations.save_weights import export
+
+log = logging.getLogger(__name__)
+
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts to read a store that is away
+_PAGE = 16  # requests replayed at once; their payloads are in memory
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What it took: the snapshot (None: from the model's creation), and how much was replayed after it.
+
+    steps: optimizer steps among the `requests`. last: the seq_id of the last of these, or of the snapshot. unreadable:
+    newer snapshots that could not be read, and why.
+    """
+
+    snapshot: SnapshotView | None
+    requests: int
+    steps: int
+    last: int
+    seconds: float
+    unreadable: tuple[str, ...]
+
+
+async def restore(context: ExecutionContext, model_id: str, aside: Collection[str] = ()) -> Restored:
+    """Make a live model in the worker group that `context` is bound to, as its answered requests have left it.
+
+    For saves among these that are not answered, or not stored, their state is left in `context.exported`; not for those
+    `aside`, which are being written.
+
+    GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
+    """
+    began = context.clock.monotonic()
+    snapshot, unreadable = await _load(context, model_id)
+    loaded = context.clock.monotonic()
+    after = -1 if snapshot is None else snapshot.seq_id
+    requests, steps, last = await _replay_all(context, model_id, after, bool(unreadable), aside)
+    await context.read(context.journal.recovery.note_progress, model_id, None)
+    ended = context.clock.monotonic()
+    log.info(
+        "model %s is restored in worker group %s: %d requests replayed in %.2f s after %.2f s for %s",
+        model_id,
+        context.generation,
+        requests,
+        ended - loaded,
+        loaded - began,
+        f"its snapshot at request {snapshot.seq_id}" if snapshot else "a look for snapshots: none",
+    )
+    return Restored(snapshot, requests, steps, last, ended - began, unreadable)
+
+
+async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView | None, tuple[str, ...]]:
+    """Put the newest snapshot that can be read into the group; which one, and what is wrong with newer ones."""
+    recovery, floor, unreadable = context.journal.recovery, -1, dict[str, str]()
+    while True:
+        found = await context.read(recovery.restorable, model_id)
+        floor = max(floor, *(one.seq_id for one in found[1:]), -1)  # up to there requests may be gone
+        good: tuple[SnapshotView, AdapterState] | None = None
+        for snapshot in (one for one in found if one.path not in unreadable and one.seq_id >= floor):
+            await _tell(context, model_id, "loading its snapshot")
+            try:
+                state = await _read(context, model_id, snapshot.path)
+            except StoreAwayError:
+                raise  # no snapshot is to be forgotten for that
+            except (StoreError, NotFoundError) as error:
+                log.error("the snapshot of model %s at request %d cannot be read: %s", model_id, snapshot.seq_id, error)
+                unreadable[snapshot.path] = str(error)
+            else:
+                good = snapshot, state
+                break
+        if good is None and not await _begins_with_creation(context, model_id):
+            raise ServerError(
+                "none of its snapshots can be read: " + ("; ".join(unreadable.values()) or "none is left")
+            )
+        if not (bad := [one.path for one in found if one.path in unreadable]):
+            if good is not None:
+                await context.send(ImportAdapter(model_id, good[1]), Done)
+            return good[0] if good else None, tuple(unreadable.values())
+        for path in bad:  # and look again: one that was recorded before this has counted on them
+            await context.read(recovery.forget_snapshot, path)
+
+
+async def _read(context: ExecutionContext, model_id: str, path: str) -> AdapterState:
+    """What the store has under `path`; a store that is away is asked again for some minutes."""
+    for pause in _PAUSES:
+        try:
+            return (await asyncio.to_thread(context.store.load, path))[0]
+        except StoreAwayError as error:
+            log.warning("model %s waits for the store, asked again in %g s: %s", model_id, pause, error)
+            await _tell(context, model_id, f"waiting for the store ({error})")
+            await asyncio.sleep(pause)
+    return (await asyncio.to_thread(context.store.load, path))[0]
+
+
+async def _begins_with_creation(context: ExecutionContext, model_id: str) -> bool:
+    first = await context.read(context.journal.recovery.executed, model_id, -1, 1)
+    return bool(first) and first[0].request.seq_id == 0
+
+
+async def _replay_all(
+    context: ExecutionContext, model_id: str, after: int, older: bool, aside: Collection[str]
+) -> tuple[int, int, int]:
+    """Execute again what came after request `after`: how many, optimizer steps among them, and the last one."""
+    recovery = context.journal.recovery
+    total = await context.read(recovery.count_executed, model_id, after)
+    why = " after an older snapshot: the newest cannot be read" if older else ""
+    done = steps = 0
+    while page := await context.read(recovery.executed, model_id, after, _PAGE):
+        await _tell(context, model_id, f"replaying {done} of {total}{why}")
+        await _replay(context, [one for one in page if one.request.id not in aside])
+        done += sum(one.answered_at is not None for one in page)
+        steps += sum(one.request.kind == Kind.OPTIM_STEP for one in page)
+        after = int(page[-1].request.seq_id or 0)
+    return done, steps, after
+
+
+async def _tell(context: ExecutionContext, model_id: str, what: str) -> None:
+    await context.read(context.journal.recovery.note_progress, model_id, f"restoring model {model_id}: {what}")
+
+
+async def _replay(context: ExecutionContext, page: Sequence[Executed]) -> None:
+    slot: Slot | None = None
+    running = []
+    for one in page:
+        slot = Slot(slot)
+        running.append(asyncio.create_task(_again(context, one, slot)))
+    try:
+        for task in running:
+            await task
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _again(context: ExecutionContext, one: Executed, slot: Slot) -> None:
+    """Execute a request again; its answer is in the journal already, and stays."""
+    request = one.request
+    try:
+        if one.answered_at is None or request.kind is Kind.SAVE_FOR_SAMPLER:
+            context.exported[request.id] = await export(context, request, slot)
+            return
+        outcome = await EXECUTE[request.kind](replace(context, as_of=one.answered_at), request, slot)
+        if one.succeeded is False and outcome.error is None:  # its answer could not be stored, or came too late; or not
+            log.error(
+                "%s (seq_id %s) of model %s is answered as failed, and succeeds when it is replayed",
+                request.kind,
+                request.seq_id,
+                request.model_id,
+            )
+        for effect in outcome.effects:
+            if isinstance(effect, SnapshotTaken):  # of a load, whose first one could not be read
+                await record(context, effect)
+    except GroupFailedError:
+        raise
+    except TinkerflowError as error:
+        if one.succeeded or (one.succeeded is None and not isinstance(error, UserError)):
+            raise ServerError(f"the replay of {request.kind} (seq_id {request.seq_id}) failed: {error}") from error
+    finally:
+        await slot.end()

@@ -1,0 +1,28 @@
+"""create_model: a fresh adapter in the worker group."""
+
+from __future__ import annotations
+
+from tinkerflow.backend.commands import CreateAdapter, Done, LoraSpec
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import ModelLive, ModelView, Outcome, Pending
+from tinkerflow.backend.wire import encode_model_created
+from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.sequencer import Slot
+
+
+async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
+    """Make the adapter that the model's row describes; the model is live with the answer."""
+    async with slot:
+        model = await context.read(context.journal.model, str(request.model_id), None)
+        if model.seed is None:
+            raise ServerError(
+                f"model {model.id} has no seed in the journal: the API must draw one where none was given"
+            )
+        reply = context.send(CreateAdapter(model.id, spec_of(model), model.seed, model.optimizer), Done)
+    await reply
+    return request.done(encode_model_created(model.id), "json", ModelLive(model.id))
+
+
+def spec_of(model: ModelView) -> LoraSpec:
+    """The shape of the model's adapter, as its row has it."""
+    return LoraSpec(model.rank, model.train_attn, model.train_mlp, model.train_unembed)

@@ -1,0 +1,34 @@
+"""forward and forward_backward: logprobs and loss, and gradients where asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tinkerflow.backend.commands import ForwardResult
+from tinkerflow.backend.journal import Outcome, Pending, UsageKind, Used
+from tinkerflow.backend.wire import decode_forward, encode_forward, load_custom_loss, read_forward
+from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.sequencer import Slot
+
+
+async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
+    """Check the data, run it through the model, answer with one record per datum and the sum of the loss.
+
+    What the loss refers to by id (a traced loss, sampled sequences) must be of the same session.
+    """
+    card, size = context.card, len(request.payload)
+    read = await context.decode(size, lambda: read_forward(request.payload))
+    custom, recorded = None, {}
+    if read.loss_id is not None:
+        stored = await context.read(context.journal.custom_loss, read.loss_id, request.session_id)
+        custom = load_custom_loss(stored)
+    if read.sequence_ids:
+        recorded = await context.read(context.journal.stability, request.session_id, read.sequence_ids)
+    limits = {"vocab_size": card.vocab_size, "max_context": card.max_context}
+    command = await context.decode(size, lambda: decode_forward(read, **limits, custom=custom, recorded=recorded))
+    async with slot:
+        reply = context.send(replace(command, adapter_id=str(request.model_id)), ForwardResult)
+    result = await reply
+    answer = await context.decode(sum(array.nbytes for array in result.logprobs), lambda: encode_forward(result))
+    tokens = sum(len(example.tokens_T) for example in command.examples)
+    return request.done(answer, "proto", Used(request.session_id, card.name, UsageKind.TRAINING, tokens))

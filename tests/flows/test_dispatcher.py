@@ -1,0 +1,140 @@
+"""Who is woken, what is lost and what is dropped, with the (NumPy) pool and without Prefect."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from tinkerflow.backend.commands import DropSnapshot
+from tinkerflow.backend.journal import Kind, ModelState
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.dispatcher import Dispatcher
+from tinkerflow.flows.groups import ServedModel
+from tinkerflow.flows.runner import Shared
+from tinkerflow.flows.sampling_runner import SamplingRunner
+
+
+@pytest.fixture
+async def dispatcher(context: Any, untracked: Shared, journal: Any, pool: Any, tmp_path: Path, running: Any) -> Any:
+    served = ServedModel(context.card, context, pool, SamplingRunner(context, untracked, most_waiting=8))
+    dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, untracked, [served])
+    ready = asyncio.Event()
+    async with running(dispatcher.serve(ready.set)) as task:
+        await ready.wait()
+        yield dispatcher, task
+
+
+async def test_models_and_samples_are_served_side_by_side(dispatcher: Any, client: Any) -> None:
+    models = await asyncio.gather(*(client.create(number) for number in range(5)))
+    requests = [client.optim_step(model) for model in models for _ in range(3)]
+    requests.append(client.sample(client.sampler(9)))
+    assert all(result.error is None for result in await client.results(*requests))
+
+
+async def test_a_cancelled_sample_makes_room_at_once(
+    dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_sweep(_: Any) -> None:
+        """The bell must do it."""
+
+    monkeypatch.setattr(SamplingRunner, "cancel_ended", no_sweep)
+    pool.hold = asyncio.Event()
+    request = client.sample(client.sampler(9), max_tokens=60)
+    await until(lambda: pool.log)
+    client.journal.cancel(request, "local")
+    assert (await client.result(request)).error == "cancelled by the client"
+    (served,) = dispatcher[0]._served.values()
+    await until(lambda: served.sampling._batch._cancel)
+    pool.hold.set()
+    await until(lambda: any(getattr(command, "cancel", None) == (request,) for command in pool.log))
+    assert pool.executor.batch == {}
+
+
+async def test_a_lost_bell_costs_a_while_and_no_answer(
+    dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await client.create()
+    monkeypatch.setattr(client.journal.bell, "ring", lambda *topics: None)
+    request, sample = client.optim_step(model), client.sample(client.sampler(1))
+    for one in (request, sample):
+        assert (await client.result(one)).error is None
+
+
+async def test_snapshots_that_nobody_uses_are_dropped(
+    dispatcher: Any, client: Any, pool: Any, connect: Any, until: Any
+) -> None:
+    other = await connect(client.journal)
+    kept = []
+    for one in (client, other):
+        model = await one.create()
+        saved = await one.result(one.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 1}))
+        kept.append(one.journal.sampler(orjson.loads(saved.result)["sampling_session_id"], None).snapshot_id)
+    client.journal.finish_session(client.session, "local", None)
+    await until(lambda: DropSnapshot(kept[0]) in pool.log)
+    assert DropSnapshot(kept[1]) not in pool.log
+    assert (await other.result(other.sample(f"{other.session}:sample:1"))).error is None
+
+
+async def test_too_many_snapshots_make_room_until_they_are_sampled_again(
+    dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, _ = dispatcher
+    few = {"resident_snapshots": 2, "host_snapshot_bytes": 0}
+    monkeypatch.setattr(serving, "_settings", serving._settings.model_copy(update=few))
+    model = await client.create()
+    said: dict[str, Any] = {}
+    for number in range(5):
+        await client.result(client.forward_backward(model, [number]))
+        await client.result(client.optim_step(model))
+        saved = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": number}))
+        sampler = orjson.loads(saved.result)["sampling_session_id"]
+        said[sampler] = (await client.result(client.sample(sampler))).result
+    await until(lambda: len(pool.executor.snapshots) == 2)
+    dropped = [command.snapshot_id for command in pool.log if isinstance(command, DropSnapshot)]
+    kept = [client.journal.sampler(sampler, None).snapshot_id for sampler in said]
+    assert dropped == kept[:3]  # least recently used first
+    pool.hold = asyncio.Event()  # it stays while somebody samples it
+    again = [client.sample(sampler) for sampler in said]
+    await until(lambda: len(serving._served) and all(not snapshots_idle(serving, one) for one in kept))
+    pool.hold.set()
+    results = await client.results(*again)
+    assert [result.result for result in results] == [*said.values()]
+    await until(lambda: len(pool.executor.snapshots) == 2)
+
+
+def snapshots_idle(serving: Dispatcher, snapshot_id: str) -> bool:
+    (model,) = serving._served.values()
+    return not model.context.snapshots._users[snapshot_id]
+
+
+async def test_trouble_with_one_model_ends_that_model_only(
+    dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = await client.create(0)
+    ready = client.journal.ready
+
+    def broken(model_id: str, limit: int = 64) -> Any:
+        if model_id.endswith(":1") and limit > 1:
+            raise RuntimeError("cannot be read")
+        return ready(model_id, limit)
+
+    monkeypatch.setattr(client.journal, "ready", broken)
+    bad, request = client.submit_create(1)
+    failed = await client.result(request)
+    assert failed.category == "server" and "the model cannot be served" in failed.error
+    assert client.journal.model(bad, None).state == ModelState.FAILED
+    assert (await client.result(client.optim_step(good))).error is None
+
+
+async def test_stop_answers_what_is_in_flight(dispatcher: Any, client: Any) -> None:
+    serving, task = dispatcher
+    model = await client.create()
+    request = client.optim_step(model)
+    await asyncio.sleep(0.05)
+    serving.stop()
+    await asyncio.wait_for(task, 60)
+    assert client.journal.result(request, "local") is not None

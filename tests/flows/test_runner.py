@@ -1,0 +1,209 @@
+"""One model's operations, from the journal through the (NumPy) pool and back, without Prefect."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tinkerflow.backend.errors import StateLostError
+from tinkerflow.backend.journal import Kind, ModelState
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.runner import ModelRunner, Shared, Why
+
+MOST = 2000
+
+
+@pytest.fixture
+async def served(context: Any, untracked: Shared, client: Any, running: Any) -> Any:
+    """A model that is created and served."""
+    model, request = client.submit_create()
+    lane = ModelRunner(context, untracked, model, 0)
+    async with running(lane.serve(MOST)) as task, running(client.ring("model:", lane)):
+        assert (await client.result(request)).error is None
+        yield model, lane, task
+
+
+def logprobs(result: Any) -> list[np.ndarray]:
+    output = pb.ForwardBackwardOutput.FromString(result.result)
+    (record,) = output.loss_fn_outputs
+    tensor = record.fields["logprobs"]
+    offsets = np.frombuffer(tensor.offsets, np.int64)
+    return [np.frombuffer(tensor.data[a:b], np.float32) for a, b in pairwise(offsets)]
+
+
+async def test_a_step_changes_the_logprobs_and_the_row(served: Any, client: Any) -> None:
+    model, _, _ = served
+    before, first, step, after = await client.results(
+        client.forward_backward(model, [5, 5], forward_only=True),
+        client.forward_backward(model, [5, 5]),
+        client.optim_step(model),
+        client.forward_backward(model, [5, 5], forward_only=True),
+    )
+    np.testing.assert_allclose(logprobs(before)[0], np.log(1 / 32), rtol=1e-6)
+    assert np.array_equal(logprobs(before)[0], logprobs(first)[0])
+    assert (logprobs(after)[0] > logprobs(before)[0]).all()
+    assert orjson.loads(step.result)["metrics"]
+    assert client.journal.model(model, None).step == 1
+    assert client.journal.model(model, None).state == ModelState.LIVE
+
+
+async def test_many_operations_are_in_flight_and_stay_in_order(served: Any, client: Any, pool: Any, until: Any) -> None:
+    model, _, _ = served
+    pool.hold = asyncio.Event()
+    requests = []
+    for _ in range(4):
+        requests += [client.forward_backward(model, [1, 2]), client.optim_step(model)]
+    await until(lambda: len(pool.log) == 9)
+    assert pool.names == ["CreateAdapter", *["Forward", "OptimStep"] * 4]
+    pool.hold.set()
+    assert all(result.error is None for result in await client.results(*requests))
+
+
+async def test_every_operation_is_executed_once_even_when_woken_all_the_time(
+    served: Any, client: Any, pool: Any
+) -> None:
+    model, lane, _ = served
+
+    async def wake() -> None:
+        while True:
+            lane.wake()
+            await asyncio.sleep(0)
+
+    waker = asyncio.create_task(wake())
+    await client.results(*(client.optim_step(model) for _ in range(40)))
+    waker.cancel()
+    assert pool.names.count("OptimStep") == 40
+    assert client.journal.model(model, None).step == 40
+
+
+async def test_bad_content_fails_alone_and_by_name(served: Any, client: Any) -> None:
+    model, _, _ = served
+    bad, good = client.forward_backward(model, [5, 99]), client.optim_step(model)
+    failed, fine = await client.results(bad, good)
+    assert failed.category == "user" and "data[0]" in failed.error and "99" in failed.error
+    assert fine.error is None
+
+
+async def test_what_the_service_did_wrong_is_a_server_failure_with_type_and_text(
+    served: Any, client: Any, pool: Any
+) -> None:
+    model, _, _ = served
+    pool.failing = RuntimeError("no such thing")
+    failed = await client.result(client.optim_step(model))
+    assert failed.category == "server" and "RuntimeError: no such thing" in failed.error
+
+
+async def test_lost_state_ends_the_model_and_its_lane(served: Any, client: Any, pool: Any) -> None:
+    model, _, task = served
+    pool.failing = StateLostError("adapter gone")
+    await client.result(client.optim_step(model))
+    end = await asyncio.wait_for(task, 60)
+    assert end.why is Why.FAILED and "adapter gone" in end.text
+    assert client.journal.model(model, None).state == ModelState.LOST
+
+
+async def test_save_load_and_create_from_it(
+    served: Any, client: Any, context: Any, untracked: Shared, running: Any
+) -> None:
+    model, _, _ = served
+    client.forward_backward(model, [5, 5])
+    client.optim_step(model)
+    pending_grad = client.forward_backward(model, [7])
+    saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one", "ttl_seconds": 3600}))
+    await client.result(pending_grad)
+    path = orjson.loads(saved.result)["path"]
+    assert path == f"tinker://{model}/weights/one"
+    row = client.journal.checkpoint(path, "local")
+    assert (row.step, row.base_model, row.size_bytes > 0, row.expires_at is not None) == (
+        1,
+        "folder/unigram",
+        True,
+        True,
+    )
+
+    again = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "one"}))
+    assert again.category == "user" and "one" in again.error
+
+    copy, request = client.load_model(1, path, optimizer=True)
+    lane = ModelRunner(context, untracked, copy, 0)
+    async with running(lane.serve(MOST)), running(client.ring("model:", lane)):
+        assert (await client.result(request)).error is None
+        assert client.journal.model(copy, None).step == 1
+        results = []
+        for one in (model, copy):
+            client.optim_step(one)
+            results.append(await client.result(client.forward_backward(one, [5, 7], forward_only=True)))
+        assert np.array_equal(logprobs(results[0])[0], logprobs(results[1])[0])
+
+        back = await client.result(client.submit(copy, Kind.LOAD_WEIGHTS, {"path": path, "optimizer": False}))
+        assert orjson.loads(back.result)["path"] == path
+        assert client.journal.model(copy, None).step == 0
+
+
+async def test_loading_what_does_not_exist_fails_the_creation(client: Any, context: Any, untracked: Shared) -> None:
+    model, request = client.load_model(0, "tinker://nobody/weights/none", optimizer=False)
+    lane = ModelRunner(context, untracked, model, 0)
+    end = await asyncio.wait_for(lane.serve(MOST), 60)
+    result = await client.result(request)
+    assert result.category == "user" and "tinker://nobody/weights/none" in result.error
+    assert end.why is Why.FAILED
+    assert client.journal.model(model, None).state == ModelState.FAILED
+
+
+async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
+    served: Any, client: Any, context: Any, pool: Any, until: Any
+) -> None:
+    model, _, _ = served
+    named = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": "s1"}))
+    assert orjson.loads(named.result) == {
+        "type": "save_weights_for_sampler",
+        "path": f"tinker://{model}/sampler_weights/s1",
+    }
+    assert "PublishSnapshot" not in pool.names
+    unnamed = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 4}))
+    opened = orjson.loads(unnamed.result)["sampling_session_id"]
+    assert opened == f"{client.session}:sample:4"
+    snapshot = client.journal.sampler(opened, "local").snapshot_id
+    assert snapshot in context.snapshots
+    await until(lambda: snapshot in context.snapshots.droppable)  # noted just after the answer
+
+
+async def test_a_lane_ends_after_unload(served: Any, client: Any, pool: Any) -> None:
+    model, _, task = served
+    last = client.optim_step(model)
+    client.journal.request_unload(model, "its session is over")
+    assert (await client.result(last)).error is None
+    end = await asyncio.wait_for(task, 60)
+    assert end.why is Why.DONE and "its session is over" in end.text
+    assert pool.names[-1] == "DropAdapter"
+    assert (await client.result(client.optim_step(model))).category == "user"
+
+
+async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
+    served: Any, client: Any, pool: Any, until: Any
+) -> None:
+    model, lane, task = served
+    pool.hold = asyncio.Event()
+    flying = client.optim_step(model)
+    await until(lambda: "OptimStep" in pool.names)
+    lane.stop()
+    waiting = client.optim_step(model)
+    pool.hold.set()
+    assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
+    assert (await client.result(flying)).error is None
+    assert client.journal.result(waiting, "local") is None
+
+
+async def test_a_gap_holds_back_what_came_after_it(served: Any, client: Any) -> None:
+    model, _, _ = served
+    late = client.submit(model, Kind.OPTIM_STEP, {"adam_params": {"learning_rate": 0.1}}, skip=1)
+    await asyncio.sleep(0.2)
+    assert client.journal.result(late, "local") is None
+    client.seqs[model] -= 2
+    early = client.optim_step(model)
+    assert [r.error for r in await client.results(early, late)] == [None, None]

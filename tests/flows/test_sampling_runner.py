@@ -1,0 +1,303 @@
+"""Samples of several samplers in one decode batch, over the (NumPy) pool, without Prefect."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tinkerflow.backend.commands import MoveSnapshot, SampleStep
+from tinkerflow.backend.journal import Kind, UsageKind
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.runner import ModelRunner, Shared, Why
+from tinkerflow.flows.sampling_runner import SamplingRunner, shared_out
+from tinkerflow.tasks.execution.context import ExecutionContext
+
+
+@pytest.fixture
+async def sampling(context: Any, untracked: Shared, client: Any, running: Any) -> Any:
+    lane = SamplingRunner(context, untracked, most_waiting=8)
+    async with running(client.ring("sample", lane)), running(lane.serve(2000)) as task:
+        yield lane, task
+
+
+def tokens(result: Any) -> list[list[int]]:
+    assert result.error is None, result.error
+    response = pb.SampleResponse.FromString(result.result)
+    return [np.frombuffer(sequence.tokens, np.int32).tolist() for sequence in response.sequences]
+
+
+async def trained(context: Any, untracked: Shared, client: Any, number: int, token: int) -> tuple[str, str]:
+    """A model that has learnt to say `token`, and its sampler checkpoint."""
+    model, created = client.submit_create(number)
+    requests = [created, client.forward_backward(model, [token]), client.optim_step(model)]
+    requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": f"says-{token}"}))
+    requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 100 + number}))
+    lane = ModelRunner(context, untracked, model, 0)
+    serving = asyncio.create_task(lane.serve(2000))
+    results = await client.results(*requests)
+    lane.stop()
+    await serving
+    return orjson.loads(results[-1].result)["sampling_session_id"], orjson.loads(results[-2].result)["path"]
+
+
+async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
+    sampling: Any, context: Any, untracked: Shared, client: Any, pool: Any
+) -> None:
+    first, path = await trained(context, untracked, client, 0, 5)
+    second, _ = await trained(context, untracked, client, 1, 9)
+    loaded, base = client.sampler(0, path), client.sampler(1)
+    results = await client.results(*(client.sample(one) for one in (first, second, loaded, base, loaded)))
+    assert [tokens(result)[0] for result in results] == [[5] * 6, [9] * 6, [5] * 6, [0] * 6, [5] * 6]
+    assert pool.names.count("LoadSnapshot") == 1
+    row = client.journal.sampler(loaded, "local")
+    assert row.snapshot_id in context.snapshots
+
+
+async def test_inflight_samplers_take_up_what_is_published_later_and_so_do_their_requests(
+    sampling: Any, context: Any, untracked: Shared, client: Any, pool: Any, running: Any, monkeypatch: Any
+) -> None:
+    model, created = client.submit_create(0)
+    lane = ModelRunner(context, untracked, model, 0)
+
+    async def publish(token: int, *samplers: tuple[int, str]) -> None:
+        """Teach the model to say `token`, then save it: (number, kind) of the samplers."""
+        requests = [client.forward_backward(model, [token] * 4), client.optim_step(model)]
+        bodies = [{"sampling_session_seq_id": number, "kind": kind} for number, kind in samplers]
+        requests += [client.submit(model, Kind.SAVE_FOR_SAMPLER, body) for body in bodies]
+        lane.wake()
+        assert [result.error for result in await client.results(*requests)] == [None] * len(requests)
+
+    began, moved, submit = asyncio.Event(), asyncio.Event(), pool.submit
+
+    async def pausing(command: Any, *args: Any, **more: Any) -> Any:
+        """After its first chunk, the batch waits until the next weights have been published."""
+        if isinstance(command, SampleStep) and began.is_set():
+            async with asyncio.timeout(30):
+                await moved.wait()
+        reply = await submit(command, *args, **more)
+        if isinstance(command, SampleStep):
+            began.set()
+        if isinstance(command, MoveSnapshot):
+            moved.set()
+        return reply
+
+    old, fixed, new = (f"{client.session}:sample:{number}" for number in (100, 101, 102))
+    async with running(lane.serve(2000)):
+        assert (await client.result(created)).error is None
+        await publish(5, (100, "inflight"))
+        assert tokens(await client.result(client.sample(old)))[0] == [5] * 6
+        monkeypatch.setattr(pool, "submit", pausing)
+        spanning = client.sample(old, max_tokens=10)
+        async with asyncio.timeout(30):
+            await began.wait()
+        await publish(9, (101, "snapshot"), (102, "inflight"))
+        assert tokens(await client.result(spanning))[0] == [5] * 4 + [9] * 6
+        await publish(3)
+        await publish(3, (103, "inflight"), (104, "inflight"))
+        said = await client.results(*(client.sample(one) for one in (old, fixed, new)))
+        assert [tokens(result)[0][0] for result in said] == [3, 9, 3]
+        lane.stop()
+
+
+async def test_samples_of_one_prompt_are_counted_as_one_prefill_and_hits(sampling: Any, client: Any) -> None:
+    request = client.sample(client.sampler(0), of={"num_samples": 8})
+    assert len(tokens(await client.result(request))) == 8
+    day = timedelta(days=1)
+    now = datetime.now(UTC)
+    counted = {row.kind: row.quantity for row in client.journal.usage("local", now - day, now + day)}
+    # A prompt of 3 tokens, and 6 sampled after each.
+    assert counted == {UsageKind.PREFILL: 3, UsageKind.CACHED_PREFILL: 7 * 3, UsageKind.SAMPLE: 8 * 6}
+
+
+async def test_a_large_request_that_is_read_while_its_group_ends_is_taken_again(
+    sampling: Any,
+    context: Any,
+    untracked: Shared,
+    client: Any,
+    pool: Any,
+    until: Any,
+    running: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, path = await trained(context, untracked, client, 0, 5)
+    loaded = client.sampler(0, path)
+    assert tokens(await client.result(client.sample(loaded)))[0][0] == 5
+    decode, entered, release = ExecutionContext.decode, asyncio.Event(), asyncio.Event()
+
+    async def slow(self: ExecutionContext, size: int, function: Any) -> Any:
+        if size > 64 * 1024:
+            entered.set()
+            await release.wait()
+        return await decode(self, size, function)
+
+    async def mourn() -> None:
+        async for _ in pool.losses():
+            context.snapshots.lost()
+
+    monkeypatch.setattr(ExecutionContext, "decode", slow)
+    async with running(mourn()):
+        pool.hold, begun = asyncio.Event(), len(pool.names)
+        small = client.sample(client.sampler(1), max_tokens=9)
+        await until(lambda: "SampleStep" in pool.names[begun:])
+        large = client.sample(loaded, of={"pad": "x" * 70000})
+        await entered.wait()
+        pool.die()
+        pool.hold.set()
+        assert (await client.result(small)).error is None  # on the next group
+        release.set()
+        assert (await client.result(large)).error is None
+
+
+async def test_requests_join_between_chunks(sampling: Any, client: Any, pool: Any, until: Any) -> None:
+    sampler = client.sampler(0)
+    long = client.sample(sampler, max_tokens=60)
+    await until(lambda: pool.names.count("SampleStep") >= 2)
+    short = await client.result(client.sample(sampler, max_tokens=1))
+    assert len(tokens(short)[0]) == 1
+    assert len(tokens(await client.result(long))[0]) == 60
+
+
+async def test_more_than_may_wait_are_all_answered(sampling: Any, client: Any) -> None:
+    sampler = client.sampler(0)
+    results = await client.results(*(client.sample(sampler, max_tokens=3) for _ in range(40)))
+    assert all(len(tokens(result)[0]) == 3 for result in results)
+
+
+async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
+    sampling: Any, client: Any, pool: Any, connect: Any
+) -> None:
+    other = await connect(client.journal, owner="another")
+    mine, its = client.sampler(0), other.sampler(0)
+    many = [client.sample(mine, max_tokens=12) for _ in range(200)]
+    await client.result(many[0])
+    pool.hold = asyncio.Event()
+    little = other.sample(its, max_tokens=12)
+    pool.hold.set()
+    assert len(tokens(await other.result(little))[0]) == 12
+    assert len(client.journal.finished(many)) <= 100
+    assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
+
+
+@pytest.mark.parametrize(
+    ("places", "taken", "waiting", "expected"),
+    [
+        (4, {}, {"a": 9, "b": 9}, {"a": 2, "b": 2}),
+        (4, {"a": 8}, {"a": 9, "b": 9}, {"b": 4}),
+        (4, {"a": 2}, {"a": 9, "b": 9}, {"b": 3, "a": 1}),
+        (8, {"a": 8}, {"a": 9, "b": 2, "c": 0}, {"b": 2, "a": 6}),
+        (8, {}, {"a": 3}, {"a": 3}),
+        (0, {}, {"a": 3}, {}),
+    ],
+)
+def test_places_are_shared_out(
+    places: int, taken: dict[str, int], waiting: dict[str, int], expected: dict[str, int]
+) -> None:
+    assert shared_out(places, taken, waiting) == expected
+
+
+async def test_a_bad_request_fails_alone(sampling: Any, client: Any) -> None:
+    sampler = client.sampler(0)
+    bad, good = client.sample(sampler, max_tokens=1_000_000), client.sample(sampler)
+    failed, fine = await client.results(bad, good)
+    assert failed.category == "user" and "max_tokens" in failed.error
+    assert len(tokens(fine)[0]) == 6
+
+
+async def test_a_missing_checkpoint_fails_by_name_and_only_its_sampler(sampling: Any, client: Any) -> None:
+    lost, fine = client.sampler(0, "tinker://nobody/sampler_weights/none"), client.sampler(1)
+    first, second = await client.results(client.sample(lost), client.sample(fine))
+    assert first.category == "user" and "tinker://nobody/sampler_weights/none" in first.error
+    assert second.error is None
+
+
+async def test_a_group_that_ends_costs_those_in_the_batch_a_pause(
+    sampling: Any, client: Any, pool: Any, until: Any
+) -> None:
+    sampler = client.sampler(0)
+    pool.hold = asyncio.Event()
+    requests = [client.sample(sampler, max_tokens=20) for _ in range(3)]
+    await until(lambda: pool.log)
+    pool.die()
+    pool.hold.set()
+    assert [result.error for result in await client.results(*requests)] == [None] * 3
+
+
+async def test_what_a_sampler_forgot_is_failed_by_name(sampling: Any, client: Any, pool: Any, until: Any) -> None:
+    sampler = client.sampler(0)
+    pool.hold = asyncio.Event()
+    request = client.sample(sampler, max_tokens=50)
+    await until(lambda: pool.log)
+    execute = pool.executor.execute
+    steps = 0
+
+    def forgetful(command: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            pool.executor.batch.clear()
+        return execute(command)
+
+    pool.executor.execute = forgetful
+    pool.hold.set()
+    failed = await client.result(request)
+    assert failed.category == "server" and "does not know this request" in failed.error
+
+
+async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any, until: Any) -> None:
+    lane, _ = sampling
+    pool.hold = asyncio.Event()
+    request = client.sample(client.sampler(0), max_tokens=60)
+    await until(lambda: pool.log)
+    client.journal.finish_session(client.session, "local", None)
+    assert (await client.result(request)).category == "user"
+    await lane.cancel_ended()
+    pool.hold.set()
+    await until(lambda: any(getattr(command, "cancel", None) == (request,) for command in pool.log))
+    assert pool.executor.batch == {}
+
+
+async def test_a_cancelled_request_leaves_with_the_next_chunk(
+    sampling: Any, client: Any, pool: Any, until: Any
+) -> None:
+    lane, _ = sampling
+    pool.hold = asyncio.Event()
+    sampler = client.sampler(0)
+    request = client.sample(sampler, max_tokens=60)
+    await until(lambda: pool.log)
+    joining = client.sample(sampler, max_tokens=60)
+    await until(lambda: joining in lane._batch._answers)
+    for one in (request, joining):
+        client.journal.cancel(one, "local")
+        lane.cancel(one)
+        lane.cancel(one)
+    chunks = len(pool.log)
+    pool.hold.set()
+    await until(lambda: len(pool.log) > chunks)
+    first, second = pool.log[chunks - 1], pool.log[chunks]
+    assert [one.request_id for one in first.admit] == [request]
+    # the one is told to leave in the very next chunk, the other never joins
+    assert (second.cancel, second.admit) == ((request,), ())
+    assert pool.executor.batch == {}
+    failed = await client.result(request)
+    assert (failed.error, failed.category) == ("cancelled by the client", "user")
+    assert len(tokens(await client.result(client.sample(sampler)))[0]) == 6
+
+
+async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: Any, until: Any) -> None:
+    lane, task = sampling
+    sampler = client.sampler(0)
+    pool.hold = asyncio.Event()
+    taken = client.sample(sampler)
+    await until(lambda: pool.log)
+    lane.stop()
+    await asyncio.sleep(0.05)
+    waiting = client.sample(sampler)
+    pool.hold.set()
+    assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
+    assert tokens(await client.result(taken))
+    assert client.journal.result(waiting, "local") is None

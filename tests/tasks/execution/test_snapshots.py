@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tinkerflow.tasks.execution.snapshots import Snapshots
+
+
+async def test_those_who_load_at_the_same_time_share_one_load() -> None:
+    snapshots, loads = Snapshots(), 0
+
+    async def load() -> int:
+        nonlocal loads
+        loads += 1
+        await asyncio.sleep(0.01)
+        return 7
+
+    await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(5)))
+    await snapshots.load_once("a", load)
+    assert loads == 1 and "a" in snapshots
+
+
+async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
+    snapshots = Snapshots()
+    failing = True
+
+    async def load() -> int:
+        await asyncio.sleep(0)
+        if failing:
+            raise ValueError("no")
+        return 7
+
+    found = await asyncio.gather(*(snapshots.load_once("a", load) for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in found] == [ValueError] * 3
+    failing = False
+    await snapshots.load_once("a", load)
+    assert "a" in snapshots
+
+
+async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
+    snapshots, go = Snapshots(), asyncio.Event()
+
+    async def load() -> int:
+        await go.wait()
+        return 7
+
+    first, second = (asyncio.create_task(snapshots.load_once("a", load)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    go.set()
+    await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+def test_only_what_the_journal_knows_can_be_dropped() -> None:
+    snapshots = Snapshots()
+    snapshots.published("a", 7)
+    snapshots.recorded("gone")
+    assert snapshots.droppable == frozenset()
+    snapshots.recorded("a")
+    assert snapshots.droppable == {"a"}
+    snapshots.lost()
+    assert snapshots.droppable == frozenset() and "a" not in snapshots
+
+
+def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
+    snapshots = Snapshots()
+    for name in "abcd":
+        snapshots.published(name, 7)
+        snapshots.recorded(name)
+        snapshots.stored(name)
+    snapshots.published("not stored yet", 7)
+    snapshots.recorded("not stored yet")
+    assert snapshots.surplus(5, 0) == []
+    assert snapshots.surplus(2, 0) == ["a", "b", "c"]
+    snapshots.recorded("a")  # used again
+    with snapshots.using("b"), snapshots.using("b"):
+        assert snapshots.surplus(1, 0) == ["c", "d"]
+    snapshots.dropped("b")
+    assert snapshots.surplus(1, 0) == ["c", "d"]
+    snapshots.published("c", 7)  # over the old one, as an inflight save does
+    snapshots.moving("x", "c")
+    assert "c" not in snapshots.surplus(1, 0)
+
+
+def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
+    snapshots = Snapshots()
+    for name, nbytes in {"a": 10, "b": 20, "c": 30, "d": 40}.items():
+        snapshots.published(name, nbytes)
+        snapshots.recorded(name)
+        snapshots.stored(name)
+    assert snapshots.surplus(1, 60) == []
+    assert snapshots.surplus(1, 59) == ["a"]
+    assert snapshots.surplus(1, 50) == ["a"]
+    assert snapshots.surplus(1, 49) == ["a", "b"]
+    assert snapshots.surplus(1, 0) == ["a", "b", "c"]
+    assert snapshots.surplus(4, 0) == []
+    with snapshots.using("a"):  # it is on the host, and stays there
+        assert snapshots.surplus(1, 59) == ["b"]
+        assert snapshots.surplus(2, 0) == ["b"], "never the last used ones in its stead"
+    snapshots.published("newer, not stored", 50)
+    snapshots.recorded("newer, not stored")
+    assert snapshots.surplus(2, 59) == ["a"]
+
+
+def test_where_devices_are_the_host_it_keeps_no_others() -> None:
+    snapshots = Snapshots()
+    for name in "abcd":
+        snapshots.published(name, None)
+        snapshots.recorded(name)
+        snapshots.stored(name)
+    with snapshots.using("b"):
+        assert snapshots.surplus(1, 10**9) == ["a", "c"]
+
+
+def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:
+    snapshots = Snapshots()
+    snapshots.published("shared", 7)
+    snapshots.recorded("shared")
+    snapshots.published("newer", 7)
+    snapshots.moving("newer", "shared")
+    assert snapshots.droppable == frozenset() and "newer" not in snapshots
+    snapshots.published("shared", 7)
+    snapshots.recorded("shared")
+    assert snapshots.droppable == {"shared"}
