@@ -22,7 +22,7 @@ def main() -> None:
     from tinkerflow.backend.compute.lora import MLP, LoraPair, apply_one, projection_sizes
     from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
     from tinkerflow.backend.compute.params import load_params
-    from tinkerflow.backend.compute.sampler.bank import stack_apply
+    from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
 
     folder, file = sys.argv[1:]
     cfg = load_config(folder)

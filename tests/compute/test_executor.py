@@ -211,7 +211,7 @@ def test_what_is_cleared_is_as_it_was_made(qwen3, examples, adapter, forward, as
     for command in (ExportAdapter("a", optimizer=False), Forward("a", examples((9,)), "cross_entropy")):
         with pytest.raises(NotFoundError):
             executor.execute(command)
-    assert "not in the sampler's bank" in run_all(executor, ask("r", [1], snapshot_id="s"))["r"].error
+    assert "not in the sampler's snapshot cache" in run_all(executor, ask("r", [1], snapshot_id="s"))["r"].error
     assert repr(live()) == repr(first)  # the same prompt tokens came from no cache, too
     assert executor.compiles == made
 

@@ -16,12 +16,12 @@ from tinkerflow.backend.compute.config import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.optimizer import fresh_state, hyper_vector
 from tinkerflow.backend.compute.params import by_layer, load_params
-from tinkerflow.backend.compute.sampler.bank import empty_stack
-from tinkerflow.backend.compute.sampler.cache import empty_cache
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
-from tinkerflow.backend.compute.sampler.prompt_scores import Widths, empty_wanted
+from tinkerflow.backend.compute.sampler.prompt_scores import Widths, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
+from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
 from tinkerflow.backend.compute.warming import like
@@ -83,6 +83,6 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
         start=np.int32(0),
         columns_B2=columns,
         score=np.bool_(True),
-        wanted=empty_wanted(widths, SLOTS, 32),
+        wanted=empty_queries(widths, SLOTS, 32),
     )
     yield "prefill", (prefill, (cfg, mesh, widths, params, stack, cache, piece))

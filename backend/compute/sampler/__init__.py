@@ -1,4 +1,4 @@
-"""The sampler: a continuous-batching engine with its own bank of immutable snapshots.
+"""The sampler: a continuous-batching engine with its own cache of immutable snapshots.
 
 `Sampler.step` takes one command and answers with what was finished; everything else here is a part of it.
 """

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora, LoraPair
 from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
-from tinkerflow.backend.compute.sampler.bank import stack_apply
-from tinkerflow.backend.compute.sampler.cache import Cache, attend_cached, cache_sharding
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
+from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
 from tinkerflow.backend.compute.transformer import Params, block, embed, final_hidden, over_layers, rope_tables, unembed
 
 
@@ -55,17 +55,17 @@ def decode(
     top: int,
     params: Params,
     lora: Lora,
-    cache: Cache,
+    cache: KVCache,
     rows: Rows,
     steps: jax.Array,
-) -> tuple[Cache, Decoded]:
+) -> tuple[KVCache, Decoded]:
     """`steps` tokens for every slot (C = `chunk` >= steps, the rest 0), and the `top` most likely at each, if any.
 
     The cache is updated in place. The rest is replicated. If `params` is by layer, the adapters and the cache
     must be too.
     """
 
-    def step(i: jax.Array, state: tuple[Cache, jax.Array, Decoded]) -> Any:
+    def step(i: jax.Array, state: tuple[KVCache, jax.Array, Decoded]) -> Any:
         cache, last_S, decoded = state
         positions_S = rows.positions_S + i
         cache, x_S1D = layers(cfg, mesh, params, lora, cache, last_S[:, None], positions_S, columns_S2=rows.columns_S2)
@@ -98,12 +98,12 @@ def layers(
     mesh: Mesh,
     params: Params,
     lora: Lora,
-    cache: Cache,
+    cache: KVCache,
     tokens_SQ: jax.Array,
     start_S: jax.Array,
     *,
     columns_S2: jax.Array,
-) -> tuple[Cache, jax.Array]:
+) -> tuple[KVCache, jax.Array]:
     """Final hidden states [S, Q, D] of tokens that stand at start_S.. of their sequences; their keys go into the cache.
 
     The cache is carried through the loop over layers, so it is never copied.
@@ -112,7 +112,7 @@ def layers(
     rope = rope_tables(cfg, positions_SQ)
     apply = stack_apply(columns_S2)
 
-    def layer(state: tuple[Cache, jax.Array], stacked: Any) -> tuple[tuple[Cache, jax.Array], None]:
+    def layer(state: tuple[KVCache, jax.Array], stacked: Any) -> tuple[tuple[KVCache, jax.Array], None]:
         cache, x_SQD = state
         number, layer_params, layer_lora = stacked
 
@@ -138,10 +138,10 @@ def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_
     return logits + update.astype(jnp.float32)
 
 
-def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: Cache) -> Cache:
+def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: KVCache) -> KVCache:
     """The cache with its sharding pinned: a step's result must be what the next step was compiled for."""
     where = cache_sharding(cfg, mesh, cache.slots, cache.length)
-    pinned: Cache = jax.tree.map(lambda part: jax.lax.with_sharding_constraint(part, where), cache)
+    pinned: KVCache = jax.tree.map(lambda part: jax.lax.with_sharding_constraint(part, where), cache)
     return pinned
 
 

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import replicated
-from tinkerflow.backend.compute.sampler.cache import Cache
 from tinkerflow.backend.compute.sampler.decode import layers, pin_cache
-from tinkerflow.backend.compute.sampler.prompt_scores import Scored, Wanted, Widths, score
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache
+from tinkerflow.backend.compute.sampler.prompt_scores import PieceQueries, PieceScores, Widths, score
 from tinkerflow.backend.compute.transformer import Params
 
 
@@ -38,13 +38,13 @@ class Piece:
     start: Any
     columns_B2: Any
     score: Any
-    wanted: Wanted
+    wanted: PieceQueries
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def prefill(
-    cfg: ModelConfig, mesh: Mesh, widths: Widths, params: Params, lora: Lora, staged: Cache, piece: Piece
-) -> tuple[Cache, Scored]:
+    cfg: ModelConfig, mesh: Mesh, widths: Widths, params: Params, lora: Lora, staged: KVCache, piece: Piece
+) -> tuple[KVCache, PieceScores]:
     """The cache with the piece's keys and values in it, and what is wanted of it (zeros unless `score`).
 
     The cache is updated in place; the rest is replicated. Rows past their prompt's end write what nobody attends to.
@@ -53,7 +53,7 @@ def prefill(
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
     staged, x_BQD = layers(cfg, mesh, params, lora, staged, piece.tokens_BQ, start_B, columns_S2=piece.columns_B2)
 
-    def scored() -> Scored:
+    def scored() -> PieceScores:
         return score(mesh, widths, params, lora, x_BQD, piece.columns_B2, piece.wanted)
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))

@@ -19,19 +19,18 @@ from jax.sharding import Mesh
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.compute.sampler.bank import empty_stack, frozen, padded_columns, placed
-from tinkerflow.backend.compute.sampler.cache import (
+from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.kv_cache import (
     PAGES,
     empty_cache,
     page_of,
     pages_of,
     pages_put,
-    scrubbed,
     with_page,
+    zero_slots,
 )
-from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
-from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_wanted
+from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 from tinkerflow.backend.compute.sampler.shapes import (
     BLOCK,
@@ -42,6 +41,7 @@ from tinkerflow.backend.compute.sampler.shapes import (
     Shapes,
     rank_columns,
 )
+from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack, frozen, padded_columns, placed
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import Program, result_of
 
@@ -94,7 +94,7 @@ class SamplerPrograms:
                 make = partial(self._prefill, rows, length, size, width)
                 name = f"prefill of {rows}x{size} tokens in {length}, {width} columns"
                 yield Program(name, _distance(distance, width), make)
-        yield Program(f"prefixes of {length}", distance + 1, partial(self._prefixes, (self.shapes.rows[0], length)))
+        yield Program(f"prefixes of {length}", distance + 1, partial(self._prefix_cache, (self.shapes.rows[0], length)))
 
     def _of_batch(self, distance: int, slots: int, length: int) -> Iterator[Program]:
         shape, of = (slots, length), f"{slots} slots of {length}"
@@ -111,7 +111,7 @@ class SamplerPrograms:
             start=np.int32(0),
             columns_B2=np.zeros((rows, 2), np.int32),
             score=np.bool_(False),
-            wanted=empty_wanted(PLAIN, rows, size),
+            wanted=empty_queries(PLAIN, rows, size),
         )
         stack, staged = self._stack(width), self._cache(rows, length)
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, stack, staged, piece).compile()
@@ -136,13 +136,13 @@ class SamplerPrograms:
         pages, places = self._pages_of((self.shapes.rows[0], self.shapes.lengths[0])), np.zeros(PAGES, np.int32)
         pages_put.lower(self.cfg, self.mesh, self._cache(*shape), pages, places, places, np.int32(1)).compile()
 
-    def _prefixes(self, shape: tuple[int, int]) -> None:
+    def _prefix_cache(self, shape: tuple[int, int]) -> None:
         staged = self._cache(*shape)
         page = result_of(page_of, self.cfg, self.mesh, staged, np.int32(0))
         with_page.lower(self.cfg, self.mesh, staged, page, np.int32(0)).compile()
 
     def _scrub(self, shape: tuple[int, int]) -> None:
-        scrubbed.lower(self.cfg, self.mesh, self._cache(*shape), np.zeros(shape[0], np.bool_)).compile()
+        zero_slots.lower(self.cfg, self.mesh, self._cache(*shape), np.zeros(shape[0], np.bool_)).compile()
 
     def _place(self, width: int, columns: int, publish: Callable[[], Any]) -> None:
         snapshot, _ = publish()

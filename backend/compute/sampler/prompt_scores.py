@@ -57,7 +57,7 @@ PLAIN = Widths()
 
 
 @flax.struct.dataclass
-class Wanted:
+class PieceQueries:
     """What is asked of every position: the token after it, tokens to score, random numbers to draw alternatives with.
 
     next_BQ int32; targets_BQK int32, uniform_BQA float32 and temperature_B float32 (0 = greedy), or None without them.
@@ -70,7 +70,7 @@ class Wanted:
 
 
 @flax.struct.dataclass
-class Scored:
+class PieceScores:
     """Logprobs float32 and token ids int32 by position; None what the program's widths leave out."""
 
     logprobs_BQ: Any
@@ -81,21 +81,27 @@ class Scored:
 
 # ------------------------------------------------------------------ on the devices
 def score(
-    mesh: Mesh, widths: Widths, params: Params, lora: Lora, x_BQD: jax.Array, columns_B2: jax.Array, wanted: Wanted
-) -> Scored:
+    mesh: Mesh,
+    widths: Widths,
+    params: Params,
+    lora: Lora,
+    x_BQD: jax.Array,
+    columns_B2: jax.Array,
+    wanted: PieceQueries,
+) -> PieceScores:
     """What is wanted, from final hidden states; Q is a power of two."""
     B, Q, _ = x_BQD.shape
     size = Q
     while size > 1 and size * B * params.embed_VD.shape[0] > _LOGITS:
         size //= 2
 
-    def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> Scored:
+    def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> PieceScores:
         x_BcD, next_Bc, targets_BcK, uniform_BcA = part
         logits = unembedded(params, lora.unembed, x_BcD, columns_B2)
         if widths != PLAIN:  # whole rows on each device: top-k and draws need no collectives
             logits = jax.lax.with_sharding_constraint(logits, sharding(mesh, logits.shape, FSDP))
         total_Bc1 = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        found = Scored((_pick(logits, next_Bc[..., None]) - total_Bc1)[..., 0])
+        found = PieceScores((_pick(logits, next_Bc[..., None]) - total_Bc1)[..., 0])
         if widths.top:
             values, tokens = jax.lax.top_k(logits, widths.top)
             found = replace(found, top=(tokens.astype(jnp.int32), values - total_Bc1))
@@ -113,7 +119,7 @@ def score(
         return jnp.moveaxis(x, 0, 1).reshape(B, Q, *x.shape[3:])
 
     parts = jax.tree.map(split, (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA))
-    whole: Scored = jax.tree.map(join, jax.lax.map(chunk, parts))
+    whole: PieceScores = jax.tree.map(join, jax.lax.map(chunk, parts))
     return whole
 
 
@@ -171,7 +177,7 @@ class PromptScores:
         """Whether something is wanted of rows [start, end)."""
         return end > start and (end > self._first or self.widths.targets + self.widths.alternatives > 0)
 
-    def fill(self, start: int, end: int, row: int, wanted: Wanted) -> None:
+    def fill(self, start: int, end: int, row: int, wanted: PieceQueries) -> None:
         """Write what is wanted of rows [start, end) into row `row` of `wanted` (on the host). Call in order."""
         count = end - start
         if (targets_NK := self._wishes.targets_TK) is not None and self.widths.targets:
@@ -180,7 +186,7 @@ class PromptScores:
             wanted.uniform_BQA[row, :count, :k] = self._uniforms.take(count * k).reshape(count, k)
             wanted.temperature_B[row] = normal_temperature(self._request.temperature)
 
-    def take(self, start: int, end: int, row: int, scored: Scored) -> None:
+    def take(self, start: int, end: int, row: int, scored: PieceScores) -> None:
         """Rows [start, end) are computed: they begin at position 0 of row `row` of `scored` (on the host)."""
         here, count = slice(start, end), end - start
         own = slice(max(start, self._first), end)  # what last_n leaves
@@ -215,10 +221,10 @@ class PromptScores:
         )
 
 
-def empty_wanted(widths: Widths, rows: int, tokens: int) -> Wanted:
+def empty_queries(widths: Widths, rows: int, tokens: int) -> PieceQueries:
     """Host arrays of zeros for a piece of `rows` by `tokens`, with what a program of `widths` takes."""
     cells = (rows, tokens)
-    return Wanted(
+    return PieceQueries(
         next_BQ=np.zeros(cells, np.int32),
         targets_BQK=np.zeros((*cells, widths.targets), np.int32) if widths.targets else None,
         uniform_BQA=np.full((*cells, widths.alternatives), 0.5, np.float32) if widths.alternatives else None,

@@ -6,49 +6,49 @@ No device arrays, and nothing that depends on time or rank: every process of a g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tinkerflow.backend.commands import Candidates, Int32, SampledSequence, SampleRequest, SampleResult
-from tinkerflow.backend.compute.sampler.bank import Snapshot
 from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
-from tinkerflow.backend.compute.sampler.stops import StopWatch
+from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
+from tinkerflow.backend.compute.sampler.stops import StopDetector
 from tinkerflow.backend.errors import UserError
 
 
 @dataclass(frozen=True)
-class Scope:
+class PrefixScope:
     """Requests that may share cached prompts: of one owner (else how fast one's answer comes, and the hit that it
     reports, would tell what others asked), and of the same snapshot (None: the base model).
     """
 
     owner: str
-    snapshot: Snapshot | None
+    snapshot: AdapterSnapshot | None
 
 
 @dataclass(eq=False)
-class Ticket:
+class ParentRequest:
     """A request on its way. `snapshot` is held until the end, so that dropping it does not matter; None = base model.
-    Another one takes its place when its id passes to that (`Scheduler.adopt`).
+    Another one takes its place when its id passes to that (`Scheduler.switch_snapshot`).
 
     limit: tokens each sequence may have; done: finished sequences by index; scores: what is wanted of the prompt;
     known: how many tokens of the prompt were cached when its prefill began, None before.
     """
 
     request: SampleRequest
-    snapshot: Snapshot | None
+    snapshot: AdapterSnapshot | None
     limit: int
     done: dict[int, SampledSequence] = field(default_factory=dict)
     scores: PromptScores | None = None
     known: int | None = None
 
     @property
-    def scope(self) -> Scope:
+    def scope(self) -> PrefixScope:
         """With whom it may share what is computed of its prompt."""
-        return Scope(self.request.owner, self.snapshot)
+        return PrefixScope(self.request.owner, self.snapshot)
 
     def result(self) -> SampleResult | None:
         """The request's result when all of its sequences are done."""
@@ -60,12 +60,12 @@ class Ticket:
 
 
 @dataclass(eq=False)
-class Sequence:
+class ActiveSequence:
     """Sample `index` of a request, as far as it has come."""
 
-    ticket: Ticket
+    parent: ParentRequest
     index: int
-    stops: StopWatch
+    stops: StopDetector
     uniforms: UniformStream
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -74,23 +74,23 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """How many tokens it may still have."""
-        return self.ticket.limit - len(self.tokens)
+        return self.parent.limit - len(self.tokens)
 
     @property
     def cached(self) -> int:
         """How many tokens of it the cache holds while it decodes: all but the last."""
-        return len(self.ticket.request.prompt_T) + len(self.tokens) - 1
+        return len(self.parent.request.prompt_T) + len(self.tokens) - 1
 
     @property
     def last_token(self) -> int:
         """The token that the next step is given."""
-        return self.tokens[-1] if self.tokens else int(self.ticket.request.prompt_T[-1])
+        return self.tokens[-1] if self.tokens else int(self.parent.request.prompt_T[-1])
 
     def prefix(self) -> Int32:
         """Every token so far, prompt first."""
-        return np.concatenate([self.ticket.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
+        return np.concatenate([self.parent.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
 
-    def take(self, tokens: Items[int], logprobs: Items[float], top: Candidates | None = None) -> bool:
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float], top: Candidates | None = None) -> bool:
         """Add tokens until the sequence ends; True when it has. What is left over is ignored.
 
         top: the candidates at each of the tokens, when the request wants some.
@@ -102,7 +102,7 @@ class Sequence:
             self.logprobs.append(logprob)
             stopped = self.stops.ends_with(token)
             if stopped or self.remaining == 0:
-                self.ticket.done[self.index] = SampledSequence(
+                self.parent.done[self.index] = SampledSequence(
                     tokens_T=np.asarray(self.tokens, np.int32),
                     logprobs_T=np.asarray(self.logprobs, np.float32),
                     stop_reason="stop" if stopped else "length",
@@ -114,7 +114,7 @@ class Sequence:
     def _candidates(self) -> Candidates | None:
         if not self.top:
             return None
-        length, k = len(self.tokens), self.ticket.request.topk_sample
+        length, k = len(self.tokens), self.parent.request.topk_sample
         return Candidates(
             np.concatenate([part.tokens_Nk for part in self.top])[:length, :k],
             np.concatenate([part.logprobs_Nk for part in self.top])[:length, :k],

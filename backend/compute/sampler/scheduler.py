@@ -1,8 +1,8 @@
 """Who is prefilled, who has a slot, who is done: the sampler's host state, without a single array of the device.
 
-    waiting --form--> prefilling --seed--> decoding in a slot --take--> finished
+    waiting --next_group--> prefilling --assign_slots--> decoding in a slot --take--> finished
      | ^------------------ preempt (no memory for longer caches) --'     ^
-     '--form_short--> over within a chunk, beside the batch -------------'
+     '--next_short_group--> over within a chunk, beside the batch -------------'
 
 Owners share the slots by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in which all sequences count
 alike: who asks for much waits behind what others ask meanwhile. One owner's requests are served as they come, but who
@@ -21,20 +21,20 @@ from itertools import islice
 import numpy as np
 
 from tinkerflow.backend.commands import Int32, SampleResult
-from tinkerflow.backend.compute.sampler.bank import Snapshot
-from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, Scored, Widths
-from tinkerflow.backend.compute.sampler.requests import Scope, Sequence, Ticket
+from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, PieceScores, Widths
+from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece
+from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 
 
 @dataclass(eq=False)
-class Job:
+class PrefillJob:
     """Sequences that go on from the same tokens: all but the last are prefilled, the last is decode's first input."""
 
-    ticket: Ticket
+    parent: ParentRequest
     tokens_T: Int32
-    sequences: deque[Sequence]
-    score: bool  # the ticket wants something of the prompt, and it is still to be computed
+    sequences: deque[ActiveSequence]
+    score: bool  # the parent wants something of the prompt, and it is still to be computed
     start: int = 0  # its place in line: how many sequences its owner may have been served before, had all shared alike
 
     @property
@@ -45,7 +45,7 @@ class Job:
     @property
     def alone(self) -> bool:
         """Whether it is prefilled with no other: nobody else waits for its long prompt, or for more than logprobs."""
-        scores = self.ticket.scores
+        scores = self.parent.scores
         return self.length > SHORT_PROMPT or (self.score and scores is not None and scores.widths != PLAIN)
 
     def is_over_in(self, tokens: int) -> bool:
@@ -54,15 +54,15 @@ class Job:
 
     def wants(self, start: int, end: int) -> bool:
         """Whether something is wanted of what follows the prompt's tokens [start, end)."""
-        scores = self.ticket.scores
+        scores = self.parent.scores
         return self.score and scores is not None and scores.want(start, min(end, self.length))
 
 
 @dataclass(eq=False)
-class Group:
+class PrefillGroup:
     """Jobs that are prefilled together, one a row. `length` is that of the cache they are staged in."""
 
-    jobs: list[Job]
+    jobs: list[PrefillJob]
     rows: int
     length: int
     start: int = 0  # tokens of every row that are done
@@ -75,13 +75,13 @@ class Group:
     @property
     def widths(self) -> Widths:
         """What its program computes beside logprobs: only a job that goes alone wants any of it."""
-        scores = self.jobs[0].ticket.scores
+        scores = self.jobs[0].parent.scores
         return scores.widths if scores is not None and self.jobs[0].score else PLAIN
 
     @property
-    def scope(self) -> Scope | None:
+    def scope(self) -> PrefixScope | None:
         """With whom its prompt may be shared, if it is one that is computed in shapes of its own; else None."""
-        return self.jobs[0].ticket.scope if len(self.jobs) == 1 and self.widths == PLAIN else None
+        return self.jobs[0].parent.scope if len(self.jobs) == 1 and self.widths == PLAIN else None
 
     @property
     def piece(self) -> int:
@@ -93,21 +93,21 @@ class Group:
         """The staged cache is there, with the first `known` tokens of each prompt in it."""
         self.start = known
         for job in self.jobs:
-            if job.ticket.known is None:  # else it comes again, after it was preempted
-                job.ticket.known = known
+            if job.parent.known is None:  # else it comes again, after it was preempted
+                job.parent.known = known
 
-    def advance(self, tokens: int, scored: Scored | None) -> None:
+    def advance(self, tokens: int, scored: PieceScores | None) -> None:
         """So many more tokens are computed; `scored` (on the host), when someone wants it, is of what follows them."""
         for row, job in enumerate(self.jobs):
             end = min(self.start + tokens, job.length)
             if scored is not None and job.wants(self.start, end):
-                assert job.ticket.scores is not None
-                job.ticket.scores.take(self.start, end, row, scored)
+                assert job.parent.scores is not None
+                job.parent.scores.take(self.start, end, row, scored)
         self.start += tokens
 
 
 @dataclass(frozen=True)
-class Seeding:
+class SlotAssignment:
     """A sequence gets a slot: row `row` of the staged cache is copied to `slot`."""
 
     row: int
@@ -121,23 +121,23 @@ class Scheduler:
         """Nobody there. At most `max_slots` sequences decode together."""
         self._shapes = shapes
         self._max_slots = max_slots
-        self._tickets: dict[str, Ticket] = {}
-        self._waiting: deque[Job] = deque()  # by their starts
+        self._parents: dict[str, ParentRequest] = {}
+        self._waiting: deque[PrefillJob] = deque()  # by their starts
         self._now = 0  # the start of who was served last
         self._next_start: dict[str, int] = {}  # by owner
-        self.group: Group | None = None
-        self.slots: list[Sequence | None] = []
+        self.group: PrefillGroup | None = None
+        self.slots: list[ActiveSequence | None] = []
 
     # ------------------------------------------------------------------ what it looks like
     @property
     def active(self) -> int:
         """Requests with a sequence in a slot."""
-        return len({sequence.ticket for _, sequence in self.decoding()})
+        return len({sequence.parent for _, sequence in self.decoding()})
 
     @property
     def waiting(self) -> int:
         """Requests of which no sequence has a slot yet."""
-        return len(self._tickets) - self.active
+        return len(self._parents) - self.active
 
     @property
     def busy(self) -> int:
@@ -146,9 +146,9 @@ class Scheduler:
 
     def holds(self, request_id: str) -> bool:
         """Whether a request of that id is on its way."""
-        return request_id in self._tickets
+        return request_id in self._parents
 
-    def decoding(self) -> Iterator[tuple[int, Sequence]]:
+    def decoding(self) -> Iterator[tuple[int, ActiveSequence]]:
         """(slot, sequence), ascending."""
         return ((slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None)
 
@@ -158,45 +158,45 @@ class Scheduler:
         return min(self._max_slots, self.busy + sum(len(job.sequences) for job in jobs))
 
     # ------------------------------------------------------------------ coming and going
-    def admit(self, ticket: Ticket, sequences: list[Sequence]) -> None:
+    def admit(self, parent: ParentRequest, sequences: list[ActiveSequence]) -> None:
         """Put a checked request in line: behind all of its owner, before what is more than others' share."""
-        request = ticket.request
-        self._tickets[request.request_id] = ticket
+        request = parent.request
+        self._parents[request.request_id] = parent
         tokens = np.asarray(request.prompt_T, np.int32)
         start = max(self._now, self._next_start.get(request.owner, 0))
         self._next_start[request.owner] = start + len(sequences)
-        job = Job(ticket, tokens, deque(sequences), score=ticket.scores is not None, start=start)
+        job = PrefillJob(parent, tokens, deque(sequences), score=parent.scores is not None, start=start)
         self._waiting.insert(bisect.bisect(self._waiting, start, key=lambda other: other.start), job)
 
     def remove(self, request_id: str) -> None:
         """Forget a request and free all that it has; unknown ids are fine."""
-        ticket = self._tickets.pop(request_id, None)
-        if ticket is None:
+        parent = self._parents.pop(request_id, None)
+        if parent is None:
             return
-        if unserved := [job for job in self._waiting if job.ticket is ticket]:
-            self._waiting = deque(job for job in self._waiting if job.ticket is not ticket)
-            owner = ticket.request.owner
-            theirs = [job.start + len(job.sequences) for job in self._waiting if job.ticket.request.owner == owner]
+        if unserved := [job for job in self._waiting if job.parent is parent]:
+            self._waiting = deque(job for job in self._waiting if job.parent is not parent)
+            owner = parent.request.owner
+            theirs = [job.start + len(job.sequences) for job in self._waiting if job.parent.request.owner == owner]
             self._next_start[owner] = max(theirs, default=min(job.start for job in unserved))
-        self.slots = [None if sequence and sequence.ticket is ticket else sequence for sequence in self.slots]
+        self.slots = [None if sequence and sequence.parent is parent else sequence for sequence in self.slots]
         if self.group is not None:
             for job in self.group.jobs:  # the row stays until the group is through; nobody waits for it any more
-                if job.ticket is ticket:
+                if job.parent is parent:
                     job.sequences.clear()
                     job.score = False
             if not any(job.sequences for job in self.group.jobs):
                 self.group = None
 
-    def adopt(self, snapshot: Snapshot) -> None:
+    def switch_snapshot(self, snapshot: AdapterSnapshot) -> None:
         """From now on every request that samples a snapshot of this id samples this one."""
-        for ticket in self._tickets.values():
-            if ticket.snapshot is not None and ticket.snapshot.snapshot_id == snapshot.snapshot_id:
-                ticket.snapshot = snapshot
+        for parent in self._parents.values():
+            if parent.snapshot is not None and parent.snapshot.snapshot_id == snapshot.snapshot_id:
+                parent.snapshot = snapshot
 
     def clear(self) -> list[str]:
         """Forget everybody; returns whose requests those were."""
-        requests = list(self._tickets)
-        self._tickets.clear()
+        requests = list(self._parents)
+        self._parents.clear()
         self._waiting.clear()
         self._next_start.clear()
         self._now = 0
@@ -205,13 +205,13 @@ class Scheduler:
 
     def finish(self) -> list[SampleResult]:
         """Results of requests whose sequences are all done; they are gone afterwards."""
-        results = [result for ticket in self._tickets.values() if (result := ticket.result())]
+        results = [result for parent in self._parents.values() if (result := parent.result())]
         for result in results:
-            del self._tickets[result.request_id]
+            del self._parents[result.request_id]
         return results
 
     # ------------------------------------------------------------------ prefill
-    def form(self, cache_length: int) -> Group | None:
+    def next_group(self, cache_length: int) -> PrefillGroup | None:
         """The group in prefill; if there is none and a slot would be free, a new one from the head of the line."""
         if self.group is not None or not self._waiting:
             return self.group
@@ -231,12 +231,12 @@ class Scheduler:
         self.group = self._formed([self._waiting.popleft() for _ in range(self._shapes.together(fitting))])
         return self.group
 
-    def form_short(self, most_sequences: int, most_tokens: int) -> Group | None:
+    def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
         """Those in line, with short prompts, who want at most so many tokens: they need no slot, and overtake.
 
         At most `most_sequences` sequences; None when there are none, or nobody but such.
         """
-        jobs: list[Job] = []
+        jobs: list[PrefillJob] = []
         short = [job for job in self._waiting if not job.alone and job.is_over_in(most_tokens)]
         if not self.busy and len(short) == len(self._waiting):
             return None
@@ -249,30 +249,30 @@ class Scheduler:
         self._waiting = deque(job for job in self._waiting if job not in jobs)
         return self._formed(jobs)
 
-    def _formed(self, jobs: list[Job]) -> Group:
+    def _formed(self, jobs: list[PrefillJob]) -> PrefillGroup:
         """The group of jobs that have left the line. Who comes now is behind them, but not behind who waits still."""
         served = max(job.start for job in jobs)
         self._now = max(self._now, min(served, self._waiting[0].start if self._waiting else served))
         longest = max(job.length for job in jobs)
-        return Group(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
+        return PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
 
-    def seed(self, cache_length: int) -> list[Seeding]:
+    def assign_slots(self, cache_length: int) -> list[SlotAssignment]:
         """Give free slots to the prefilled group's sequences; when all have one, the group is gone.
 
         `slots` has been resized before, so a slot is free if it is None, as long as memory and the maximum allow.
         """
         group = self._group()
-        seedings = []
+        assignments = []
         free = [slot for slot, sequence in enumerate(self.slots) if sequence is None]
         free = free[: max(0, self._most_slots(cache_length) - self.busy)]
         for row, job in enumerate(group.jobs):
             while job.sequences and free:
                 slot = free.pop(0)
                 self.slots[slot] = job.sequences.popleft()
-                seedings.append(Seeding(row, slot))
+                assignments.append(SlotAssignment(row, slot))
         if not any(job.sequences for job in group.jobs):
             self.group = None
-        return seedings
+        return assignments
 
     # ------------------------------------------------------------------ slots
     def resize(self, slots: int) -> list[int]:
@@ -284,15 +284,15 @@ class Scheduler:
 
     def preempt(self, keep: int) -> None:
         """Take slots from the youngest requests until `keep` sequences decode: they go to the head of the line."""
-        order = {ticket: place for place, ticket in enumerate(self._tickets.values())}
-        youngest = sorted(self.decoding(), key=lambda held: (order[held[1].ticket], held[1].index))
+        order = {parent: place for place, parent in enumerate(self._parents.values())}
+        youngest = sorted(self.decoding(), key=lambda held: (order[held[1].parent], held[1].index))
         for slot, sequence in reversed(youngest[keep:]):
             self.slots[slot] = None
-            self._waiting.appendleft(Job(sequence.ticket, sequence.prefix(), deque([sequence]), score=False))
+            self._waiting.appendleft(PrefillJob(sequence.parent, sequence.prefix(), deque([sequence]), score=False))
 
     def _most_slots(self, length: int) -> int:
         return min(self._max_slots, self._shapes.most_slots(length))
 
-    def _group(self) -> Group:
+    def _group(self) -> PrefillGroup:
         assert self.group is not None, "no group is in prefill"
         return self.group

@@ -17,7 +17,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a ch
 _MOST_HELD_BACK = 64  # tokens held back as parts of unfinished characters at most, so that garbage stays cheap
 
 
-class StopWatch:
+class StopDetector:
     """Looks at the tokens of one sequence as they come and says when it has ended."""
 
     def __init__(self, tokens: frozenset[int], strings: tuple[str, ...], decode: Decode | None) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.compute.params import by_layer
-from tinkerflow.backend.compute.sampler.bank import empty_stack
-from tinkerflow.backend.compute.sampler.cache import cache_shape, empty_cache
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.sampler.kv_cache import cache_shape, empty_cache
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
+from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["by layer", "stacked"])

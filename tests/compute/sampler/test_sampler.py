@@ -181,7 +181,7 @@ def test_a_cancelled_prompt_leaves_nothing_behind(qwen: Any, ask: Any, prompt: A
     sampler.step(SampleStep((ask("beside it", prompt(21), 400),)))
     bad = ask("bad", prompt(1020), 50, snapshot_id="diverged", owner="another")
     progress = sampler.step(SampleStep((bad,)))
-    while "bad" not in {held.ticket.request.request_id for _, held in sampler._line.decoding()}:
+    while "bad" not in {held.parent.request.request_id for _, held in sampler._scheduler.decoding()}:
         assert not progress.finished  # in the step that brings it into its slot nothing is decoded
         progress = sampler.step(SampleStep(()))
     progress = sampler.step(SampleStep((ask("next", prompt(20), 200),), cancel=("bad",)))
@@ -260,7 +260,7 @@ def test_the_batch_waits_for_many_who_are_to_join_but_not_for_one(
     requests = tuple(ask(f"r{i}", prompt(150, seed=i), 40) for i in range(6))
     steps = [SampleStep(admit=requests), *(SampleStep() for _ in range(8))]
     assert [sampler.step(step).active for step in steps] == [1, 2, 3, 3, 4, 5, 5, 6, 6]
-    chunks = [len(held.tokens) // 8 for _, held in sampler._line.decoding()]
+    chunks = [len(held.tokens) // 8 for _, held in sampler._scheduler.decoding()]
     # Three steps only prefill, then the batch has waited long enough; after two more, the last is too few to wait for.
     assert chunks == [3, 3, 3, 2, 2, 1]
 
@@ -272,7 +272,7 @@ def test_a_batch_does_not_wait_for_one_long_prompt(
 
     sampler = qwen.sampler()
     sampler.step(SampleStep(admit=(ask("first", prompt(5), 100),)))
-    ((_, first),) = sampler._line.decoding()
+    ((_, first),) = sampler._scheduler.decoding()
     monkeypatch.setattr(module, "_PREFILL_BUDGET", 64)
     sampler.step(SampleStep(admit=(ask("long", prompt(500), 10),)))
     made = [len(first.tokens)]
@@ -290,8 +290,8 @@ def test_a_chunk_ends_where_somebody_reaches_their_limit_but_not_before_its_half
     limits = {"a": 9, "b": 16, "c": 40}
     sampler.step(SampleStep(admit=tuple(ask(name, prompt(5), limit) for name, limit in limits.items())))
     made = []
-    while sampler._line.busy:
-        made.append(max(len(held.tokens) for _, held in sampler._line.decoding()))
+    while sampler._scheduler.busy:
+        made.append(max(len(held.tokens) for _, held in sampler._scheduler.decoding()))
         sampler.step(SampleStep())
     assert made == [8, 12, 16, 24, 32]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerflow.backend.compute.sampler.stops import StopWatch, load_decode
+from tinkerflow.backend.compute.sampler.stops import StopDetector, load_decode
 from tinkerflow.backend.errors import UserError
 
 PIECES = [bytes([byte]) for byte in range(256)] + [b"ab", b"bc", b"abc", "\u20ac".encode(), b"\xe2\x82", b" a", b"ENDx"]
@@ -20,7 +20,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def ended_at(tokens: Sequence[int], stop_tokens: frozenset[int], strings: tuple[str, ...]) -> int | None:
-    watch = StopWatch(stop_tokens, strings, decode)
+    watch = StopDetector(stop_tokens, strings, decode)
     return next((count for count, token in enumerate(tokens, 1) if watch.ends_with(token)), None)
 
 
@@ -34,7 +34,7 @@ def test_a_stop_token_ends_the_sequence_when_it_comes() -> None:
 
 
 def test_without_stops_nothing_ends_it_and_no_decoder_is_needed() -> None:
-    watch = StopWatch(frozenset(), (), None)
+    watch = StopDetector(frozenset(), (), None)
     assert not any(watch.ends_with(token) for token in range(250))
 
 

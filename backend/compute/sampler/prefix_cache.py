@@ -20,25 +20,25 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import Int32
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.sampler.cache import Cache, page_of, with_page
-from tinkerflow.backend.compute.sampler.requests import Scope
-from tinkerflow.backend.compute.sampler.scheduler import Group, Job
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache, page_of, with_page
+from tinkerflow.backend.compute.sampler.requests import PrefixScope
+from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup, PrefillJob
 from tinkerflow.backend.compute.sampler.shapes import BLOCK, prefill_pieces
 
 
-class Prefixes:
+class PrefixCache:
     """The pages, least recently used first. At most `most` of them; with 0 nothing is kept."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh, most: int) -> None:
         """Nothing kept yet."""
         self._cfg, self._mesh, self._most = cfg, mesh, most
-        self._pages: dict[tuple[Scope, bytes], Cache] = {}
+        self._pages: dict[tuple[PrefixScope, bytes], KVCache] = {}
 
     def __len__(self) -> int:
         """How many pages there are."""
         return len(self._pages)
 
-    def fill(self, group: Group, staged: Cache) -> tuple[Cache, int]:
+    def fill(self, group: PrefillGroup, staged: KVCache) -> tuple[KVCache, int]:
         """`staged` with all that is known of the prompt of a group that is alone, and how many tokens that is.
 
         It ends at a border of the prompt's own pieces, and before the first token whose logits are asked for.
@@ -55,7 +55,7 @@ class Prefixes:
             staged = with_page(self._cfg, self._mesh, staged, self._pages[key], np.int32(page))
         return staged, known
 
-    def keep(self, group: Group, staged: Cache) -> None:
+    def keep(self, group: PrefillGroup, staged: KVCache) -> None:
         """Keep the prompt of a group that is alone, all of it computed; the least recently used pages make room."""
         if (scope := group.scope) is None:
             return
@@ -66,7 +66,7 @@ class Prefixes:
             if len(self._pages) > self._most:
                 del self._pages[next(iter(self._pages))]
 
-    def forget(self, gone: Callable[[Scope], bool]) -> None:
+    def forget(self, gone: Callable[[PrefixScope], bool]) -> None:
         """Drop every page of a scope that is `gone`."""
         self._pages = {key: page for key, page in self._pages.items() if not gone(key[0])}
 
@@ -75,12 +75,12 @@ class Prefixes:
         self._pages.clear()
 
 
-def _borders(group: Group) -> list[int]:
+def _borders(group: PrefillGroup) -> list[int]:
     """Where the pieces of the group's only prompt begin and end: from 0 to its length, or a little beyond."""
     return [0, *accumulate(prefill_pieces(group.jobs[0].length, group.length))]
 
 
-def _keys(scope: Scope, job: Job, borders: Sequence[int]) -> list[tuple[Scope, bytes]]:
+def _keys(scope: PrefixScope, job: PrefillJob, borders: Sequence[int]) -> list[tuple[PrefixScope, bytes]]:
     """What the pages of a prompt are found by: each a digest of all before it, its own tokens, and their pieces."""
     tokens_T: Int32 = job.tokens_T[: job.length]
     keys, digest = [], b""

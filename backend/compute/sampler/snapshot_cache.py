@@ -1,4 +1,4 @@
-"""The bank of snapshots: immutable copies of adapters, and the stack of those in use that one batch decodes with.
+"""The snapshot cache: immutable copies of adapters, and the stack of those in use that one batch decodes with.
 
 A snapshot never changes, but its id may pass to another one (`move`). The most recently used ones lie on the devices,
 others in the host's memory until they are used again.
@@ -34,8 +34,8 @@ _RANK_UNIT = 8  # ranks are padded to multiples, so that few shapes of snapshots
 
 
 @dataclass(eq=False)
-class Snapshot:
-    """One published adapter. Whoever holds it can go on sampling after it was dropped from the bank.
+class AdapterSnapshot:
+    """One published adapter. Whoever holds it can go on sampling after it was dropped from the cache.
 
     lora: on the devices or on the host, scale folded into B, rank padded with zeros to `columns`, dtype of the base
     weights.
@@ -66,24 +66,26 @@ BASE = Columns(0, 0)
 class _Stack:
     width: int = 0
     lora: Lora = field(default_factory=lambda: Lora(layers={}, unembed=None))
-    places: dict[Snapshot, Columns] = field(default_factory=dict)
+    places: dict[AdapterSnapshot, Columns] = field(default_factory=dict)
 
 
-class SnapshotBank:
+class SnapshotCache:
     """Snapshots by id, and the stack. The same on every process of a group when it is told the same."""
 
     def __init__(
         self, cfg: ModelConfig, mesh: Mesh, dtype: str, *, by_layer: bool, most_resident: int | None = None
     ) -> None:
-        """An empty bank for adapters of `cfg`, kept as `dtype`; `by_layer`: the stack is, as the weights are.
+        """An empty cache for adapters of `cfg`, kept as `dtype`; `by_layer`: the stack is, as the weights are.
 
         most_resident: so many snapshots stay on the devices; None: all.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
-        self._snapshots: dict[str, Snapshot] = {}
+        self._snapshots: dict[str, AdapterSnapshot] = {}
         self._stack = _Stack()
         self.most_resident = most_resident
-        self._resident: dict[Snapshot, None] = {}  # of the bank's, on the devices: least recently used first
+        self._resident: dict[
+            AdapterSnapshot, None
+        ] = {}  # of the cached ones, on the devices: least recently used first
 
     def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
         """Freeze a copy of `lora` (of shape `spec`, on the devices or on the host) under `snapshot_id`.
@@ -99,7 +101,7 @@ class SnapshotBank:
         copy, finite = frozen(self._mesh, columns, self._dtype, lora)
         if not bool(to_host(finite)):
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
-        snapshot = self._snapshots[snapshot_id] = Snapshot(snapshot_id, columns, copy)
+        snapshot = self._snapshots[snapshot_id] = AdapterSnapshot(snapshot_id, columns, copy)
         self._resident[snapshot] = None
         self._make_room({snapshot, *self._stack.places})
 
@@ -107,7 +109,7 @@ class SnapshotBank:
         """Whether there is a snapshot of that id."""
         return snapshot_id in self._snapshots
 
-    def move(self, snapshot_id: str, to_id: str) -> Snapshot:
+    def move(self, snapshot_id: str, to_id: str) -> AdapterSnapshot:
         """Give a snapshot another id, whatever had that before; NotFoundError when there is none to move."""
         old = self.find(snapshot_id)
         moved = replace(old, snapshot_id=to_id)
@@ -128,16 +130,16 @@ class SnapshotBank:
         self._snapshots.clear()
         self._resident.clear()
 
-    def find(self, snapshot_id: str) -> Snapshot:
+    def find(self, snapshot_id: str) -> AdapterSnapshot:
         """The snapshot of that id; NotFoundError when it was never published, or dropped."""
         try:
             return self._snapshots[snapshot_id]
         except KeyError:
             raise NotFoundError(
-                f"snapshot {snapshot_id!r} is not in the sampler's bank; publish or load it first"
+                f"snapshot {snapshot_id!r} is not in the sampler's snapshot cache; publish or load it first"
             ) from None
 
-    def alive(self, snapshot: Snapshot | None) -> bool:
+    def alive(self, snapshot: AdapterSnapshot | None) -> bool:
         """Whether requests to come may be of that very snapshot: neither dropped nor replaced. The base model is."""
         return snapshot is None or self._snapshots.get(snapshot.snapshot_id) is snapshot
 
@@ -151,11 +153,11 @@ class SnapshotBank:
         """K, 0 before it is used."""
         return self._stack.width
 
-    def columns(self, snapshot: Snapshot | None) -> Columns:
+    def columns(self, snapshot: AdapterSnapshot | None) -> Columns:
         """Where `snapshot` is in the stack (None: the base model). It must be among those last given to `use`."""
         return BASE if snapshot is None else self._stack.places[snapshot]
 
-    def use(self, wanted: Collection[Snapshot]) -> None:
+    def use(self, wanted: Collection[AdapterSnapshot]) -> None:
         """Make sure that every snapshot of `wanted` is in the stack; others stay only while there is room.
 
         Without any, there is a stack all the same, in which the base model sees nothing.
@@ -172,7 +174,7 @@ class SnapshotBank:
         """Empty the stack: nobody samples. So the shapes that later requests meet depend on them alone."""
         self._stack = _Stack()
 
-    def _fill(self, ordered: list[Snapshot]) -> None:
+    def _fill(self, ordered: list[AdapterSnapshot]) -> None:
         stack = self._stack
         missing = [snapshot for snapshot in ordered if snapshot not in stack.places]
         if not stack.width:
@@ -188,7 +190,7 @@ class SnapshotBank:
                 return
             self._place(snapshot, start)
 
-    def _rebuild(self, snapshots: list[Snapshot]) -> None:
+    def _rebuild(self, snapshots: list[AdapterSnapshot]) -> None:
         width = rank_columns(sum(snapshot.columns for snapshot in snapshots))
         self._stack = _Stack(width, empty_stack(self._cfg, self._mesh, width, self._dtype, self._by_layer))
         start = 0
@@ -196,7 +198,7 @@ class SnapshotBank:
             self._place(snapshot, start)
             start += snapshot.columns
 
-    def _place(self, snapshot: Snapshot, start: int) -> None:
+    def _place(self, snapshot: AdapterSnapshot, start: int) -> None:
         stack = self._stack
         if _on_host(snapshot.lora):
             snapshot.lora = put(snapshot.lora, replicated(self._mesh))
@@ -205,7 +207,7 @@ class SnapshotBank:
         stack.lora = placed(self._mesh, stack.lora, snapshot.lora, snapshot.columns, np.int32(start))
         stack.places[snapshot] = Columns(start, start + snapshot.columns)
 
-    def _make_room(self, used: Collection[Snapshot]) -> None:
+    def _make_room(self, used: Collection[AdapterSnapshot]) -> None:
         """Of those that are not `used`, move the ones used longest ago to the host, until no more than `most` stay."""
         if self.most_resident is None or len(self._resident) <= self.most_resident:
             return

@@ -11,16 +11,16 @@ import pytest
 
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.lora import LoraPair, apply_one
-from tinkerflow.backend.compute.sampler.bank import SnapshotBank, placed, stack_apply
+from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, placed, stack_apply
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 
 
 @pytest.fixture(params=[True, False], ids=["by layer", "stacked"])
-def bank(qwen: Any, request: pytest.FixtureRequest) -> SnapshotBank:
-    return SnapshotBank(qwen.cfg, qwen.mesh, "float32", by_layer=request.param)
+def snapshots(qwen: Any, request: pytest.FixtureRequest) -> SnapshotCache:
+    return SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=request.param)
 
 
-def test_each_row_sees_its_own_adapter(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+def test_each_row_sees_its_own_adapter(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     specs = {
         "a": LoraSpec(3),
         "b": LoraSpec(12, train_mlp=False),
@@ -28,15 +28,15 @@ def test_each_row_sees_its_own_adapter(qwen: Any, bank: SnapshotBank, random_lor
     }
     loras = {name: random_lora(qwen.cfg, spec, seed) for seed, (name, spec) in enumerate(specs.items())}
     for name, spec in specs.items():
-        bank.publish(name, loras[name], spec)
-    bank.use([bank.find(name) for name in specs])
-    assert bank.width == 32  # 8 + 16 + 8
+        snapshots.publish(name, loras[name], spec)
+    snapshots.use([snapshots.find(name) for name in specs])
+    assert snapshots.width == 32  # 8 + 16 + 8
     order = [None, "b", "a", "c", "a"]
-    columns = [bank.columns(name and bank.find(name)) for name in order]
+    columns = [snapshots.columns(name and snapshots.find(name)) for name in order]
     columns_B2 = np.asarray([[c.start, c.end] for c in columns], np.int32)
     x = np.random.default_rng(0).normal(size=(len(order), 2, qwen.cfg.hidden)).astype(np.float32)
     for projection in ("q", "gate"):
-        pair = bank.lora.layers[projection]
+        pair = snapshots.lora.layers[projection]
         layer = LoraPair(A=pair.A[1], B=pair.B[1])
         (got,) = jax.jit(lambda x, c, p: stack_apply(c)(x, (p,)))(x, columns_B2, layer)
         for row, name in enumerate(order):
@@ -45,48 +45,50 @@ def test_each_row_sees_its_own_adapter(qwen: Any, bank: SnapshotBank, random_lor
             np.testing.assert_allclose(got[row], np.broadcast_to(expected, got[row].shape), atol=1e-5)
 
 
-def test_a_snapshot_is_a_copy(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+def test_a_snapshot_is_a_copy(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     spec = LoraSpec(8)
     lora = jax.device_put(random_lora(qwen.cfg, spec, 0))
-    bank.publish("a", lora, spec)
-    before = np.array(bank.find("a").lora.layers["q"].A)
+    snapshots.publish("a", lora, spec)
+    before = np.array(snapshots.find("a").lora.layers["q"].A)
     zeroed = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)(lora)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(lora)), "training would have donated these buffers"
     del zeroed
-    np.testing.assert_array_equal(bank.find("a").lora.layers["q"].A, before)
+    np.testing.assert_array_equal(snapshots.find("a").lora.layers["q"].A, before)
 
 
 def test_those_used_longest_ago_wait_on_the_host(qwen: Any, random_lora: Any) -> None:
-    bank = SnapshotBank(qwen.cfg, qwen.mesh, "float32", by_layer=True, most_resident=2)
+    snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, most_resident=2)
     specs = {"a": LoraSpec(8), "b": LoraSpec(16), "c": LoraSpec(8), "d": LoraSpec(8)}
     wanted = {}
     for name, spec in specs.items():
-        bank.publish(name, random_lora(qwen.cfg, spec, 0), spec)
-        wanted[name] = [np.array(leaf) for leaf in jax.tree.leaves(bank.find(name).lora)]
+        snapshots.publish(name, random_lora(qwen.cfg, spec, 0), spec)
+        wanted[name] = [np.array(leaf) for leaf in jax.tree.leaves(snapshots.find(name).lora)]
 
     def resident() -> str:
-        kinds = {name: {type(leaf) for leaf in jax.tree.leaves(bank.find(name).lora)} for name in sorted(specs)}
+        kinds = {name: {type(leaf) for leaf in jax.tree.leaves(snapshots.find(name).lora)} for name in sorted(specs)}
         assert all(len(kind) == 1 for kind in kinds.values())
         return "".join(name for name, kind in kinds.items() if np.ndarray not in kind)
 
     assert resident() == "cd"
-    bank.use([bank.find("a")])
+    snapshots.use([snapshots.find("a")])
     assert resident() == "ad"
     compiled = placed._cache_size()
-    bank.use([bank.find("d")])
-    bank.use([bank.find("c")])  # one that was on the host, like "a"
+    snapshots.use([snapshots.find("d")])
+    snapshots.use([snapshots.find("c")])  # one that was on the host, like "a"
     assert resident() == "cd"
-    bank.use([bank.find("a"), bank.find("c"), bank.find("d")])  # more than may stay, all of them in the stack
+    snapshots.use(
+        [snapshots.find("a"), snapshots.find("c"), snapshots.find("d")]
+    )  # more than may stay, all of them in the stack
     assert placed._cache_size() == compiled, "wherever a snapshot was, it is the same program"
     for name, leaves in wanted.items():
-        held = jax.tree.leaves(bank.find(name).lora)
+        held = jax.tree.leaves(snapshots.find(name).lora)
         assert all((np.array(one) == other).all() for one, other in zip(held, leaves, strict=True))
-        assert bank.find(name).nbytes == sum(leaf.nbytes for leaf in leaves)
-    dropped = bank.find("b")
-    bank.drop("b")
-    bank.use([dropped])  # somebody samples it still
-    assert len(resident_of(bank)) == 2
-    assert bank.columns(dropped).end > 0
+        assert snapshots.find(name).nbytes == sum(leaf.nbytes for leaf in leaves)
+    dropped = snapshots.find("b")
+    snapshots.drop("b")
+    snapshots.use([dropped])  # somebody samples it still
+    assert len(resident_of(snapshots)) == 2
+    assert snapshots.columns(dropped).end > 0
 
 
 def test_samples_are_the_same_wherever_their_snapshots_were(
@@ -94,7 +96,7 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
 ) -> None:
     def results(most_resident: int | None) -> list[Any]:
         sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8)
-        sampler._bank.most_resident = most_resident
+        sampler._snapshots.most_resident = most_resident
         for seed, name in enumerate("abcd"):
             sampler.publish(name, random_lora(qwen.cfg, spec, seed), spec)
         found = []
@@ -106,62 +108,62 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
         sampler.drop("c")
         found += [run_all(sampler, *(ask(name, prompt(20), 12, snapshot_id=name) for name in "bd"))]
         sampler.publish("e", random_lora(qwen.cfg, spec, 5), spec)
-        assert resident_of(sampler._bank) == (["b", "d", "e"] if most_resident is None else ["e"])
+        assert resident_of(sampler._snapshots) == (["b", "d", "e"] if most_resident is None else ["e"])
         return found
 
     assert repr(results(1)) == repr(results(None))
 
 
-def resident_of(bank: SnapshotBank) -> list[str]:
-    return [snapshot.snapshot_id for snapshot in bank._resident]
+def resident_of(snapshots: SnapshotCache) -> list[str]:
+    return [snapshot.snapshot_id for snapshot in snapshots._resident]
 
 
-def test_an_id_names_one_snapshot_for_good(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+def test_an_id_names_one_snapshot_for_good(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     spec = LoraSpec(8)
-    bank.publish("a", random_lora(qwen.cfg, spec, 0), spec)
+    snapshots.publish("a", random_lora(qwen.cfg, spec, 0), spec)
     with pytest.raises(ConflictError, match="'a' exists already"):
-        bank.publish("a", random_lora(qwen.cfg, spec, 1), spec)
-    bank.drop("a")
-    bank.drop("a")
+        snapshots.publish("a", random_lora(qwen.cfg, spec, 1), spec)
+    snapshots.drop("a")
+    snapshots.drop("a")
     with pytest.raises(NotFoundError, match="'a'"):
-        bank.find("a")
+        snapshots.find("a")
 
 
-def test_weights_that_are_not_finite_are_refused(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+def test_weights_that_are_not_finite_are_refused(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     spec = LoraSpec(8)
     lora = random_lora(qwen.cfg, spec, 0)
     lora.layers["up"].B[1, 2, 3] = np.inf
     with pytest.raises(UserError, match=r"'a'.*not finite"):
-        bank.publish("a", lora, spec)
+        snapshots.publish("a", lora, spec)
 
 
-def test_columns_are_reused_and_cleaned(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+def test_columns_are_reused_and_cleaned(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     full, part = LoraSpec(20), LoraSpec(20, train_attn=False)
     for name, spec in (("a", full), ("b", part), ("c", full)):
-        bank.publish(name, random_lora(qwen.cfg, spec, 0), spec)
-    a, b, c = (bank.find(name) for name in "abc")
-    bank.use([a])
-    bank.use([b])  # a is not wanted any more: b takes its columns, and a's attention part must not stay
-    assert bank.width == 32
-    assert not np.any(bank.lora.layers["q"].A) and np.any(bank.lora.layers["up"].A)
-    bank.use([b, c])
-    assert bank.width == 128
-    kept = bank.columns(b)
-    bank.drop("b")
-    bank.use([b, c, a])
-    assert bank.width == 128 and bank.columns(b) == kept
-    bank.reset()
-    assert bank.width == 0 and not bank.lora.layers
+        snapshots.publish(name, random_lora(qwen.cfg, spec, 0), spec)
+    a, b, c = (snapshots.find(name) for name in "abc")
+    snapshots.use([a])
+    snapshots.use([b])  # a is not wanted any more: b takes its columns, and a's attention part must not stay
+    assert snapshots.width == 32
+    assert not np.any(snapshots.lora.layers["q"].A) and np.any(snapshots.lora.layers["up"].A)
+    snapshots.use([b, c])
+    assert snapshots.width == 128
+    kept = snapshots.columns(b)
+    snapshots.drop("b")
+    snapshots.use([b, c, a])
+    assert snapshots.width == 128 and snapshots.columns(b) == kept
+    snapshots.reset()
+    assert snapshots.width == 0 and not snapshots.lora.layers
 
 
-def test_an_id_may_pass_to_another_snapshot(qwen: Any, bank: SnapshotBank, random_lora: Any) -> None:
+def test_an_id_may_pass_to_another_snapshot(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
     spec = LoraSpec(8)
     for seed, name in enumerate(("old", "new")):
-        bank.publish(name, random_lora(qwen.cfg, spec, seed), spec)
-    old, new = bank.find("old"), bank.find("new")
-    moved = bank.move("new", "old")
-    assert "new" not in bank and bank.find("old") is moved and moved.lora is new.lora
-    bank.use([old, moved])
-    assert bank.columns(old) != bank.columns(moved), "who holds the old one still finds it"
+        snapshots.publish(name, random_lora(qwen.cfg, spec, seed), spec)
+    old, new = snapshots.find("old"), snapshots.find("new")
+    moved = snapshots.move("new", "old")
+    assert "new" not in snapshots and snapshots.find("old") is moved and moved.lora is new.lora
+    snapshots.use([old, moved])
+    assert snapshots.columns(old) != snapshots.columns(moved), "who holds the old one still finds it"
     with pytest.raises(NotFoundError, match="'new'"):
-        bank.move("new", "old")
+        snapshots.move("new", "old")

@@ -35,7 +35,7 @@ _MASKED = -1e30
 
 
 @flax.struct.dataclass
-class Cache:
+class KVCache:
     """Keys (rotated) [L, S, G, d, T], values [L, S, G, T, d], in the dtype of the weights; or L of each with L = 1."""
 
     k: Any
@@ -53,7 +53,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Move:
+class SlotCopy:
     """The first `pages` pages of slot `source` of one cache go to slot `into` of another."""
 
     source: int
@@ -78,7 +78,7 @@ def cache_sharding(cfg: ModelConfig, mesh: Mesh, slots: int, length: int) -> Nam
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str, by_layer: bool) -> Cache:
+def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str, by_layer: bool) -> KVCache:
     """A cache of zeros. Never of anything else: a masked value still meets a weight of 0, and 0 * nan is nan."""
 
     def zeros(layers: int, axis: int) -> jax.Array:
@@ -88,10 +88,10 @@ def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: st
     def part(axis: int) -> jax.Array | tuple[jax.Array, ...]:
         return tuple(zeros(1, axis) for _ in range(cfg.layers)) if by_layer else zeros(cfg.layers, axis)
 
-    return Cache(k=part(_KEYS), v=part(_VALUES))
+    return KVCache(k=part(_KEYS), v=part(_VALUES))
 
 
-def moved(cfg: ModelConfig, mesh: Mesh, into: Cache, source: Cache, moves: Sequence[Move]) -> Cache:
+def copy_slots(cfg: ModelConfig, mesh: Mesh, into: KVCache, source: KVCache, moves: Sequence[SlotCopy]) -> KVCache:
     """`into` with the front of slots of `source` copied to slots of its own. In place; several dispatches.
 
     By way of an array of a fixed size: so there is a program for each shape of cache, and none for each pair of them.
@@ -109,8 +109,8 @@ def moved(cfg: ModelConfig, mesh: Mesh, into: Cache, source: Cache, moves: Seque
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def pages_of(
-    cfg: ModelConfig, mesh: Mesh, cache: Cache, slot_N: jax.Array, page_N: jax.Array, count: jax.Array
-) -> Cache:
+    cfg: ModelConfig, mesh: Mesh, cache: KVCache, slot_N: jax.Array, page_N: jax.Array, count: jax.Array
+) -> KVCache:
     """Page page_N[i] of slot slot_N[i], i < count, as a cache of N = PAGES slots of BLOCK: one array for all layers."""
 
     def one(axis: int, whole: Any) -> jax.Array:
@@ -127,13 +127,13 @@ def pages_of(
         room = jax.lax.fori_loop(0, count, copy, jnp.zeros(shape, parts[0].dtype))
         return jax.lax.with_sharding_constraint(room, cache_sharding(cfg, mesh, PAGES, BLOCK))
 
-    return Cache(k=one(_KEYS, cache.k), v=one(_VALUES, cache.v))
+    return KVCache(k=one(_KEYS, cache.k), v=one(_VALUES, cache.v))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def pages_put(
-    cfg: ModelConfig, mesh: Mesh, cache: Cache, pages: Cache, slot_N: jax.Array, page_N: jax.Array, count: jax.Array
-) -> Cache:
+    cfg: ModelConfig, mesh: Mesh, cache: KVCache, pages: KVCache, slot_N: jax.Array, page_N: jax.Array, count: jax.Array
+) -> KVCache:
     """The inverse of `pages_of`: `cache` with those pages in their places. In place."""
 
     def one(axis: int, whole: Any, source: jax.Array) -> Any:
@@ -151,11 +151,11 @@ def pages_put(
         parts = tuple(jax.lax.with_sharding_constraint(part, where) for part in parts)
         return parts if isinstance(whole, tuple) else parts[0]
 
-    return Cache(k=one(_KEYS, cache.k, pages.k), v=one(_VALUES, cache.v, pages.v))
+    return KVCache(k=one(_KEYS, cache.k, pages.k), v=one(_VALUES, cache.v, pages.v))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def page_of(cfg: ModelConfig, mesh: Mesh, cache: Cache, page: jax.Array) -> Cache:
+def page_of(cfg: ModelConfig, mesh: Mesh, cache: KVCache, page: jax.Array) -> KVCache:
     """A copy of positions [page * BLOCK, (page + 1) * BLOCK) of every slot."""
 
     def one(axis: int, x: jax.Array) -> jax.Array:
@@ -166,7 +166,7 @@ def page_of(cfg: ModelConfig, mesh: Mesh, cache: Cache, page: jax.Array) -> Cach
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def with_page(cfg: ModelConfig, mesh: Mesh, cache: Cache, part: Cache, page: jax.Array) -> Cache:
+def with_page(cfg: ModelConfig, mesh: Mesh, cache: KVCache, part: KVCache, page: jax.Array) -> KVCache:
     """`cache` with `part`, BLOCK positions of every slot, at positions [page * BLOCK, (page + 1) * BLOCK). In place."""
 
     def one(axis: int, x: jax.Array, part: jax.Array) -> jax.Array:
@@ -177,20 +177,20 @@ def with_page(cfg: ModelConfig, mesh: Mesh, cache: Cache, part: Cache, page: jax
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def scrubbed(cfg: ModelConfig, mesh: Mesh, cache: Cache, dirty_S: jax.Array) -> Cache:
+def zero_slots(cfg: ModelConfig, mesh: Mesh, cache: KVCache, dirty_S: jax.Array) -> KVCache:
     """`cache` with the slots where dirty_S is true set to zeros."""
 
     def one(x: jax.Array) -> jax.Array:
         x = jnp.where(dirty_S[None, :, None, None, None], 0, x)
         return jax.lax.with_sharding_constraint(x, cache_sharding(cfg, mesh, cache.slots, cache.length))
 
-    clean: Cache = jax.tree.map(one, cache)
+    clean: KVCache = jax.tree.map(one, cache)
     return clean
 
 
 def attend_cached(
-    mesh: Mesh, cache: Cache, layer: Any, start_S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[Cache, jax.Array]:
+    mesh: Mesh, cache: KVCache, layer: Any, start_S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[KVCache, jax.Array]:
     """Write k and v [S, Q, G, d] at positions start_S.. of `layer`, then attend: the new cache, and o [S, Q, H, d].
 
     `layer` is an int if the cache is by layer. Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all
@@ -198,10 +198,10 @@ def attend_cached(
     only row, over its last position: that row's sequence has ended.
     """
     if isinstance(cache.k, tuple):
-        one = Cache(k=cache.k[layer], v=cache.v[layer])
+        one = KVCache(k=cache.k[layer], v=cache.v[layer])
         one, o = attend_cached(mesh, one, jnp.int32(0), start_S, q, k, v)
         before, after = slice(0, layer), slice(layer + 1, None)
-        return Cache(k=(*cache.k[before], one.k, *cache.k[after]), v=(*cache.v[before], one.v, *cache.v[after])), o
+        return KVCache(k=(*cache.k[before], one.k, *cache.k[after]), v=(*cache.v[before], one.v, *cache.v[after])), o
     # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
     cell = _spec(mesh, cache.slots, k.shape[2])
     rows = PartitionSpec(cell[0])
@@ -215,7 +215,7 @@ def attend_cached(
         check_vma=False,
     )
     new_k, new_v, o = local(cache.k, cache.v, layer, start_S, q, k, v)
-    return Cache(k=new_k, v=new_v), o
+    return KVCache(k=new_k, v=new_v), o
 
 
 def _spec(mesh: Mesh, slots: int, heads: int) -> tuple[str | None, str | None]:
@@ -283,9 +283,9 @@ def _written(cache: jax.Array, axis: int, layer: jax.Array, start_S: jax.Array, 
     return jax.lax.dynamic_update_slice(cache, new_SG[None], (layer, 0, *begin))
 
 
-def _each(change: Callable[..., jax.Array], *caches: Cache) -> Cache:
+def _each(change: Callable[..., jax.Array], *caches: KVCache) -> KVCache:
     """change(axis of positions, arrays...) of all keys, and of all values."""
-    return Cache(
+    return KVCache(
         k=jax.tree.map(functools.partial(change, _KEYS), *(cache.k for cache in caches)),
         v=jax.tree.map(functools.partial(change, _VALUES), *(cache.v for cache in caches)),
     )
