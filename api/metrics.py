@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.commands import CompileStatus
 
 _PROGRAMS = {
     "planned": ("gauge", "programs that the warm-up compiles before they are needed"),
@@ -16,10 +16,10 @@ _PROGRAMS = {
 }
 
 
-def text_of(programs: Sequence[tuple[str, Warmth]]) -> str:
+def text_of(programs: Sequence[tuple[str, CompileStatus]]) -> str:
     """The page: `tinkerflow_programs_<which>{base_model="..."}`, counters with `_total`, since the group's start."""
     lines = []
-    for field in fields(Warmth):
+    for field in fields(CompileStatus):
         kind, help_text = _PROGRAMS[field.name]
         name = f"tinkerflow_programs_{field.name}" + ("_total" if kind == "counter" else "")
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]

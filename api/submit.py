@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from tinkerflow.api.deps import Call
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import Kind, NewRequest
+from tinkerflow.backend.spec.limits import MAX_SEQ
 from tinkerflow.backend.wire import Fields
-from tinkerflow.backend.wire.operations import MAX_SEQ
 
 _SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
 

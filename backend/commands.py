@@ -319,8 +319,8 @@ class Ping:
 
 
 @dataclass(frozen=True)
-class ReadWarmth:
-    """Say which programs are compiled. Reply: Warmth, or Done of an executor that compiles nothing."""
+class ReadCompileStatus:
+    """Say which programs are compiled. Reply: CompileStatus, or Done of an executor that compiles nothing."""
 
 
 Command = (
@@ -337,7 +337,7 @@ Command = (
     | DropSnapshot
     | SampleStep
     | Ping
-    | ReadWarmth
+    | ReadCompileStatus
 )
 
 
@@ -402,7 +402,7 @@ class SampleProgress:
 
 
 @dataclass(frozen=True)
-class Warmth:
+class CompileStatus:
     """Programs of rank 0. planned: those that the warm-up makes before they are needed; ready of them are made, or
     failed, which is counted too. needed: made for a command meanwhile. late: made for one when all were ready.
     """
@@ -414,8 +414,8 @@ class Warmth:
     late: int
 
 
-Reply = Done | ForwardResult | OptimResult | AdapterState | SnapshotHeld | SampleProgress | Warmth
-Later = Callable[[], Reply]  # waits for the devices, and reads from them what it replies
+Reply = Done | ForwardResult | OptimResult | AdapterState | SnapshotHeld | SampleProgress | CompileStatus
+DeferredReply = Callable[[], Reply]  # waits for the devices, and reads from them what it replies
 
 
 # ------------------------------------------------------------------ how a group is set up

@@ -104,3 +104,17 @@ class StoreError(ServerError):
 
 class StoreAwayError(StoreError):
     """The store itself failed, which says nothing of what is in it."""
+
+
+_LONGEST_SHOWN = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """`value` as an error message shows it: its repr, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
+
+
+def broken(field: str, value: object, rule: str) -> UserError:
+    """The error `field is value: must be rule`."""
+    return UserError(f"{field} is {shown(value)}: must be {rule}")

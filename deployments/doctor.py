@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.parts import open_journal
@@ -121,7 +121,7 @@ def _compiled(settings: Settings) -> str:
     return "; ".join([*warm, _cached(settings)])
 
 
-def _warmth(warmth: Warmth) -> str:
+def _warmth(warmth: CompileStatus) -> str:
     failed = f" ({warmth.failed} failed)" if warmth.failed else ""
     text = f"{warmth.ready} of {warmth.planned} warm{failed}" if warmth.planned else "no warm-up"
     return f"{text}, {warmth.needed} compiled for a request before, {warmth.late} after the warm-up"

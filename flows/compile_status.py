@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tinkerflow.backend.commands import ReadWarmth, Warmth
+from tinkerflow.backend.commands import CompileStatus, ReadCompileStatus
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.journal import AWAY, Journal
 from tinkerflow.backend.pool import Pool
@@ -20,11 +20,11 @@ async def note_warmth(journal: Journal, pool: Pool, base_model: str) -> None:
 
     One warning for each time that programs were compiled for a request although everything planned was there.
     """
-    last = Warmth(0, 0, 0, 0, 0)
+    last = CompileStatus(0, 0, 0, 0, 0)
     while True:
         try:
-            found = await pool.submit(ReadWarmth())
-            if not isinstance(found, Warmth):
+            found = await pool.submit(ReadCompileStatus())
+            if not isinstance(found, CompileStatus):
                 return
             if found.late > last.late:
                 log.warning("%s: %d program(s) were compiled for requests after the warm-up", base_model, found.late)

@@ -20,6 +20,7 @@ from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
 from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.spec.limits import MAX_SEQ
 from tinkerflow.backend.wire import (
     Fields,
     custom_loss_header,
@@ -33,7 +34,6 @@ from tinkerflow.backend.wire import (
     hash_token,
     training_tokens,
 )
-from tinkerflow.backend.wire.operations import MAX_SEQ
 
 router = APIRouter()
 

@@ -18,10 +18,10 @@ import orjson
 from tinkerflow.backend.commands import CustomLoss, Example, Float32
 from tinkerflow.backend.compute.torch_ops import DTYPES, OPS
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.limits import MAX_TRACED_CELLS
 from tinkerflow.backend.wire.torch_names import FUNCTIONS, METHODS
 
 PROGRAMS = 256
-MAX_CELLS = 2**26  # of any value on the way: T x T of a long example would otherwise take all memory
 _MAX_INTEGER = 2**31 - 1
 
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
@@ -91,8 +91,8 @@ def evaluate(
 
 
 def _check_size(value: object, where: str) -> None:
-    if isinstance(value, jax.Array) and value.size > MAX_CELLS:
-        raise UserError(f"{where}: the result has {value.size} cells: must be at most {MAX_CELLS}")
+    if isinstance(value, jax.Array) and value.size > MAX_TRACED_CELLS:
+        raise UserError(f"{where}: the result has {value.size} cells: must be at most {MAX_TRACED_CELLS}")
     if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         raise UserError(f"{where}: the result is beyond 32 bits")
 

@@ -2,9 +2,9 @@
 
 Every process of the group executes the same commands in the same order, so nothing here may depend on rank or time.
 
-Training does not wait for the devices: a command is begun, and what is to be read of it is read while the next one is
-begun and computed (`Later`). On CPUs, where the devices are the host itself, it is read at once: nothing would be won,
-and two micro-batches would be in memory.
+Training does not wait for the devices: a command only starts the computation, and its reply is read from the devices
+while the next command is started (`DeferredReply`). On CPUs, where the devices are the host itself, the reply is read
+immediately: waiting would gain nothing and keep two micro-batches in memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tinkerflow.backend.commands import (
     TOKEN_LOSSES,
     Command,
     CreateAdapter,
+    DeferredReply,
     DimuonParams,
     Done,
     DropAdapter,
@@ -31,7 +32,6 @@ from tinkerflow.backend.commands import (
     ForwardResult,
     GroupConfig,
     ImportAdapter,
-    Later,
     LoadSnapshot,
     LoraSpec,
     MoveSnapshot,
@@ -41,7 +41,7 @@ from tinkerflow.backend.commands import (
     OptimStep,
     Ping,
     PublishSnapshot,
-    ReadWarmth,
+    ReadCompileStatus,
     Reply,
     SampleStep,
     SnapshotHeld,
@@ -66,7 +66,7 @@ from tinkerflow.backend.errors import DevicesError, ServerError, UserError
 
 R = TypeVar("R", bound=Reply)
 
-Passes = Generator[Later, None, Callable[[], ForwardResult]]  # yields between micro-batches
+Passes = Generator[DeferredReply, None, Callable[[], ForwardResult]]  # yields between micro-batches
 
 
 class Executor:
@@ -118,13 +118,13 @@ class Executor:
         """How many executables this process has made."""
         return self._compiles.count
 
-    def execute(self, command: Command) -> Reply | Later:
+    def execute(self, command: Command) -> Reply | DeferredReply:
         """Do what `command` says; NotFoundError names an adapter that is not here.
 
-        A Later may be called from another thread, while the next commands are executed: what it raises is a UserError,
-        or a DevicesError, after which the executor is of no use any more.
+        A DeferredReply may be called from another thread, while the next commands are executed. It raises a UserError,
+        or a DevicesError, after which the executor cannot be used any more.
         """
-        if isinstance(command, ReadWarmth):
+        if isinstance(command, ReadCompileStatus):
             return self._warm_up.warmth
         before = self._compiles.here
         try:
@@ -153,7 +153,7 @@ class Executor:
         except Exception as error:
             raise DevicesError(f"computing failed on the devices ({type(error).__name__}: {error})") from error
 
-    def _execute(self, command: Command) -> Reply | Later:
+    def _execute(self, command: Command) -> Reply | DeferredReply:
         match command:
             case Forward():
                 return self._go_on(command.adapter_id, self._forward(command), whole=not command.by_micro_batch)
@@ -211,14 +211,14 @@ class Executor:
             )
         )
 
-    def _go_on(self, adapter_id: str, passes: Passes, *, whole: bool = False) -> Later:
+    def _go_on(self, adapter_id: str, passes: Passes, *, whole: bool = False) -> DeferredReply:
         try:
             later = next(passes)
             while whole:
                 self._read(later)
                 later = next(passes)
         except StopIteration as end:
-            return cast(Later, end.value)
+            return cast(DeferredReply, end.value)
         self._begun[adapter_id] = passes
         return later
 
@@ -271,7 +271,7 @@ class Executor:
             self._adapters.set(command.adapter_id, replace(adapter, grads=grads, pending=True))
         return lambda: _gather(command, batches, to_host(scored))
 
-    def _optimize(self, command: OptimStep) -> Later:
+    def _optimize(self, command: OptimStep) -> DeferredReply:
         adapter = self._adapters.get(command.adapter_id)
         given = "dimuon" if isinstance(command.params, DimuonParams) else "adamw"
         if given != adapter.optimizer:
@@ -299,7 +299,7 @@ def _done(scored: Scored) -> Done:
     return Done()
 
 
-def _after(trained: Later, result: ForwardResult) -> ForwardResult:
+def _after(trained: DeferredReply, result: ForwardResult) -> ForwardResult:
     trained()
     return result
 

@@ -23,10 +23,10 @@ from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.limits import MAX_RANK
 
 ATTENTION = ("q", "k", "v", "o")
 MLP = ("gate", "up", "down")
-MAX_RANK = 1024  # one adapter of a huge rank would take the memory of everybody's
 
 
 @flax.struct.dataclass

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.commands import CompileStatus
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class WarmUp:
             threading.Thread(target=self._work, name="warm-up", daemon=True).start()
 
     @property
-    def warmth(self) -> Warmth:
+    def warmth(self) -> CompileStatus:
         """How far it is."""
         with self._changed:
-            return Warmth(self._planned, self._ready, self._failed, self._needed, self._late)
+            return CompileStatus(self._planned, self._ready, self._failed, self._needed, self._late)
 
     def want(self, programs: Iterable[Program]) -> None:
         """Make these too."""

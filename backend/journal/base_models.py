@@ -10,7 +10,7 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.journal.tables import BaseModelRow
 from tinkerflow.backend.journal.views import BaseModelView
 
@@ -30,12 +30,12 @@ def base_models(connection: sa.Connection) -> list[BaseModelView]:
     """What is served now, by name."""
     rows = connection.execute(sa.select(BaseModelRow).order_by(col(BaseModelRow.name)))
     return [
-        BaseModelView(row.name, row.card, None if row.warmth is None else Warmth(**json.loads(row.warmth)))
+        BaseModelView(row.name, row.card, None if row.warmth is None else CompileStatus(**json.loads(row.warmth)))
         for row in rows
     ]
 
 
-def note_warmth(connection: sa.Connection, base_model: str, warmth: Warmth) -> None:
+def note_warmth(connection: sa.Connection, base_model: str, warmth: CompileStatus) -> None:
     """Keep what the worker group of a base model last said of its programs."""
     text = json.dumps(asdict(warmth))
     connection.execute(sa.update(BaseModelRow).where(col(BaseModelRow.name) == base_model).values(warmth=text))

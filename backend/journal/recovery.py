@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.journal import base_models, condition, history, holding, leases
 from tinkerflow.backend.journal.bell import Bell
 from tinkerflow.backend.journal.condition import Condition
@@ -100,7 +100,7 @@ class Recovery:
         with self._database.write() as connection:
             history.note_group(connection, base_model, text)
 
-    def note_warmth(self, base_model: str, warmth: Warmth) -> None:
+    def note_warmth(self, base_model: str, warmth: CompileStatus) -> None:
         """Keep which programs the worker group of a base model has compiled."""
         with self._database.write() as connection:
             base_models.note_warmth(connection, base_model, warmth)

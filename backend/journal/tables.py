@@ -78,7 +78,7 @@ class AuditEvent(Table, table=True):
 class BaseModelRow(Table, table=True):
     """A base model that the engine serves. generation counts the engine's registrations.
 
-    warmth: which programs its worker group has compiled: a tinkerflow.backend.commands.Warmth as JSON.
+    warmth: which programs its worker group has compiled: a tinkerflow.backend.commands.CompileStatus as JSON.
     """
 
     __tablename__ = "base_model"

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import Row
 
-from tinkerflow.backend.commands import Optimizer, Warmth
+from tinkerflow.backend.commands import CompileStatus, Optimizer
 from tinkerflow.backend.errors import Category, TinkerflowError
 from tinkerflow.backend.journal.kinds import (
     CheckpointKind,
@@ -265,7 +265,7 @@ class BaseModelView:
 
     name: str
     card: str
-    warmth: Warmth | None = None
+    warmth: CompileStatus | None = None
 
 
 @dataclass(frozen=True)

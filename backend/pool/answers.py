@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-from tinkerflow.backend.commands import Command, Later, Reply
+from tinkerflow.backend.commands import Command, DeferredReply, Reply
 from tinkerflow.backend.errors import DevicesError, UserError
 from tinkerflow.backend.pool import codec
 from tinkerflow.backend.pool.messages import Ack, to_failed
@@ -36,7 +36,7 @@ class Answers:
         self._waiter: threading.Thread | None = None
 
     def give(
-        self, driver: WorkerLink, index: int, command: Command, execute: Callable[[Command], Reply | Later]
+        self, driver: WorkerLink, index: int, command: Command, execute: Callable[[Command], Reply | DeferredReply]
     ) -> None:
         """Execute `command`, which came as frame `index`, and answer it, now or when what it has begun is done.
 
@@ -68,7 +68,7 @@ class Answers:
         while True:
             self._begun.get()()
 
-    def _finish(self, driver: WorkerLink, index: int, name: str, body: list[codec.Buffer] | Later) -> None:
+    def _finish(self, driver: WorkerLink, index: int, name: str, body: list[codec.Buffer] | DeferredReply) -> None:
         while callable(body):
             body = self._attempt(name, body)
         self._send(index, body, driver)
@@ -76,7 +76,7 @@ class Answers:
             self._unanswered -= 1
             self._changed.notify()
 
-    def _attempt(self, name: str, execute: Callable[[], Reply | Later]) -> list[codec.Buffer] | Later:
+    def _attempt(self, name: str, execute: Callable[[], Reply | DeferredReply]) -> list[codec.Buffer] | DeferredReply:
         try:
             reply = execute()
             return reply if callable(reply) else codec.encode(reply if self._rank == 0 else Ack(None))

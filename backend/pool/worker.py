@@ -28,7 +28,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Protocol, cast
 
-from tinkerflow.backend.commands import Command, GroupConfig, Later, Reply
+from tinkerflow.backend.commands import Command, DeferredReply, GroupConfig, Reply
 from tinkerflow.backend.pool import codec
 from tinkerflow.backend.pool.answers import Answers
 from tinkerflow.backend.pool.birth import Birth
@@ -63,7 +63,7 @@ class Executor(Protocol):
     def microbatch_tokens(self) -> int:
         """How many tokens, padding included, it trains on at once."""
 
-    def execute(self, command: Command) -> Reply | Later:
+    def execute(self, command: Command) -> Reply | DeferredReply:
         """Do what `command` says, or begin it: then what gives the reply, called once, from another thread, before that
         of any later command and maybe during one. DevicesError: it has failed, and the process must end.
         """

@@ -13,13 +13,13 @@ from typing import Any
 import orjson
 
 from tinkerflow.backend.commands import CustomLoss
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.wire.fields import Fields, broken, shown
+from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.limits import MAX_SEQ
+from tinkerflow.backend.wire.fields import Fields
 from tinkerflow.backend.wire.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
 
 MAX_NODES = 2000
 MAX_INPUTS = 16
-MAX_SEQ = 2**31 - 1
 _MAX_DEPTH = 8  # of an argument
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")

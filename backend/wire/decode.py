@@ -16,15 +16,14 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from tinkerflow.backend.commands import CustomLoss, Example, Float32, Forward, Int32, Loss, StabilityInfo
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS as MAX_CELLS
+from tinkerflow.backend.spec.limits import MAX_TARGETS
 from tinkerflow.backend.wire import provenance
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.fields import broken
 from tinkerflow.backend.wire.losses import INPUT_NAMES, check_inputs, known_loss, read_config, read_loss_id
 from tinkerflow.backend.wire.tensors import shape_of, to_array
 
-MAX_TARGETS = 256  # targets per position
-MAX_CELLS = 2**26  # target cells of one request; a sparse tensor could otherwise ask for any amount of memory
 _TOKEN = np.dtype("<i4")
 
 Inputs = dict[str, npt.NDArray[Any]]  # of one datum, by name, as they came

@@ -11,20 +11,7 @@ from typing import Any
 
 import orjson
 
-from tinkerflow.backend.errors import UserError
-
-_LONGEST_SHOWN = 80
-
-
-def shown(value: object) -> str:
-    """`value` as an error message shows it: its repr, cut to 80 characters."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
-
-
-def broken(field: str, value: object, rule: str) -> UserError:
-    """The error `field is value: must be rule`."""
-    return UserError(f"{field} is {shown(value)}: must be {rule}")
+from tinkerflow.backend.errors import UserError, broken
 
 
 class Fields:

@@ -8,9 +8,8 @@ from collections.abc import Set as AbstractSet
 from typing import cast, get_args
 
 from tinkerflow.backend.commands import LOSS_CONFIG, Loss
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.fields import broken, shown
 
 _THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 INPUTS: dict[Loss, tuple[frozenset[str], frozenset[str]]] = {

@@ -10,15 +10,14 @@ from typing import cast, get_args
 import orjson
 
 from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.ids import NAME_RULE, is_name
+from tinkerflow.backend.spec.limits import MAX_RANK, MAX_SEQ
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.store.encryption import check_recipients
-from tinkerflow.backend.wire.fields import Fields, broken, shown
+from tinkerflow.backend.wire.fields import Fields
 
-MAX_RANK = 1024
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
-MAX_SEQ = 2**31 - 1  # of a model or of a session's models and samplers: int32 on the wire
 _ACCESS = "weights_access_hash"  # only ours: see hash_token
 DEFAULT_RANK = 32  # the SDK's own default
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from tinkerflow.backend.commands import Example, Int32, StabilityInfo
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.fields import broken
 
 Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan
 

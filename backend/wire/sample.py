@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 
 from tinkerflow.backend.commands import Int32, PromptWishes, SampleRequest
-from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.wire.fields import Fields, broken, shown
+from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.wire.fields import Fields
 from tinkerflow.backend.wire.targets import MAX_LISTED, target_tokens
 
 MAX_SAMPLES = 1024  # sequences of one request

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerflow.backend.commands import Float32, Int32
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.fields import Fields, broken
+from tinkerflow.backend.wire.fields import Fields
 
 MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
 _NAME = "target_prompt_logprobs"

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.fields import broken
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tinkerflow.api.metrics import text_of
-from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.commands import CompileStatus
 
 
 def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> None:
-    text = text_of([("a/b", Warmth(9, 4, 1, 2, 3)), ('odd "name"\\', Warmth(0, 0, 0, 5, 0))])
+    text = text_of([("a/b", CompileStatus(9, 4, 1, 2, 3)), ('odd "name"\\', CompileStatus(0, 0, 0, 5, 0))])
     lines = text.splitlines()
     assert 'tinkerflow_programs_planned{base_model="a/b"} 9' in lines
     assert 'tinkerflow_programs_late_total{base_model="a/b"} 3' in lines

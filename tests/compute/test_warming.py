@@ -14,6 +14,7 @@ from tests.compute.conftest import SHAPE, VOCAB, build, random_example
 
 from tinkerflow.backend.commands import (
     AdamParams,
+    CompileStatus,
     CreateAdapter,
     DropSnapshot,
     ExportAdapter,
@@ -22,10 +23,9 @@ from tinkerflow.backend.commands import (
     LoraSpec,
     OptimStep,
     PublishSnapshot,
-    ReadWarmth,
+    ReadCompileStatus,
     SampleRequest,
     SampleStep,
-    Warmth,
 )
 from tinkerflow.backend.compute.packing import micro_batch_shapes, pack
 from tinkerflow.backend.compute.warming import Program, WarmUp
@@ -49,9 +49,9 @@ def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(
         max_context=CONTEXT, microbatch_tokens=32, sample_slots=2, warm_up=True
     )
 
-    def warmth() -> Warmth:
-        reply = executor.execute(ReadWarmth())
-        assert isinstance(reply, Warmth)
+    def warmth() -> CompileStatus:
+        reply = executor.execute(ReadCompileStatus())
+        assert isinstance(reply, CompileStatus)
         return reply
 
     wait_for(lambda: warmth().ready == warmth().planned)
@@ -84,7 +84,7 @@ def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(
     executor.execute(LoadSnapshot("loaded", executor.execute(ExportAdapter("b", optimizer=False))))
     executor.execute(DropSnapshot("s0"))
     decode(*(sample(f"last{i}", "loaded", 20 - i, 12) for i in range(3)))
-    assert warmth() == Warmth(warmth().planned, warmth().planned, failed=0, needed=0, late=0)
+    assert warmth() == CompileStatus(warmth().planned, warmth().planned, failed=0, needed=0, late=0)
 
     forward(executor, "a", (random_example(rng, 8, targets=3),))  # not among what is planned
     assert warmth().late > 0

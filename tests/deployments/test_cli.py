@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.cli import app
 from tinkerflow.deployments.doctor import _compiled, _processes
@@ -52,7 +52,7 @@ def test_doctor_says_what_is_compiled(tmp_path):
     assert _compiled(settings).startswith("0 file(s)")
     with open_journal(settings) as journal:
         journal.register_base_models([("m", "{}"), ("new", "{}")])
-        journal.recovery.note_warmth("m", Warmth(planned=9, ready=4, failed=1, needed=2, late=0))
+        journal.recovery.note_warmth("m", CompileStatus(planned=9, ready=4, failed=1, needed=2, late=0))
     said = "m: 4 of 9 warm (1 failed), 2 compiled for a request before, 0 after the warm-up; 0 file(s)"
     assert _compiled(settings).startswith(said)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.commands import Warmth
+from tinkerflow.backend.commands import CompileStatus
 
 
 def test_registering_replaces_the_list(scene):
@@ -19,7 +19,7 @@ def test_registering_replaces_the_list(scene):
 def test_what_is_compiled_is_kept_until_the_list_is_replaced(scene):
     journal = scene.journal
     journal.register_base_models([("a", "{}"), ("b", "{}")])
-    warmth = Warmth(planned=9, ready=4, failed=1, needed=2, late=0)
+    warmth = CompileStatus(planned=9, ready=4, failed=1, needed=2, late=0)
     journal.recovery.note_warmth("b", warmth)
     journal.recovery.note_warmth("gone", warmth)
     assert [model.warmth for model in journal.base_models()] == [None, warmth]

@@ -21,6 +21,7 @@ from tinkerflow.backend.commands import (
     AdapterState,
     Command,
     CreateAdapter,
+    DeferredReply,
     Done,
     DropAdapter,
     ExportAdapter,
@@ -28,7 +29,6 @@ from tinkerflow.backend.commands import (
     ForwardResult,
     GroupConfig,
     ImportAdapter,
-    Later,
     LoraSpec,
     NextMicroBatch,
     OptimResult,
@@ -181,7 +181,7 @@ class Ahead(Echo):
         self.begun = 0
         self.another = threading.Condition()
 
-    def execute(self, command: Command) -> Reply | Later:
+    def execute(self, command: Command) -> Reply | DeferredReply:
         try:
             if not isinstance(command, OptimStep):
                 return super().execute(command)

@@ -94,8 +94,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         c.SampleStep, st.lists(sample_requests, max_size=2).map(tuple), st.lists(texts, max_size=2).map(tuple)
     ),
     c.Ping: st.builds(c.Ping),
-    c.ReadWarmth: st.builds(c.ReadWarmth),
-    c.Warmth: st.builds(c.Warmth, *[st.integers(0, 2**40)] * 5),
+    c.ReadCompileStatus: st.builds(c.ReadCompileStatus),
+    c.CompileStatus: st.builds(c.CompileStatus, *[st.integers(0, 2**40)] * 5),
     c.Done: st.builds(c.Done),
     c.SnapshotHeld: st.builds(c.SnapshotHeld, st.none() | st.integers(0, 2**40)),
     c.ForwardResult: st.builds(c.ForwardResult, st.lists(floats32, max_size=3).map(tuple), numbers),

@@ -1,0 +1,11 @@
+"""Bounds that requests and workers share. Each is checked where its value first arrives."""
+
+from __future__ import annotations
+
+MAX_RANK = 1024  # of a LoRA adapter: one of a huge rank would take the memory that all adapters share
+MAX_SEQ = 2**31 - 1  # a sequence number of a model, or of a session's models and samplers: int32 on the wire
+MAX_TARGETS = 256  # scored tokens at one position of a datum
+# Target cells of one request, and cells of one datum's inputs: a sparse tensor could declare any shape.
+MAX_REQUEST_CELLS = 2**26
+# Cells of any tensor that a traced loss computes: T x T of a long example would otherwise take all memory.
+MAX_TRACED_CELLS = 2**26
