@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 from fastapi import Depends, FastAPI
 
 from tinkerflow.api import errors, links
 from tinkerflow.api.auth import Authenticator
-from tinkerflow.api.deps import authorised
-from tinkerflow.api.holds import Holds
-from tinkerflow.api.models import Health
+from tinkerflow.api.call import Holds, Services, Wire, authorised
 from tinkerflow.api.routes import (
     auth,
     billing,
@@ -25,7 +24,6 @@ from tinkerflow.api.routes import (
     training,
     weights,
 )
-from tinkerflow.api.services import Services
 from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.journal import Journal, Waiters
 from tinkerflow.backend.settings import Settings
@@ -76,6 +74,12 @@ def create_app(
     app.include_router(downloads.link_router, prefix=_PREFIX)
     app.include_router(lookup.link_router, prefix=_PREFIX)
     return app
+
+
+class Health(Wire):
+    """The API answers."""
+
+    status: Literal["ok"] = "ok"
 
 
 async def _healthz() -> Health:

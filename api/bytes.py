@@ -1,11 +1,17 @@
-"""Answers of many bytes, sent piece by piece: the whole or the part that was asked for, without holding it all."""
+"""Large answers, sent piece by piece: whole or a Range, of one file or of a tar made on the way.
+
+Nothing is ever held whole. starlette's FileResponse is no help: it needs a local path, and a store may be remote; its
+files are read in blocks that are compared with their checksums.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import tarfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from fastapi import HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
@@ -13,27 +19,29 @@ from fastapi.responses import Response, StreamingResponse
 from tinkerflow.backend.store import BLOCK
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_TAR_BLOCK = tarfile.BLOCKSIZE
 
 
 @dataclass(frozen=True)
-class Segment:
-    """`size` bytes; read(start, length) gives at most `length` of them from `start` on, and may block."""
+class ByteSource:
+    """`size` bytes. read(start, length) returns at most `length` of them, beginning at `start`; it may block."""
 
     size: int
     read: Callable[[int, int], bytes]
 
     @classmethod
-    def of(cls, data: bytes) -> Segment:
-        """Bytes that are there already."""
+    def of(cls, data: bytes) -> ByteSource:
+        """Bytes in memory."""
         return cls(len(data), lambda start, length: data[start : start + length])
 
 
-def send(request: Request, segments: Sequence[Segment], headers: Mapping[str, str], etag: str) -> Response:
-    """The segments one after the other, to GET and to HEAD; a Range is answered 206, one beyond the end 416.
+def send(request: Request, sources: Sequence[ByteSource], headers: Mapping[str, str], etag: str) -> Response:
+    """The answer to a GET or HEAD for the sources, one after the other; for a Range 206, beyond the end 416.
 
-    A list of ranges, or one for another version (If-Range), gets the whole, as RFC 9110 allows.
+    A list of ranges, or a range of another version (If-Range), is answered with everything, as RFC 9110 allows.
+    headers: added to ours. etag: changes with the content.
     """
-    size = sum(segment.size for segment in segments)
+    size = sum(source.size for source in sources)
     quoted = f'"{etag}"'
     chosen = _range(request.headers.get("range", ""), size)
     if request.headers.get("if-range", quoted) != quoted:
@@ -51,7 +59,7 @@ def send(request: Request, segments: Sequence[Segment], headers: Mapping[str, st
     status = 206 if chosen else 200
     if request.method == "HEAD":
         return Response(status_code=status, headers=more)
-    return StreamingResponse(_pieces(segments, start, end), status, more)
+    return StreamingResponse(_pieces(sources, start, end), status, more)
 
 
 def _range(asked: str, size: int) -> tuple[int, int] | None:
@@ -70,15 +78,30 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
     return start, end
 
 
-async def _pieces(segments: Sequence[Segment], start: int, end: int) -> AsyncIterator[bytes]:
-    at = 0  # where the segment begins
-    for segment in segments:
-        position, stop = max(start - at, 0), min(end - at, segment.size)
+async def _pieces(sources: Sequence[ByteSource], start: int, end: int) -> AsyncIterator[bytes]:
+    at = 0  # where the source begins
+    for source in sources:
+        position, stop = max(start - at, 0), min(end - at, source.size)
         while position < stop:
             # whole blocks, because the store compares whole blocks
-            piece = await asyncio.to_thread(segment.read, position, min(BLOCK - position % BLOCK, stop - position))
+            piece = await asyncio.to_thread(source.read, position, min(BLOCK - position % BLOCK, stop - position))
             if not piece:
-                raise OSError(f"a file ended after {position} of {segment.size} bytes")  # cuts the connection
+                raise OSError(f"a file ended after {position} of {source.size} bytes")  # cuts the connection
             position += len(piece)
             yield piece
-        at += segment.size
+        at += source.size
+
+
+def archive(files: Sequence[tuple[str, ByteSource]], modified_at: datetime) -> list[ByteSource]:
+    """A tar archive of these files, under these names. Headers are made now, files are read when their turn comes."""
+    return [source for name, file in files for source in _member(name, file, modified_at)] + [
+        ByteSource.of(bytes(2 * _TAR_BLOCK))
+    ]
+
+
+def _member(name: str, file: ByteSource, modified_at: datetime) -> Iterator[ByteSource]:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime = file.size, 0o644, int(modified_at.timestamp())
+    yield ByteSource.of(info.tobuf(tarfile.GNU_FORMAT))
+    yield file
+    yield ByteSource.of(bytes(-file.size % _TAR_BLOCK))

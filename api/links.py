@@ -16,8 +16,7 @@ from urllib.parse import quote
 
 from fastapi import Depends, HTTPException, Request
 
-from tinkerflow.api.deps import Call
-from tinkerflow.api.services import Services
+from tinkerflow.api.call import Call, Services
 
 SECRET = "links"
 LIFETIME = timedelta(hours=1)

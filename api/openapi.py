@@ -1,4 +1,4 @@
-"""Bodies in the OpenAPI document. Routes read their bodies themselves (`api/body.py`), so FastAPI does not see them."""
+"""Bodies in the OpenAPI document. Routes read their bodies themselves (`api/call.py`), so FastAPI does not see them."""
 
 from __future__ import annotations
 

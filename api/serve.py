@@ -14,7 +14,7 @@ import uvloop
 from sqlalchemy.exc import OperationalError
 
 from tinkerflow.api.app import create_app
-from tinkerflow.api.services import Services
+from tinkerflow.api.call import Services
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.journal import Journal, Waiters
 from tinkerflow.backend.settings import Settings
@@ -70,7 +70,7 @@ async def serve_until(
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_STOP_SECONDS,
             )
-            server = Server(config, app.state.services, on_ready)
+            server = ApiServer(config, app.state.services, on_ready)
             beside = [asyncio.create_task(_beat(journal), name="beat")]
             if stop is not None:
                 beside.append(asyncio.create_task(_stop(stop, server), name="stop"))
@@ -84,7 +84,7 @@ async def serve_until(
         journal.close()
 
 
-async def _stop(stop: asyncio.Event, server: Server) -> None:
+async def _stop(stop: asyncio.Event, server: ApiServer) -> None:
     await stop.wait()
     server.should_exit = True
 
@@ -128,7 +128,7 @@ async def _base_model_registered(journal: Journal) -> None:
         await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
 
-class Server(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """uvicorn that lets held polls go when it stops, and ends like a program that did what it was told."""
 
     def __init__(self, config: uvicorn.Config, services: Services, on_ready: Callable[[], None]) -> None:

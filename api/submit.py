@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
-from typing import Any
 
 import orjson
 from fastapi.responses import Response
 
-from tinkerflow.api.deps import Call
+from tinkerflow.api.call import Call
+from tinkerflow.api.routes.futures import accepted
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import Kind, NewRequest
 from tinkerflow.backend.spec.limits import MAX_SEQ
 from tinkerflow.backend.wire import Fields
 
 _SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
-
-
-def accepted(request_id: str, **more: Any) -> Response:
-    """The answer to every submit: the request's id, and what else its kind needs."""
-    return Response(orjson.dumps({"request_id": request_id, **more}), media_type="application/json")
 
 
 def content_hash(body: bytes, without: Collection[str] = ()) -> str:

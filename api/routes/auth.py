@@ -6,11 +6,44 @@ import asyncio
 
 from fastapi import APIRouter
 
-from tinkerflow.api.deps import Authorised
-from tinkerflow.api.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, Token
+from tinkerflow.api.call import Authorised, Wire
 from tinkerflow.backend.errors import UserError
 
 router = APIRouter()
+
+
+class Token(Wire):
+    """A token that stands for the key."""
+
+    jwt: str
+
+
+class KeyOrganization(Wire):
+    """The project of a key."""
+
+    name: str
+
+
+class KeyUser(Wire):
+    """The key's name, where the SDK expects an e-mail address."""
+
+    email: str
+
+
+class KeyDetails(Wire):
+    """The project of a key, and the name it is known by."""
+
+    org_details: KeyOrganization
+    user_details: KeyUser
+
+
+class OwnKey(Wire):
+    """The key that the caller shows, without its secret."""
+
+    key_id: int
+    name: str
+    note: str = ""
+    details: KeyDetails
 
 
 @router.post("/auth/token")

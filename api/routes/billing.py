@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 from fastapi import APIRouter
 
-from tinkerflow.api import billing_models as models
-from tinkerflow.api.deps import Authorised
-from tinkerflow.api.scope import visible
+from tinkerflow.api.call import Authorised, Wire
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import StoredUsage, Usage, UsageKind, plain_metadata
 from tinkerflow.backend.settings import Settings
@@ -26,35 +25,104 @@ GIGABYTE = 10**9
 MONTH_HOURS = 720  # the SDK's: a gigabyte-month is 720 gigabyte-hours
 
 
+class TokenUsage(Wire):
+    """The number of tokens. cached: for prefill only, whether a prefix cache held them."""
+
+    type: Literal["training", "sampling_prefill", "sampling_sample"]
+    cached: bool | None = None
+    token_count: int
+
+
+class CheckpointUsage(Wire):
+    """The number of checkpoints saved."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    count: int
+
+
+class StorageUsage(Wire):
+    """The room that checkpoints took up; a gigabyte is 10^9 bytes."""
+
+    type: Literal["storage"] = "storage"
+    free: bool = False
+    gigabyte_hours: float
+
+
+class UsageEvent(Wire):
+    """One kind of usage within an hour. Storage has no session. Costs are set only where prices are configured."""
+
+    bucket_start: datetime
+    bucket_end: datetime
+    base_model: str
+    user_id: str | None = None
+    user_name: str | None = None
+    session_id: str | None = None
+    project_id: str
+    estimated_cost_usd: float | None = None
+    effective_rate_usd_per_million_tokens: float | None = None
+    effective_rate_usd_per_gigabyte_month: float | None = None
+    event_info: TokenUsage | CheckpointUsage | StorageUsage
+
+
+class UsedSession(Wire):
+    """The metadata of a session that used something."""
+
+    user_metadata: dict[str, str]
+
+
+class BillingUsage(Wire):
+    """Usage sorted by hour; within an hour the largest numbers of tokens come first, and storage last."""
+
+    data: list[UsageEvent]
+    sessions: dict[str, UsedSession]
+
+
+class StorageItem(Wire):
+    """The room that the checkpoints of one project and key take up now."""
+
+    project_id: str
+    org_user_urn: str | None = None
+    user_name: str | None = None
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+    estimated_monthly_cost_usd: float | None = None
+
+
+class CurrentStorage(Wire):
+    """All storage in use now, and its price where one is configured."""
+
+    effective_rate_usd_per_gigabyte_month: float | None = None
+    data: list[StorageItem]
+
+
 @router.get("/billing/usage/events", response_model_exclude_none=True)
-async def usage(call: Authorised, starting_on: datetime, ending_before: datetime) -> models.BillingUsage:
+async def usage(call: Authorised, starting_on: datetime, ending_before: datetime) -> BillingUsage:
     """The usage of the hours in [starting_on, ending_before): 14 days at most. A time without a zone is UTC."""
     start, end = _hour("starting_on", starting_on), _hour("ending_before", ending_before)
     if not timedelta(0) < end - start <= LONGEST:
         raise UserError(f"ending_before is {end.isoformat()}: must be after starting_on, and at most 14 days after it")
     settings = call.services.settings
 
-    def read() -> models.BillingUsage:
-        used = call.journal.usage(visible(call), start, end)
-        stored = call.journal.stored(visible(call), start, end)
+    def read() -> BillingUsage:
+        used = call.journal.usage(call.visible(), start, end)
+        stored = call.journal.stored(call.visible(), start, end)
         events = [_used(one, settings) for one in used] + [_stored(one, settings) for one in stored]
-        return models.BillingUsage(
+        return BillingUsage(
             data=sorted(events, key=lambda event: event.bucket_start),
-            sessions={
-                one.session_id: models.UsedSession(user_metadata=plain_metadata(one.user_metadata)) for one in used
-            },
+            sessions={one.session_id: UsedSession(user_metadata=plain_metadata(one.user_metadata)) for one in used},
         )
 
     return await asyncio.to_thread(read)
 
 
 @router.get("/billing/usage/checkpoints/current", response_model_exclude_none=True)
-async def current_storage(call: Authorised, project_id: str | None = None) -> models.CurrentStorage:
+async def current_storage(call: Authorised, project_id: str | None = None) -> CurrentStorage:
     """What checkpoints take up now, by project and key; of one project when project_id is given."""
     rate = call.services.settings.price_storage or None
-    rows = await asyncio.to_thread(call.journal.stored_now, visible(call), project_id)
+    rows = await asyncio.to_thread(call.journal.stored_now, call.visible(), project_id)
     items = [
-        models.StorageItem(
+        StorageItem(
             project_id=row.project,
             org_user_urn=row.key_id or None,
             user_name=row.key_name,
@@ -65,7 +133,7 @@ async def current_storage(call: Authorised, project_id: str | None = None) -> mo
         )
         for row in rows
     ]
-    return models.CurrentStorage(effective_rate_usd_per_gigabyte_month=rate, data=items)
+    return CurrentStorage(effective_rate_usd_per_gigabyte_month=rate, data=items)
 
 
 def _hour(name: str, moment: datetime) -> datetime:
@@ -75,9 +143,9 @@ def _hour(name: str, moment: datetime) -> datetime:
     return moment
 
 
-def _used(used: Usage, settings: Settings) -> models.UsageEvent:
+def _used(used: Usage, settings: Settings) -> UsageEvent:
     rate, info = _kind(used.kind, used.quantity, settings)
-    return models.UsageEvent(
+    return UsageEvent(
         bucket_start=used.bucket_start,
         bucket_end=used.bucket_start + HOUR,
         base_model=used.base_model,
@@ -91,25 +159,25 @@ def _used(used: Usage, settings: Settings) -> models.UsageEvent:
     )
 
 
-def _kind(kind: UsageKind, count: int, settings: Settings) -> tuple[float, models.TokenUsage | models.CheckpointUsage]:
+def _kind(kind: UsageKind, count: int, settings: Settings) -> tuple[float, TokenUsage | CheckpointUsage]:
     """The price of a million tokens (0: none configured), and what the client is told."""
     match kind:
         case UsageKind.TRAINING:
-            return settings.price_training, models.TokenUsage(type="training", token_count=count)
+            return settings.price_training, TokenUsage(type="training", token_count=count)
         case UsageKind.SAMPLE:
-            return settings.price_sample, models.TokenUsage(type="sampling_sample", token_count=count)
+            return settings.price_sample, TokenUsage(type="sampling_sample", token_count=count)
         case UsageKind.PREFILL:
-            return settings.price_prefill, models.TokenUsage(type="sampling_prefill", cached=False, token_count=count)
+            return settings.price_prefill, TokenUsage(type="sampling_prefill", cached=False, token_count=count)
         case UsageKind.CACHED_PREFILL:
-            cached = models.TokenUsage(type="sampling_prefill", cached=True, token_count=count)
+            cached = TokenUsage(type="sampling_prefill", cached=True, token_count=count)
             return settings.price_cached_prefill, cached
         case UsageKind.CHECKPOINT:
-            return 0.0, models.CheckpointUsage(count=count)
+            return 0.0, CheckpointUsage(count=count)
 
 
-def _stored(stored: StoredUsage, settings: Settings) -> models.UsageEvent:
+def _stored(stored: StoredUsage, settings: Settings) -> UsageEvent:
     amount, rate = stored.byte_hours / GIGABYTE, settings.price_storage
-    return models.UsageEvent(
+    return UsageEvent(
         bucket_start=stored.bucket_start,
         bucket_end=stored.bucket_start + HOUR,
         base_model=stored.base_model,
@@ -118,5 +186,5 @@ def _stored(stored: StoredUsage, settings: Settings) -> models.UsageEvent:
         project_id=stored.project,
         estimated_cost_usd=rate * amount / MONTH_HOURS if rate else None,
         effective_rate_usd_per_gigabyte_month=rate or None,
-        event_info=models.StorageUsage(gigabyte_hours=amount),
+        event_info=StorageUsage(gigabyte_hours=amount),
     )

@@ -10,8 +10,7 @@ from datetime import timedelta
 
 from fastapi import APIRouter
 
-from tinkerflow.api.deps import Authorised, Call
-from tinkerflow.api.models import WeightsCopied
+from tinkerflow.api.call import Authorised, Call, Wire
 from tinkerflow.api.openapi import takes_object
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.ids import model_id
@@ -26,6 +25,12 @@ _TOKEN = "x-tinker-weights-access-token"
 _KEY = "x-idempotency-key"
 
 
+class WeightsCopied(Wire):
+    """The path of the copy."""
+
+    tinker_path: str
+
+
 @router.post("/copy_weights", openapi_extra=takes_object())
 async def copy_weights(call: Authorised) -> WeightsCopied:
     """Copy a checkpoint of one's own, a public one, or one that a weights access token opens; the copy's path.
@@ -33,7 +38,7 @@ async def copy_weights(call: Authorised) -> WeightsCopied:
     The copy is in a run made for it, which takes no work. All attempts under one X-Idempotency-Key make one copy.
     """
     body = Fields.parse(await call.body())
-    wanted = _Wanted(
+    wanted = _WantedCopy(
         source=str(CheckpointPath.parse(body.text("source_path"))),
         project_id=body.optional_text("destination_project_id"),
         ttl_seconds=ttl_seconds(body),
@@ -43,14 +48,14 @@ async def copy_weights(call: Authorised) -> WeightsCopied:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _WantedCopy:
     source: str
     project_id: str | None
     ttl_seconds: int | None
     token: str | None
 
 
-def _copy(call: Call, wanted: _Wanted) -> str:
+def _copy(call: Call, wanted: _WantedCopy) -> str:
     owner, label = _destination(call, wanted.project_id)
     session_id = _session_id(call, wanted)
     source_path = CheckpointPath.parse(wanted.source)
@@ -83,7 +88,7 @@ def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
     return call.owner, project_id
 
 
-def _session_id(call: Call, wanted: _Wanted) -> str:
+def _session_id(call: Call, wanted: _WantedCopy) -> str:
     """The same for all attempts at one copy, and no other."""
     key = call.request.headers.get(_KEY) or secrets.token_hex(16)
     of = "\n".join((call.owner, key, wanted.source, str(wanted.project_id), str(wanted.ttl_seconds)))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 from email.utils import format_datetime
 from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from tinkerflow.api.bytes import Segment, send
-from tinkerflow.api.deps import Authorised, Call
+from tinkerflow.api.bytes import ByteSource, archive, send
+from tinkerflow.api.call import Authorised, Call, Services, Wire
 from tinkerflow.api.links import LIFETIME, Linked, link
-from tinkerflow.api.models import ExternalWeightsUrls
-from tinkerflow.api.services import Services
-from tinkerflow.api.tar import archive
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind
 from tinkerflow.backend.store import CheckpointPath, Saved, Store
@@ -26,6 +24,13 @@ link_router = APIRouter()  # opened by a link's signature instead of a key
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _FILE, _ARCHIVE = "checkpoint_files", "checkpoint_archives"
 _COMPLETE = "checkpoint_complete"  # SDK 0.25's push-hf takes an archive without it for a part of one
+
+
+class ExternalWeightsUrls(Wire):
+    """A URL for each file, by its relative path. All can be read until `expires`."""
+
+    urls: dict[str, str]
+    expires: datetime
 
 
 @router.get(f"{_ONE}/external_weights_urls")
@@ -79,7 +84,7 @@ async def read_archive(
     saved = await asyncio.to_thread(_linked_to, services, CheckpointPath(run_id, kind, name), attempt)
     files = [(file, _segment(services.store, saved, file)) for file in saved.files if file != OPTIMIZER]
     headers = {"content-disposition": f'attachment; filename="{name}.tar"', "content-type": "application/x-tar"}
-    return send(request, archive([*files, (_COMPLETE, Segment.of(b""))], saved.created_at), headers, saved.attempt)
+    return send(request, archive([*files, (_COMPLETE, ByteSource.of(b""))], saved.created_at), headers, saved.attempt)
 
 
 def _readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
@@ -108,5 +113,5 @@ def _inside(path: CheckpointPath, saved: Saved) -> str:
     return f"{path.run_id}/{path.kind}/{path.name}/{saved.attempt}"
 
 
-def _segment(store: Store, saved: Saved, file: str) -> Segment:
-    return Segment(saved.files[file].size, partial(store.part, saved, file))
+def _segment(store: Store, saved: Saved, file: str) -> ByteSource:
+    return ByteSource(saved.files[file].size, partial(store.part, saved, file))

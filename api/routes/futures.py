@@ -1,22 +1,83 @@
-"""Results of operations: long polls for one, or for all of a sampling session, and giving a sample up."""
+"""Futures: the ids that answer every submit, long polls for their results, and giving a sample up.
+
+A submit of forward_backward is never refused, because a refused chunk other than the first makes the SDK wait for
+ever. Even a request whose model is unknown or whose bytes cannot be read gets an id, which then carries the reason
+(`refuse`), and polling it returns the failure. Nothing is stored, and whoever invents such an id reads their own text.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import zlib
 from typing import Any
 
 import orjson
 from fastapi import APIRouter
 from fastapi.responses import Response
+from pydantic import Field
 
-from tinkerflow.api.deps import Authorised, Call
-from tinkerflow.api.models import CancelFuture, RetrieveFuture, RetrieveFutures
+from tinkerflow.api.call import Authorised, Call, Wire
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.refusals import reason_of
 from tinkerflow.backend.journal import Completions, Result
 
 router = APIRouter()
+
+_REFUSED = "refused-"
+_LONGEST_REASON = 500  # characters
+
+
+def accepted(request_id: str, **more: Any) -> Response:
+    """The answer to every submit: the request's id, and what else its kind needs."""
+    return _json({"request_id": request_id, **more})
+
+
+def refuse(reason: str) -> str:
+    """A request id that stands for a failure caused by the user, for this reason."""
+    return _REFUSED + base64.urlsafe_b64encode(reason[:_LONGEST_REASON].encode()).decode().rstrip("=")
+
+
+def reason_of(request_id: str) -> str | None:
+    """The reason in an id made by `refuse`, None for any other id."""
+    if not request_id.startswith(_REFUSED):
+        return None
+    text = request_id.removeprefix(_REFUSED)
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode() or None
+    except ValueError:  # not base64, or not text
+        return None
+
+
+class RetrieveFuture(Wire):
+    """The request whose result is wanted. allow_metadata_only: of a large result, its size is wanted first."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class SamplingTarget(Wire):
+    """One copy of a sampling client, whose requests retrieve_futures reports on."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0, lt=9_000_000_000)
+
+
+class RetrieveFutures(Wire):
+    """Which requests were answered after the cursor.
+
+    timeout: seconds to wait when there are none. retrieved_request_ids: results that the client has downloaded.
+    """
+
+    target: SamplingTarget
+    prev_cursor: int = Field(default=0, ge=0, lt=2**63)
+    timeout: float | None = Field(default=None, ge=0)
+    retrieved_request_ids: tuple[str, ...] = Field(default=(), max_length=100_000)
+
+
+class CancelFuture(Wire):
+    """The sample request to give up."""
+
+    request_id: str
 
 
 @router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))

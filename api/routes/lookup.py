@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, date, datetime
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import Response
+from pydantic import AwareDatetime, Field
 
-from tinkerflow.api import session_models as models
-from tinkerflow.api.deps import Authorised, PageLimit, PageOffset
+from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Wire
 from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.scope import AccessScope, visible
+from tinkerflow.api.routes.sessions import FinishedBecause, FinishReason
 from tinkerflow.api.trace import trace
 from tinkerflow.backend.journal import (
     AuditView,
@@ -37,49 +37,209 @@ _RESOURCES = {
 }
 
 
+class AssignProject(Wire):
+    """The project label that a session gets."""
+
+    project_id: str = Field(min_length=1, max_length=128)
+
+
+class PlainStatus(Wire):
+    """Filter: sessions in this status."""
+
+    type: Literal["active", "cancelled", "failed"]
+
+
+class ClientFinishedStatus(Wire):
+    """Filter: sessions that their client ended, for one of these reasons or for any."""
+
+    type: Literal["client_finished"]
+    reasons: tuple[FinishedBecause, ...] | None = Field(default=None, min_length=1)
+
+
+class OwnOwner(Wire):
+    """Filter: sessions of the caller's project."""
+
+    type: Literal["own"] = "own"
+
+
+class AccessibleOwner(Wire):
+    """Filter: every session that the caller may see."""
+
+    type: Literal["accessible"]
+
+
+class UserOwner(Wire):
+    """Filter: sessions of these owners that the caller may see. An owner is named by its project."""
+
+    type: Literal["user"]
+    owner_urns: tuple[str, ...] = Field(min_length=1, max_length=10)
+
+
+class SearchCursor(Wire):
+    """The last session of a page; the next page begins after it."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SearchSessions(Wire):
+    """Filters of a search; a session must match all of them."""
+
+    session_id: str | None = None
+    project_ids: tuple[str, ...] | None = None
+    user_metadata: dict[str, str] = Field(default_factory=dict)
+    display_name: str | None = Field(default=None, min_length=1)
+    owner: Annotated[OwnOwner | AccessibleOwner | UserOwner, Field(discriminator="type")] = OwnOwner()
+    statuses: tuple[Annotated[PlainStatus | ClientFinishedStatus, Field(discriminator="type")], ...] | None = Field(
+        default=None, min_length=1
+    )
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SearchCursor | None = None
+
+
+class SessionDetails(Wire):
+    """A session, and the ids of the models and samplers that were made in it."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str]
+    display_name: str | None = None
+
+
+class SessionIds(Wire):
+    """Ids of sessions, newest first."""
+
+    sessions: list[str]
+
+
+class ActiveStatus(Wire):
+    """The session's client is connected."""
+
+    type: Literal["active"] = "active"
+
+
+class CancelledStatus(Wire):
+    """The session's client fell silent, and none of its requests had failed."""
+
+    type: Literal["cancelled"] = "cancelled"
+    detail: str | None = None
+
+
+class FinishedStatus(Wire):
+    """The session's client ended it."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reason: FinishReason
+    detail: str | None = None
+
+
+class FailedReason(Wire):
+    """The object that failed: its type, and the one id that belongs to the type."""
+
+    type: Literal["request", "training_run", "sampling_session"]
+    request_id: str | None = None
+    request_type: str | None = None
+    training_run_id: str | None = None
+    sampling_session_id: str | None = None
+
+
+class FailedStatus(Wire):
+    """The session's client fell silent after a failure."""
+
+    type: Literal["failed"] = "failed"
+    category: Literal["user", "internal"]
+    reason: FailedReason
+    message: str
+
+
+class FoundSession(Wire):
+    """A session that was found. project_id: its label, or its owner when it has no label."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: ActiveStatus | CancelledStatus | FinishedStatus | FailedStatus
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str]
+    checkpoint_storage_bytes: int
+
+
+class FoundSessions(Wire):
+    """A page of sessions, newest first. next_cursor: absent on the last page."""
+
+    sessions: list[FoundSession]
+    next_cursor: SearchCursor | None = None
+
+
+class TraceExport(Wire):
+    """A link to the trace. It is always ready, because the trace is made when it is downloaded."""
+
+    status: Literal["ready"] = "ready"
+    url: str
+
+
+class AuditEntry(Wire):
+    """One event of the audit log."""
+
+    timestamp: datetime
+    event: str
+    event_details: dict[str, object]
+    model_id: str | None = None
+    tinker_path: str | None = None
+    purpose: str | None = None
+
+
+class AuditLog(Wire):
+    """Events sorted by time."""
+
+    entries: list[AuditEntry]
+
+
 @router.get("/sessions")
 async def sessions(
     call: Authorised,
     limit: PageLimit = 20,
     offset: PageOffset = 0,
     access_scope: AccessScope = "owned",
-) -> models.SessionIds:
+) -> SessionIds:
     """Ids of sessions, newest first."""
-    owner = visible(call, access_scope)
+    owner = call.visible(access_scope)
     found = await asyncio.to_thread(call.journal.session_ids, owner, limit=limit, offset=offset)
-    return models.SessionIds(sessions=found)
+    return SessionIds(sessions=found)
 
 
-@router.post("/sessions/search", response_model_exclude_none=True, openapi_extra=takes(models.SearchSessions))
-async def search(call: Authorised) -> models.FoundSessions:
+@router.post("/sessions/search", response_model_exclude_none=True, openapi_extra=takes(SearchSessions))
+async def search(call: Authorised) -> FoundSessions:
     """Sessions that match all filters, newest first. A project that no visible session is in answers 404."""
-    asked = await call.parsed(models.SearchSessions)
+    asked = await call.parsed(SearchSessions)
     query = SessionQuery(
         session_id=asked.session_id,
         display_name=asked.display_name,
         projects=asked.project_ids,
         user_metadata=asked.user_metadata,
-        owners=asked.owner.owner_urns if isinstance(asked.owner, models.UserOwner) else None,
+        owners=asked.owner.owner_urns if isinstance(asked.owner, UserOwner) else None,
         statuses=None if asked.statuses is None else tuple(_status_query(status) for status in asked.statuses),
         limit=asked.limit,
         after=None if asked.cursor is None else (asked.cursor.last_created_at, asked.cursor.last_session_id),
     )
-    owner = visible(call, "owned" if asked.owner.type == "own" else "accessible")
+    owner = call.visible("owned" if asked.owner.type == "own" else "accessible")
     found, more = await asyncio.to_thread(call.journal.search_sessions, query, owner)
     last = found[-1].session if more else None
-    return models.FoundSessions(
+    return FoundSessions(
         sessions=[_summary(one) for one in found],
-        next_cursor=last and models.SearchCursor(last_created_at=last.created_at, last_session_id=last.id),
+        next_cursor=last and SearchCursor(last_created_at=last.created_at, last_session_id=last.id),
     )
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
-async def session(session_id: str, call: Authorised, access_scope: AccessScope = "owned") -> models.Session:
+async def session(session_id: str, call: Authorised, access_scope: AccessScope = "owned") -> SessionDetails:
     """A session with the ids of all that it made."""
 
-    def read() -> models.Session:
-        found = call.journal.session(session_id, visible(call, access_scope))
-        return models.Session(
+    def read() -> SessionDetails:
+        found = call.journal.session(session_id, call.visible(access_scope))
+        return SessionDetails(
             training_run_ids=call.journal.models_of(session_id),
             sampler_ids=[sampler.id for sampler in call.journal.samplers_of(session_id)],
             user_metadata=plain_metadata(found.user_metadata),
@@ -89,21 +249,21 @@ async def session(session_id: str, call: Authorised, access_scope: AccessScope =
     return await asyncio.to_thread(read)
 
 
-@router.put("/sessions/{session_id}/project", openapi_extra=takes(models.AssignProject))
+@router.put("/sessions/{session_id}/project", openapi_extra=takes(AssignProject))
 async def assign_project(session_id: str, call: Authorised) -> dict[str, object]:
     """Put a session, and what it made, under a project label. Any label is good: the owner stays what it is."""
-    asked = await call.parsed(models.AssignProject)
+    asked = await call.parsed(AssignProject)
     await asyncio.to_thread(
-        call.journal.assign_project, session_id, visible(call), asked.project_id, key_id=call.key_id
+        call.journal.assign_project, session_id, call.visible(), asked.project_id, key_id=call.key_id
     )
     return {}
 
 
 @router.get("/sessions/{session_id}/trace_export")
-async def trace_export(session_id: str, call: Authorised) -> models.TraceExport:
+async def trace_export(session_id: str, call: Authorised) -> TraceExport:
     """A link to the session's timeline, which is made anew at each download."""
-    await asyncio.to_thread(call.journal.session, session_id, visible(call))
-    return models.TraceExport(url=link(call, f"session_traces/{session_id}")[0])
+    await asyncio.to_thread(call.journal.session, session_id, call.visible())
+    return TraceExport(url=link(call, f"session_traces/{session_id}")[0])
 
 
 @link_router.get("/session_traces/{session_id}")
@@ -122,35 +282,35 @@ async def audit(
     call: Authorised,
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
-) -> models.AuditLog:
+) -> AuditLog:
     """What was done to keys, sessions and checkpoints on a UTC day (default: today): in one's project, or in all.
 
     A key and a session's label belong to `projects`. There are no teams and organizations here.
     """
-    entries = await asyncio.to_thread(call.journal.audit_log, visible(call), resource=_RESOURCES[event_type], day=day)
-    return models.AuditLog(entries=[_entry(entry) for entry in entries])
+    entries = await asyncio.to_thread(call.journal.audit_log, call.visible(), resource=_RESOURCES[event_type], day=day)
+    return AuditLog(entries=[_entry(entry) for entry in entries])
 
 
 def _status_query(
-    status: models.PlainStatus | models.ClientFinishedStatus,
+    status: PlainStatus | ClientFinishedStatus,
 ) -> tuple[SessionStatus, tuple[str, ...] | None]:
-    return (status.type, status.reasons if isinstance(status, models.ClientFinishedStatus) else None)
+    return (status.type, status.reasons if isinstance(status, ClientFinishedStatus) else None)
 
 
-def _summary(found: SessionSummary) -> models.SessionSummary:
+def _summary(found: SessionSummary) -> FoundSession:
     session = found.session
-    status: models.Active | models.Cancelled | models.ClientFinished | models.Failed
+    status: ActiveStatus | CancelledStatus | FinishedStatus | FailedStatus
     match session.state:
         case SessionState.ACTIVE:
-            status = models.Active()
+            status = ActiveStatus()
         case SessionState.FINISHED:
-            reason = models.FinishReason.model_validate({"type": session.finish_reason})
-            status = models.ClientFinished(reason=reason, detail=session.detail)
+            reason = FinishReason.model_validate({"type": session.finish_reason})
+            status = FinishedStatus(reason=reason, detail=session.detail)
         case SessionState.EXPIRED if session.failure is not None:
             status = _failed(session.failure)
         case SessionState.EXPIRED:
-            status = models.Cancelled(detail=session.detail)
-    return models.SessionSummary(
+            status = CancelledStatus(detail=session.detail)
+    return FoundSession(
         session_id=session.id,
         created_at=session.created_at,
         owner=session.owner,
@@ -163,16 +323,14 @@ def _summary(found: SessionSummary) -> models.SessionSummary:
     )
 
 
-def _failed(failure: SessionFailure) -> models.Failed:
-    reason = models.FailedReason(
-        type=failure.what, request_type=failure.request_kind, **{f"{failure.what}_id": failure.id}
-    )
+def _failed(failure: SessionFailure) -> FailedStatus:
+    reason = FailedReason(type=failure.what, request_type=failure.request_kind, **{f"{failure.what}_id": failure.id})
     category: Literal["user", "internal"] = "user" if failure.category == "user" else "internal"
-    return models.Failed(category=category, reason=reason, message=failure.message)
+    return FailedStatus(category=category, reason=reason, message=failure.message)
 
 
-def _entry(entry: AuditView) -> models.AuditEntry:
-    return models.AuditEntry(
+def _entry(entry: AuditView) -> AuditEntry:
+    return AuditEntry(
         timestamp=entry.at,
         event=entry.event,
         event_details=dict(entry.details),

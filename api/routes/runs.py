@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 
 from fastapi import APIRouter
 
-from tinkerflow.api.deps import Authorised, PageLimit, PageOffset
-from tinkerflow.api.models import Cursor, TrainingRun, TrainingRuns
-from tinkerflow.api.routes.weights import checkpoint
-from tinkerflow.api.scope import AccessScope, visible
+from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Wire
+from tinkerflow.api.routes.weights import CheckpointDetails, Cursor, checkpoint
 from tinkerflow.backend.journal import ModelState, RunView
 
 router = APIRouter()
+
+
+class TrainingRun(Wire):
+    """A training run (a model). corrupted: its state was lost with a worker group."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool
+    lora_rank: int
+    last_request_time: datetime
+    last_checkpoint: CheckpointDetails | None = None
+    last_sampler_checkpoint: CheckpointDetails | None = None
+    user_metadata: dict[str, str]
+
+
+class TrainingRuns(Wire):
+    """A list of training runs, newest first."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
 
 
 @router.get("/training_runs", response_model_exclude_none=True)
@@ -24,7 +45,7 @@ async def training_runs(
     project_id: str | None = None,
 ) -> TrainingRuns:
     """Training runs, newest first; with project_id those of sessions in that project."""
-    owner = visible(call, access_scope)
+    owner = call.visible(access_scope)
     page = await asyncio.to_thread(call.journal.training_runs, owner, limit=limit, offset=offset, project_id=project_id)
     return TrainingRuns(
         training_runs=[_training_run(row) for row in page.rows],
@@ -35,7 +56,7 @@ async def training_runs(
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
 async def training_run(run_id: str, call: Authorised, access_scope: AccessScope = "owned") -> TrainingRun:
     """One training run with its newest checkpoints."""
-    return _training_run(await asyncio.to_thread(call.journal.training_run, run_id, visible(call, access_scope)))
+    return _training_run(await asyncio.to_thread(call.journal.training_run, run_id, call.visible(access_scope)))
 
 
 def _training_run(run: RunView) -> TrainingRun:

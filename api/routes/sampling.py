@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 from fastapi import APIRouter
 from fastapi.responses import Response
+from pydantic import Field
 
-from tinkerflow.api.deps import Authorised, Call
-from tinkerflow.api.models import (
-    CreateSamplingSession,
-    JoinSamplingSession,
-    Sampler,
-    SamplingSessionCreated,
-    SamplingSessionJoined,
-)
+from tinkerflow.api.call import Authorised, Call, Wire
 from tinkerflow.api.openapi import takes, takes_object
-from tinkerflow.api.submit import accepted, content_hash
+from tinkerflow.api.routes.futures import accepted
+from tinkerflow.api.submit import content_hash
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
@@ -25,6 +21,43 @@ from tinkerflow.backend.wire import Fields, num_samples, with_seed
 router = APIRouter()
 
 _MAX_SAMPLE_SEQ = 2**63 - 1  # clones count from clone id times a billion
+
+
+class CreateSamplingSession(Wire):
+    """A sampler to open: on a base model, or on a saved checkpoint (model_path)."""
+
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0, lt=2**31)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplingSessionCreated(Wire):
+    """The id of a new sampler."""
+
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
+
+
+class JoinSamplingSession(Wire):
+    """The sampling session that another copy of its client joins."""
+
+    sampling_session_id: str
+
+
+class SamplingSessionJoined(Wire):
+    """client_counter: the number of this copy of the client, from which its sequence ids are counted."""
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
+class SamplerDetails(Wire):
+    """The weights that a sampler samples: its base model, and the checkpoint if it has one."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
 
 
 @router.post("/asample", openapi_extra=takes_object())
@@ -89,7 +122,7 @@ async def join_sampling_session(call: Authorised) -> SamplingSessionJoined:
 
 
 @router.get("/samplers/{wanted}", response_model_exclude_none=True)
-async def get_sampler(wanted: str, call: Authorised) -> Sampler:
+async def get_sampler(wanted: str, call: Authorised) -> SamplerDetails:
     """Which weights a sampler samples."""
     row = await asyncio.to_thread(call.journal.sampler, wanted, call.owner)
-    return Sampler(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
+    return SamplerDetails(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)

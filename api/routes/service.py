@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from typing import Literal
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from tinkerflow.api.deps import Authorised
+from tinkerflow.api.call import Authorised, Wire
 from tinkerflow.api.metrics import text_of
-from tinkerflow.api.models import Capabilities, SupportedModel, Telemetry, TelemetryAccepted
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.model_card import ModelCard
 
@@ -19,6 +19,43 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 _SECRET = re.compile(r"tml-[\w.~+/=-]+|eyJ[\w.~+/=-]+")
+
+
+class TelemetryEvent(Wire):
+    """One event. Its other fields are not read, because they can hold API keys."""
+
+    event: str = ""
+    event_name: str | None = None
+    error_type: str | None = None
+    error_message: str | None = None
+
+
+class Telemetry(Wire):
+    """Events of one client, at most a few hundred at a time."""
+
+    session_id: str = ""
+    events: tuple[TelemetryEvent, ...] = ()
+
+
+class TelemetryAccepted(Wire):
+    """The events were read."""
+
+    status: Literal["accepted"] = "accepted"
+
+
+class SupportedModel(Wire):
+    """A base model that is served."""
+
+    model_name: str
+    max_context_length: int
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class Capabilities(Wire):
+    """The base models that clients can train and sample."""
+
+    supported_models: list[SupportedModel]
 
 
 @router.post("/client/config")

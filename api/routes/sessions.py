@@ -3,15 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, Literal
 
 from fastapi import APIRouter, HTTPException
 
-from tinkerflow.api.deps import Authorised
-from tinkerflow.api.models import CreateSession, Finish, Heartbeat, HeartbeatHeard, SessionCreated
+from tinkerflow.api.call import Authorised, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.journal import NewSession, SessionState
 
 router = APIRouter()
+
+
+class CreateSession(Wire):
+    """What a client says of itself when it begins a session."""
+
+    sdk_version: str
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, Any] | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionCreated(Wire):
+    """The id of a new session."""
+
+    type: Literal["create_session"] = "create_session"
+    session_id: str
+
+
+class Heartbeat(Wire):
+    """The session that its client keeps alive."""
+
+    session_id: str
+
+
+class HeartbeatHeard(Wire):
+    """The session is active."""
+
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+FinishedBecause = Literal["success", "errored", "interrupted"]
+
+
+class FinishReason(Wire):
+    """Why a session ends."""
+
+    type: FinishedBecause
+
+
+class Finish(Wire):
+    """Why the client ends its session, and its words on that."""
+
+    reason: FinishReason
+    detail: str | None = None
 
 
 @router.post("/create_session", openapi_extra=takes(CreateSession))

@@ -6,15 +6,16 @@ import asyncio
 import hashlib
 import secrets
 from dataclasses import dataclass
+from typing import Literal
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from tinkerflow.api.deps import Authorised, Call
-from tinkerflow.api.models import GetInfo, ModelData, ModelInfo, optimizer_config
+from tinkerflow.api.call import Authorised, Call, Wire
 from tinkerflow.api.openapi import takes, takes_object, takes_protobuf
-from tinkerflow.api.refusals import refuse
-from tinkerflow.api.submit import accepted, content_hash, submit_for_model
+from tinkerflow.api.routes.futures import accepted, refuse
+from tinkerflow.api.routes.weights import optimizer_config
+from tinkerflow.api.submit import content_hash, submit_for_model
 from tinkerflow.backend.commands import LoraSpec, Optimizer
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import model_id
@@ -38,6 +39,32 @@ from tinkerflow.backend.wire import (
 router = APIRouter()
 
 _SEED_BITS = 31
+
+
+class GetInfo(Wire):
+    """The model that is asked about."""
+
+    model_id: str
+
+
+class ModelData(Wire):
+    """What a model is made of; tokenizer_id is what AutoTokenizer loads on the client."""
+
+    arch: str
+    model_name: str
+    tokenizer_id: str
+
+
+class ModelInfo(Wire):
+    """A model. Without model_name the SDK would ask samplers/{id}, and its get_tokenizer() would fail."""
+
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+    model_data: ModelData
+    is_lora: bool = True
+    lora_rank: int
+    model_name: str
+    optimizer_config: dict[str, str | int]
 
 
 # The busiest endpoints come first: routes are tried in order.
@@ -119,7 +146,7 @@ async def load_weights(call: Authorised) -> Response:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _WantedModel:
     """The model that a request asks for."""
 
     base_model: str
@@ -142,7 +169,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
     except UserError as e:
         # The row says what can be said of a model that never came to be; the request says why.
         base_model = values.get("base_model")
-        wanted = _Wanted(base_model if isinstance(base_model, str) else "", LoraSpec(rank=0), {})
+        wanted = _WantedModel(base_model if isinstance(base_model, str) else "", LoraSpec(rank=0), {})
         error = e.message
     model = NewModel(
         id=new_id,
@@ -170,18 +197,18 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
     return accepted(journal.submit_new_model(model, request, call.services.limits), model_id=new_id)
 
 
-def _fresh(journal: Journal, owner: str, body: bytes) -> _Wanted:
+def _fresh(journal: Journal, owner: str, body: bytes) -> _WantedModel:
     asked = decode_create_model(body)
     seed = secrets.randbits(_SEED_BITS) if asked.seed is None else asked.seed
-    return _Wanted(asked.base_model, asked.spec, asked.user_metadata, seed, asked.optimizer)
+    return _WantedModel(asked.base_model, asked.spec, asked.user_metadata, seed, asked.optimizer)
 
 
-def _from_checkpoint(journal: Journal, owner: str, body: bytes) -> _Wanted:
+def _from_checkpoint(journal: Journal, owner: str, body: bytes) -> _WantedModel:
     asked = decode_load_model(body)
     saved = journal.checkpoint(asked.path, owner, access=asked.access)
     spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed)
     optimizer = saved.optimizer if asked.optimizer else asked.fresh
-    return _Wanted(asked.base_model or saved.base_model, spec, asked.user_metadata, optimizer=optimizer)
+    return _WantedModel(asked.base_model or saved.base_model, spec, asked.user_metadata, optimizer=optimizer)
 
 
 def _must_be_served(journal: Journal, base_model: str) -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
+from typing import Literal
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from tinkerflow.api.deps import Authorised, PageLimit, PageOffset
-from tinkerflow.api.models import (
-    Checkpoint,
-    Checkpoints,
-    CheckpointType,
-    Cursor,
-    WeightsInfo,
-    WeightsPath,
-    optimizer_config,
-)
+from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Wire
 from tinkerflow.api.openapi import takes, takes_object
 from tinkerflow.api.submit import submit_for_model
+from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
 from tinkerflow.backend.store import CheckpointPath
@@ -35,11 +29,58 @@ router = APIRouter()
 # A retried unnamed save comes with a new number, and is the same save all the same (PROTOCOL.md 3.2).
 _RENUMBERED = ("sampling_session_seq_id",)
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+CheckpointType = Literal["training", "sampler", "external"]
 _TYPES: dict[CheckpointKind, CheckpointType] = {
     CheckpointKind.WEIGHTS: "training",
     CheckpointKind.SAMPLER_WEIGHTS: "sampler",
     CheckpointKind.EXTERNAL_WEIGHTS: "external",
 }
+
+
+class CheckpointDetails(Wire):
+    """A saved checkpoint; checkpoint_id is `{kind}/{name}`."""
+
+    checkpoint_id: str
+    checkpoint_type: CheckpointType
+    time: datetime
+    tinker_path: str
+    size_bytes: int
+    public: bool
+    user_metadata: dict[str, str]
+    expires_at: datetime | None = None
+
+
+class Cursor(Wire):
+    """Which part of a list a page is."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class Checkpoints(Wire):
+    """A list of checkpoints, newest first."""
+
+    checkpoints: list[CheckpointDetails]
+    cursor: Cursor | None = None
+
+
+class WeightsPath(Wire):
+    """The checkpoint that is asked about, as a tinker:// path."""
+
+    tinker_path: str
+
+
+class WeightsInfo(Wire):
+    """What a client must know of a checkpoint before it loads it."""
+
+    base_model: str
+    is_lora: bool = True
+    lora_rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+    optimizer_config: dict[str, str | int]
 
 
 @router.post("/save_weights", openapi_extra=takes_object())
@@ -126,9 +167,14 @@ async def weights_info(call: Authorised) -> WeightsInfo:
     )
 
 
-def checkpoint(row: CheckpointView) -> Checkpoint:
+def optimizer_config(optimizer: Optimizer) -> dict[str, str | int]:
+    """An optimizer as the wire names it."""
+    return {"type": "dimuon", "version": 1} if optimizer == "dimuon" else {"type": "adamw"}
+
+
+def checkpoint(row: CheckpointView) -> CheckpointDetails:
     """A checkpoint as clients see it."""
-    return Checkpoint(
+    return CheckpointDetails(
         checkpoint_id=f"{row.kind}/{row.name}",
         checkpoint_type=_TYPES[row.kind],
         time=row.created_at,

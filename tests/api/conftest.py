@@ -21,7 +21,7 @@ import tinker
 import uvicorn
 
 from tinkerflow.api.app import create_app
-from tinkerflow.api.serve import Server
+from tinkerflow.api.serve import ApiServer
 from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.commands import (
     AdapterState,
@@ -358,7 +358,7 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
             async with Waiters(journal) as waiters:
                 started["app"] = app = create_app(settings, journal, waiters, store, clock=clock)
                 config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, timeout_graceful_shutdown=1)
-                started["server"] = server = Server(config, app.state.services, ready.set)
+                started["server"] = server = ApiServer(config, app.state.services, ready.set)
                 await server.serve([listening])
 
         thread = threading.Thread(target=lambda: asyncio.run(main()))

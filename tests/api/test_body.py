@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.api.conftest import KEY
 
-from tinkerflow.api.body import BodyTooLargeError, read_body
-from tinkerflow.backend.errors import UserError
+from tinkerflow.api.call import read_body
+from tinkerflow.backend.errors import BodyTooLargeError, UserError
 
 LIMIT = 1000
 

@@ -13,8 +13,7 @@ from fastapi.responses import StreamingResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerflow.api.bytes import Segment, send
-from tinkerflow.api.tar import archive
+from tinkerflow.api.bytes import ByteSource, archive, send
 from tinkerflow.backend.store import BLOCK
 
 
@@ -32,7 +31,7 @@ async def content(answer: Any) -> bytes:
 
 @given(st.lists(st.binary(max_size=20), max_size=5), st.integers(0, 60), st.integers(0, 60))
 async def test_a_part_is_that_part_of_the_whole(parts: list[bytes], start: int, length: int) -> None:
-    segments, whole = [Segment.of(part) for part in parts], b"".join(parts)
+    segments, whole = [ByteSource.of(part) for part in parts], b"".join(parts)
     assert await content(send(request(), segments, {}, "tag")) == whole
     asked = request(range=f"bytes={start}-{start + length}")
     if start >= len(whole):
@@ -50,23 +49,23 @@ async def test_a_large_file_is_never_held_whole() -> None:
         reads.append((start, length))
         return bytes(length)
 
-    answer = send(request(), [Segment(size, read)], {}, "tag")
+    answer = send(request(), [ByteSource(size, read)], {}, "tag")
     assert isinstance(answer, StreamingResponse) and reads == []
     first = await anext(aiter(answer.body_iterator))
     assert reads == [(0, BLOCK)] and len(first) == BLOCK
-    assert send(request("HEAD"), [Segment(size, read)], {}, "tag").headers["content-length"] == str(size)
+    assert send(request("HEAD"), [ByteSource(size, read)], {}, "tag").headers["content-length"] == str(size)
     assert len(reads) == 1
 
 
 async def test_a_file_that_shrank_cuts_the_answer() -> None:
-    answer = send(request(), [Segment(10, lambda start, length: b"")], {}, "tag")
+    answer = send(request(), [ByteSource(10, lambda start, length: b"")], {}, "tag")
     with pytest.raises(OSError, match="ended after 0 of 10 bytes"):
         await content(answer)
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.binary(max_size=1500), max_size=4))
 async def test_an_archive_opens_with_its_files(files: dict[str, bytes]) -> None:
-    members = [(name, Segment.of(data)) for name, data in files.items()]
+    members = [(name, ByteSource.of(data)) for name, data in files.items()]
     data = await content(send(request(), archive(members, datetime(2026, 1, 2, tzinfo=UTC)), {}, "tag"))
     with tarfile.open(fileobj=BytesIO(data)) as tar:
         assert {m.name: (tar.extractfile(m) or BytesIO()).read() for m in tar.getmembers()} == files

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from tinkerflow.api.deps import Authorised
+from tinkerflow.api.call import Authorised
 from tinkerflow.api.links import LIFETIME, Linked, link
 
 
