@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments import checkpoints
+from tinkerflow.deployments import checkpoint_commands
 from tinkerflow.deployments.parts import open_journal, run_api_part, run_engine_part, run_worker_part
 
 app = typer.Typer(
@@ -27,7 +27,7 @@ models = typer.Typer(help="Base models.", no_args_is_help=True)
 keys = typer.Typer(help="API keys. Without any, a server bound to loopback takes every tml- key.", no_args_is_help=True)
 app.add_typer(models, name="models")
 app.add_typer(keys, name="key")
-app.add_typer(checkpoints.app, name="checkpoint")
+app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 Parent = Annotated[int, typer.Option(hidden=True, help="end when this process ends")]
 DataDir = Annotated[Path | None, typer.Option(help="database, models, caches and logs [default: ~/.tinkerflow]")]

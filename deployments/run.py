@@ -183,13 +183,13 @@ def _completes(console: Console, pipeline: str, config: Mapping[str, Any], prefe
 def _run(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> State[BaseModel]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from tinkerflow.flows.pipelines import PIPELINES
-    from tinkerflow.tasks.pipelines.board import follower
+    from tinkerflow.flows.pipelines import pipelines
+    from tinkerflow.tasks.pipelines.artifacts import follower
 
-    if pipeline not in PIPELINES:
-        raise UserError(f"pipeline {pipeline!r}: must be one of {', '.join(PIPELINES)}")
-    flow, parameters = PIPELINES[pipeline]
-    given = parameters.model_validate(config)
+    if pipeline not in pipelines():
+        raise UserError(f"pipeline {pipeline!r}: must be one of {', '.join(pipelines())}")
+    flow = pipelines()[pipeline].flow
+    given = pipelines()[pipeline].parameters.model_validate(config)
     logging.getLogger("tinker").setLevel(logging.ERROR)  # it says that it asks again whenever an answer takes long
     bar = Progress(
         TextColumn("{task.description}"),

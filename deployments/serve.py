@@ -175,11 +175,11 @@ async def _deployment(wanted: Deployment) -> RunnerDeployment:
     from prefect.flows import load_flow_from_entrypoint
     from prefect.types.entrypoint import EntrypointType
 
-    from tinkerflow.flows.pipelines import PIPELINES
+    from tinkerflow.flows.pipelines import pipelines
 
     flow: Flow[..., Any] = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
-    if flow.name in PIPELINES:
-        PIPELINES[flow.name][1].model_validate(wanted.parameters.get("parameters", {}))  # wrong ones are refused now
+    if flow.name in pipelines():  # wrong parameters are refused now
+        pipelines()[flow.name].parameters.model_validate(wanted.parameters.get("parameters", {}))
     limit = wanted.concurrency_limit
     return await flow.ato_deployment(
         wanted.name,

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinkerflow.flows.pipelines import PIPELINES
-from tinkerflow.tasks.pipelines.parameters import DistillParameters, DpoParameters, RlParameters
+from tinkerflow.flows.pipelines import pipelines
+from tinkerflow.flows.pipelines.distill import DistillParameters
+from tinkerflow.flows.pipelines.dpo import DpoParameters
+from tinkerflow.flows.pipelines.rl import RlParameters
 
 DATA: dict[str, Any] = {"data": {"url": "rows.jsonl"}}
 
 
 def test_every_parameter_is_described() -> None:
-    for _flow, parameters in PIPELINES.values():
+    for parameters in (found.parameters for found in pipelines().values()):
         schema = parameters.model_json_schema()
         for name, model in {"": schema, **schema["$defs"]}.items():
             found = model.get("properties", {}).items()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.errors import UserError
+from tinkerflow.flows.pipelines.rl import group_centred, kl_advantages
 from tinkerflow.tasks.pipelines import Renderer, Row, parse_row
-from tinkerflow.tasks.pipelines.advantages import group_centred, nearness
 from tinkerflow.tasks.pipelines.environments import (
     Asked,
     Facts,
@@ -22,7 +22,7 @@ from tinkerflow.tasks.pipelines.environments import (
     unrewarded,
 )
 from tinkerflow.tasks.pipelines.rewards import holds_answer, is_answer
-from tinkerflow.tasks.pipelines.rollouts import Rollouts, Turn
+from tinkerflow.tasks.pipelines.rollouts import Rollouts, SampledTurn
 
 ROW = parse_row({"prompt": "Which colour is grass?", "answer": "Green"}, "prompt")
 
@@ -96,7 +96,7 @@ async def test_an_environment_leads_several_turns(tokenizer: Any, renderer: Rend
 
 
 def test_only_the_answer_is_learnt() -> None:
-    datum = Turn([5, 6, 7], [8, 9], np.array([-0.5, -1.5])).datum(np.array([2.0, -2.0]))
+    datum = SampledTurn([5, 6, 7], [8, 9], np.array([-0.5, -1.5])).datum(np.array([2.0, -2.0]))
     inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
     assert datum.model_input.to_ints() == [5, 6, 7, 8]
     assert inputs["target_tokens"] == [6, 7, 8, 9]
@@ -108,7 +108,7 @@ def test_advantages_are_what_is_better_than_the_group() -> None:
     assert group_centred([1.0, 0.0, 0.0, 1.0]).tolist() == [0.5, -0.5, -0.5, 0.5]
     assert group_centred([1.0, 1.0]).tolist() == [0.0, 0.0]
     assert group_centred([1.0, 0.0, 0.0, 1.0], by_deviation=True) == pytest.approx([1, -1, -1, 1], rel=1e-5)
-    first, second = nearness([np.array([1.0, 3.0]), np.array([2.0])], 0.5)
+    first, second = kl_advantages([np.array([1.0, 3.0]), np.array([2.0])], 0.5)
     assert (first.tolist(), second.tolist()) == ([0.5, -0.5], [0.0])
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinkerflow.tasks.pipelines.grid import points
-from tinkerflow.tasks.pipelines.parameters import SweepParameters
+from tinkerflow.flows.pipelines.sweep import SweepParameters, points
 
 
 def parameters(**grid: Any) -> SweepParameters:

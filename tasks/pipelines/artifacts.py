@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -22,97 +21,104 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectException
 
+from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.tasks.pipelines.curves import Points, data_url, picture
 from tinkerflow.tasks.pipelines.data import DataReport
-from tinkerflow.tasks.pipelines.progress import Segment, StepMetrics
+from tinkerflow.tasks.pipelines.progress import SegmentRecord, StepMetrics
 
 log = logging.getLogger(__name__)
 
-LIVE_SECONDS = 2.0  # between two updates of what changes with every step
+LIVE_SECONDS = 2.0  # between two updates of the progress
 MOST_ROWS = 200
 
-# Whoever runs a flow in this process may follow it, for a progress bar: gets step, of how many, and the step's values.
+# Code that runs a flow in this process may set this, for a progress bar: it gets step, number of steps, step's metrics.
 follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
 
 
-class Board:
-    """The artifacts of one run. Outside of a flow run, or when Prefect does not take them, work goes on without.
+class RunArtifacts:
+    """The artifacts of one run. Outside of a flow run, or when Prefect is not reached, the run goes on without them.
 
-    Keys are `<pipeline>-<name>-<what>`, so that the runs of one name follow one another under one key.
+    Keys are `<pipeline>-<name>-<kind>`, so that the runs of one name follow one another under one key.
     """
 
-    def __init__(self, prefix: str) -> None:
-        """`prefix`: `<pipeline>-<name>`."""
+    def __init__(self, prefix: str, clock: Clock | None = None) -> None:
+        """`prefix`: `<pipeline>-<name>`. clock: tells when the progress may be written again."""
         self._prefix = prefix
+        self._clock = clock or SystemClock()
         self._made: dict[str, UUID] = {}
-        self._live = 0.0
+        self._written_at: float | None = None
 
     async def progress(self, step: int, steps: int, values: Mapping[str, float]) -> None:
-        """How far the run is; at most every LIVE_SECONDS, and at the end."""
+        """Show how far the run is; at most every LIVE_SECONDS, and at the end."""
         if (follow := follower.get()) is not None:
             follow(step, steps, values)
-        if step < steps and time.monotonic() - self._live < LIVE_SECONDS:
+        now = self._clock.monotonic()
+        if step < steps and self._written_at is not None and now - self._written_at < LIVE_SECONDS:
             return
-        self._live = time.monotonic()
+        self._written_at = now
         text = f"step {step} of {steps}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         await self._put("progress", acreate_progress_artifact, 100 * step / steps, text, "progress")
 
     async def curves(self, steps: Sequence[StepMetrics], held_out: Mapping[str, Points]) -> None:
-        """Every metric of the steps as a picture and as a table."""
+        """Show every metric of the steps as a picture and as a table."""
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for one in steps:
-            for name, value in one.values.items():
-                panels.setdefault(name, {}).setdefault(name, []).append((one.step, value))
+        for metrics in steps:
+            for name, value in metrics.values.items():
+                panels.setdefault(name, {}).setdefault(name, []).append((metrics.step, value))
         for name, points in held_out.items():
             panels.setdefault(name.removeprefix("held_out_"), {})[name] = list(points)
         await self.pictures("curves", panels, "curves over steps")
         every = max(1, -(-len(steps) // MOST_ROWS))
-        rows = [{"step": one.step} | one.values for i, one in enumerate(steps) if i % every == 0 or one is steps[-1]]
+        rows = [{"step": m.step} | m.values for i, m in enumerate(steps) if i % every == 0 or m is steps[-1]]
         await self.table("steps", rows, f"every {every}. step" if every > 1 else "all steps")
 
-    async def pictures(self, what: str, panels: Mapping[str, Mapping[str, Points]], title: str) -> None:
-        """A picture of panels: title -> name of a line -> its points."""
-        await self._put(what, acreate_image_artifact, data_url(picture(panels)), title, "image_url")
+    async def pictures(self, kind: str, panels: Mapping[str, Mapping[str, Points]], title: str) -> None:
+        """Show a picture of panels: title of a panel -> name of a line -> its points."""
+        await self._put(kind, acreate_image_artifact, data_url(picture(panels)), title, "image_url")
 
-    async def table(self, what: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-        """A table with one row for each mapping."""
-        await self._put(what, acreate_table_artifact, [dict(row) for row in rows], title, "table")
+    async def table(self, kind: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """Show a table with one row for each mapping."""
+        await self._put(kind, acreate_table_artifact, [dict(row) for row in rows], title, "table")
 
-    async def text(self, what: str, markdown: str, title: str) -> None:
-        """A page of Markdown."""
-        await self._put(what, acreate_markdown_artifact, markdown, title, "markdown")
+    async def text(self, kind: str, markdown: str, title: str) -> None:
+        """Show a page of Markdown."""
+        await self._put(kind, acreate_markdown_artifact, markdown, title, "markdown")
 
     async def data(self, reports: Mapping[str, DataReport]) -> None:
-        """What the data checks found: name of the data set -> report."""
+        """Show what the data checks found: name of the data set -> report."""
         await self.text("data", "\n\n".join(data_page(name, report) for name, report in reports.items()), "data report")
 
-    async def samples(self, segments: Sequence[Segment]) -> None:
-        """What was answered after each segment, one column for each of the last few."""
-        told = [segment for segment in segments if segment.samples]
-        if not told:
+    async def samples(self, segments: Sequence[SegmentRecord]) -> None:
+        """Show the answers after the first segment and after the last four, one column for each."""
+        sampled = [segment for segment in segments if segment.samples]
+        if not sampled:
             return
-        shown = [told[0], *told[1:][-4:]]
+        shown = [sampled[0], *sampled[1:][-4:]]
         rows = []
         for i, first in enumerate(shown[0].samples):
-            answers = {f"after step {one.last_step}": one.samples[i].answer for one in shown}
+            answers = {f"after step {segment.last_step}": segment.samples[i].answer for segment in shown}
             rows.append({"prompt": first.prompt} | answers | ({"wanted": first.wanted} if first.wanted else {}))
         await self.table("samples", rows, "greedy answers over time")
 
-    async def _put(self, what: str, create: Any, data: object, title: str, name: str) -> None:
+    async def _put(self, kind: str, create: Any, data: object, title: str, name: str) -> None:
+        """Make the artifact `kind` with `create`, or update it when this run has made it before.
+
+        data: the content, the argument `name` of `create`. title: the artifact's description.
+        """
         if FlowRunContext.get() is None and TaskRunContext.get() is None:
             return
         try:
-            if what not in self._made:
-                self._made[what] = await create(
-                    **{name: data}, key=f"{self._prefix}-{what}".replace("_", "-"), description=title
+            if kind not in self._made:
+                self._made[kind] = await create(
+                    **{name: data}, key=f"{self._prefix}-{kind}".replace("_", "-"), description=title
                 )
                 return
             stored = orjson.dumps(data).decode() if name == "table" else data  # a table is stored as a text
             async with get_client() as client:
                 update = ArtifactUpdate(data=stored, description=title)
-                await client.update_artifact(self._made[what], update)
+                await client.update_artifact(self._made[kind], update)
         except (httpx.HTTPError, PrefectException) as error:
-            log.warning("artifact %s was not written: %s: %s", what, type(error).__name__, error)
+            log.warning("artifact %s was not written: %s: %s", kind, type(error).__name__, error)
 
 
 def data_page(name: str, report: DataReport) -> str:
