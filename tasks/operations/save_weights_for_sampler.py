@@ -42,7 +42,7 @@ from tinkerflow.backend.journal import (
     SamplerOpened,
     SnapshotTaken,
 )
-from tinkerflow.backend.processes import backoff
+from tinkerflow.backend.retry import backoff
 from tinkerflow.backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.commit import commit, record
 from tinkerflow.tasks.execution.context import ExecutionContext

@@ -26,8 +26,8 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.compute import executor as module
 from tinkerflow.backend.compute import memory, train
 from tinkerflow.backend.errors import DevicesError, NotFoundError, ServerError, UserError
-from tinkerflow.backend.pool.answers import Answers
-from tinkerflow.backend.pool.sharing import in_parts
+from tinkerflow.backend.pool.scheduler import in_parts
+from tinkerflow.backend.pool.worker import ReplyCollector
 
 LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
 
@@ -108,7 +108,7 @@ def test_what_is_begun_before_the_last_is_read_has_the_same_answers(qwen3, examp
         adapter(executor, "a")
         adapter(executor, "b")
         sent: list[tuple[int, bytes]] = []
-        desk = Answers(lambda index, body, driver: sent.append((index, b"".join(body))), 0)
+        desk = ReplyCollector(lambda index, body, driver: sent.append((index, b"".join(body))), 0)
         for index, command in enumerate(commands):
             desk.give(None, index, command, executor.execute)
         desk.drain()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tinkerflow.backend.pool.birth import Birth
-from tinkerflow.backend.pool.spawn import Ending, spawn_worker
+from tinkerflow.backend.pool.host.spawn import Ending, spawn_worker
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec
 from tinkerflow.backend.processes import free_port
 
 
@@ -103,7 +103,7 @@ class ThisMachine:
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
         """Start a child."""
-        birth = Birth(
+        spec = LaunchSpec(
             host=self.address,
             port=launch.port,
             secret=self.secret(launch.salt).hex(),
@@ -112,7 +112,7 @@ class ThisMachine:
             parent=os.getpid(),
             compile_cache_dir="",
         )
-        return await spawn_worker(birth, f"{self.address}:{free_port()}", log_dir=self._log_dir)
+        return await spawn_worker(spec, f"{self.address}:{free_port()}", log_dir=self._log_dir)
 
     def release(self) -> None:
         """Nothing is held."""

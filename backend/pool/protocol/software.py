@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tinkerflow import backend
-from tinkerflow.backend.pool.codec import fingerprint
+from tinkerflow.backend.pool.protocol.frames import fingerprint
 
 
 @cache

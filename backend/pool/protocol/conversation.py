@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tinkerflow.backend.pool import codec
-from tinkerflow.backend.pool.heart import Heart
-from tinkerflow.backend.pool.messages import Beat
-from tinkerflow.backend.pool.transport import LoopLink
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.messages import Beat
+from tinkerflow.backend.supervise.heartbeat import HeartbeatMonitor
 
 
 class Conversation:
@@ -21,7 +21,7 @@ class Conversation:
         """`run` closes `link` at its end. silence: seconds until a silent other end is lost."""
         self.closed = False  # from the other end, as when its process ends
         self._link = link
-        self._heart = Heart(silence)
+        self._heart = HeartbeatMonitor(silence)
         self._outbox: asyncio.Queue[object] = asyncio.Queue()
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -61,7 +61,7 @@ class Conversation:
     async def _send(self) -> str:
         try:
             while True:
-                await self._link.write(0, codec.encode(await self._outbox.get()))
+                await self._link.write(0, frames.encode(await self._outbox.get()))
         except OSError as error:
             return f"its connection broke ({error})"
 
@@ -70,7 +70,7 @@ class Conversation:
             while True:
                 frame = await self._link.read()
                 self._heart.hear()
-                message = codec.decode(frame.body)
+                message = frames.decode(frame.body)
                 if not isinstance(message, Beat):
                     await take(message)
         except (EOFError, ConnectionResetError):

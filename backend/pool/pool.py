@@ -15,9 +15,9 @@ from typing import Self
 from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
 from tinkerflow.backend.errors import GroupFailedError, TinkerflowError, UserError
 from tinkerflow.backend.pool.group import Group, Plan
-from tinkerflow.backend.pool.places import Site, ThisMachine
-from tinkerflow.backend.pool.sharing import Sharing, in_parts
-from tinkerflow.backend.processes import backoff
+from tinkerflow.backend.pool.host.places import Site, ThisMachine
+from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
+from tinkerflow.backend.retry import backoff
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ class Pool:
     """
 
     def __init__(
-        self, plan: Plan, command_deadline: float, on_waiting: Callable[[str], Awaitable[None]], sharing: Sharing
+        self, plan: Plan, command_deadline: float, on_waiting: Callable[[str], Awaitable[None]], sharing: Scheduler
     ) -> None:
         """Use `start`."""
         self._plan = plan
-        self._sharing = sharing
+        self._scheduler = sharing
         self._on_waiting = on_waiting
         self._command_deadline = command_deadline
         self._group: Group | None = None
@@ -132,7 +132,7 @@ class Pool:
             )
         where = site or ThisMachine(log_dir)
         plan = Plan(config, processes, executor, start_deadline, heartbeat_timeout, where, _quietly(on_progress))
-        pool = cls(plan, command_deadline, on_waiting, Sharing(chunks_per_microbatch))
+        pool = cls(plan, command_deadline, on_waiting, Scheduler(chunks_per_microbatch))
         while not await pool._launch():
             if pool._failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
                 raise pool._last_error or GroupFailedError("no worker group came up")
@@ -191,10 +191,10 @@ class Pool:
         """
         seconds = self._command_deadline if deadline is None else deadline
         if generation is None:
-            return await self._sharing.submit(command, partial(self._send, command, seconds))
-        parts = in_parts(command, self._sharing.microbatch, self._plan.config.fsdp)
+            return await self._scheduler.submit(command, partial(self._send, command, seconds))
+        parts = in_parts(command, self._scheduler.microbatch, self._plan.config.fsdp)
         if len(parts) == 1:
-            return await self._sharing.submit(command, partial(self._send_to, generation, command, seconds))
+            return await self._scheduler.submit(command, partial(self._send_to, generation, command, seconds))
         sent: list[asyncio.Future[Reply]] = []
 
         def send(part: Command) -> asyncio.Future[Reply]:
@@ -204,7 +204,7 @@ class Pool:
             sent.append(self._send_to(generation, part, seconds))
             return sent[-1]
 
-        waiting = [self._sharing.submit(part, partial(send, part)) for part in parts]
+        waiting = [self._scheduler.submit(part, partial(send, part)) for part in parts]
         replies = await asyncio.gather(*waiting, return_exceptions=True)
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
         if failed:  # the group may have ended while it executed another part than the first that has failed
@@ -313,7 +313,7 @@ class Pool:
             log.error("worker group %d did not start: %s", self._generation, error)
             return False
         self._group = group  # from here on stop() ends it
-        self._sharing.microbatch = info.microbatch_tokens
+        self._scheduler.microbatch = info.microbatch_tokens
         if self._consumed:
             await self._losses.join()
         if group.failure is None:

@@ -62,7 +62,7 @@ class _Place:
 
 
 @dataclass
-class Sharing:
+class Scheduler:
     """The lines before one worker group. chunks: steps of the sampler for each micro-batch, of `microbatch` tokens."""
 
     chunks: float

@@ -19,15 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.pool import codec
-from tinkerflow.backend.pool.birth import Birth
-from tinkerflow.backend.pool.conversation import Conversation
-from tinkerflow.backend.pool.host_messages import Ended, Held, Offer, Refusal, Signal, Spawn, Spawned, TakeOver, Welcome
-from tinkerflow.backend.pool.places import generation_secret
-from tinkerflow.backend.pool.software import software
-from tinkerflow.backend.pool.spawn import ChildProcess, spawn_worker
-from tinkerflow.backend.pool.transport import LoopLink, WorkerLink
-from tinkerflow.backend.processes import backoff, free_port
+from tinkerflow.backend.pool.host.places import generation_secret
+from tinkerflow.backend.pool.host.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.conversation import Conversation
+from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
+from tinkerflow.backend.pool.protocol.messages import (
+    Ended,
+    Held,
+    Offer,
+    Refusal,
+    Signal,
+    Spawn,
+    Spawned,
+    TakeOver,
+    Welcome,
+)
+from tinkerflow.backend.pool.protocol.software import software
+from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.retry import backoff
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +48,7 @@ _END_SECONDS = 10.0  # that a killed process may take to end; we go on without i
 
 
 @dataclass(frozen=True)
-class Post:
+class HostConfig:
     """Where a host's agent joins, and what it offers.
 
     compile_cache_dir: of this host's processes, in place of the one that the driver names; "" = that one.
@@ -53,46 +64,46 @@ class Post:
     longest_pause: float = 5.0
 
 
-async def serve_group(post: Post, say: Callable[[str], None]) -> None:
-    """Offer this host's room to the group at post.driver, for ever; cancel it to end, with all processes.
+async def serve_group(config: HostConfig, say: Callable[[str], None]) -> None:
+    """Offer this host's room to the group at config.driver, for ever; cancel it to end, with all processes.
 
     `say` gets lines for people. UserError when the driver has another secret or other software.
     """
-    where = f"{post.driver}:{post.port}"
-    crew = _Crew(post)
+    where = f"{config.driver}:{config.port}"
+    processes = HostProcesses(config)
     try:
-        await _serve(post, crew, where, say)
+        await _serve(config, processes, where, say)
     finally:
-        await crew.end()
+        await processes.end()
 
 
-async def _serve(post: Post, crew: _Crew, where: str, say: Callable[[str], None]) -> None:
+async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: Callable[[str], None]) -> None:
     agent, failures, clock = uuid.uuid4().hex, 0, asyncio.get_running_loop().time
     while True:
         failures += 1
         try:
-            link, silence = await _join(post, agent, crew)
+            link, silence = await _join(config, agent, processes)
         except PermissionError as error:
             raise UserError(f"the group at {where} has another secret: {error}") from error
         except (OSError, EOFError) as error:
             if failures == 1:
                 say(f"the group at {where} cannot be reached ({error}); trying again until it can")
         else:
-            say(f"joined the group at {where} from {link.address} with room for {post.processes} process(es)")
+            say(f"joined the group at {where} from {link.address} with room for {config.processes} process(es)")
             if doubt := await asyncio.to_thread(_doubt, link.address):
                 say(doubt)
             began = clock()
             talk = Conversation(link, silence)
-            why = await _Visit(crew, link.address, talk).run()
-            if talk.closed and crew.leave():
+            why = await AgentSession(processes, link.address, talk).run()
+            if talk.closed and processes.leave():
                 kept = f"are kept for its next driver, {KEEP_SECONDS:g} s"
             else:
-                await crew.end()
+                await processes.end()
                 kept = "have ended"
             say(f"left the group at {where}: {why}; its processes here {kept}")
             if clock() - began > silence:
                 failures = 0
-        await asyncio.sleep(min(post.longest_pause, backoff(max(1, failures))))
+        await asyncio.sleep(min(config.longest_pause, backoff(max(1, failures))))
 
 
 def _doubt(address: str) -> str:
@@ -110,14 +121,14 @@ def _doubt(address: str) -> str:
     )
 
 
-async def _join(post: Post, agent: str, crew: _Crew) -> tuple[LoopLink, float]:
+async def _join(config: HostConfig, agent: str, processes: HostProcesses) -> tuple[LoopLink, float]:
     """Connect and be welcomed: the connection, and the seconds after which a silent end is lost."""
-    link = await _connect(post)
+    link = await _connect(config)
     try:
-        offer = Offer(agent, socket.gethostname(), link.address, post.processes, software(), crew.held)
+        offer = Offer(agent, socket.gethostname(), link.address, config.processes, software(), processes.held)
         async with asyncio.timeout(_CONNECT_SECONDS):
-            await link.write(0, codec.encode(offer))
-            answer = codec.decode((await link.read()).body)
+            await link.write(0, frames.encode(offer))
+            answer = frames.decode((await link.read()).body)
     except BaseException as error:
         link.close()
         if isinstance(error, ValueError):
@@ -131,9 +142,9 @@ async def _join(post: Post, agent: str, crew: _Crew) -> tuple[LoopLink, float]:
     raise ConnectionError(f"{type(answer).__name__} in answer to our offer")
 
 
-async def _connect(post: Post) -> LoopLink:
-    ours = (post.driver, post.port, post.secret, 0, 0, _CONNECT_SECONDS)
-    connecting = asyncio.create_task(asyncio.to_thread(WorkerLink.connect, *ours))
+async def _connect(config: HostConfig) -> LoopLink:
+    ours = (config.driver, config.port, config.secret, 0, 0, _CONNECT_SECONDS)
+    connecting = asyncio.create_task(asyncio.to_thread(connect, *ours))
     try:
         return (await asyncio.shield(connecting)).to_loop()
     except asyncio.CancelledError:
@@ -158,13 +169,13 @@ class _Process:
     doomed: bool = False
 
 
-class _Crew:
+class HostProcesses:
     """The processes that run here, with and without a driver."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, config: HostConfig) -> None:
         """Nobody yet."""
         self.talk: Conversation | None = None  # with the driver that is there
-        self._post = post
+        self._config = config
         self._watches: dict[_Process, asyncio.Task[None]] = {}
         self._expiry: asyncio.TimerHandle | None = None
 
@@ -180,12 +191,12 @@ class _Crew:
     async def spawn(self, asked: Spawn, address: str) -> ChildProcess:
         """Start one, in place of those without a driver that have its plan, or of all. OSError when that fails."""
         old = [one for one in self._without_driver() if one.plan == asked.plan]
-        if len(self._watches) - len(old) >= self._post.processes:
+        if len(self._watches) - len(old) >= self._config.processes:
             old = self._without_driver()
         await self._end(old)
-        birth = self._birth(asked.port, asked.salt, asked.generation, asked.rank)
+        spec = self._spec(asked.port, asked.salt, asked.generation, asked.rank)
         coordinator = f"{address}:{free_port(address)}"
-        child = await spawn_worker(birth, coordinator, log_dir=self._post.log_dir, keep=True)
+        child = await spawn_worker(spec, coordinator, log_dir=self._config.log_dir, keep=True)
         one = _Process(child, asked.rank, asked.salt, asked.plan, asked.process)
         self._watches[one] = asyncio.create_task(self._watch(one))
         return child
@@ -195,7 +206,7 @@ class _Crew:
         for one in self._without_driver():
             if one.child.pid == asked.pid:
                 one.salt, one.number = asked.salt, asked.process
-                one.child.serve(self._birth(asked.port, asked.salt, asked.generation, one.rank))
+                one.child.serve(self._spec(asked.port, asked.salt, asked.generation, one.rank))
                 return one.child
         return None
 
@@ -214,15 +225,15 @@ class _Crew:
             self._expiry.cancel()
         await self._end(self._watches)
 
-    def _birth(self, port: int, salt: bytes, generation: int, rank: int) -> Birth:
-        return Birth(
-            host=self._post.driver,
+    def _spec(self, port: int, salt: bytes, generation: int, rank: int) -> LaunchSpec:
+        return LaunchSpec(
+            host=self._config.driver,
             port=port,
-            secret=generation_secret(self._post.secret, salt).hex(),
+            secret=generation_secret(self._config.secret, salt).hex(),
             generation=generation,
             rank=rank,
             parent=os.getpid(),
-            compile_cache_dir=self._post.compile_cache_dir,
+            compile_cache_dir=self._config.compile_cache_dir,
         )
 
     def _without_driver(self) -> list[_Process]:
@@ -253,37 +264,37 @@ class _Crew:
             self.talk.tell(Ended(one.number, ending.how, ending.crashed))
 
 
-class _Visit:
+class AgentSession:
     """One connection to the driver."""
 
-    def __init__(self, crew: _Crew, address: str, talk: Conversation) -> None:
-        self._crew = crew
+    def __init__(self, processes: HostProcesses, address: str, talk: Conversation) -> None:
+        self._processes = processes
         self._address = address
         self._talk = talk
 
     async def run(self) -> str:
         """Do as the driver says until it is lost: why it was."""
-        self._crew.talk = self._talk
+        self._processes.talk = self._talk
         try:
             return await self._talk.run(self._obey)
         finally:
-            self._crew.talk = None
+            self._processes.talk = None
 
     async def _obey(self, message: object) -> None:
         match message:
             case Spawn():
                 await self._spawn(message)
             case TakeOver():
-                self._tell(message.process, self._crew.take_over(message))
+                self._tell(message.process, self._processes.take_over(message))
             case Signal():
-                if (process := self._crew.find(message.process)) is not None:  # else it has ended already
+                if (process := self._processes.find(message.process)) is not None:  # else it has ended already
                     process.signal(message.number)
             case _:
                 raise ValueError(f"{type(message).__name__}, which is not for us")
 
     async def _spawn(self, asked: Spawn) -> None:
         try:
-            self._tell(asked.process, await self._crew.spawn(asked, self._address))
+            self._tell(asked.process, await self._processes.spawn(asked, self._address))
         except OSError as error:
             log.exception("rank %d of generation %d cannot be started", asked.rank, asked.generation)
             self._talk.tell(Ended(asked.process, f"could not be started: {error}", crashed=False))

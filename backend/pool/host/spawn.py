@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tinkerflow
-from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec
 
 _PACKAGES = Path(tinkerflow.__file__).parents[1]
 _MALLOC = {  # C libraries without tunables ignore them
@@ -32,13 +32,13 @@ class Ending:
     crashed: bool
 
 
-async def spawn_worker(birth: Birth, coordinator: str, *, log_dir: Path | None, keep: bool = False) -> ChildProcess:
-    """Start a worker process, which connects to the driver of `birth`. It writes to our stderr, or into `log_dir`.
+async def spawn_worker(spec: LaunchSpec, coordinator: str, *, log_dir: Path | None, keep: bool = False) -> ChildProcess:
+    """Start a worker process, which connects to the driver of `spec`. It writes to our stderr, or into `log_dir`.
 
     coordinator: "address:port" that was free a moment ago. keep: it outlives its driver, to be given another one.
     The worker leads a session of its own: Ctrl-C reaches the supervisor only.
     """
-    output = _STDERR if log_dir is None else _log_file(log_dir, birth.rank)
+    output = _STDERR if log_dir is None else _log_file(log_dir, spec.rank)
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -54,7 +54,7 @@ async def spawn_worker(birth: Birth, coordinator: str, *, log_dir: Path | None, 
         if output != _STDERR:
             os.close(output)
     child = ChildProcess(process, coordinator)
-    child.serve(birth)
+    child.serve(spec)
     if not keep:
         child.serve_no_other()
     return child
@@ -71,9 +71,9 @@ class ChildProcess:
         self._process = process
         self._input = process.stdin
 
-    def serve(self, birth: Birth) -> None:
-        """Have it leave the driver that it serves, and connect to that of `birth`."""
-        self._input.write(birth.to_line())  # far less than a pipe holds: no need to drain
+    def serve(self, spec: LaunchSpec) -> None:
+        """Have it leave the driver that it serves, and connect to that of `spec`."""
+        self._input.write(spec.to_line())  # far less than a pipe holds: no need to drain
 
     def serve_no_other(self) -> None:
         """Let it end with the driver that it serves."""

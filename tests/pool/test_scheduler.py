@@ -31,8 +31,8 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.packing import pack
 from tinkerflow.backend.errors import GroupFailedError
-from tinkerflow.backend.pool import sharing
-from tinkerflow.backend.pool.sharing import Sharing, in_parts
+from tinkerflow.backend.pool import scheduler
+from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
 
 MICROBATCH = 64
 
@@ -46,7 +46,7 @@ class Devices:
     """A worker group that executes what it was sent when it is told to, in that order."""
 
     def __init__(self, chunks: float = 1.0) -> None:
-        self.sharing = Sharing(chunks, MICROBATCH)
+        self.sharing = Scheduler(chunks, MICROBATCH)
         self.sent: list[str] = []
         self.executing: deque[tuple[str, Reply, asyncio.Future[Reply]]] = deque()
 
@@ -175,7 +175,7 @@ async def test_training_goes_on_when_a_step_that_was_to_come_does_not() -> None:
     assert await devices.run() == ["S", "T"]
     assert devices.sent == ["S", "T"]
     running = asyncio.create_task(wait_for(last))
-    await asyncio.sleep(4 * sharing._STEP_SECONDS)
+    await asyncio.sleep(4 * scheduler._STEP_SECONDS)
     assert await devices.run() == ["T"]
     assert await running == Done()
 

@@ -37,7 +37,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
 from tinkerflow.backend.pool import GroupLost, Pool, group
-from tinkerflow.backend.pool.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.pool.host.spawn import ChildProcess, spawn_worker
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 WaitUntil = Callable[..., Awaitable[None]]
@@ -211,7 +211,7 @@ async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to
 async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
     start_pool: StartPool, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "_CAREFUL", 3)
+    monkeypatch.setattr(group, "_PROBATION_COMMANDS", 3)
     pool = await start_pool("Ahead")
     innocent, guilty = together(pool, step(), order("die"))
     with pytest.raises(SuspectError):  # it was being computed: nobody knows better
@@ -440,7 +440,7 @@ async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, p
 async def test_what_ends_a_group_while_a_late_command_is_waited_for_is_named(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "_LAST_WORDS_SECONDS", 30.0)
+    monkeypatch.setattr(group, "_DUMP_GRACE_SECONDS", 30.0)
     pool = await start_pool(processes=2)
     late = asyncio.create_task(pool.submit(order("hang:1"), deadline=0.2))
     await asyncio.sleep(1.0)
@@ -647,7 +647,7 @@ async def test_a_machine_without_room_for_a_process_is_tried_again(
             raise OSError(11, "Resource temporarily unavailable")
         return await spawn_worker(*args, **kwargs)
 
-    monkeypatch.setattr("tinkerflow.backend.pool.places.spawn_worker", spawn)
+    monkeypatch.setattr("tinkerflow.backend.pool.host.places.spawn_worker", spawn)
     os.kill(pool.pids[0], signal.SIGKILL)
     await wait_until(lambda: not pool.ready)
     await serves_again(pool, generation=4)

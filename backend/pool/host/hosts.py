@@ -15,13 +15,24 @@ import socket
 from collections.abc import Sequence
 from typing import Self
 
-from tinkerflow.backend.pool import codec
-from tinkerflow.backend.pool.conversation import Conversation
-from tinkerflow.backend.pool.host_messages import Ended, Held, Offer, Refusal, Signal, Spawn, Spawned, TakeOver, Welcome
-from tinkerflow.backend.pool.places import Launch, Place, WorkerProcess, generation_secret
-from tinkerflow.backend.pool.software import software
-from tinkerflow.backend.pool.spawn import Ending
-from tinkerflow.backend.pool.transport import LoopLink, next_connection
+from tinkerflow.backend.pool.host.places import Launch, Place, WorkerProcess, generation_secret
+from tinkerflow.backend.pool.host.spawn import Ending
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.conversation import Conversation
+from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.handshake import accept, next_connection
+from tinkerflow.backend.pool.protocol.messages import (
+    Ended,
+    Held,
+    Offer,
+    Refusal,
+    Signal,
+    Spawn,
+    Spawned,
+    TakeOver,
+    Welcome,
+)
+from tinkerflow.backend.pool.protocol.software import software
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +91,7 @@ class Host:
         self.talk = talk
         self.taken = 0
         self.held = list(offer.held)
-        self._births: dict[int, asyncio.Future[Spawned]] = {}
+        self._starting: dict[int, asyncio.Future[Spawned]] = {}
         self._endings: dict[int, asyncio.Future[Ending]] = {}
 
     @property
@@ -93,7 +104,7 @@ class Host:
         if self.talk.over is not None:
             raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
         number, loop = self.site.next_number(), asyncio.get_running_loop()
-        birth = self._births[number] = loop.create_future()
+        starting = self._starting[number] = loop.create_future()
         ending = self._endings[number] = loop.create_future()
         self.site.launched.add(launch.salt)
         if held is None:
@@ -102,12 +113,12 @@ class Host:
         else:
             self.talk.tell(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
         try:
-            return HostProcess(self, await birth, ending)
+            return HostProcess(self, await starting, ending)
         except asyncio.CancelledError:
             self.talk.tell(Signal(number, signal.SIGKILL))
             raise
         finally:
-            del self._births[number]
+            del self._starting[number]
 
     async def serve(self) -> str:
         """Be the group's until the host is lost: why it was."""
@@ -115,23 +126,23 @@ class Host:
             return await self.talk.run(self._take)
         finally:
             how = f"was lost with host {self.offer.host}: {self.talk.over}"
-            for birth in self._births.values():
-                if not birth.done():
-                    birth.set_exception(OSError(f"a process {how}"))
+            for starting in self._starting.values():
+                if not starting.done():
+                    starting.set_exception(OSError(f"a process {how}"))
             for ending in self._endings.values():
                 ending.set_result(Ending(how, crashed=False))
 
     async def _take(self, message: object) -> None:
         match message:
-            case Spawned() if (birth := self._births.get(message.process)) is not None and not birth.done():
-                birth.set_result(message)
+            case Spawned() if (starting := self._starting.get(message.process)) is not None and not starting.done():
+                starting.set_result(message)
             case Spawned():  # nobody waits for it any more, and it was told to end
                 log.info("a process of host %s came too late", self.offer.host)
             case Ended() if message.process in self._endings:
                 ending = Ending(f"{message.how} (on host {self.offer.host})", message.crashed)
-                birth = self._births.get(message.process)
-                if birth is not None and not birth.done():
-                    birth.set_exception(OSError(f"a process {ending.how}"))
+                starting = self._starting.get(message.process)
+                if starting is not None and not starting.done():
+                    starting.set_exception(OSError(f"a process {ending.how}"))
                 self._endings.pop(message.process).set_result(ending)
             case _:
                 raise ValueError(f"{type(message).__name__}, for which nobody asked")
@@ -239,7 +250,7 @@ class Hosts:
     async def _serve(self, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                link = await LoopLink.accept(sock, self._secret, 0, 1)
+                link = await accept(sock, self._secret, 0, 1)
                 offer = await self._hear_offer(link)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
             log.warning("a stranger connected where hosts join: %r", error)
@@ -266,13 +277,13 @@ class Hosts:
     async def _hear_offer(self, link: LoopLink) -> Offer | None:
         """The offer of whoever connected; None, and it is told why, when it cannot join."""
         try:
-            offer = codec.decode((await link.read()).body)
+            offer = frames.decode((await link.read()).body)
             if not isinstance(offer, Offer):
                 raise ValueError(f"{type(offer).__name__} instead of an offer")
             if offer.software != software():
                 why = f"host {offer.host} has {offer.software}, the driver {software()}: they must be the same"
                 log.warning("refused: %s", why)
-                await link.write(0, codec.encode(Refusal(why)))
+                await link.write(0, frames.encode(Refusal(why)))
                 link.close()
                 return None
         except BaseException:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.pool import codec, transport
-from tinkerflow.backend.pool.birth import Birth
-from tinkerflow.backend.pool.transport import LoopLink, WorkerLink, header, next_connection
+from tinkerflow.backend.pool.protocol import frames, handshake
+from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink, header
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, connect, next_connection
 
 SECRET = b"a secret of this generation"
 
@@ -32,11 +32,11 @@ async def meet(
 ) -> tuple[LoopLink | BaseException, WorkerLink | BaseException]:
     """What becomes of both ends when a worker with `theirs` connects to a driver of generation 3 with 2 ranks."""
     port = listener.getsockname()[1]
-    worker = asyncio.to_thread(WorkerLink.connect, "127.0.0.1", port, theirs, generation, rank, timeout=5.0)
+    worker = asyncio.to_thread(connect, "127.0.0.1", port, theirs, generation, rank, timeout=5.0)
 
     async def drive() -> LoopLink:
         sock = await next_connection(listener)
-        return await LoopLink.accept(sock, SECRET, 3, 2)
+        return await accept(sock, SECRET, 3, 2)
 
     driver_end, worker_end = await asyncio.gather(drive(), worker, return_exceptions=True)
     return driver_end, worker_end
@@ -53,17 +53,17 @@ async def test_frames_cross_both_ways(listener: socket.socket) -> None:
     driver, worker = await linked(listener)
     assert driver.rank == 1
     big = np.arange(3_000_000, dtype=np.float32)
-    sending = asyncio.create_task(driver.write(7, codec.encode((1, big, "x"))))
+    sending = asyncio.create_task(driver.write(7, frames.encode((1, big, "x"))))
     frame = await asyncio.to_thread(worker.read)
     await sending
     assert frame.index == 7
-    one, array, text = codec.decode(frame.body)
+    one, array, text = frames.decode(frame.body)
     assert (one, text) == (1, "x")
     assert array.tobytes() == big.tobytes()
-    await asyncio.to_thread(worker.write, 2**63, codec.encode("back"))
+    await asyncio.to_thread(worker.write, 2**63, frames.encode("back"))
     answer = await driver.read()
     assert answer.index == 2**63
-    assert codec.decode(answer.body) == "back"
+    assert frames.decode(answer.body) == "back"
     driver.close()
     with pytest.raises(EOFError, match="closed"):
         await asyncio.to_thread(worker.read)
@@ -81,7 +81,7 @@ async def test_a_large_frame_gives_signs_of_life_while_it_is_on_its_way(listener
     driver.on_bytes = count
     size = 32 << 20  # far more than lies in the buffers between them
     for part in (size, 3 << 10):  # also as many small parts
-        body = codec.encode((np.zeros(part, np.uint8),) * (size // part))
+        body = frames.encode((np.zeros(part, np.uint8),) * (size // part))
         signs = 0
         sending = asyncio.create_task(driver.write(1, body))
         await asyncio.to_thread(worker.read)
@@ -108,13 +108,13 @@ async def test_who_cannot_accept_a_connection_tries_again(
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().accept()
 
-    monkeypatch.setattr(transport, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(handshake, "_AGAIN_SECONDS", 0.01)
     with Exhausted() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.setblocking(False)
         with socket.create_connection(listener.getsockname()):
-            (await transport.next_connection(listener)).close()
+            (await handshake.next_connection(listener)).close()
     assert "Too many open files" in caplog.text
 
 
@@ -145,14 +145,14 @@ async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket
     reflected = asyncio.create_task(asyncio.to_thread(mirror, listener.getsockname()[1]))
     sock = await next_connection(listener)
     with pytest.raises(PermissionError, match="does not know the secret"):
-        await LoopLink.accept(sock, SECRET, 3, 1)
+        await accept(sock, SECRET, 3, 1)
     await reflected
 
 
 def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What TCP makes of an attempt whose own port happens to be the one where nobody listens."""
 
-    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+    def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
         sock = socket.socket()
         sock.bind(address)
         sock.connect(address)
@@ -160,9 +160,9 @@ def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch)
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", to_itself)
     with pytest.raises(ConnectionRefusedError, match=f"nobody but we ourselves on port {port}"):
-        WorkerLink.connect("127.0.0.1", port, SECRET, 0, 0)
+        connect("127.0.0.1", port, SECRET, 0, 0)
 
 
 async def test_a_connection_is_not_lost_when_nobody_waits_for_it_any_more(listener: socket.socket) -> None:
@@ -184,7 +184,7 @@ async def test_a_stranger_that_hangs_up_is_an_end_of_file(listener: socket.socke
     socket.create_connection(listener.getsockname()).close()
     sock = await next_connection(listener)
     with pytest.raises(EOFError):
-        await LoopLink.accept(sock, SECRET, 3, 1)
+        await accept(sock, SECRET, 3, 1)
     assert sock.fileno() == -1
 
 
@@ -211,12 +211,12 @@ async def test_garbage_is_a_value_error_at_both_ends(listener: socket.socket, ra
 async def test_a_group_starts_although_strangers_knock(
     start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tinkerflow.backend.pool import places, spawn
+    from tinkerflow.backend.pool.host import places, spawn
 
-    async def knock_then_spawn(birth: Birth, coordinator: str, *, log_dir: Path | None) -> spawn.ChildProcess:
-        with socket.create_connection((birth.host, birth.port)) as stranger:
+    async def knock_then_spawn(spec: LaunchSpec, coordinator: str, *, log_dir: Path | None) -> spawn.ChildProcess:
+        with socket.create_connection((spec.host, spec.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
-        return await spawn.spawn_worker(birth, coordinator, log_dir=log_dir)
+        return await spawn.spawn_worker(spec, coordinator, log_dir=log_dir)
 
     monkeypatch.setattr(places, "spawn_worker", knock_then_spawn)
     pool = await start_pool(processes=2)  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 BEATS = 6  # so many in a row without any frame from the other end: it is stopped, or cut off
 
 
-class Heart:
+class HeartbeatMonitor:
     """What one end knows of the other's life.
 
     Our own beats are counted, not time: a stall of this process accuses nobody. So a silence of `timeout` seconds is
