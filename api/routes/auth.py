@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter
-
-from tinkerflow.api.call import Authorised, Wire
+from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.backend.errors import UserError
 
-router = APIRouter()
+router = Router()
 
 
 class Token(Wire):

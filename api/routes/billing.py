@@ -10,14 +10,12 @@ import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from fastapi import APIRouter
-
-from tinkerflow.api.call import Authorised, Wire
+from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import StoredUsage, Usage, UsageKind, plain_metadata
 from tinkerflow.backend.settings import Settings
 
-router = APIRouter()
+router = Router(busy=1)
 
 HOUR = timedelta(hours=1)
 LONGEST = timedelta(days=14)

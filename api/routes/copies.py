@@ -8,9 +8,7 @@ import secrets
 from dataclasses import dataclass
 from datetime import timedelta
 
-from fastapi import APIRouter
-
-from tinkerflow.api.call import Authorised, Call, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes_object
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.ids import model_id
@@ -19,7 +17,7 @@ from tinkerflow.backend.journal import CopyMade, access_hash
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import Fields, ttl_seconds
 
-router = APIRouter()
+router = Router()
 
 _TOKEN = "x-tinker-weights-access-token"
 _KEY = "x-idempotency-key"

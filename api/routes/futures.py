@@ -13,15 +13,14 @@ import zlib
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.journal import Completions, Result
 
-router = APIRouter()
+router = Router(busy=9)
 
 _REFUSED = "refused-"
 _LONGEST_REASON = 500  # characters

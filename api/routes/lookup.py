@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import AwareDatetime, Field
 
-from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Wire
+from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.sessions import FinishedBecause, FinishReason
@@ -25,7 +25,7 @@ from tinkerflow.backend.journal import (
     plain_metadata,
 )
 
-router = APIRouter()
+router = Router(busy=2)
 link_router = APIRouter()  # opened by a link's signature instead of a key
 
 _RESOURCES = {

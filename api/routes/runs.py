@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime
 
-from fastapi import APIRouter
-
-from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Wire
+from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.routes.weights import CheckpointDetails, Cursor, checkpoint
 from tinkerflow.backend.journal import ModelState, RunView
 
-router = APIRouter()
+router = Router(busy=3)
 
 
 class TrainingRun(Wire):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_object
 from tinkerflow.api.routes.futures import accepted
 from tinkerflow.api.submit import content_hash
@@ -18,7 +17,7 @@ from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
 from tinkerflow.backend.wire import Fields, num_samples, with_seed
 
-router = APIRouter()
+router = Router(busy=7)
 
 _MAX_SAMPLE_SEQ = 2**63 - 1  # clones count from clone id times a billion
 

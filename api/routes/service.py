@@ -7,18 +7,18 @@ import logging
 import re
 from typing import Literal
 
-from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from tinkerflow.api.call import Authorised, Wire
-from tinkerflow.api.metrics import text_of
+from tinkerflow.api.auth import PREFIX, TOKEN_PREFIX
+from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.model_card import ModelCard
 
 log = logging.getLogger(__name__)
-router = APIRouter()
+router = Router(busy=6)
 
-_SECRET = re.compile(r"tml-[\w.~+/=-]+|eyJ[\w.~+/=-]+")
+_SECRET = re.compile(rf"(?:{PREFIX}|{TOKEN_PREFIX})[\w.~+/=-]+")
 
 
 class TelemetryEvent(Wire):
@@ -88,11 +88,12 @@ async def telemetry(call: Authorised) -> TelemetryAccepted:
     return TelemetryAccepted()
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(call: Authorised) -> str:
-    """What the worker groups have compiled, in the text format of Prometheus; nothing that is anybody's own."""
+@router.get("/metrics")
+async def metrics(call: Authorised) -> Response:
+    """How many requests were answered and what the worker groups have compiled. It tells nothing about any project."""
     models = await asyncio.to_thread(call.journal.base_models)
-    return text_of([(model.name, model.warmth) for model in models if model.warmth is not None])
+    programs = {model.name: model.warmth for model in models if model.warmth is not None}
+    return Response(call.services.metrics.page(programs), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/get_server_capabilities")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from fastapi import APIRouter, HTTPException
+from fastapi import HTTPException
 
-from tinkerflow.api.call import Authorised, Wire
+from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.journal import NewSession, SessionState
 
-router = APIRouter()
+router = Router(busy=5)
 
 
 class CreateSession(Wire):

@@ -8,10 +8,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal
 
-from fastapi import APIRouter
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_object, takes_protobuf
 from tinkerflow.api.routes.futures import accepted, refuse
 from tinkerflow.api.routes.weights import optimizer_config
@@ -36,7 +35,7 @@ from tinkerflow.backend.wire import (
     training_tokens,
 )
 
-router = APIRouter()
+router = Router(busy=8)
 
 _SEED_BITS = 31
 

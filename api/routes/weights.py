@@ -6,10 +6,9 @@ import asyncio
 from datetime import datetime
 from typing import Literal
 
-from fastapi import APIRouter
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Wire
+from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.openapi import takes, takes_object
 from tinkerflow.api.submit import submit_for_model
 from tinkerflow.backend.commands import Optimizer
@@ -24,11 +23,11 @@ from tinkerflow.backend.wire import (
     ttl_seconds,
 )
 
-router = APIRouter()
+router = Router(busy=4)
 
 # A retried unnamed save comes with a new number, and is the same save all the same (PROTOCOL.md 3.2).
 _RENUMBERED = ("sampling_session_seq_id",)
-_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 CheckpointType = Literal["training", "sampler", "external"]
 _TYPES: dict[CheckpointKind, CheckpointType] = {
     CheckpointKind.WEIGHTS: "training",
@@ -125,25 +124,25 @@ async def run_checkpoints(run_id: str, call: Authorised) -> Checkpoints:
     return Checkpoints(checkpoints=[checkpoint(row) for row in page.rows])
 
 
-@router.delete(f"{_ONE}", status_code=204)
+@router.delete(f"{CHECKPOINT}", status_code=204)
 async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Delete a checkpoint: from now on nobody can read it. The engine removes its files within seconds."""
     await asyncio.to_thread(call.journal.delete_checkpoint, _path(run_id, kind, name), call.owner)
 
 
-@router.post(f"{_ONE}/publish", status_code=204)
+@router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let all keys read a checkpoint. Repeating is fine: the SDK would retry a 409 for minutes."""
     await asyncio.to_thread(call.journal.publish, _path(run_id, kind, name), call.owner)
 
 
-@router.delete(f"{_ONE}/publish", status_code=204)
+@router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let a checkpoint's own project alone read it again. Repeating is fine."""
     await asyncio.to_thread(call.journal.publish, _path(run_id, kind, name), call.owner, False)
 
 
-@router.put(f"{_ONE}/ttl", status_code=204, openapi_extra=takes_object())
+@router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes_object())
 async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let a checkpoint expire `ttl_seconds` from now; null: never."""
     body = Fields.parse(await call.body())
