@@ -1,11 +1,11 @@
-"""`tinkerflow checkpoint`: looking after what is stored, and tokens that let others load or copy a checkpoint."""
+"""`tinkerflow checkpoint`: look after stored checkpoints, and make tokens that let others load or copy one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,22 +16,21 @@ from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.upkeep import Snapshot
+from tinkerflow.deployments.options import setting, settings_with
 from tinkerflow.deployments.parts import open_journal
 
 app = typer.Typer(help="Checkpoints: look after the store, and let others load or copy one.", no_args_is_help=True)
 
-DataDir = Annotated[Path | None, typer.Option(help="database, models, caches and logs [default: ~/.tinkerflow]")]
-StoreUrl = Annotated[
-    str | None, typer.Option("--store", help="URL of the checkpoint store [default: <data-dir>/store]")
-]
-Run = Annotated[str | None, typer.Option("--run", help="of this training run alone")]
+DataDir = Annotated[Path | None, setting("data_dir")]
+StoreUrl = Annotated[str | None, setting("store")]
+Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this training run")]
 
 
 @app.command("list")
 def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
     """List what is committed in the store, whether or not the database knows of it."""
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
-    for saved in Store.open(_settings(data_dir, store).store_url).checkpoints(run):
+    for saved in Store.open(settings_with(data_dir=data_dir, store=store).store_url).checkpoints(run):
         meta, until = saved.meta, saved.meta.expires_at
         table.add_row(
             saved.path,
@@ -50,13 +49,13 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
 @app.command()
 def verify(
     paths: Annotated[
-        list[str] | None, typer.Argument(help="tinker://run/kind/name [default: all in the store]")
+        list[str] | None, typer.Argument(help="tinker://run/kind/name (default: all in the store)")
     ] = None,
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:
     """Read every byte of what is committed, and compare it with what was saved; exit status 1 when one differs."""
-    opened = Store.open(_settings(data_dir, store).store_url)
+    opened = Store.open(settings_with(data_dir=data_dir, store=store).store_url)
     found = whole = 0
     for path in paths or opened.paths():
         wrong = opened.problems(path)
@@ -86,7 +85,7 @@ def gc(
     The files are of saves and deletions that were interrupted. Whether a model is live the journal says: without one,
     recovery snapshots are left alone. Use the journal of all that this store holds.
     """
-    settings = _settings(data_dir, store)
+    settings = settings_with(data_dir=data_dir, store=store)
     opened, before = Store.open(settings.store_url), SystemClock().now() - timedelta(hours=older_than)
     removed = dropped = 0
     for orphan in opened.orphans(before):
@@ -118,7 +117,7 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
     """
     from tinkerflow.backend.index import rebuild
 
-    settings = _settings(data_dir, store)
+    settings = settings_with(data_dir=data_dir, store=store)
     with open_journal(settings) as journal:
         done = rebuild(journal, Store.open(settings.store_url))
     for path in done.restored:
@@ -131,23 +130,23 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
 @app.command()
 def share(
     path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
-    ttl: Annotated[float | None, typer.Option(min=1, help="seconds it is good for [default: until revoked]")] = None,
+    ttl: Annotated[float | None, typer.Option(min=1, help="seconds it is good for (default: until revoked)")] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Make a weights_access_token for a checkpoint as it is now; it is shown once."""
-    with open_journal(_settings(data_dir)) as journal:
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
         made, token = journal.share_checkpoint(path, None, ttl)
         print(f"{made.id}: {token}")
 
 
 @app.command()
 def shares(
-    path: Annotated[str | None, typer.Argument(help="tinker://run/kind/name [default: of all checkpoints]")] = None,
+    path: Annotated[str | None, typer.Argument(help="tinker://run/kind/name (default: of all checkpoints)")] = None,
     data_dir: DataDir = None,
 ) -> None:
     """List the tokens that were made, without the tokens themselves."""
     table = Table("id", "checkpoint", "made", "expires", "revoked")
-    with open_journal(_settings(data_dir)) as journal:
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
         found = journal.shares(path)
     for one in found:
         times = (one.created_at, one.expires_at, one.revoked_at)
@@ -160,10 +159,5 @@ def unshare(
     share_id: Annotated[str, typer.Argument(help="the id that `checkpoint shares` shows")], data_dir: DataDir = None
 ) -> None:
     """Make a token useless."""
-    with open_journal(_settings(data_dir)) as journal:
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
         print(f"revoked the token for {journal.unshare(share_id).path}")
-
-
-def _settings(data_dir: Path | None, store: str | None = None) -> Settings:
-    given: dict[str, Any] = {"data_dir": data_dir, "store": store}
-    return Settings(**{name: value for name, value in given.items() if value is not None})

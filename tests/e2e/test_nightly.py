@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import FlowRun
 from serving import serving
 
 from tinkerflow.deployments.run import example_file
-from tinkerflow.deployments.serve import AUTOMATION, ensure_automation, read_deployments
+from tinkerflow.deployments.serve import AUTOMATION, ensure_automation
 from tinkerflow.flows.pipelines.evaluate import EvaluateParameters, evaluate
 from tinkerflow.flows.pipelines.nightly import NightlyResult
 from tinkerflow.tasks.pipelines.champions import champion
@@ -101,20 +101,3 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
     assert scores["weights"].loss < scores["base model"].loss
     table = json.loads((await pipelines.artifacts("evaluate-nights-"))["evaluation"]["data"])
     assert [row["of"] for row in table] == ["weights", "champion", "base model"]
-
-
-def test_the_shipped_deployments_fit_their_flows():
-    from prefect.flows import load_flow_from_entrypoint
-
-    from tinkerflow.flows.pipelines import pipelines
-
-    file = example_file("").parent / "prefect.yaml"
-    found = read_deployments(file)
-    assert {one.schedules[0]["cron"] for one in found if one.schedules} == {"0 2 * * *"}
-    flows = set()
-    for one in found:
-        flow = load_flow_from_entrypoint(one.entrypoint, use_placeholder_flow=False)
-        parameters = pipelines()[flow.name].parameters.model_validate(one.parameters["parameters"])
-        assert Path(parameters.data.url).exists()
-        flows.add(flow.name)
-    assert flows == set(pipelines())

@@ -1,4 +1,4 @@
-"""What may be filled in: bounds, and who says no to what."""
+"""Pipelines are found in their folder, and say no to what does not fit."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ from pydantic import ValidationError
 from tinkerflow.flows.pipelines import pipelines
 from tinkerflow.flows.pipelines.distill import DistillParameters
 from tinkerflow.flows.pipelines.dpo import DpoParameters
+from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.rl import RlParameters
+from tinkerflow.tasks.pipelines.control import StoppedError
 
 DATA: dict[str, Any] = {"data": {"url": "rows.jsonl"}}
 
 
-def test_every_parameter_is_described() -> None:
-    for parameters in (found.parameters for found in pipelines().values()):
-        schema = parameters.model_json_schema()
-        for name, model in {"": schema, **schema["$defs"]}.items():
-            found = model.get("properties", {}).items()
-            # One that is a model itself shows that model's docstring when the two say the same.
-            missing = [field for field, shown in found if "description" not in shown and "$ref" not in shown]
-            assert not missing, f"{parameters.__name__}.{name}: {missing}"
+def test_each_is_registered_under_the_name_of_its_module() -> None:
+    assert list(pipelines()) == sorted(pipelines())
+    for name, pipeline in pipelines().items():
+        assert pipeline.flow.fn.__module__ == f"tinkerflow.flows.pipelines.{name}"
+        assert pipeline.summary.endswith(".")
+
+
+async def test_a_stopped_flow_is_cancelled_and_says_why() -> None:
+    @cancellable
+    async def work(*, stops: bool) -> int:
+        if stops:
+            raise StoppedError("stopped after step 3")
+        return 3
+
+    assert await work(stops=False) == 3
+    state: Any = await work(stops=True)
+    assert state.is_cancelled() and state.message == "stopped after step 3"
 
 
 @pytest.mark.parametrize(
