@@ -14,6 +14,7 @@ from tinkerflow.api.submit import submit_for_model
 from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import (
     Fields,
@@ -168,7 +169,7 @@ async def weights_info(call: Authorised) -> WeightsInfo:
 
 def optimizer_config(optimizer: Optimizer) -> dict[str, str | int]:
     """An optimizer as the wire names it."""
-    return {"type": "dimuon", "version": 1} if optimizer == "dimuon" else {"type": "adamw"}
+    return OPTIMIZERS[optimizer].config
 
 
 def checkpoint(row: CheckpointView) -> CheckpointDetails:

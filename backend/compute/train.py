@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
 from tinkerflow.backend.compute.lora import MLP, Lora, apply_one
 from tinkerflow.backend.compute.losses import LossChoice, LossInputs
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
-from tinkerflow.backend.compute.optimizer import State, Stepped, step
+from tinkerflow.backend.compute.optimizer import Array, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.transformer import Params, forward
 
@@ -78,7 +78,7 @@ class Steps:
 
     forward: Callable[[Params, Lora, Batch], Scored]
     backward: Callable[[Params, Lora, Lora, Batch], tuple[Lora, Scored]]
-    optimize: Callable[[Lora, Lora, State, Any], Stepped]
+    optimize: Callable[[Lora, Lora, OptimizerState, Array], Stepped]
 
 
 def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from tinkerflow.backend.commands import AdamParams, CreateAdapter, GroupConfig, LoraSpec, OptimStep
+from tinkerflow.backend.commands import CreateAdapter, GroupConfig, LoraSpec, OptimStep
 from tinkerflow.backend.pool import Hosts, Pool
 from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 
 async def main(executor: str, processes: int, port: int = 0, secret: str = "") -> None:

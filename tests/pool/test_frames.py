@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from tinkerflow.backend import commands as c
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol import messages as m
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 shapes = hnp.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=6)
 floats32 = hnp.arrays(np.float32, shapes, elements=st.floats(width=32))
@@ -54,7 +55,7 @@ sample_results = st.builds(
     st.integers(0, 99),
     st.none() | texts,
 )
-adams = st.builds(c.AdamParams, numbers, numbers, numbers, numbers, numbers, numbers)
+adams = st.builds(AdamParams, numbers, numbers, numbers, numbers, numbers, numbers)
 failures = st.builds(m.Failed, texts, texts)
 configs = st.builds(
     c.GroupConfig,

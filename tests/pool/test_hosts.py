@@ -16,7 +16,6 @@ import pytest
 
 from tinkerflow.backend import errors
 from tinkerflow.backend.commands import (
-    AdamParams,
     CreateAdapter,
     Example,
     Forward,
@@ -36,6 +35,7 @@ from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
 from tinkerflow.backend.pool.protocol.messages import Offer, Spawned, Welcome
 from tinkerflow.backend.pool.protocol.software import software
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 HERE = Path(__file__).parent
 SECRET = b"the secret of the group"

@@ -15,7 +15,6 @@ import pytest
 
 from tinkerflow.backend import errors
 from tinkerflow.backend.commands import (
-    AdamParams,
     AdapterState,
     Command,
     CreateAdapter,
@@ -38,6 +37,7 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
 from tinkerflow.backend.pool import GroupLost, Pool, group
 from tinkerflow.backend.pool.host.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 WaitUntil = Callable[..., Awaitable[None]]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tinkerflow.backend.commands import (
     LOSSES,
     TOKEN_LOSSES,
-    AdamParams,
     AdapterState,
     Command,
     Done,
@@ -33,6 +32,7 @@ from tinkerflow.backend.compute.packing import pack
 from tinkerflow.backend.errors import GroupFailedError
 from tinkerflow.backend.pool import scheduler
 from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 MICROBATCH = 64
 

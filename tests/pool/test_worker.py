@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tinkerflow.backend.commands import AdamParams, Done, GroupConfig, OptimStep, Ping
+from tinkerflow.backend.commands import Done, GroupConfig, OptimStep, Ping
 from tinkerflow.backend.pool.host.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import Beat, Fatal, Left, Progress, Ready, Start
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
