@@ -17,19 +17,24 @@ from tinkerflow.api.auth import Authenticator
 from tinkerflow.api.call import API, Counted, Holds, Services, Wire, authorised
 from tinkerflow.api.metrics import Metrics
 from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.journal import Journal, Waiters
+from tinkerflow.backend.journal import Journal, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
 
 def create_app(
-    settings: Settings, journal: Journal, waiters: Waiters, store: Store, *, clock: Clock | None = None
+    settings: Settings,
+    journal: Journal,
+    subscriptions: ResultSubscriptions,
+    store: Store,
+    *,
+    clock: Clock | None = None,
 ) -> FastAPI:
     """The app that speaks the tinker protocol.
 
     Every endpoint needs a key, except healthz, the front page, the OpenAPI document, and what a signed link opens.
 
-    waiters: must be running. clock: default the machine's.
+    subscriptions: must be running. clock: default the machine's.
     """
     # The document says what each endpoint takes. FastAPI's page that shows it would load scripts from elsewhere.
     app = FastAPI(title="tinkerflow", version=__version__, docs_url=None, redoc_url=None)
@@ -38,13 +43,13 @@ def create_app(
     app.state.services = Services(
         settings=settings,
         journal=journal,
-        waiters=waiters,
+        subscriptions=subscriptions,
         store=store,
         auth=Authenticator(settings, journal, clock, urgent),
         holds=Holds(),
         urgent=urgent,
         clock=clock,
-        link_secret=journal.service_secret(links.SECRET),
+        link_secret=journal.keys.service_secret(links.SECRET),
         metrics=metrics,
     )
     app.add_middleware(Counted, metrics=metrics)

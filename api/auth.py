@@ -124,7 +124,7 @@ class Authenticator:
         """Check keys against the journal, in `threads` (default: the event loop's own threads)."""
         self._journal = journal
         self._clock = clock
-        self._secret = journal.service_secret(TOKEN_SECRET)
+        self._secret = journal.keys.service_secret(TOKEN_SECRET)
         self._open = is_loopback(settings.host)
         self._no_keys_until = 0.0
         self._known: dict[str, tuple[Identity, float]] = {}
@@ -143,7 +143,7 @@ class Authenticator:
         if shown.startswith(TOKEN_PREFIX):
             identity, seconds = await self._of_token(shown)
         else:
-            key = await self._ask(f"key {shown}", self._journal.verify_key, shown)
+            key = await self._ask(f"key {shown}", self._journal.keys.verify, shown)
             if key is None:
                 self._known.pop(shown, None)
                 raise _refused("the API key is unknown or revoked; `tinkerflow key create` makes one")
@@ -175,7 +175,7 @@ class Authenticator:
             if not self._open:
                 raise _refused("the token was made when no key was needed here; a key is needed now", _INVALID_TOKEN)
             return replace(LOCAL, expires=claims.expires), left
-        key = await self._ask(f"id {claims.key_id}", self._journal.usable_key, claims.key_id)
+        key = await self._ask(f"id {claims.key_id}", self._journal.keys.usable, claims.key_id)
         if key is None:
             self._known.pop(token, None)
             raise _refused("the API key of this token was revoked", _INVALID_TOKEN)
@@ -206,7 +206,7 @@ class Authenticator:
     async def _no_keys(self) -> bool:
         now = self._clock.monotonic()
         if now >= self._no_keys_until:
-            self._open = not await self._ask("", self._journal.has_keys)
+            self._open = not await self._ask("", self._journal.keys.has_any)
             self._no_keys_until = now + _NO_KEYS_SECONDS
             if not self._open:
                 self._known.clear()

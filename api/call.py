@@ -23,7 +23,7 @@ from tinkerflow.api.auth import Authenticator, Identity
 from tinkerflow.api.metrics import Metrics
 from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.errors import BodyTooLargeError, UserError
-from tinkerflow.backend.journal import Journal, Limits, Waiters
+from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
@@ -103,7 +103,7 @@ class Services:
 
     settings: Settings
     journal: Journal
-    waiters: Waiters
+    subscriptions: ResultSubscriptions
     store: Store
     auth: Authenticator
     holds: Holds

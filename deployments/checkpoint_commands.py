@@ -135,7 +135,7 @@ def share(
 ) -> None:
     """Make a weights_access_token for a checkpoint as it is now; it is shown once."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        made, token = journal.share_checkpoint(path, None, ttl)
+        made, token = journal.shares.create(path, None, ttl)
         print(f"{made.id}: {token}")
 
 
@@ -147,7 +147,7 @@ def shares(
     """List the tokens that were made, without the tokens themselves."""
     table = Table("id", "checkpoint", "made", "expires", "revoked")
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        found = journal.shares(path)
+        found = journal.shares.all(path)
     for one in found:
         times = (one.created_at, one.expires_at, one.revoked_at)
         table.add_row(one.id, one.path, *(f"{time:%Y-%m-%d %H:%M} UTC" if time else "" for time in times))
@@ -160,4 +160,4 @@ def unshare(
 ) -> None:
     """Make a token useless."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        print(f"revoked the token for {journal.unshare(share_id).path}")
+        print(f"revoked the token for {journal.shares.revoke(share_id).path}")

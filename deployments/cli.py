@@ -201,7 +201,7 @@ def create_key(
 ) -> None:
     """Create an API key; its secret is shown once."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        key, secret = journal.create_key(name, project, admin=admin)
+        key, secret = journal.keys.create(name, project, admin=admin)
         print(f"{key.id}: {secret}")
 
 
@@ -212,7 +212,7 @@ def list_keys(
     """List the API keys, without their secrets."""
     table = Table("id", "name", "project", "admin", "starts with", "last used", "revoked")
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        keys = journal.keys()
+        keys = journal.keys.all()
     for key in (key for key in keys if project in (None, key.project)):
         used, revoked = (f"{t:%Y-%m-%d %H:%M} UTC" if t else "" for t in (key.last_used_at, key.revoked_at))
         table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, used, revoked)
@@ -225,7 +225,7 @@ def revoke_key(
 ) -> None:
     """Revoke an API key."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
-        print(f"revoked {journal.revoke_key(key_id).name}")
+        print(f"revoked {journal.keys.revoke(key_id).name}")
 
 
 if __name__ == "__main__":

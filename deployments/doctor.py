@@ -54,14 +54,14 @@ def check_devices(settings: Settings, command: tuple[str, ...] = (sys.executable
 def check_journal(settings: Settings) -> str:
     """The journal's database, and how much it holds."""
     with open_journal(settings) as journal:
-        runs = journal.training_runs(None, limit=1, offset=0).total
-        return f"{settings.journal_url.split('@')[-1]}: {runs} training run(s), {len(journal.keys())} key(s)"
+        runs = journal.models.runs(None, limit=1, offset=0).total
+        return f"{settings.journal_url.split('@')[-1]}: {runs} training run(s), {len(journal.keys.all())} key(s)"
 
 
 def check_processes(settings: Settings, clock: Clock | None = None) -> str:
     """Last heartbeat of each part, what groups wait for, and how many requests a lost group was executing."""
     with open_journal(settings) as journal:
-        found = journal.recovery.condition()
+        found = journal.recovery.health()
     now = (clock or SystemClock()).now()
     lines = [
         f"{part} beat {max(0.0, (now - at).total_seconds()):.0f} s ago" for part, at in sorted(found.beats.items())
@@ -115,7 +115,7 @@ def check_compiled(settings: Settings) -> str:
     lines = []
     if settings.has_journal:
         with open_journal(settings) as journal:
-            lines = [f"{m.name}: {_compile_status(m.warmth)}" for m in journal.base_models() if m.warmth]
+            lines = [f"{m.name}: {_compile_status(m.warmth)}" for m in journal.base_models.all() if m.warmth]
     files = [path for path in settings.compile_cache.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 2**20
     return "; ".join([*lines, f"{len(files)} file(s), {size:.1f} MiB in {settings.compile_cache}"])

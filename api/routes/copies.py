@@ -61,14 +61,14 @@ def _copy(call: Call, wanted: _WantedCopy) -> str:
     if _exists(call, path, owner):
         return path
     access = None if wanted.token is None else access_hash(wanted.token)
-    source = call.journal.checkpoint(wanted.source, call.owner, access=access)
-    call.journal.check_storage(owner, call.services.limits)
+    source = call.journal.checkpoints.get(wanted.source, call.owner, access=access)
+    call.journal.checkpoints.check_storage(owner, call.services.limits)
     ttl, now = wanted.ttl_seconds, call.services.clock.now()
     expires_at = None if ttl is None else now + timedelta(seconds=ttl)
     saved = call.services.store.copy(
         source.path, model_id(session_id, 0), owner=owner, expires_at=expires_at, request_id=session_id
     )
-    return call.journal.record_copy(
+    return call.journal.checkpoints.record_copy(
         CopyMade(session_id, row_of(saved), source.path, key_id=call.key_id, project_id=label)
     )
 
@@ -81,7 +81,7 @@ def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
     """
     if project_id is None or project_id == call.owner:
         return call.owner, None
-    if call.admin and project_id in {made.project for made in call.journal.keys()}:  # noqa: SIM118
+    if call.admin and project_id in {made.project for made in call.journal.keys.all()}:
         return project_id, None
     return call.owner, project_id
 
@@ -95,7 +95,7 @@ def _session_id(call: Call, wanted: _WantedCopy) -> str:
 
 def _exists(call: Call, path: str, owner: str) -> bool:
     try:
-        call.journal.checkpoint(path, owner)
+        call.journal.checkpoints.get(path, owner)
     except NotFoundError:
         return False
     return True

@@ -89,13 +89,13 @@ async def read_archive(
 
 def _readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
     """The commit of a checkpoint that the caller may read; the reading is noted in the audit log."""
-    call.journal.checkpoint_read(str(path), call.owner, purpose)
+    call.journal.checkpoints.read(str(path), call.owner, purpose)
     return _committed(call.services.store, path)
 
 
 def _linked_to(services: Services, path: CheckpointPath, attempt: str) -> Saved:
     """The commit that a link was made for, while it is neither deleted, nor expired, nor saved anew."""
-    services.journal.checkpoint(str(path), None)
+    services.journal.checkpoints.get(str(path), None)
     saved = _committed(services.store, path)
     if saved.attempt != attempt:
         raise NotFoundError(f"checkpoint {path} was saved anew; ask for a new link")

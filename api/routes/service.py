@@ -99,7 +99,7 @@ async def metrics(call: Authorised) -> Response:
 @router.get("/get_server_capabilities")
 async def capabilities(call: Authorised) -> Capabilities:
     """The base models served."""
-    cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models)]
+    cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models.all)]
     return Capabilities(
         supported_models=[SupportedModel(model_name=c.name, max_context_length=c.max_context) for c in cards]
     )

@@ -116,7 +116,7 @@ async def _store(context: ExecutionContext, request: Pending, slot: Slot, state:
     with context.snapshots.storing(request.id):
         for failures in itertools.count(1):
             try:
-                if await context.read(context.journal.unused_snapshots, {request.id}):
+                if await context.read(context.journal.samplers.unused_snapshots, {request.id}):
                     return
                 await record(context, await _commit(context, request, state, request.id))
                 context.snapshots.stored(request.id)

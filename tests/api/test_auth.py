@@ -24,7 +24,7 @@ def test_on_loopback_any_tml_key_works_until_one_is_made(server: Any, journal: A
     assert server.get("training_runs", key="tml-anything").status_code == 200
     assert server.get("training_runs", key="sk-other").status_code == 401
     assert server.http.get(f"{server.url}/api/v1/training_runs").status_code == 401
-    _, secret = journal.create_key("first", "team")
+    _, secret = journal.keys.create("first", "team")
     server.clock.advance(1.0)
     assert server.get("training_runs", key="tml-anything").status_code == 401
     assert server.get("training_runs", key=secret).status_code == 200
@@ -35,14 +35,14 @@ def test_elsewhere_a_key_is_needed_from_the_start(start: Any, journal: Any) -> N
     refused = server.get("training_runs")
     assert refused.status_code == 401
     assert "tinkerflow key create" in refused.json()["detail"]
-    _, secret = journal.create_key("first", "team")
+    _, secret = journal.keys.create("first", "team")
     assert server.get("training_runs", key=secret).status_code == 200
 
 
 def test_a_revoked_key_stops_working(server: Any, journal: Any) -> None:
-    key, secret = journal.create_key("first", "team")
+    key, secret = journal.keys.create("first", "team")
     assert server.get("training_runs", key=secret).status_code == 200
-    journal.revoke_key(key.id)
+    journal.keys.revoke(key.id)
     server.clock.advance(REMEMBERED_SECONDS)
     assert server.get("training_runs", key=secret).status_code == 401
 
@@ -52,8 +52,8 @@ async def test_an_identity_says_whose_key_it_is_and_what_it_may(journal: Any, se
     auth = Authenticator(settings_for(), journal, clock)
     assert await auth.identity("tml-anything") == LOCAL
     assert (LOCAL.key_id, LOCAL.admin) == ("", True)
-    plain, secret = journal.create_key("a", "team")
-    boss, boss_secret = journal.create_key("b", "ops", admin=True)
+    plain, secret = journal.keys.create("a", "team")
+    boss, boss_secret = journal.keys.create("b", "ops", admin=True)
     clock.advance(1.0)
     assert await auth.identity(secret) == Identity("team", plain.id, admin=False, name="a")
     assert await auth.identity(boss_secret) == Identity("ops", boss.id, admin=True, name="b")
@@ -62,7 +62,7 @@ async def test_an_identity_says_whose_key_it_is_and_what_it_may(journal: Any, se
 async def test_thousands_who_come_together_cost_one_look(journal: Any, settings_for: Any) -> None:
     clock = ManualClock()
     auth = Authenticator(settings_for(), journal, clock)
-    _, secret = journal.create_key("a", "team")
+    _, secret = journal.keys.create("a", "team")
     looks: list[str] = []
 
     def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
@@ -81,9 +81,9 @@ async def test_thousands_who_come_together_cost_one_look(journal: Any, settings_
 
 
 def test_what_is_anothers_does_not_exist(server: Any, engine: Any, journal: Any) -> None:
-    _, ours = journal.create_key("a", "team-a")
-    _, colleague = journal.create_key("b", "team-a")
-    _, theirs = journal.create_key("c", "team-b")
+    _, ours = journal.keys.create("a", "team-a")
+    _, colleague = journal.keys.create("b", "team-a")
+    _, theirs = journal.keys.create("c", "team-b")
     model = server.model(ours)
     session = model.split(":")[0]
     step = {"model_id": model, "seq_id": 1, "adam_params": {}}
@@ -126,8 +126,8 @@ def routes_of(app: Any) -> list[tuple[str, str, bool]]:
 
 
 def test_every_route_but_the_public_ones_refuses_who_has_no_key(server: Any, journal: Any) -> None:
-    key, revoked = journal.create_key("gone", "team")
-    journal.revoke_key(key.id)
+    key, revoked = journal.keys.create("gone", "team")
+    journal.keys.revoke(key.id)
     server.clock.advance(1.0)
     seen = routes_of(server.app)
     assert len(seen) > 40

@@ -86,13 +86,13 @@ def exchanged(server: Running, key: str) -> str:
 
 
 def test_a_token_opens_its_keys_project_until_it_expires(server: Running, journal: Any) -> None:
-    _, secret = journal.create_key("laptop", "team")
+    _, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     token = exchanged(server, secret)
     session = server.session(token)
-    assert journal.session(session, "team").owner == "team"
+    assert journal.sessions.get(session, "team").owner == "team"
     with pytest.raises(NotFoundError):
-        journal.session(session, "other")
+        journal.sessions.get(session, "other")
     server.clock.advance(1800)
     later = exchanged(server, token)  # it may be renewed, and ends when it would have
     server.clock.advance(1800)
@@ -105,11 +105,11 @@ def test_a_token_opens_its_keys_project_until_it_expires(server: Running, journa
 
 
 def test_a_revoked_keys_tokens_end_with_it(server: Running, journal: Any) -> None:
-    key, secret = journal.create_key("laptop", "team")
+    key, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     token = exchanged(server, secret)
     assert server.get("sessions", token).status_code == 200
-    journal.revoke_key(key.id)
+    journal.keys.revoke(key.id)
     server.clock.advance(REMEMBERED_SECONDS)
     refused = server.get("sessions", token)
     assert (refused.status_code, "revoked" in refused.json()["detail"]) == (401, True)
@@ -118,8 +118,8 @@ def test_a_revoked_keys_tokens_end_with_it(server: Running, journal: Any) -> Non
 
 def test_a_key_may_give_itself_up(server: Running, journal: Any) -> None:
     assert server.http.delete(f"{server.url}/api/v1/auth/apikey/me", headers={"X-API-Key": "tml-x"}).status_code == 400
-    _, secret = journal.create_key("laptop", "team")
-    _, other = journal.create_key("other", "team")
+    _, secret = journal.keys.create("laptop", "team")
+    _, other = journal.keys.create("other", "team")
     server.clock.advance(1.0)
     token = exchanged(server, secret)
     me = server.get("auth/apikey/me", secret).json()
@@ -133,7 +133,7 @@ def test_a_key_may_give_itself_up(server: Running, journal: Any) -> None:
 def test_tokens_of_an_open_server_end_with_its_openness(server: Running, journal: Any) -> None:
     token = exchanged(server, "tml-any")
     assert server.get("sessions", token).status_code == 200
-    journal.create_key("first", "team")
+    journal.keys.create("first", "team")
     server.clock.advance(1.0)
     assert server.get("sessions", token).status_code == 401
 
@@ -141,7 +141,7 @@ def test_tokens_of_an_open_server_end_with_its_openness(server: Running, journal
 def test_the_sdk_exchanges_its_key_once_and_again_when_its_token_is_refused(
     server: Running, engine: Any, journal: Any
 ) -> None:
-    _, secret = journal.create_key("laptop", "team")
+    _, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     seen = calls_of(server)
     with tinker.ServiceClient(base_url=server.url, api_key=secret) as service:
@@ -163,7 +163,7 @@ def test_the_command_line_logs_in_and_knows_who_it_is(
     monkeypatch.delenv("TINKER_API_KEY")
     run, secret = CliRunner().invoke, "tml-any"
     if name != "local":
-        _, secret = journal.create_key(name, project)
+        _, secret = journal.keys.create(name, project)
         server.clock.advance(1.0)
         assert run(main_cli, ["auth", "login"], input="tml-wrong\n").exit_code != 0
     login = run(main_cli, ["auth", "login"], input=f"{secret}\n")

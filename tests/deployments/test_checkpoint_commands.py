@@ -43,19 +43,19 @@ def test_a_token_is_shown_once_and_opens_until_revoked(tmp_path: Path) -> None:
     assert isinstance(missing.exception, NotFoundError)
     with open_journal(settings) as journal:
         saved = CheckpointSaved(PATH, RUN, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, True, True, 1, 10)
-        journal.record_copy(CopyMade("copy-1", saved, "tinker://elsewhere/weights/a"))
+        journal.checkpoints.record_copy(CopyMade("copy-1", saved, "tinker://elsewhere/weights/a"))
     share_id, token = (
         runner.invoke(app, ["checkpoint", "share", PATH, "--ttl", "3600", *where]).stdout.strip().split(": ")
     )
     with open_journal(settings) as journal:
-        assert journal.checkpoint(PATH, "stranger", access=access_hash(token)).path == PATH
-        (row,) = journal.shares(PATH)
+        assert journal.checkpoints.get(PATH, "stranger", access=access_hash(token)).path == PATH
+        (row,) = journal.shares.all(PATH)
         assert row.expires_at is not None and 3500 < (row.expires_at - SystemClock().now()).total_seconds() <= 3600
     listed = runner.invoke(app, ["checkpoint", "shares", *where], env={"COLUMNS": "200"}).stdout
     assert re.search(rf"{share_id}.*{re.escape(PATH)}", listed) and token not in listed
     assert runner.invoke(app, ["checkpoint", "unshare", share_id, *where]).stdout == f"revoked the token for {PATH}\n"
     with open_journal(settings) as journal:
-        assert journal.shares()[0].revoked_at is not None
+        assert journal.shares.all()[0].revoked_at is not None
 
 
 # ------------------------------------------------------------------ looking after the store
@@ -128,13 +128,13 @@ def test_gc_removes_recovery_snapshots_of_models_that_are_not_live(tmp_path: Pat
     of_old(commit)
     assert path not in checkpoint(tmp_path, "gc").stdout, "no journal says that its model is not live"
     with open_journal(Settings(data_dir=tmp_path)) as journal:
-        session = journal.create_session(NewSession("team", "0.38.0"))
+        session = journal.sessions.create(NewSession("team", "0.38.0"))
         creation = NewRequest(Kind.CREATE_MODEL, "team", b"{}", "json", "create", model_id=RUN, seq_id=0)
-        journal.submit_new_model(NewModel(RUN, session, "team", "tiny", rank=4), creation)
-        (pending,) = journal.ready(RUN)
-        journal.finish([pending.done(b"{}", "json", ModelLive(RUN))])
+        journal.models.create(NewModel(RUN, session, "team", "tiny", rank=4), creation)
+        (pending,) = journal.requests.ready(RUN)
+        journal.requests.finish([pending.done(b"{}", "json", ModelLive(RUN))])
         assert "0 recovery snapshot(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
-        journal.recovery.end_model(RUN, ModelState.FAILED, "over")
+        journal.models.end(RUN, ModelState.FAILED, "over")
         found = checkpoint(tmp_path, "gc").stdout
         assert f"{path}: recovery snapshot of model {RUN}, which is failed, written 1970" in found
         os.utime(commit)
@@ -151,10 +151,12 @@ def test_rebuild_index_makes_the_rows_again(tmp_path: Path, store: Store) -> Non
     assert counts == "restored 2, known 0, damaged 0"
     assert checkpoint(tmp_path, "rebuild-index").stdout == "restored 0, known 2, damaged 0\n"
     with open_journal(Settings(data_dir=tmp_path)) as journal:
-        (run,) = journal.training_runs("team", limit=9, offset=0).rows
+        (run,) = journal.models.runs("team", limit=9, offset=0).rows
         assert (run.model.id, run.model.user_metadata) == (RUN, {"renderer": "qwen3"})
         assert run.last_checkpoint is not None and run.last_checkpoint.path == PATH
-        assert {row.path for row in journal.checkpoints("team").rows} == {saved.path for saved in store.checkpoints()}
+        assert {row.path for row in journal.checkpoints.page("team").rows} == {
+            saved.path for saved in store.checkpoints()
+        }
 
 
 def test_rebuild_index_names_what_it_cannot_restore_and_restores_the_rest(tmp_path: Path, store: Store) -> None:

@@ -50,9 +50,9 @@ def test_keys_are_shown_once(tmp_path):
     ops = runner.invoke(app, ["key", "list", "--project", "ops", *where]).stdout
     assert "boss" in ops and "yes" in ops and "laptop" not in ops
     with open_journal(Settings(data_dir=tmp_path)) as journal:
-        kept = journal.keys()
+        kept = journal.keys.all()
         assert [(key.project, key.admin) for key in kept] == [("default", False), ("ops", True)]
-        assert [one.event for one in journal.audit_log(None)] == [
+        assert [one.event for one in journal.audit.entries(None)] == [
             "project_key_created",
             "project_key_revoked",
             "project_key_created",

@@ -1,4 +1,4 @@
-"""The bell between processes that share a Postgres database: LISTEN and NOTIFY on one channel."""
+"""Notifications between processes that share a Postgres database: LISTEN and NOTIFY on one channel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import psycopg
 
-from tinkerflow.backend.journal.bell_sockets import packed, unpacked
 from tinkerflow.backend.journal.database import driver_url
+from tinkerflow.backend.journal.notify import packed, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _RECONNECT_SECONDS = 1.0
 _LOOK_UP_SECONDS = 0.5
 
 
-class PostgresCarrier:
+class PostgresTransport:
     """Carries topics with NOTIFY on one connection, and hears them with LISTEN on another."""
 
     def __init__(self, url: str) -> None:
@@ -41,7 +41,7 @@ class PostgresCarrier:
     def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
         """Connect, LISTEN, and read in a thread that connects again whenever the connection breaks."""
         connection = self._connect_listening()
-        self._thread = threading.Thread(target=self._receive, args=(connection, deliver), name="bell", daemon=True)
+        self._thread = threading.Thread(target=self._receive, args=(connection, deliver), name="notifier", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class PostgresCarrier:
             except psycopg.OperationalError as error:
                 self._drop_sender()
                 if last:
-                    log.warning("bell lost: cannot notify through Postgres: %s", error)
+                    log.warning("notification lost: cannot notify through Postgres: %s", error)
             else:
                 return
 
@@ -84,7 +84,7 @@ class PostgresCarrier:
                     if sender != self._own:
                         deliver(tuple(topics))
             except psycopg.OperationalError as error:
-                log.warning("bell: lost the listening connection to Postgres, connecting again: %s", error)
+                log.warning("notifications: lost the listening connection to Postgres, connecting again: %s", error)
                 connection.close()
                 connection = self._reconnect(connection)
         connection.close()
@@ -94,5 +94,5 @@ class PostgresCarrier:
             try:
                 return self._connect_listening()
             except psycopg.OperationalError as error:
-                log.debug("bell: Postgres is still away: %s", error)
+                log.debug("notifications: Postgres is still away: %s", error)
         return broken
