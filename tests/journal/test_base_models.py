@@ -24,4 +24,4 @@ def test_what_is_compiled_is_kept_until_the_list_is_replaced(scene):
     journal.base_models.note_compile_status("gone", warmth)
     assert [model.compile_status for model in journal.base_models.all()] == [None, warmth]
     journal.base_models.register([("b", "{}")])
-    assert journal.base_models.all()[0].warmth is None
+    assert journal.base_models.all()[0].compile_status is None
