@@ -58,7 +58,7 @@ async def front_page(request: Request) -> Response:
     if prefect := _prefect_page(services.settings):
         facts["prefect"] = prefect
     if is_open:
-        facts["base_models"] = len(await asyncio.to_thread(services.journal.base_models))
+        facts["base_models"] = len(await asyncio.to_thread(services.journal.base_models.all))
     accept = request.headers.get("accept", "")
     if "application/json" in accept and "text/html" not in accept:
         return JSONResponse(facts)
