@@ -92,7 +92,7 @@ async def telemetry(call: Authorised) -> TelemetryAccepted:
 async def metrics(call: Authorised) -> Response:
     """How many requests were answered and what the worker groups have compiled. It tells nothing about any project."""
     models = await asyncio.to_thread(call.journal.base_models.all)
-    programs = {model.name: model.warmth for model in models if model.warmth is not None}
+    programs = {model.name: model.compile_status for model in models if model.compile_status is not None}
     return Response(call.services.metrics.page(programs), media_type=CONTENT_TYPE_LATEST)
 
 
