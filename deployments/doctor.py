@@ -115,7 +115,9 @@ def check_compiled(settings: Settings) -> str:
     lines = []
     if settings.has_journal:
         with open_journal(settings) as journal:
-            lines = [f"{m.name}: {_compile_status(m.warmth)}" for m in journal.base_models.all() if m.warmth]
+            lines = [
+                f"{m.name}: {_compile_status(m.compile_status)}" for m in journal.base_models.all() if m.compile_status
+            ]
     files = [path for path in settings.compile_cache.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 2**20
     return "; ".join([*lines, f"{len(files)} file(s), {size:.1f} MiB in {settings.compile_cache}"])

@@ -65,13 +65,13 @@ def test_parts_and_groups_that_wait(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     with open_journal(settings) as journal:
         assert doctor.check_processes(settings).startswith("none is running")
-        journal.recovery.acquire("an engine")
-        journal.register_base_models([("m", "{}")])
-        journal.recovery.note_group("m", "worker group 1 ended (rank 0 was killed)")
+        journal.leases.acquire("an engine")
+        journal.base_models.register([("m", "{}")])
+        journal.base_models.note_progress("m", "worker group 1 ended (rank 0 was killed)")
         said = doctor.check_processes(settings)
         assert re.fullmatch(r"engine beat \d+ s ago; m waits: worker group 1 ended \(rank 0 was killed\)", said)
-        journal.recovery.release()
-        journal.recovery.note_group("m", None)
+        journal.leases.release()
+        journal.base_models.note_progress("m", None)
         assert doctor.check_processes(settings).startswith("none is running")
         assert doctor.check_recovery(settings) == "no snapshots of models"
         assert doctor.check_journal(settings).endswith("journal.db: 0 training run(s), 0 key(s)")
@@ -81,8 +81,8 @@ def test_what_is_compiled(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
     assert doctor.check_compiled(settings).startswith("0 file(s)")
     with open_journal(settings) as journal:
-        journal.register_base_models([("m", "{}"), ("new", "{}")])
-        journal.recovery.note_warmth("m", CompileStatus(planned=9, ready=4, failed=1, needed=2, late=0))
+        journal.base_models.register([("m", "{}"), ("new", "{}")])
+        journal.base_models.note_compile_status("m", CompileStatus(planned=9, ready=4, failed=1, needed=2, late=0))
     said = "m: 4 of 9 warm (1 failed), 2 compiled for a request before, 0 after the warm-up; 0 file(s)"
     assert doctor.check_compiled(settings).startswith(said)
 
