@@ -23,7 +23,7 @@ class Sample(BaseModel):
     wanted: str = ""
 
 
-class SegmentRecord(BaseModel):
+class Segment(BaseModel):
     """Steps first_step..last_step, done and saved. state: the training checkpoint after the last of them."""
 
     first_step: int
@@ -34,7 +34,7 @@ class SegmentRecord(BaseModel):
     samples: list[Sample] = []
 
 
-class RunProgress:
+class Progress:
     """The segments of one run of one pipeline, in the work folder.
 
     A segment is written when its state is saved, under the number of its last step, once: of two processes that both
@@ -55,12 +55,10 @@ class RunProgress:
                 f"resume {run!r}: this run was begun with other parameters or data; give it another name"
             ) from None
 
-    def segments(self) -> list[SegmentRecord]:
+    def segments(self) -> list[Segment]:
         """What is done, in order of steps. ServerError when a piece is missing."""
         names = sorted(self._work.children(f"{self._folder}/segments"))
-        found = [
-            SegmentRecord.model_validate(read_json(self._work, f"{self._folder}/segments/{name}")) for name in names
-        ]
+        found = [Segment.model_validate(read_json(self._work, f"{self._folder}/segments/{name}")) for name in names]
         expected = 1
         for segment in found:
             if segment.first_step != expected:
@@ -68,7 +66,7 @@ class RunProgress:
             expected = segment.last_step + 1
         return found
 
-    def add(self, segment: SegmentRecord) -> None:
+    def add(self, segment: Segment) -> None:
         """Record a segment that follows the last one; UserError when another process has gone on from there, too."""
         done = self.segments()
         if segment.first_step != (done[-1].last_step + 1 if done else 1):

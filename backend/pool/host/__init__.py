@@ -1,1 +1,0 @@
-"""Where worker processes run: on this machine, or on hosts whose agents joined the group."""
