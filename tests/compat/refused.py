@@ -1,4 +1,4 @@
-"""What is not served, each with the reason that the README's table gives; test_refused.py shows that it is refused."""
+"""What is not served, each with its reason; docs/compatibility.md shows it, and test_refused.py proves it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The table is whole and true: what the SDK offers is exercised or refused, and the README says so."""
+"""The table of docs/compatibility.md is whole and true: a test exercises or refuses everything that the SDK offers."""
 
 from __future__ import annotations
 
 import tinker
 from tests.compat.refused import REFUSED
 from tests.compat.registry import chunks, commands, declared, methods, watched
-from tests.compat.table import README, read_tests, rewritten
+from tests.compat.table import read_tests, table
+from tests.docs.pages import DOCS
 
 
 def test_everything_offered_is_exercised_or_refused() -> None:
@@ -17,10 +18,9 @@ def test_everything_offered_is_exercised_or_refused() -> None:
     assert declared() & REFUSED.keys() == set(), "a test shows that it works: no more refused"
 
 
-def test_the_readme_has_the_table() -> None:
+def test_the_page_has_the_table() -> None:
     read_tests()
-    text = README.read_text()
-    assert text == rewritten(text), "run `python -m tests.compat.table`"
+    assert table() in (DOCS / "compatibility.md").read_text(), "run `python -m tests.docs.generate`"
 
 
 def test_watching_sees_who_calls(rest: tinker.RestClient) -> None:

@@ -1,4 +1,4 @@
-"""The command line as a person uses it: what it prints and refuses, and that the README tells the truth about it."""
+"""The command line as a person uses it: what it prints and refuses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.cli import app
 from tinkerflow.deployments.doctor import _compiled, _processes
 from tinkerflow.deployments.parts import open_journal, with_base_models
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def tinkerflow(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -117,15 +115,3 @@ def test_the_embedded_model_is_made_once(tmp_path):
     assert with_base_models(Settings(data_dir=tmp_path)) == first
     assert Path(first.base_models[0], "model.safetensors").stat().st_mtime_ns == made
     assert with_base_models(Settings(data_dir=tmp_path, base_models=("a/b",))).base_models == ("a/b",)
-
-
-def test_readme_names_only_commands_and_settings_that_exist():
-    commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback} | {
-        group.name for group in app.registered_groups
-    }
-    named = set(re.findall(r"^ {4}tinkerflow (\w+(?:\|\w+)*)", README, re.M))
-    assert {name for group in named for name in group.split("|")} <= commands
-    assert commands <= {name for group in named for name in group.split("|")}
-    settings = {"TINKERFLOW_" + name.upper() for name in Settings.model_fields}
-    assert set(re.findall(r"TINKERFLOW_[A-Z_]+[A-Z]", README)) <= settings
-    assert ".ci/test" in README

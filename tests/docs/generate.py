@@ -1,0 +1,234 @@
+"""The parts of `docs/` that are made from code: `python -m tests.docs.generate` writes them anew.
+
+A page has prose, and blocks between `<!-- generated: NAME -->` and `<!-- end -->`. `BLOCKS` names the function that
+makes each block. `test_generated.py` compares the committed pages with the code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any, get_args
+
+import annotated_types
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from tests.compat import table as compatibility
+from tests.docs import sizing
+from tests.docs.metrics import families
+from tests.docs.pages import DOCS
+
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.cli import app
+from tinkerflow.flows.pipelines import pipelines
+from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+
+_BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.S)
+
+
+def rewritten(page: str) -> str:
+    """The page with every block made anew. KeyError names a block that nothing makes."""
+    return _BLOCK.sub(lambda found: f"<!-- generated: {found[1]} -->\n\n{BLOCKS[found[1]]()}\n\n<!-- end -->", page)
+
+
+def blocks_of(page: str) -> list[str]:
+    """The names of a page's blocks."""
+    return _BLOCK.findall(page)
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def cell(text: str) -> str:
+    """Text for a table's cell: on one line, beginning with a capital if it begins with a word."""
+    text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return text[:1].upper() + text[1:] if re.match(r"[a-z]+[ ,;.]", text) else text
+
+
+# ---------------------------------------------------------------------- settings
+def settings() -> str:
+    """Every setting: its variable and option, default, bounds and meaning."""
+    options = {parameter.name for parameter in parameters(command_line()["tinkerflow up"])}
+    rows = [
+        (f"`TINKERFLOW_{name.upper()}`{_option(name, options)}", _default(field), _allowed(field), _meaning(field))
+        for name, field in Settings.model_fields.items()
+    ]
+    return table(("variable", "default", "allowed", "meaning"), rows)
+
+
+def _option(name: str, options: set[str]) -> str:
+    found = next((option for option in (name, name.removesuffix("s")) if option in options), None)
+    return f"<br>`--{found.replace('_', '-')}`" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value}`" if str(value) not in {"", "()", "[]", "None"} else "empty"
+
+
+def _allowed(field: FieldInfo) -> str:
+    choices = getattr(field.annotation, "__args__", ()) if "Literal" in str(field.annotation) else ()
+    bounds = {annotated_types.Ge: ">= {.ge}", annotated_types.Gt: "> {.gt}", annotated_types.Le: "<= {.le}"}
+    found = [text.format(rule) for rule in field.metadata for kind, text in bounds.items() if isinstance(rule, kind)]
+    if field.annotation is bool:
+        choices = ("true", "false")
+    return ", ".join([*(f"`{choice}`" for choice in choices), *found])
+
+
+def _meaning(field: FieldInfo) -> str:
+    return cell(field.description or "")
+
+
+# ---------------------------------------------------------------------- commands
+def command_line() -> dict[str, Any]:
+    """Every command of ours that does something, by its whole name, such as `tinkerflow key create`.
+
+    Commands are click's, or those of the copy of click that typer brings: so nothing here depends on their class.
+    """
+    return _below(typer.main.get_command(app), "tinkerflow")
+
+
+def _below(command: Any, path: str) -> dict[str, Any]:
+    children = getattr(command, "commands", None)
+    if children is None:
+        return {path: command}
+    found: dict[str, Any] = {}
+    for name, child in children.items():
+        found |= _below(child, f"{path} {name}")
+    return found
+
+
+def parameters(command: Any) -> list[Any]:
+    """The arguments and options of a command that its help shows."""
+    return [one for one in command.params if one.name != "help" and not getattr(one, "hidden", False)]
+
+
+def commands() -> str:
+    """Every command with its arguments and options."""
+    parts = []
+    for path, command in command_line().items():
+        shown = parameters(command)
+        words = [one.name.upper() for one in shown if one.param_type_name == "argument"]
+        usage = " ".join([path, *words, *(["[OPTIONS]"] if len(words) < len(shown) else [])])
+        parts += [f"## `{path}`", cell(command.help or ""), f"    {usage}"]
+        if shown:
+            parts.append(table(("argument or option", "meaning"), [_parameter(one) for one in shown]))
+    return "\n\n".join(parts)
+
+
+def _parameter(parameter: Any) -> tuple[str, str]:
+    text = str(getattr(parameter, "help", None) or "")
+    is_option = parameter.param_type_name == "option"
+    name = "`, `".join(parameter.opts) if is_option else parameter.name.upper()
+    default = parameter.default
+    if isinstance(default, int | float | str) and not isinstance(default, bool) and "[default:" not in text:
+        text += f" [default: {default}]"
+    if is_option and parameter.required:
+        text += " [required]"
+    return f"`{name}`", cell(text)
+
+
+# ---------------------------------------------------------------------- metrics
+def metrics() -> str:
+    """Every metric family with its type, labels and meaning."""
+    rows = [(f"`{one.name}`", one.kind, ", ".join(f"`{x}`" for x in one.labels), cell(one.text)) for one in families()]
+    return table(("metric", "type", "labels", "meaning"), rows)
+
+
+# ---------------------------------------------------------------------- compatibility
+def compatible() -> str:
+    """Every method, command and chunk of the SDK, with the test that shows it."""
+    compatibility.read_tests()
+    return compatibility.table()
+
+
+# ---------------------------------------------------------------------- pipelines
+def pipeline_table() -> str:
+    """Every pipeline with its summary and its deployment in prefect.yaml."""
+    rows = [
+        (f"`{name}`", one.summary, f"`{one.deployment}`" + (f", at `{one.cron}` (cron, UTC)" if one.cron else ""))
+        for name, one in pipelines().items()
+    ]
+    return table(("pipeline", "what it does", "deployment"), rows)
+
+
+def pipeline_parameters() -> str:
+    """The parameters that all training pipelines share, and then those of each pipeline that differ."""
+    shared = _flat(PipelineParameters)
+    parts = ["### All training pipelines", _parameter_table(shared)]
+    for name, one in pipelines().items():
+        own = {key: field for key, field in _flat(one.parameters).items() if not _same(field, shared.get(key))}
+        parts += [f"### `{name}`", _parameter_table(own)] if own else []
+    return "\n\n".join(parts)
+
+
+def _flat(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a model and of the models inside it, by dotted name; a model that comes again is told of once."""
+    found: dict[str, FieldInfo] = {}
+    told: dict[type[BaseModel], str] = {}
+
+    def add(inside: type[BaseModel], prefix: str) -> None:
+        for name, field in inside.model_fields.items():
+            kind = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_model(kind)), None)
+            if kind is None:
+                found[prefix + name] = field
+            elif kind in told:
+                again = copy(field)
+                again.description = f"{field.description or ''} Fields as in `{told[kind]}`."
+                found[prefix + name] = again
+            else:
+                told[kind] = prefix + name
+                add(kind, f"{prefix}{name}.")
+
+    add(model, "")
+    return found
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _same(field: FieldInfo, other: FieldInfo | None) -> bool:
+    return other is not None and (field.default, field.description) == (other.default, other.description)
+
+
+def _parameter_table(found: Mapping[str, FieldInfo]) -> str:
+    rows = [(f"`{name}`", _pipeline_default(field), _allowed(field), _meaning(field)) for name, field in found.items()]
+    return table(("parameter", "default", "allowed", "meaning"), rows)
+
+
+def _pipeline_default(field: FieldInfo) -> str:
+    return "required" if field.is_required() else _default(field)
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "settings": settings,
+    "commands": commands,
+    "metrics": metrics,
+    "pipelines": pipeline_table,
+    "pipeline-parameters": pipeline_parameters,
+    "compatibility": compatible,
+    "sizing-needs": sizing.needs,
+    "sizing-fits": lambda: sizing.fits(int8=False),
+    "sizing-fits-int8": lambda: sizing.fits(int8=True),
+}
+
+
+def main() -> None:
+    """Write the pages."""
+    for file in sorted(DOCS.glob("*.md")):
+        page = file.read_text()
+        if (new := rewritten(page)) != page:
+            file.write_text(new)
+            print(f"written: {file.relative_to(DOCS.parent)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The generated parts of the documentation are those that the code makes today, and none is missing."""
+
+from __future__ import annotations
+
+import pytest
+from tests.docs.generate import BLOCKS, blocks_of, command_line, parameters, rewritten
+from tests.docs.metrics import families
+from tests.docs.pages import DOCS
+from tests.docs.sizing import MODELS
+
+from tinkerflow.backend.settings import Settings
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DOCS.glob("*.md")))
+def test_a_page_is_as_the_code_makes_it(name: str) -> None:
+    page = (DOCS / name).read_text()
+    assert page == rewritten(page), "run `python -m tests.docs.generate`"
+
+
+def test_every_block_is_in_one_page() -> None:
+    found = [name for path in DOCS.glob("*.md") for name in blocks_of(path.read_text())]
+    assert sorted(found) == sorted(BLOCKS)
+
+
+def test_an_unknown_block_is_named() -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        rewritten("<!-- generated: nothing -->\n<!-- end -->")
+
+
+def test_every_setting_is_documented_with_a_sentence() -> None:
+    page = BLOCKS["settings"]()
+    for name, field in Settings.model_fields.items():
+        assert f"`TINKERFLOW_{name.upper()}`" in page
+        assert len(field.description or "") > 10, f"{name} says too little"
+
+
+def test_every_command_and_option_is_documented() -> None:
+    page = BLOCKS["commands"]()
+    assert len(command_line()) > 10
+    for path, command in command_line().items():
+        assert f"## `{path}`\n" in page
+        assert command.help, f"{path} has no help"
+        for option in (name for one in parameters(command) for name in one.opts):
+            assert option.upper() in page.upper()
+
+
+def test_every_metric_is_documented() -> None:
+    page = BLOCKS["metrics"]()
+    assert families()
+    for family in families():
+        assert f"| `{family.name}` | {family.kind} |" in page
+        assert family.text
+
+
+def test_sizes_are_those_of_the_models_names() -> None:
+    for shape in MODELS:
+        named = float(next(part for part in shape.name.split("-")[1:] if part.endswith("B")).removesuffix("B"))
+        assert shape.parameters / 1e9 == pytest.approx(named, rel=0.25), shape.name

@@ -1,0 +1,139 @@
+"""What the documentation names exists: files, links, commands, settings, metrics, endpoints and messages."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+from tests.docs.generate import command_line, parameters
+from tests.docs.metrics import families
+from tests.docs.pages import DOCS, ROOT, anchors, links, paths, written
+
+import tinkerflow.api.routes as routes
+from tinkerflow.backend.settings import Settings
+
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in written()}
+ROOMS = ("api", "flows", "tasks", "backend", "deployments")
+
+of_each_page = pytest.mark.parametrize("page", sorted(PAGES))
+
+
+@of_each_page
+def test_links_lead_somewhere(page: str) -> None:
+    for target in links(PAGES[page]):
+        file, _, anchor = target.partition("#")
+        found = (ROOT / page).parent / file if file else ROOT / page
+        assert found.exists(), f"{page} links to {target}"
+        if anchor:
+            assert anchor in anchors(found.read_text()), f"{page} links to {target}"
+
+
+@of_each_page
+def test_files_that_are_named_exist(page: str) -> None:
+    missing = sorted(name for name in paths(PAGES[page]) if not list(ROOT.glob(name)))
+    assert not missing
+
+
+@of_each_page
+def test_settings_that_are_named_exist(page: str) -> None:
+    known = {"TINKERFLOW_" + name.upper() for name in Settings.model_fields}
+    assert set(re.findall(r"TINKERFLOW_[A-Z_]*[A-Z]", PAGES[page])) <= known
+
+
+@of_each_page
+def test_commands_and_options_that_are_named_exist(page: str) -> None:
+    known = command_line()
+    first_words = {path.split()[1] for path in known}
+    for words in re.findall(r"(?:^ {4}|`|&& \S*/)tinkerflow ([a-z][\w -]*)", PAGES[page], re.M):
+        first, *rest = words.split()
+        assert first in first_words, f"tinkerflow {words}"
+        path = f"tinkerflow {first}"
+        if path not in known and rest:
+            path += f" {rest[0]}"
+            assert path in known, f"tinkerflow {words}"
+        options = {name for one in parameters(known[path]) for name in one.opts} if path in known else set()
+        assert set(re.findall(r"(?<!\S)--[\w-]+", words)) <= options or path not in known, f"tinkerflow {words}"
+
+
+@of_each_page
+def test_metrics_that_are_named_exist(page: str) -> None:
+    assert set(re.findall(r"\btinkerflow_[a-z_]+\b", PAGES[page])) <= {family.name for family in families()}
+
+
+def test_the_protocol_page_has_every_endpoint() -> None:
+    served = {("GET", "healthz")}
+    for module in pkgutil.iter_modules(routes.__path__):
+        found = importlib.import_module(f"{routes.__name__}.{module.name}")
+        for router in (getattr(found, name, None) for name in ("router", "link_router")):
+            for route in router.routes if router is not None else ():
+                served |= {(method, _plain(route.path)) for method in route.methods - {"HEAD"}}
+    rows = re.findall(r"^\| `([A-Z]+) /api/v1/([^`]+)` \|", PAGES["docs/protocol.md"], re.M)
+    assert {(method, _plain(path)) for method, path in rows} == served
+
+
+def _plain(path: str) -> str:
+    return re.sub(r"\{\w+\}", "{}", path).strip("/")
+
+
+def test_messages_to_troubleshoot_are_those_of_the_code() -> None:
+    texts = _texts()
+    section = PAGES["docs/operations.md"].partition("## Troubleshooting")[2].partition("\n## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", section, re.M)
+    assert len(messages) > 20
+    for message in messages:
+        for part in (part for part in message.split("…") if len(part.strip()) > 3):
+            assert any(part in text for text in texts), f"{message!r}: nothing in the code says {part!r}"
+
+
+def _texts() -> set[str]:
+    """Every piece of text in our code: constants, and what stands between the values of an f-string."""
+    found: set[str] = set()
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        found |= {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+    return found
+
+
+def test_the_readme_is_short_and_has_what_newcomers_need() -> None:
+    readme = PAGES["README.md"]
+    assert len(readme.splitlines()) <= 200
+    for needed in (".venv/bin/tinkerflow quickstart", "bash .ci/test", "tinkerflow up --base-model", "docs/images/"):
+        assert needed in readme
+
+
+def test_every_page_is_in_the_map() -> None:
+    mapped = {target.partition("#")[0] for target in links(PAGES["docs/index.md"])}
+    assert {path.name for path in DOCS.glob("*.md")} - {"index.md"} <= mapped
+
+
+@of_each_page
+def test_code_blocks_are_code(page: str) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", PAGES[page], re.S | re.M):
+        ast.parse(block)
+
+
+def test_what_prefect_does_is_said_in_one_way() -> None:
+    said = re.compile(
+        r"Prefect(\]\([^)]*\))? observes: operations\s+start immediately and are mirrored as flow and task\s+runs"
+    )
+    for page in ("README.md", "docs/architecture.md", "docs/operations.md", "CONTRIBUTING.md"):
+        assert said.search(PAGES[page]), page
+
+
+def test_pictures_are_small_and_used() -> None:
+    used = {Path(target).name for text in PAGES.values() for target in links(text)}
+    for picture in (DOCS / "images").iterdir():
+        assert picture.stat().st_size < 200_000, picture.name
+        assert picture.name in used, picture.name
+
+
+def test_terms_of_the_glossary_mean_one_thing_each() -> None:
+    terms = re.findall(r"^\*\*(.+?)\*\*", PAGES["docs/glossary.md"], re.M)
+    assert len(terms) > 40
+    assert terms == sorted(set(terms), key=str.lower)
