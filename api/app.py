@@ -1,79 +1,74 @@
-"""The HTTP app."""
+"""The HTTP app: every module of `routes` with its routers, the errors, and the pages that need no key."""
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from types import ModuleType
 from typing import Literal
 
 from fastapi import Depends, FastAPI
 
-from tinkerflow.api import errors, links
+from tinkerflow import __version__
+from tinkerflow.api import errors, links, page, routes
 from tinkerflow.api.auth import Authenticator
-from tinkerflow.api.call import Holds, Services, Wire, authorised
-from tinkerflow.api.routes import (
-    auth,
-    billing,
-    copies,
-    downloads,
-    futures,
-    lookup,
-    runs,
-    sampling,
-    service,
-    sessions,
-    training,
-    weights,
-)
+from tinkerflow.api.call import API, Counted, Holds, Services, Wire, authorised
+from tinkerflow.api.metrics import Metrics
 from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.journal import Journal, Waiters
+from tinkerflow.backend.journal import Journal, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
-_PREFIX = "/api/v1"
-
 
 def create_app(
-    settings: Settings, journal: Journal, waiters: Waiters, store: Store, *, clock: Clock | None = None
+    settings: Settings,
+    journal: Journal,
+    subscriptions: ResultSubscriptions,
+    store: Store,
+    *,
+    clock: Clock | None = None,
 ) -> FastAPI:
-    """The app that speaks the tinker protocol. `waiters` must be running.
+    """The app that speaks the tinker protocol.
 
-    Only healthz answers without a key, and what a signed link leads to.
+    Every endpoint needs a key, except healthz, the front page, the OpenAPI document, and what a signed link opens.
+
+    subscriptions: must be running. clock: default the machine's.
     """
-    app = FastAPI(title="tinkerflow", openapi_url=None)
-    clock = clock or SystemClock()
+    # The document says what each endpoint takes. FastAPI's page that shows it would load scripts from elsewhere.
+    app = FastAPI(title="tinkerflow", version=__version__, docs_url=None, redoc_url=None)
+    clock, metrics = clock or SystemClock(), Metrics()
     urgent = ThreadPoolExecutor(2, "urgent")
     app.state.services = Services(
         settings=settings,
         journal=journal,
-        waiters=waiters,
+        subscriptions=subscriptions,
         store=store,
         auth=Authenticator(settings, journal, clock, urgent),
         holds=Holds(),
         urgent=urgent,
         clock=clock,
-        link_secret=journal.service_secret(links.SECRET),
+        link_secret=journal.keys.service_secret(links.SECRET),
+        metrics=metrics,
     )
+    app.add_middleware(Counted, metrics=metrics)
     errors.install(app)
-    app.add_api_route(f"{_PREFIX}/healthz", _healthz, methods=["GET"])
-    busiest_first = (
-        futures,
-        training,
-        sampling,
-        service,
-        sessions,
-        weights,
-        runs,
-        lookup,
-        billing,
-        auth,
-        copies,
-        downloads,
-    )
-    for subject in busiest_first:
-        app.include_router(subject.router, prefix=_PREFIX, dependencies=[Depends(authorised)])
-    app.include_router(downloads.link_router, prefix=_PREFIX)
-    app.include_router(lookup.link_router, prefix=_PREFIX)
+    app.add_api_route(f"{API}/healthz", _healthz, methods=["GET"])
+    modules = sorted(_route_modules(), key=lambda module: -module.router.busy)
+    for module in modules:
+        app.include_router(module.router, prefix=API, dependencies=[Depends(authorised)])
+    for module in modules:
+        if hasattr(module, "link_router"):
+            app.include_router(module.link_router, prefix=API)
+    app.include_router(page.router)
     return app
+
+
+def _route_modules() -> Iterator[ModuleType]:
+    """Every module of `routes`. Each has a `router`; some have a `link_router` too, which links open without a key."""
+    for module in pkgutil.iter_modules(routes.__path__):
+        yield import_module(f"{routes.__name__}.{module.name}")
 
 
 class Health(Wire):

@@ -1,38 +1,36 @@
-"""Links that stand for themselves: whoever has one may read the one thing it names, without a key, until it expires.
+"""Links that open one thing without a key, until they expire: for browsers, curl and the SDK's command line.
 
-A link is `{base}/api/v1/{path}?expires={unix seconds}&signature={...}`; the signature is the HMAC-SHA256 of path and
-expiry under a secret that all API processes share (Journal.service_secret). For programs that download by plain HTTP:
-browsers, curl, the SDK's CLI.
+A link is `{base}/api/v1/{path}?expires={unix seconds}&signature={...}`. It is signed under a secret that all API
+processes share (Journal.service_secret).
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import hmac
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 from urllib.parse import quote
 
 from fastapi import Depends, HTTPException, Request
+from itsdangerous import Signer
 
-from tinkerflow.api.call import Call, Services
+from tinkerflow.api.call import API, Call, Services
 
 SECRET = "links"
 LIFETIME = timedelta(hours=1)
-PREFIX = "/api/v1/"
 
 
 def link(call: Call, path: str) -> tuple[str, datetime]:
-    """A link to `path` (below /api/v1/, undecorated) for this caller, and when it expires.
+    """A link to `path` (below /api/v1/, unquoted) for this caller, and when it expires.
 
     Its base is the setting public_url, or else the URL by which the caller reached us.
     """
     services = call.services
     expires = int((services.clock.now() + LIFETIME).timestamp())
     base = services.settings.public_url.rstrip("/") or str(call.request.base_url).rstrip("/")
-    signature = _signature(services.link_secret, PREFIX + path, str(expires))
-    url = f"{base}{quote(PREFIX + path, safe='/:')}?expires={expires}&signature={signature}"
+    path = f"{API}/{path}"
+    signature = _signer(services).get_signature(f"{expires}\n{path}").decode()
+    url = f"{base}{quote(path, safe='/:')}?expires={expires}&signature={signature}"
     return url, datetime.fromtimestamp(expires, UTC)
 
 
@@ -40,8 +38,7 @@ async def linked(request: Request) -> Services:
     """The services, when the request's URL is one of our links; HTTPException 403 when it is not, or has expired."""
     services: Services = request.app.state.services
     expires, signature = request.query_params.get("expires", ""), request.query_params.get("signature", "")
-    right = _signature(services.link_secret, request.scope["path"], expires)
-    if not hmac.compare_digest(signature.encode(), right.encode()):
+    if not _signer(services).verify_signature(f"{expires}\n{request.scope['path']}", signature):
         raise HTTPException(403, "this link is not one of ours: its signature does not fit")
     if int(expires) <= services.clock.now().timestamp():
         raise HTTPException(403, "this link has expired; ask for a new one")
@@ -51,6 +48,5 @@ async def linked(request: Request) -> Services:
 Linked = Annotated[Services, Depends(linked)]
 
 
-def _signature(secret: bytes, path: str, expires: str) -> str:
-    digest = hmac.digest(secret, f"{expires}\n{path}".encode(), hashlib.sha256)
-    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+def _signer(services: Services) -> Signer:
+    return Signer(services.link_secret, salt="tinkerflow.links", key_derivation="hmac", digest_method=hashlib.sha256)

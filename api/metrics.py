@@ -1,31 +1,64 @@
-"""Metrics in the text format of Prometheus (prometheus.io/docs/instrumenting/exposition_formats)."""
+"""Every metric of `/metrics`, declared once: its name, what it counts, its labels. prometheus_client does the rest.
+
+An app has a registry of its own, so that one process can hold several apps. What this process counts itself is a
+Counter or a Histogram; what the journal knows is read when the page is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from tinkerflow.backend.commands import CompileStatus
 
-_PROGRAMS = {
-    "planned": ("gauge", "programs that the warm-up compiles before they are needed"),
-    "ready": ("gauge", "of these, how many it is done with"),
-    "failed": ("gauge", "of these, how many could not be compiled"),
-    "needed": ("counter", "programs that were compiled for a request before the warm-up had ended"),
-    "late": ("counter", "programs that were compiled for a request after it"),
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+# The fields of CompileStatus, counted since the worker group's start.
+_PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
+    "planned": (GaugeMetricFamily, "Programs that the warm-up compiles before they are needed."),
+    "ready": (GaugeMetricFamily, "Planned programs that the warm-up has finished, failed ones included."),
+    "failed": (GaugeMetricFamily, "Planned programs that could not be compiled."),
+    "needed": (CounterMetricFamily, "Programs compiled for a waiting request before the warm-up had ended."),
+    "late": (CounterMetricFamily, "Programs compiled for a waiting request after the warm-up had ended."),
 }
 
 
-def text_of(programs: Sequence[tuple[str, CompileStatus]]) -> str:
-    """The page: `tinkerflow_programs_<which>{base_model="..."}`, counters with `_total`, since the group's start."""
-    lines = []
-    for field in fields(CompileStatus):
-        kind, help_text = _PROGRAMS[field.name]
-        name = f"tinkerflow_programs_{field.name}" + ("_total" if kind == "counter" else "")
-        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
-        lines += [f'{name}{{base_model="{_escaped(of)}"}} {getattr(warmth, field.name)}' for of, warmth in programs]
-    return "\n".join(lines) + "\n"
+class Metrics(Collector):
+    """The metrics of one app."""
 
+    def __init__(self) -> None:
+        """Nothing is counted yet."""
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "tinkerflow_requests",
+            "HTTP requests answered, by operation and status code.",
+            ("operation", "status"),
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "tinkerflow_request_seconds",
+            "Seconds from a request's headers to the end of its answer. Long polls include the time they are held.",
+            ("operation",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._programs: Mapping[str, CompileStatus] = {}
+        self.registry.register(self)
 
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    def page(self, programs: Mapping[str, CompileStatus]) -> bytes:
+        """The page in the text format of Prometheus. programs: by base model, what its worker group has compiled."""
+        self._programs = programs
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics that come from the journal."""
+        for field in fields(CompileStatus):
+            family, meaning = _PROGRAMS[field.name]
+            metric = family(f"tinkerflow_programs_{field.name}", meaning, labels=("base_model",))
+            for base_model, status in self._programs.items():
+                metric.add_metric((base_model,), getattr(status, field.name))
+            yield metric

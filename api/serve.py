@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Services
 from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.journal import Journal, Waiters
+from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
@@ -58,8 +58,8 @@ async def serve_until(
     journal = await _opened(settings)
     try:
         await _base_model_registered(journal)
-        async with Waiters(journal) as waiters:
-            app = create_app(settings, journal, waiters, Store.open(settings.store_url))
+        async with journal.result_subscriptions() as subscriptions:
+            app = create_app(settings, journal, subscriptions, Store.open(settings.store_url))
             config = uvicorn.Config(
                 app,
                 host=settings.host,
@@ -99,7 +99,7 @@ async def _beat(journal: Journal) -> None:
     """Say that clients can reach us: sessions do not expire for heartbeats that nobody could take."""
     while True:
         try:
-            await asyncio.to_thread(journal.recovery.beat)
+            await asyncio.to_thread(journal.leases.beat)
         except (OperationalError, ServerError):
             log.warning("the journal cannot be written; trying again in %.0f s", _BEAT_SECONDS, exc_info=True)
         await asyncio.sleep(_BEAT_SECONDS)
@@ -120,7 +120,7 @@ async def _opened(settings: Settings) -> Journal:
 async def _base_model_registered(journal: Journal) -> None:
     waiting = False
     while True:
-        if await asyncio.to_thread(journal.base_models):
+        if await asyncio.to_thread(journal.base_models.all):
             return
         if not waiting:
             log.info("waiting for the engine to register a base model")

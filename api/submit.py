@@ -52,7 +52,7 @@ def submit_for_model(
         # A save that names nothing is kept for sampling only, and not stored.
         stores=kind in _SAVES and values.has("path"),
     )
-    return accepted(call.journal.submit(request, call.services.limits), model_id=model_id)
+    return accepted(call.journal.requests.submit(request, call.services.limits), model_id=model_id)
 
 
 def complaint(check: Callable[[bytes], object], body: bytes) -> str | None:

@@ -13,11 +13,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OptimizerParams
+
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 LORA_ALPHA = 32.0
-Optimizer = Literal["adamw", "dimuon"]
+Optimizer = str  # a name in spec.optimizers.OPTIMIZERS
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom"]
 # The config keys of each loss with their defaults: the public Tinker documentation's ("Loss Functions"). It gives none
 # for dro's beta, 0.05 is its example; nor for gspo, whose are the paper's (arXiv 2507.18071, section 5.1: 3e-4, 4e-4).
@@ -89,27 +91,6 @@ class StabilityInfo:
     sequence_id: str
     tokens_T: Int32
     logprobs_T: Float32
-
-
-@dataclass(frozen=True)
-class AdamParams:
-    """AdamW with decoupled weight decay; `grad_clip_norm` is a global norm, 0 = off."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-
-@dataclass(frozen=True)
-class DimuonParams:
-    """Dimuon: `beta1` averages the gradient; `grad_clip_norm` is a global norm, 0 or less = off."""
-
-    learning_rate: float
-    beta1: float = 0.9
-    grad_clip_norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -204,7 +185,7 @@ class CreateAdapter:
     adapter_id: str
     spec: LoraSpec
     seed: int
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = DEFAULT_OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -247,7 +228,7 @@ class OptimStep:
     """
 
     adapter_id: str
-    params: AdamParams | DimuonParams
+    params: OptimizerParams
 
 
 @dataclass(frozen=True)
@@ -372,15 +353,15 @@ class AdapterState:
     """An adapter on the host, by PEFT name.
 
     weights: float32, `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank].
-    moments: empty, or for every weight `{name}.mu` and `{name}.nu` (adamw) or `{name}.momentum` (dimuon), and
-    `{name}.grad` for gradients not yet applied.
+    moments: empty, or `{name}.{part}` for every weight and every part of the optimizer's state (`OptimizerSpec.state`),
+    and `{name}.grad` for gradients not yet applied.
     """
 
     spec: LoraSpec
     step: int
     weights: Mapping[str, Float32]
     moments: Mapping[str, Float32] = field(default_factory=dict)
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = DEFAULT_OPTIMIZER
 
 
 @dataclass(frozen=True)

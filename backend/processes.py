@@ -1,4 +1,4 @@
-"""What child processes need: to end with their parent, to give memory back, a port, a pause between starts, a log."""
+"""What child processes need: to end with their parent, to give memory back, a port, a log."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_BACKOFF_FIRST = 0.1
-_BACKOFF_LONGEST = 30.0
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -41,11 +39,6 @@ def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
-
-
-def backoff(failures: int) -> float:
-    """Seconds to wait before the next start after `failures` >= 1 failures in a row: 0.1, 0.2, 0.4, … up to 30."""
-    return float(min(_BACKOFF_LONGEST, _BACKOFF_FIRST * 2 ** min(failures - 1, 20)))
 
 
 def tail(log: Path, lines: int = 20) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -15,22 +15,27 @@ from rich.table import Table
 
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments import checkpoints
+from tinkerflow.deployments import checkpoint_commands
+from tinkerflow.deployments.options import setting, settings_with
 from tinkerflow.deployments.parts import open_journal, run_api_part, run_engine_part, run_worker_part
+from tinkerflow.deployments.run import example_names
 
 app = typer.Typer(
     name="tinkerflow",
     help="Self-hosted fine-tuning: the tinker SDK on a JAX pool, through Prefect.",
     no_args_is_help=True,
 )
-models = typer.Typer(help="Base models.", no_args_is_help=True)
-keys = typer.Typer(help="API keys. Without any, a server bound to loopback takes every tml- key.", no_args_is_help=True)
+models = typer.Typer(help="Make base models.", no_args_is_help=True)
+keys = typer.Typer(
+    help="Create, list and revoke API keys. Without any, a server on loopback accepts every tml- key.",
+    no_args_is_help=True,
+)
 app.add_typer(models, name="models")
 app.add_typer(keys, name="key")
-app.add_typer(checkpoints.app, name="checkpoint")
+app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 Parent = Annotated[int, typer.Option(hidden=True, help="end when this process ends")]
-DataDir = Annotated[Path | None, typer.Option(help="database, models, caches and logs [default: ~/.tinkerflow]")]
+DataDir = Annotated[Path | None, setting("data_dir")]
 
 
 def main() -> None:
@@ -46,34 +51,24 @@ def main() -> None:
         )
 
 
-def _settings(**given: Any) -> Settings:
-    """Settings from the environment, with the options that were given on top."""
-    return Settings(**{name: value for name, value in given.items() if value is not None})
-
-
 @app.command()
 def up(
-    host: Annotated[str | None, typer.Option(help="address the API binds [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="port the API binds, 0 = a free one [default: 8000]")] = None,
-    base_model: Annotated[
-        list[str] | None, typer.Option(help="hub id or folder; may be repeated [default: the embedded tiny one]")
-    ] = None,
-    store: Annotated[
-        str | None, typer.Option(help="fsspec URL of the checkpoint store [default: <data-dir>/store]")
-    ] = None,
-    database_url: Annotated[
-        str | None, typer.Option(help="journal's database [default: SQLite in the data dir]")
-    ] = None,
-    processes: Annotated[int | None, typer.Option(help="JAX processes in the worker group [default: 1]")] = None,
-    group: Annotated[
-        str | None, typer.Option(help="HOST:PORT where `tinkerflow worker` joins; then no worker runs in here")
-    ] = None,
+    host: Annotated[str | None, setting("host")] = None,
+    port: Annotated[int | None, setting("port")] = None,
+    base_model: Annotated[list[str] | None, setting("base_models", "may be repeated")] = None,
+    store: Annotated[str | None, setting("store")] = None,
+    database_url: Annotated[str | None, setting("database_url")] = None,
+    processes: Annotated[int | None, setting("processes")] = None,
+    group: Annotated[str | None, setting("group")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Start API, Prefect server, engine and pool; print a `ready:` line; SIGTERM or Ctrl-C stops all."""
+    """Start API, Prefect server, engine and workers; print a `ready:` line; SIGTERM or Ctrl-C stops all.
+
+    Every setting that has no option here is read from its variable TINKERFLOW_<NAME>.
+    """
     from tinkerflow.deployments.up import Stack
 
-    settings = _settings(
+    settings = settings_with(
         host=host,
         port=port,
         base_models=tuple(base_model) if base_model else None,
@@ -95,13 +90,18 @@ def up(
 @app.command()
 def quickstart(
     data_dir: DataDir = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="optimizer steps")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="optimizer steps (default: 30)")] = None,
+    stay: Annotated[bool, typer.Option("--stay", help="keep serving after the lesson, until Ctrl-C")] = False,
 ) -> None:
-    """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK."""
+    """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK.
+
+    The exit status is 0 only when the loss fell and every answer was learnt.
+    """
     from tinkerflow.deployments.quickstart import STEPS
     from tinkerflow.deployments.quickstart import quickstart as run
 
-    learnt = run(Console(), data_dir=data_dir, steps=steps or STEPS)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    learnt = run(Console(), data_dir=data_dir, steps=steps or STEPS, stay=stay)
     sys.stdout.flush()
     # The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0); all is done and closed here.
     os._exit(0 if learnt else 1)
@@ -109,17 +109,22 @@ def quickstart(
 
 @app.command()
 def run(
-    pipeline: Annotated[str, typer.Argument(help="sft, evaluate or nightly")],
+    pipeline: Annotated[str, typer.Argument(help=f"one of {', '.join(example_names())}")],
     config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters")] = None,
     example: Annotated[
-        bool, typer.Option("--example", help="our example data, on a service that is started for it")
+        bool, typer.Option("--example", help="use our example data, on a service that is started for this run")
     ] = False,
     change: Annotated[
-        list[str] | None, typer.Option("--set", help="a parameter on top, as in training.steps=10; may be repeated")
+        list[str] | None,
+        typer.Option("--set", help="replace a parameter of the file, as in training.steps=10; may be repeated"),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Run a fine-tuning pipeline now, with a progress bar; with the Prefect server that is there, or one of its own."""
+    """Run a fine-tuning pipeline now, with a progress bar.
+
+    The service is the one at TINKER_BASE_URL. Prefect is the server at PREFECT_API_URL, or the one on this machine, or
+    one that is started for this run.
+    """
     from tinkerflow.deployments.run import run as run_pipeline
 
     completed = run_pipeline(Console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir)
@@ -130,21 +135,21 @@ def run(
 @app.command()
 def serve(
     file: Annotated[Path, typer.Option(help="a prefect.yaml whose deployments are served")],
-    limit: Annotated[int, typer.Option(min=1, help="flow runs at a time")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="how many flow runs may run at the same time")] = 2,
     data_dir: DataDir = None,
 ) -> None:
-    """Run deployments of pipelines as their schedules say, on this machine; SIGTERM or Ctrl-C stops."""
+    """Run the flow runs of deployments on this machine, by schedule or from the UI; SIGTERM or Ctrl-C stops."""
     from tinkerflow.deployments.serve import serve as serve_deployments
 
-    serve_deployments(file, _settings(data_dir=data_dir), limit=limit)
+    serve_deployments(file, settings_with(data_dir=data_dir), limit=limit)
 
 
 @app.command()
 def doctor(data_dir: DataDir = None) -> None:
-    """Check this machine and the settings: devices, database, store, Prefect, base models."""
+    """Check this machine and the settings: devices, database, store, base models, running services."""
     from tinkerflow.deployments.doctor import examine
 
-    if not examine(_settings(data_dir=data_dir), Console()):
+    if not examine(settings_with(data_dir=data_dir), Console()):
         raise typer.Exit(1)
 
 
@@ -162,18 +167,16 @@ def api(parent: Parent = 0) -> None:
 
 @app.command()
 def worker(
-    group: Annotated[
-        str, typer.Option(help="HOST:PORT where the engine, started with the same --group, has hosts join")
-    ],
-    processes: Annotated[int, typer.Option(min=1, max=1024, help="how many of the group's processes run here")] = 1,
-    secret_file: Annotated[
-        Path | None, typer.Option(help="the group's secret, as on the engine's host [default: <data-dir>/group.secret]")
-    ] = None,
+    group: Annotated[str, typer.Option(help="HOST:PORT of the engine, which was started with the same --group")],
+    processes: Annotated[
+        int, typer.Option(min=1, max=1024, help="how many of the group's processes run on this host")
+    ] = 1,
+    secret_file: Annotated[Path | None, setting("group_secret_file")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Run processes of a worker group that spans hosts, on this one; SIGTERM or Ctrl-C ends them."""
+    """Run this host's processes of a worker group that spans hosts; SIGTERM or Ctrl-C ends them."""
     secret = None if secret_file is None else str(secret_file)
-    run_worker_part(_settings(data_dir=data_dir, group_secret_file=secret), group, processes)
+    run_worker_part(settings_with(data_dir=data_dir, group_secret_file=secret), group, processes)
 
 
 @models.command("make-tiny")
@@ -188,13 +191,17 @@ def make_tiny_model(folder: Path) -> None:
 @keys.command("create")
 def create_key(
     name: Annotated[str, typer.Argument(help="what the key is for")],
-    project: Annotated[str, typer.Option(help="whose runs and checkpoints the key reads and writes")] = "default",
-    admin: Annotated[bool, typer.Option("--admin", help="may read audit log and usage of all projects")] = False,
+    project: Annotated[
+        str, typer.Option(help="project whose runs and checkpoints the key reads and writes")
+    ] = "default",
+    admin: Annotated[
+        bool, typer.Option("--admin", help="the key may read audit log and usage of all projects")
+    ] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Create an API key; its secret is shown once."""
-    with open_journal(_settings(data_dir=data_dir)) as journal:
-        key, secret = journal.create_key(name, project, admin=admin)
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        key, secret = journal.keys.create(name, project, admin=admin)
         print(f"{key.id}: {secret}")
 
 
@@ -204,8 +211,8 @@ def list_keys(
 ) -> None:
     """List the API keys, without their secrets."""
     table = Table("id", "name", "project", "admin", "starts with", "last used", "revoked")
-    with open_journal(_settings(data_dir=data_dir)) as journal:
-        keys = journal.keys()
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        keys = journal.keys.all()
     for key in (key for key in keys if project in (None, key.project)):
         used, revoked = (f"{t:%Y-%m-%d %H:%M} UTC" if t else "" for t in (key.last_used_at, key.revoked_at))
         table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, used, revoked)
@@ -217,8 +224,8 @@ def revoke_key(
     key_id: Annotated[str, typer.Argument(help="the id that `key list` shows")], data_dir: DataDir = None
 ) -> None:
     """Revoke an API key."""
-    with open_journal(_settings(data_dir=data_dir)) as journal:
-        print(f"revoked {journal.revoke_key(key_id).name}")
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        print(f"revoked {journal.keys.revoke(key_id).name}")
 
 
 if __name__ == "__main__":

@@ -1,40 +1,30 @@
-"""`tinkerflow doctor`: look at everything a deployment needs, and say what is wrong in one line each."""
+"""`tinkerflow doctor`: check everything that a deployment needs, and say what is found and what to do about it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httpx
 from rich.console import Console
 from rich.table import Table
 
-from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.errors import TinkerflowError
+from tinkerflow.backend.errors import StoreError, TinkerflowError, UserError
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store.blobs import open_blobs
 from tinkerflow.deployments.parts import open_journal
 
 
 def examine(settings: Settings, console: Console) -> bool:
     """Print a table of checks; return whether all of them passed."""
-    checks: tuple[tuple[str, Callable[[Settings], str]], ...] = (
-        ("settings", _settings),
-        ("devices", _devices),
-        ("journal", _journal),
-        ("processes", _processes),
-        ("recovery", _recovery),
-        ("store", _store),
-        ("base models", _base_models),
-        ("compiled programs", _compiled),
-        ("api", _api),
-        ("prefect", _prefect),
-    )
     table = Table("", "check", "found", title="tinkerflow doctor")
     healthy = True
-    for name, check in checks:
+    for name, check in CHECKS.items():
         try:
             mark, found = "[green]ok[/]", check(settings)
         except (TinkerflowError, OSError, subprocess.SubprocessError, httpx.HTTPError) as error:
@@ -44,108 +34,138 @@ def examine(settings: Settings, console: Console) -> bool:
     return healthy
 
 
-def _settings(settings: Settings) -> str:
+def check_settings(settings: Settings) -> str:
+    """The settings that a person asks for first."""
     weights = f"{settings.dtype}, base weights {settings.base_weights}"
     return f"data dir {settings.data_dir}, {settings.processes} process(es), {weights}"
 
 
-def _devices(settings: Settings) -> str:
+def check_devices(settings: Settings, command: tuple[str, ...] = (sys.executable,)) -> str:
+    """JAX's version and devices. command: the Python to ask. Raises UserError when JAX cannot start there."""
     # JAX is loaded in a process of its own: a device opened here would be taken from the workers.
     code = "import jax; print(jax.__version__, ', '.join(str(d) for d in jax.devices()))"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    ).stdout.strip()
+    done = subprocess.run([*command, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise UserError(f"JAX cannot start: {reason}; on NVIDIA GPUs install tinkerflow[gpu], on TPUs tinkerflow[tpu]")
+    return done.stdout.strip()
 
 
-def _journal(settings: Settings) -> str:
+def check_journal(settings: Settings) -> str:
+    """The journal's database, and how much it holds."""
     with open_journal(settings) as journal:
-        runs = journal.training_runs(None, limit=1, offset=0).total
-        return f"{settings.journal_url.split('@')[-1]}: {runs} training run(s), {len(journal.keys())} key(s)"
+        runs = journal.models.runs(None, limit=1, offset=0).total
+        return f"{settings.journal_url.split('@')[-1]}: {runs} training run(s), {len(journal.keys.all())} key(s)"
 
 
-def _processes(settings: Settings) -> str:
-    """When the parts last said that they work, what is waited for, and whether requests are suspects."""
+def check_processes(settings: Settings, clock: Clock | None = None) -> str:
+    """Last heartbeat of each part, what groups wait for, and how many requests a lost group was executing."""
     with open_journal(settings) as journal:
-        found = journal.recovery.condition()
-    now = SystemClock().now()
-    said = [f"{name} beat {max(0.0, (now - at).total_seconds()):.0f} s ago" for name, at in sorted(found.beats.items())]
-    said += [f"{name} waits: {text}" for name, text in sorted(found.waits.items())]
+        found = journal.recovery.health()
+    now = (clock or SystemClock()).now()
+    lines = [
+        f"{part} beat {max(0.0, (now - at).total_seconds()):.0f} s ago" for part, at in sorted(found.beats.items())
+    ]
+    lines += [f"{model} waits: {reason}" for model, reason in sorted(found.waits.items())]
     if found.suspects:
-        said.append(f"{found.suspects} pending request(s) were being executed when a worker group ended")
-    return "; ".join(said) or "none runs"
+        lines.append(f"{found.suspects} pending request(s) were being executed when a worker group ended")
+    return "; ".join(lines) or "none is running; `tinkerflow up` starts them"
 
 
-def _recovery(settings: Settings) -> str:
-    """Of each model that can be restored: its last snapshot, and how many requests come after it."""
+def check_recovery(settings: Settings) -> str:
+    """For each model that can be restored: its last snapshot, and how many requests came after it."""
     with open_journal(settings) as journal:
         newest = {view.model_id: view for view in reversed(journal.recovery.snapshots())}
-        found = [
+        lines = [
             f"{model_id}: snapshot at request {view.seq_id} (step {view.step}, {view.size_bytes / 2**20:.1f} MiB, "
             f"{view.created_at:%Y-%m-%d %H:%M} UTC), {journal.recovery.count_executed(model_id, view.seq_id)} to replay"
             for model_id, view in sorted(newest.items())
         ]
-    return "; ".join(found) or "no snapshots of models"
+    return "; ".join(lines) or "no snapshots of models"
 
 
-def _store(settings: Settings) -> str:
-    import fsspec
+def check_store(settings: Settings) -> str:
+    """Write, read and remove an object, through the code that saves checkpoints.
 
-    filesystem, root = fsspec.core.url_to_fs(settings.store_url)
-    probe = f"{root}/.doctor-{uuid.uuid4().hex}"
-    filesystem.makedirs(root, exist_ok=True)
-    filesystem.pipe_file(probe, b"tinkerflow")
+    Raises StoreError when other bytes come back; UserError and OSError when the store cannot be opened or written.
+    """
+    blobs, probe, content = open_blobs(settings.store_url), f".doctor-{uuid.uuid4().hex}", b"tinkerflow"
+    blobs.create(probe, content)
     try:
-        if filesystem.cat_file(probe) != b"tinkerflow":
-            raise OSError(f"{settings.store_url}: read back other bytes than were written")
+        if blobs.read(probe) != content:
+            raise StoreError(f"{settings.store_url}: other bytes were read than written; is it shared with a cache?")
     finally:
-        filesystem.rm_file(probe)
+        blobs.remove(probe)
     return f"{settings.store_url}: writeable"
 
 
-def _base_models(settings: Settings) -> str:
+def check_base_models(settings: Settings) -> str:
+    """Name, architecture, size and context of each base model."""
     from tinkerflow.backend.model_card import ModelCard
 
     cards = [ModelCard.load(name) for name in settings.base_models]
-    named = [
+    lines = [
         f"{c.name} ({c.architecture}, {c.parameters / 1e6:.1f} M parameters, context {c.max_context})" for c in cards
     ]
-    return "; ".join(named) or "the embedded tiny one, made at start"
+    return "; ".join(lines) or "the embedded tiny one, made at start"
 
 
-def _compiled(settings: Settings) -> str:
-    """Which programs are warm in the worker groups, and what is kept for the next ones."""
-    warm = []
+def check_compiled(settings: Settings) -> str:
+    """How far each base model's compilation is, and what the compilation cache holds."""
+    lines = []
     if settings.has_journal:
         with open_journal(settings) as journal:
-            warm = [f"{model.name}: {_warmth(model.warmth)}" for model in journal.base_models() if model.warmth]
-    return "; ".join([*warm, _cached(settings)])
+            lines = [
+                f"{m.name}: {_compile_status(m.compile_status)}" for m in journal.base_models.all() if m.compile_status
+            ]
+    files = [path for path in settings.compile_cache.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 2**20
+    return "; ".join([*lines, f"{len(files)} file(s), {size:.1f} MiB in {settings.compile_cache}"])
 
 
-def _warmth(warmth: CompileStatus) -> str:
-    failed = f" ({warmth.failed} failed)" if warmth.failed else ""
-    text = f"{warmth.ready} of {warmth.planned} warm{failed}" if warmth.planned else "no warm-up"
-    return f"{text}, {warmth.needed} compiled for a request before, {warmth.late} after the warm-up"
+def _compile_status(status: CompileStatus) -> str:
+    failed = f" ({status.failed} failed)" if status.failed else ""
+    text = f"{status.ready} of {status.planned} warm{failed}" if status.planned else "no warm-up"
+    return f"{text}, {status.needed} compiled for a request before, {status.late} after the warm-up"
 
 
-def _cached(settings: Settings) -> str:
-    entries = [p for p in settings.compile_cache.rglob("*") if p.is_file()]
-    size = sum(p.stat().st_size for p in entries) / 2**20
-    return f"{len(entries)} file(s), {size:.1f} MiB in {settings.compile_cache}"
-
-
-def _api(settings: Settings) -> str:
+def check_api(settings: Settings) -> str:
+    """Whether the API answers at its address."""
     url = f"http://{settings.host}:{settings.port}/api/v1/healthz"
     try:
         return f"{url}: {httpx.get(url, timeout=3).raise_for_status().json()['status']}"
     except httpx.ConnectError:
-        return f"{url}: not running"
+        return f"{url}: not running; `tinkerflow up` starts it"
 
 
-def _prefect(settings: Settings) -> str:
+def check_prefect(settings: Settings) -> str:
+    """Whether the Prefect server answers that runs are tracked on: the one at PREFECT_API_URL, or the embedded one.
+
+    Raises UserError when an external server is not named or does not answer.
+    """
     if settings.prefect == "off":
         return "off: nothing is tracked"
-    url = f"http://127.0.0.1:{settings.prefect_port}/api/health"
+    external = os.environ.get("PREFECT_API_URL")
+    if settings.prefect == "external" and not external:
+        raise UserError("TINKERFLOW_PREFECT is external: set PREFECT_API_URL to the URL of that server's API")
+    url = f"{(external or f'http://127.0.0.1:{settings.prefect_port}/api').removesuffix('/')}/health"
     try:
         return f"{url}: {httpx.get(url, timeout=3).raise_for_status().text}"
-    except httpx.ConnectError:
-        return f"{url}: not running ({'started by `tinkerflow up`' if settings.prefect == 'embedded' else 'external'})"
+    except httpx.ConnectError as error:
+        if external:
+            raise UserError(f"{url}: no answer ({error}); start that server, or change PREFECT_API_URL") from error
+        return f"{url}: not running; `tinkerflow up` starts it"
+
+
+CHECKS: Mapping[str, Callable[[Settings], str]] = {
+    "settings": check_settings,
+    "devices": check_devices,
+    "journal": check_journal,
+    "processes": check_processes,
+    "recovery": check_recovery,
+    "store": check_store,
+    "base models": check_base_models,
+    "compiled programs": check_compiled,
+    "api": check_api,
+    "prefect": check_prefect,
+}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tinkerflow.backend.processes import backoff
+from tinkerflow.backend.retry import backoff
 from tinkerflow.deployments.pulse import BEAT, READY
 
 STOP_SECONDS = 20.0

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from tinkerflow.backend.joining import make_secret, parse_address
-from tinkerflow.backend.pool import Post, serve_group
-from tinkerflow.backend.processes import backoff
+from tinkerflow.backend.pool import HostConfig, serve_group
+from tinkerflow.backend.retry import backoff
 from tinkerflow.backend.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class LocalHost:
         driver, port = parse_address(settings.group)
         processes = settings.processes * max(1, len(settings.base_models))
         secret, self._logs = make_secret(settings.group_secret_path), settings.data_dir / "logs"
-        self._post = Post(
+        self._post = HostConfig(
             driver, port, secret, processes, self._logs, compile_cache_dir="", longest_pause=_LONGEST_PAUSE
         )
         self._report = report

@@ -12,7 +12,7 @@ from pathlib import Path
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.joining import parse_address, read_secret
 from tinkerflow.backend.journal import Journal, migrate
-from tinkerflow.backend.pool import Post, serve_group
+from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.backend.processes import die_with_parent
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.pulse import READY, Pulse, say
@@ -53,7 +53,7 @@ def run_worker_part(settings: Settings, group: str, processes: int) -> None:
     except ValueError as error:
         raise UserError(f"--group {error}") from error
     secret, logs = read_secret(settings.group_secret_path), settings.data_dir / "logs"
-    post = Post(driver, port, secret, processes, logs, str(settings.compile_cache))
+    post = HostConfig(driver, port, secret, processes, logs, str(settings.compile_cache))
 
     async def main() -> None:
         loop, this = asyncio.get_running_loop(), asyncio.current_task()

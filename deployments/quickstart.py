@@ -15,6 +15,7 @@ from rich.table import Table
 
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
+from tinkerflow.deployments.run import see_again
 from tinkerflow.deployments.up import Stack
 
 if TYPE_CHECKING:
@@ -28,20 +29,33 @@ API_KEY = "tml-quickstart"
 SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
 
 
-def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = STEPS) -> bool:
-    """Fine-tune on `LESSONS` for `steps` optimizer steps in `data_dir` (default: a scratch folder) and report.
+def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = STEPS, stay: bool = False) -> bool:
+    """Fine-tune on `LESSONS` and say where the run can be seen.
 
-    Returns whether the loss fell and the model afterwards says every answer exactly.
+    data_dir: for what the service keeps; default: a scratch folder. steps: of the optimizer. stay: keep serving after
+    the lesson, until Ctrl-C. Returns whether the loss fell and the model then says every answer exactly.
     """
     with tempfile.TemporaryDirectory(prefix="tinkerflow-quickstart-") as scratch:
         settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0, warm_up=False)
         with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
             console.print(stack.ready_line, highlight=False)
-            return teach(console, stack.api_url, stack.prefect_url, steps)
+            learnt, page = teach(console, stack.api_url, stack.prefect_url, steps)
+            if stay:
+                console.print(f"serving until Ctrl-C: {stack.api_url}  {page}", highlight=False, soft_wrap=True)
+                with contextlib.suppress(KeyboardInterrupt):
+                    stack.keep()
+    if page and stack.settings.prefect == "embedded":
+        console.print(see_again(page, data_dir), highlight=False, soft_wrap=True)
+        if not stay:
+            console.print("with --stay, quickstart keeps serving this page until Ctrl-C", highlight=False)
+    return learnt
 
 
-def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> bool:
-    """The same on the service at `api_url`; `prefect_url`: of its pages, empty when Prefect is off."""
+def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> tuple[bool, str]:
+    """Fine-tune on the service at `api_url` for `steps` optimizer steps; whether it learnt, and the run's page.
+
+    prefect_url: where the pages of Prefect are; empty when Prefect is off, and then the run has no page.
+    """
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
     from tinker import types
@@ -55,7 +69,7 @@ def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> bool:
         tokenizer = trainer.get_tokenizer()
         data = [_datum(tokenizer, lesson) for lesson in LESSONS]
 
-        console.print("sampling before; the first batch of each kind waits for JAX to compile")
+        console.print("sampling before the first step; the first batch of each kind waits for JAX to compile")
         before = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         losses = []
         for step in range(steps):
@@ -66,11 +80,12 @@ def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> bool:
             console.print(f"step {step + 1:3d}/{steps}  loss {losses[-1]:9.4f}", highlight=False)
         after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         console.print(_table(before, after))
-        run_url = _flow_run_url(prefect_url, trainer.model_id)
-        console.print(f"every batch of this run is a task in Prefect: {run_url}", highlight=False, soft_wrap=True)
+        page = _flow_run_page(prefect_url, trainer.model_id)
+        shown = f"the run in Prefect, with its batches: {page}" if page else "this run has no page (Prefect is off)"
+        console.print(shown, highlight=False, soft_wrap=True)
     learnt = after == [lesson.pig_latin for lesson in LESSONS]
     console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {'all three answers learnt' if learnt else 'not learnt'}")
-    return learnt and losses[-1] < losses[0]
+    return learnt and losses[-1] < losses[0], page
 
 
 def _datum(tokenizer: PreTrainedTokenizerBase, lesson: Lesson) -> tinker.Datum:
@@ -109,10 +124,10 @@ def _table(before: list[str], after: list[str]) -> Table:
     return table
 
 
-def _flow_run_url(prefect_url: str, model_id: str) -> str:
-    """Where the Prefect UI shows the training run of `model_id`; the page of all runs if it is untracked."""
+def _flow_run_page(prefect_url: str, model_id: str) -> str:
+    """Prefect's page of the training run of `model_id`; the page of all runs if the run is untracked."""
     if not prefect_url:
-        return "(Prefect is off)"
+        return ""
     named = {"flow_runs": {"name": {"any_": [model_id]}}}
     deadline = time.monotonic() + SHOWN_SECONDS
     while time.monotonic() < deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -28,8 +29,9 @@ from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
 
 if TYPE_CHECKING:
-    from prefect import Flow
     from prefect.client.schemas.objects import State
+
+    from tinkerflow.flows.pipelines import Pipeline
 
 
 def run(
@@ -41,20 +43,28 @@ def run(
     changes: Sequence[str],
     data_dir: Path | None,
 ) -> bool:
-    """Run `pipeline` as the YAML file `config` says, with `changes` (`training.steps=10`) on top; whether it completed.
+    """Run a pipeline and show its result; whether the run completed.
 
-    example: with our example data and file, on a service of its own in `data_dir` (default: a scratch folder).
-    Otherwise the service at TINKER_BASE_URL does the work.
+    pipeline: its name. config: a YAML file with its parameters; the service at TINKER_BASE_URL does the work. example:
+    instead of `config`, use our example on a service that is started for it. changes: parameters that replace those of
+    the file, as `training.steps=10`. data_dir: for what a started service and a started Prefect server keep; default: a
+    scratch folder for the example, else the setting. Raises UserError unless one of config and example is given.
     """
     if example == (config is not None):
         raise UserError("run: give either --config FILE or --example")
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")  # read when Prefect is imported
-    if not example:
-        assert config is not None
-        settings = Settings(data_dir=data_dir) if data_dir else Settings()
-        with _prefect(console, settings) as url:
-            sys.path.insert(0, str(config.resolve().parent))  # where rewards and environments of its own may be
-            return _completes(console, pipeline, read_config(config, changes), url)
+    if config is None:
+        return _run_example(console, pipeline, changes, data_dir)
+    settings = Settings(data_dir=data_dir) if data_dir else Settings()
+    with prefect_api(console, settings) as (url, starts):
+        sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
+        page, completed = _run_and_show(console, find(pipeline), read_config(config, changes), url)
+    if starts:
+        console.print(see_again(page, settings.data_dir), highlight=False, soft_wrap=True)
+    return completed
+
+
+def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: Path | None) -> bool:
     from tinkerflow.deployments.up import Stack
 
     Thread(target=_import, daemon=True).start()  # while other processes start
@@ -63,13 +73,30 @@ def run(
         with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
             console.print(stack.ready_line, highlight=False)
             os.environ |= {"TINKER_BASE_URL": stack.api_url, "TINKER_API_KEY": "tml-example"}
-            found = read_config(example_file(f"{pipeline}.yaml"), changes)
-            found.setdefault("work", settings.pipelines_url)
+            values = read_config(example_file(f"{name}.yaml"), changes)
+            values.setdefault("work", settings.pipelines_url)
             prefect_url = f"{stack.prefect_url}/api"
             wait_for_prefect(prefect_url, settings.start_deadline)
-            if pipeline == "distill" and "teacher" not in found:
-                _student_and_teacher(console, found, prefect_url)
-            return _completes(console, pipeline, found, prefect_url)
+            if name == "distill" and "teacher" not in values:
+                _make_student_and_teacher(console, values, prefect_url)
+            page, completed = _run_and_show(console, find(name), values, prefect_url)
+    if settings.prefect == "embedded" and "PREFECT_API_URL" not in os.environ:
+        console.print(see_again(page, data_dir), highlight=False, soft_wrap=True)
+    return completed
+
+
+def find(name: str) -> Pipeline:
+    """The pipeline of a name; UserError when there is none."""
+    from tinkerflow.flows.pipelines import pipelines
+
+    if name not in pipelines():
+        raise UserError(f"pipeline {name!r}: must be one of {', '.join(pipelines())}")
+    return pipelines()[name]
+
+
+def example_names() -> list[str]:
+    """The pipelines that have an example, which is every pipeline; told without importing any."""
+    return sorted(file.stem for file in example_file("").glob("*.yaml"))
 
 
 def example_file(name: str) -> Path:
@@ -78,59 +105,80 @@ def example_file(name: str) -> Path:
 
 
 def read_config(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The parameters that a YAML file gives. Relative paths of data in it are relative to the file.
+    """The parameters of a YAML file; relative paths of data in the file are relative to the file.
 
-    UserError when it cannot be read, or a change is not NAME.NAME=VALUE.
+    changes: parameters that replace those of the file, as `training.steps=10`. Raises UserError when the file cannot be
+    read, or a change is not NAME.NAME=VALUE.
     """
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"config {file}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise UserError(f"config {file}: must hold names and values")
     for change in changes:
         names, separator, value = change.partition("=")
         if not separator:
             raise UserError(f"--set {change!r}: must be NAME=VALUE, as in training.steps=10")
         *outer, last = names.split(".")
-        inner = found
+        section = values
         for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = yaml.safe_load(value)
-    beside(file.resolve().parent, found)
-    return found
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise UserError(f"--set {change!r}: {name} holds no other names")
+        section[last] = yaml.safe_load(value)
+    make_absolute(file.resolve().parent, values)
+    return values
 
 
-def beside(folder: Path, values: dict[str, Any]) -> None:
-    """Make relative paths of data, the values of `url`, relative to `folder`."""
+def make_absolute(folder: Path, values: dict[str, Any]) -> None:
+    """Make relative paths of data, which are the values of `url`, relative to `folder`."""
     for name, value in values.items():
         if isinstance(value, dict):
-            beside(folder, value)
+            make_absolute(folder, value)
         elif name == "url" and isinstance(value, str) and "://" not in value:
             values[name] = str(folder / value)
 
 
 @contextmanager
-def _prefect(console: Console, settings: Settings) -> Iterator[str]:
-    """The Prefect API to use: the one at PREFECT_API_URL, the one of this machine, or one for the time being."""
+def prefect_api(console: Console, settings: Settings) -> Iterator[tuple[str, bool]]:
+    """The URL of a Prefect API: the one at PREFECT_API_URL, or the one on this machine, or one for the block only.
+
+    Also whether it is for the block only.
+    """
     local = f"http://127.0.0.1:{settings.prefect_port}/api"
     if url := os.environ.get("PREFECT_API_URL"):
-        yield url
+        yield url, False
     elif settings.prefect_port and _answers(local):
-        yield local
+        yield local, False
     else:
         from tinkerflow.flows import start_server
 
-        console.print("  no Prefect server: one is started for this run", style="dim")
+        console.print("  no Prefect server is running: one is started for this run", style="dim")
         server = asyncio.run(start_server(settings.data_dir, free_port()))
         try:
-            yield server.url
+            yield server.url, True
         finally:
             asyncio.run(server.stop())
 
 
+def see_again(page: str, data_dir: Path | None) -> str:
+    """How to see a run's page after this command, and the Prefect server that it started, have ended.
+
+    data_dir: where the server keeps its database; None: in a scratch folder.
+    """
+    if data_dir is None:
+        return "this page and the run end with this command: to keep them, run it again with --data-dir DIR"
+    port = Settings(data_dir=data_dir).prefect_port or "PORT"
+    path = page.partition("/runs/")[2]
+    return (
+        f"this page ends with this command; to see the run again: tinkerflow up --data-dir {shlex.quote(str(data_dir))}"
+        f"\nand open http://127.0.0.1:{port}/runs/{path}"
+    )
+
+
 def wait_for_prefect(url: str, seconds: float) -> None:
-    """The service is ready without Prefect; a pipeline is not."""
+    """Wait until the Prefect API at `url` answers: the service is ready without it. ServerError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not _answers(url):
         if time.monotonic() > deadline:
@@ -146,106 +194,90 @@ def _answers(url: str) -> bool:
 
 
 def _import() -> None:
-    """Load what a run needs, some seconds' worth."""
-    for module in ("tinkerflow.flows.pipelines", "tinker", "transformers.tokenization_utils_tokenizers"):
+    """Import what a run needs; it takes some seconds."""
+    for module in ("tinkerflow.flows.pipelines.sft", "tinker", "transformers.tokenization_utils_tokenizers"):
         import_module(module)
 
 
-def _student_and_teacher(console: Console, config: dict[str, Any], prefect_url: str) -> None:
-    """Make what our example of `distill` needs: a student that has learnt a little, and a teacher that has gone on."""
-    lesson = read_config(example_file("sft.yaml")) | {"work": config["work"], "samples": {"rows": 0}}
-    del lesson["held_out"]  # nobody looks on: fewer programs to compile
-    student = _run(
-        console, "sft", lesson | {"name": "student", "training": lesson["training"] | {"steps": 8}}, prefect_url
-    )
-    start = config.setdefault("model", {})["start_from"] = _made(student)["state"]
+def _make_student_and_teacher(console: Console, values: dict[str, Any], prefect_url: str) -> None:
+    """Train what our example of `distill` needs: a student that has learnt a little, and a teacher that knows more."""
+    lesson = read_config(example_file("sft.yaml")) | {"work": values["work"], "samples": {"rows": 0}}
+    del lesson["held_out"]  # nobody looks at it: fewer programs to compile
+    short = lesson | {"name": "student", "training": lesson["training"] | {"steps": 8}}
+    student = _run(console, find("sft"), short, prefect_url)
+    start = values.setdefault("model", {})["start_from"] = _result(student)["state"]
     lesson["model"] |= {"start_from": start}
-    config["teacher"] = {"weights": _made(_run(console, "sft", lesson | {"name": "teacher"}, prefect_url))["weights"]}
+    teacher = _run(console, find("sft"), lesson | {"name": "teacher"}, prefect_url)
+    values["teacher"] = {"weights": _result(teacher)["weights"]}
 
 
-def _made(state: State[BaseModel]) -> dict[str, Any]:
-    """What a run made; raises what it failed with."""
+def _result(state: State[BaseModel]) -> dict[str, Any]:
+    """The result of a run; raises the error with which it failed."""
     return asyncio.run(state.aresult()).model_dump()
 
 
-def _completes(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> bool:
-    """Run it and show what it made; whether it completed."""
-    state = _run(console, pipeline, config, prefect_url)
-    page = f"{prefect_url.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}"
+def _run_and_show(
+    console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect_url: str
+) -> tuple[str, bool]:
+    """Run the pipeline and show its result; the run's page in Prefect, and whether the run completed."""
+    state = _run(console, pipeline, values, prefect_url)
     if state.is_completed():
-        _show(console, asyncio.run(state.aresult()))
+        table = Table(show_header=False, box=None)
+        for name, value in _result(state).items():
+            table.add_row(name, Text(as_text(value)))
+        console.print(table, highlight=False)
     else:
-        console.print(f"{pipeline}: {state.name}: {state.message}", markup=False, highlight=False)
+        console.print(f"{pipeline.name}: {state.name}: {state.message}", markup=False, highlight=False)
+    page = f"{prefect_url.removesuffix('/api')}/runs/flow-run/{state.state_details.flow_run_id}"
     console.print(f"see it in Prefect: {page}", highlight=False, soft_wrap=True)
-    return state.is_completed()
+    return page, state.is_completed()
 
 
-def _run(console: Console, pipeline: str, config: Mapping[str, Any], prefect_url: str) -> State[BaseModel]:
+def _run(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect_url: str) -> State[BaseModel]:
+    """Run the pipeline with a progress bar; its final state. ValidationError when a parameter is wrong."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from tinkerflow.flows.pipelines import PIPELINES
-    from tinkerflow.tasks.pipelines.board import follower
+    from tinkerflow.tasks.pipelines.artifacts import follower
 
-    if pipeline not in PIPELINES:
-        raise UserError(f"pipeline {pipeline!r}: must be one of {', '.join(PIPELINES)}")
-    flow, parameters = PIPELINES[pipeline]
-    given = parameters.model_validate(config)
-    logging.getLogger("tinker").setLevel(logging.ERROR)  # it says that it asks again whenever an answer takes long
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[values]}"),
-        console=console,
-    )
+    parameters = pipeline.parameters.model_validate(values)
+    logging.getLogger("tinker").setLevel(logging.ERROR)  # it warns whenever an answer takes long
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, TextColumn("{task.fields[metrics]}"), console=console)
     with temporary_settings({PREFECT_API_URL: prefect_url}), bar:
-        shown = bar.add_task(pipeline, total=None, values="")
+        shown = bar.add_task(pipeline.name, total=None, metrics="")
 
-        def follow(step: int, steps: int, values: Mapping[str, float]) -> None:
-            bar.update(shown, completed=step, total=steps, values=_numbers(values))
+        def follow(step: int, steps: int, metrics: Mapping[str, float]) -> None:
+            bar.update(shown, completed=step, total=steps, metrics=as_text(metrics))
+
+        async def state() -> State[BaseModel]:
+            call: Callable[..., Awaitable[State[BaseModel]]] = pipeline.flow
+            return await call(parameters, return_state=True)
 
         token = follower.set(follow)
         try:
-            state = asyncio.run(_state(flow, given))
+            return asyncio.run(state())
         finally:
             follower.reset(token)
-    return state
 
 
-async def _state(flow: Flow[..., Any], parameters: BaseModel) -> State[BaseModel]:
-    """Run the flow; its final state."""
-    call: Callable[..., Awaitable[State[BaseModel]]] = flow
-    return await call(parameters, return_state=True)
-
-
-def _show(console: Console, result: BaseModel) -> None:
-    """What a pipeline made, a line for each value."""
-    table = Table(show_header=False, box=None)
-    for name, value in result.model_dump().items():
-        table.add_row(name, Text(_told(value)))
-    console.print(table, highlight=False)
-
-
-def _told(value: object) -> str:
-    if isinstance(value, dict):
-        return _numbers(value) if value else "none"
-    if isinstance(value, list):
-        return "\n".join(map(_told, value))
+def as_text(value: object) -> str:
+    """A value of a result for people: the entries of a mapping on one line, of lists in it only the length."""
+    match value:
+        case Mapping() if not value:
+            return "none"
+        case Mapping():
+            return "  ".join(_entry(name, entry) for name, entry in value.items()).removeprefix("\n")
+        case list():
+            return "\n".join(map(as_text, value))
     return str(value)
 
 
-def _numbers(values: Mapping[str, object]) -> str:
-    """On one line; of a list only how long it is: what was sampled, say, is in the artifacts."""
-    told = []
-    for name, value in values.items():
-        match value:
-            case float():
-                told.append(f"{name} {value:.4g}")
-            case dict():
-                told.append(f"\n{name}: {_numbers(value)}")
-            case list():
-                told.append(f"{name}: {len(value)}")
-            case _:
-                told.append(f"{name}: {value!s}")
-    return "  ".join(told).removeprefix("\n")
+def _entry(name: str, value: object) -> str:
+    match value:
+        case float():
+            return f"{name} {value:.4g}"
+        case dict():
+            return f"\n{name}: {as_text(value)}"
+        case list():
+            return f"{name}: {len(value)}"
+    return f"{name}: {value!s}"

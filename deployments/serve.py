@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.run import beside
+from tinkerflow.deployments.run import make_absolute
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -52,7 +52,7 @@ def read_deployments(file: Path) -> list[Deployment]:
         raise UserError(f"serve {file}: must be a prefect.yaml with deployments ({error!r})") from error
     deployments = [Deployment.model_validate(one) for one in found]
     for one in deployments:
-        beside(file.resolve().parent, one.parameters)
+        make_absolute(file.resolve().parent, one.parameters)
     return deployments
 
 
@@ -83,7 +83,7 @@ async def _serve(file: Path, results: str, limit: int) -> None:
     await ensure_tag_limits(read_tag_limits(file))
     runner = Runner(limit=limit)
     for one in read_deployments(file):
-        await runner.aadd_deployment(await _deployment(one))
+        await runner.aadd_deployment(await make_deployment(one))
         print(f"serving {one.entrypoint.rsplit('.', 1)[-1]}/{one.name}", flush=True)
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
@@ -170,16 +170,20 @@ def _schedule(wanted: dict[str, Any]) -> Schedule:
     raise UserError(f"schedules: {wanted!r}: must have cron, or interval in seconds")
 
 
-async def _deployment(wanted: Deployment) -> RunnerDeployment:
+async def make_deployment(wanted: Deployment) -> RunnerDeployment:
+    """The deployment as Prefect's runner takes it.
+
+    Raises UserError when a schedule is wrong, ValidationError when a parameter of one of our pipelines is wrong.
+    """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.flows import load_flow_from_entrypoint
     from prefect.types.entrypoint import EntrypointType
 
-    from tinkerflow.flows.pipelines import PIPELINES
+    from tinkerflow.flows.pipelines import pipelines
 
     flow: Flow[..., Any] = load_flow_from_entrypoint(wanted.entrypoint, use_placeholder_flow=False)
-    if flow.name in PIPELINES:
-        PIPELINES[flow.name][1].model_validate(wanted.parameters.get("parameters", {}))  # wrong ones are refused now
+    if flow.name in pipelines():  # wrong parameters are refused now
+        pipelines()[flow.name].parameters.model_validate(wanted.parameters.get("parameters", {}))
     limit = wanted.concurrency_limit
     return await flow.ato_deployment(
         wanted.name,

@@ -29,7 +29,7 @@ async def note_warmth(journal: Journal, pool: Pool, base_model: str) -> None:
             if found.late > last.late:
                 log.warning("%s: %d program(s) were compiled for requests after the warm-up", base_model, found.late)
             if found != last:
-                await asyncio.to_thread(journal.recovery.note_warmth, base_model, found)
+                await asyncio.to_thread(journal.base_models.note_compile_status, base_model, found)
             last = found
         except (TinkerflowError, *AWAY) as error:
             log.info("%s: what is compiled is not known: %s", base_model, error)

@@ -42,7 +42,7 @@ class Dispatcher:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until `stop`; returns when what was in flight is answered. `on_ready` is called when it begins."""
-        heard = self._journal.bell.listen("model:", "sample", "session:", "cancel:")
+        heard = self._journal.notifier.subscribe("model:", "sample", "session:", "cancel:")
         async with heard as topics, asyncio.TaskGroup() as around:
             watches = [
                 around.create_task(self._sweep_often(), name="sweeps"),
@@ -98,7 +98,7 @@ class Dispatcher:
     async def _look(self) -> None:
         while True:
             try:
-                waiting = await asyncio.to_thread(self._journal.pending_models)
+                waiting = await asyncio.to_thread(self._journal.queue.pending_models)
             except AWAY:
                 log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
                 waiting = []
@@ -121,7 +121,7 @@ class Dispatcher:
 
     async def _serve_model(self, model_id: str, again: UUID | None) -> None:
         try:
-            model = await asyncio.to_thread(self._journal.model, model_id, None)
+            model = await asyncio.to_thread(self._journal.models.get, model_id, None)
             if model.state not in (ModelState.CREATING, ModelState.LIVE):
                 return
             served = self._served.get(model.base_model)
@@ -146,9 +146,9 @@ class Dispatcher:
     async def _give_up(self, model_id: str, error: TinkerflowError) -> None:
         """End a model, and fail all that waits for it."""
         ended = ModelEnded(model_id, ModelState.FAILED, error.message)
-        waiting = await asyncio.to_thread(self._journal.ready, model_id, 1)
+        waiting = await asyncio.to_thread(self._journal.requests.ready, model_id, 1)
         outcomes = [request.failed(error, None, ended) for request in waiting]
-        await asyncio.to_thread(self._journal.finish, outcomes)
+        await asyncio.to_thread(self._journal.requests.finish, outcomes)
 
     # ------------------------------------------------------------------ what people ask for (buttons.py)
     def shown_in(self, model_id: str) -> UUID | None:
@@ -158,13 +158,13 @@ class Dispatcher:
 
     async def hold(self, model_id: str, why: str | None) -> None:
         """Execute nothing of the model until it is called with None; its clients are told why."""
-        await asyncio.to_thread(self._journal.recovery.hold, model_id, why)
+        await asyncio.to_thread(self._journal.models.pause, model_id, why)
         if (lane := self._lanes.get(model_id)) is not None:
             lane.hold(why is not None)
 
     async def cancel(self, model_id: str, why: str) -> None:
         """End the model now: what waits is failed with the reason."""
-        await asyncio.to_thread(self._journal.recovery.end_model, model_id, ModelState.UNLOADED, why)
+        await asyncio.to_thread(self._journal.models.end, model_id, ModelState.UNLOADED, why)
         if (lane := self._lanes.get(model_id)) is not None:
             lane.cancel()
 
@@ -172,7 +172,7 @@ class Dispatcher:
         """Take up a model again that nobody serves, in this flow run; UserError when that cannot be."""
         if model_id in self._lanes:
             raise UserError(f"model {model_id} is served already")
-        await asyncio.to_thread(self._journal.recovery.revive, model_id)
+        await asyncio.to_thread(self._journal.models.revive, model_id)
         self.wake(model_id, flow_run)
 
     # ------------------------------------------------------------------ what is lost, and what is over
@@ -184,14 +184,14 @@ class Dispatcher:
             model.context.snapshots.lost()
             text = f"worker group {lost.generation} ended ({lost.cause}); another one is being started"
             log.error("%s: %s", name, text)
-            await model.context.read(self._journal.recovery.note_group, name, text)
+            await model.context.read(self._journal.base_models.note_progress, name, text)
             self._shared.tracking.tell("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
             if back is None or back.done():
                 back = asyncio.create_task(self._cheer(model), name="next group")
 
     async def _cheer(self, model: ServedModel) -> None:
         generation = await model.pool.serving()
-        await model.context.read(self._journal.recovery.note_group, model.card.name, None)
+        await model.context.read(self._journal.base_models.note_progress, model.card.name, None)
         log.info("%s: worker group %d serves; models are restored as they are needed", model.card.name, generation)
         self._shared.tracking.tell("tinkerflow.group.serves", model.card.name, generation=generation)
         for lane in self._lanes.values():
@@ -232,23 +232,22 @@ class Dispatcher:
     def _sweep_journal(self) -> list[str]:
         """What is over ends; ids of models whose session is."""
         settings, journal = self._settings, self._journal
-        for session_id in journal.expire_sessions(settings.session_timeout):
+        for session_id in journal.sessions.expire(settings.session_timeout):
             log.info("session %s expired: no heartbeat for %.0f s", session_id, settings.session_timeout)
-        abandoned = journal.abandoned_models()
+        abandoned = journal.models.abandoned()
         for model_id in abandoned:
-            journal.request_unload(model_id, OVER)
-        journal.recovery.let_go()
-        for gap in journal.gaps(settings.gap_timeout):
-            if journal.skip_gap(gap):
-                journal.bell.ring(f"model:{gap.model_id}")
-        journal.expire_results(settings.result_ttl, _EXPIRED_AT_ONCE)
+            journal.models.request_unload(model_id, OVER)
+        journal.models.forget_ended()
+        for gap in journal.queue.gaps(settings.gap_timeout):
+            journal.queue.skip_gap(gap)
+        journal.results.expire(settings.result_ttl, _EXPIRED_AT_ONCE)
         return abandoned
 
     async def _drop_snapshots(self, model: ServedModel) -> None:
         """Those of samplers that are closed; and others that are too many, until somebody samples them again."""
         snapshots = model.context.snapshots
         if snapshots.droppable:
-            unused = await asyncio.to_thread(self._journal.unused_snapshots, snapshots.droppable)
+            unused = await asyncio.to_thread(self._journal.samplers.unused_snapshots, snapshots.droppable)
             # of some of them a sampler may have been opened meanwhile
             await _drop(model, [one for one in unused if one in snapshots.droppable])
             most, host_bytes = self._settings.resident_snapshots, self._settings.host_snapshot_bytes

@@ -96,7 +96,7 @@ async def _run(
         await asyncio.to_thread(migrate, settings.journal_url)
         journal = Journal.open(settings.journal_url, clock=clock)
         stack.callback(journal.close)
-        answers = AnswerWriter(journal.finish)
+        answers = AnswerWriter(journal.requests.finish)
         stack.push_async_callback(answers.close)
         cards = await asyncio.gather(
             *(
@@ -106,7 +106,7 @@ async def _run(
         )
         lease = await stack.enter_async_context(hold_lease(journal))
         for card in cards:
-            await asyncio.to_thread(journal.recovery.note_group, card.name, "the service is starting")
+            await asyncio.to_thread(journal.base_models.note_progress, card.name, "the service is starting")
         # The server's start takes seconds of CPU, like the pool's: side by side.
         hosts = await _listen(settings, on_progress)
         if hosts is not None:
@@ -126,7 +126,7 @@ async def _run(
         for pool in pools:
             if isinstance(pool, BaseException):
                 raise pool
-        epoch = journal.recovery.epoch or 0  # how many engines have held the lease of this journal
+        epoch = journal.leases.epoch or 0  # how many engines have held the lease of this journal
         tracking.tell(
             "tinkerflow.engine.restarted" if epoch > 1 else "tinkerflow.engine.started",
             str(settings.data_dir),
@@ -144,7 +144,7 @@ async def _run(
         ]
         for model in served:
             stack.callback(model.context.close)
-        await asyncio.to_thread(journal.register_base_models, [(card.name, card.to_json()) for card in cards])
+        await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
         for model in served:
             noting = asyncio.create_task(note_warmth(journal, model.pool, model.card.name), name="warmth")
             stack.callback(noting.cancel)
@@ -222,7 +222,7 @@ async def _start_pool(
     settings: Settings, card: ModelCard, journal: Journal, hosts: Hosts | None, on_progress: Say, executor: str
 ) -> Pool:
     async def tell(text: str) -> None:
-        await asyncio.to_thread(journal.recovery.note_group, card.name, text)
+        await asyncio.to_thread(journal.base_models.note_progress, card.name, text)
 
     return await Pool.start(
         group_config(settings, card),

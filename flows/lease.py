@@ -25,7 +25,7 @@ async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
     """Take the lease, waiting for its holder to end or to be silent; the task that renews it ends when it is lost."""
     waiting = False
     force = False
-    while (held := await asyncio.to_thread(journal.recovery.acquire, _identity(), force=force)) is not None:
+    while (held := await asyncio.to_thread(journal.leases.acquire, _identity(), force=force)) is not None:
         force = is_dead(held.holder)
         if not waiting and not force:
             log.warning("another engine (%s) works on this journal: waiting until it ends", held.holder)
@@ -38,7 +38,7 @@ async def hold_lease(journal: Journal) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         renewing.cancel()
         await asyncio.gather(renewing, return_exceptions=True)
-        await asyncio.to_thread(journal.recovery.release)
+        await asyncio.to_thread(journal.leases.release)
 
 
 def is_dead(holder: str) -> bool:
@@ -76,6 +76,6 @@ async def _renew(journal: Journal) -> None:
     while True:
         await asyncio.sleep(RENEW_SECONDS)
         try:
-            await asyncio.to_thread(journal.recovery.renew)
+            await asyncio.to_thread(journal.leases.renew)
         except AWAY:
             log.warning("the lease cannot be renewed; trying again in %.0f s", RENEW_SECONDS, exc_info=True)

@@ -203,7 +203,7 @@ class ModelRunner:
     async def _fresh(self, holding: bool) -> list[Pending]:
         """What the journal has for us and was not taken yet: on hold only saves that wait for the store."""
         aside = frozenset(self._aside)  # from before the look: what is in neither was answered meanwhile
-        rows = [] if holding else await self._context.read(self._context.journal.ready, self.model_id, _LOOK)
+        rows = [] if holding else await self._context.read(self._context.journal.requests.ready, self.model_id, _LOOK)
         if self._begins:  # also on hold: samplers wait for these
             left = await self._context.read(self._context.journal.recovery.unstored, self.model_id)
             self._begins = bool(left)
@@ -236,7 +236,7 @@ class ModelRunner:
             self._interrupted = True  # they fail one after the other, and the last one wakes us
             return False
         context = replace(self._unbound, generation=generation, exported={})
-        model = await context.read(context.journal.model, self.model_id, None)
+        model = await context.read(context.journal.models.get, self.model_id, None)
         if model.state is ModelState.LIVE and needed:
             text = f"in worker group {generation}, from its last snapshot and the journal"
             self._show(Running(name="Restoring", message=text))
@@ -282,7 +282,7 @@ class ModelRunner:
 
     async def _fail(self, why: str) -> None:
         detail = f"it could not be restored after its worker group ended: {why}"
-        end = self._unbound.journal.recovery.end_model
+        end = self._unbound.journal.models.end
         await self._unbound.read(end, self.model_id, ModelState.FAILED, detail)
 
     async def _begin_anew(self) -> None:
@@ -290,7 +290,7 @@ class ModelRunner:
         text = "its worker group ended; what was in flight is executed again by the next one"
         self._show(Running(name="Interrupted", message=text))
         self._interrupted = False
-        model = await self._unbound.read(self._unbound.journal.model, self.model_id, None)
+        model = await self._unbound.read(self._unbound.journal.models.get, self.model_id, None)
         self._steps_made, self._cursor, self._unloading, self._begins = model.step, 0, False, True
         self._slot = self._slot and self._slot.anew()
         self._schedule.interrupted()
@@ -320,7 +320,7 @@ class ModelRunner:
         return not self._unloading if row.seq_id is None else row.seq_id >= self._cursor
 
     async def _ended(self) -> End | None:
-        model = await self._context.read(self._context.journal.model, self.model_id, None)
+        model = await self._context.read(self._context.journal.models.get, self.model_id, None)
         match model.state:
             case ModelState.CREATING | ModelState.LIVE:
                 return None

@@ -108,7 +108,7 @@ class SamplingRunner:
         """Stop decoding for requests that somebody else has answered (their session ended, or a bell was lost)."""
         if self._batch is None or not (taken := self._batch.requests):
             return
-        for request_id in await self._context.read(self._context.journal.finished, taken):
+        for request_id in await self._context.read(self._context.journal.requests.finished, taken):
             self._batch.cancel(request_id)
 
     async def _take(self, batch: SampleBatch, group: asyncio.TaskGroup, tracked: bool) -> None:
@@ -119,7 +119,7 @@ class SamplingRunner:
         rows = await self._pending(batch, room)
         self._full = len(rows) == room
         if self._full:
-            waiting = await self._context.read(self._context.journal.waiting_samples, self._context.card.name)
+            waiting = await self._context.read(self._context.journal.queue.waiting_samples, self._context.card.name)
             if len(waiting) > 1:
                 taken = batch.owners
                 shares = shared_out(room, taken, {owner: count - taken[owner] for owner, count in waiting.items()})
@@ -130,7 +130,7 @@ class SamplingRunner:
     async def _pending(self, batch: SampleBatch, limit: int, owner: str | None = None) -> list[Pending]:
         journal, base = self._context.journal, self._context.card.name
         return await self._context.read(
-            journal.pending_samples, limit, base_model=base, exclude=batch.requests, owner=owner
+            journal.queue.pending_samples, limit, base_model=base, exclude=batch.requests, owner=owner
         )
 
     def _left(self, answered: asyncio.Task[Outcome | None]) -> None:

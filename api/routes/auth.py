@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter
-
-from tinkerflow.api.call import Authorised, Wire
+from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.backend.errors import UserError
 
-router = APIRouter()
+router = Router()
 
 
 class Token(Wire):
@@ -65,5 +63,5 @@ async def revoke_own_key(call: Authorised) -> None:
     """Revoke the key that is shown, and no other. Every key may do that; its tokens end with it."""
     if not call.key_id:
         raise UserError("there is no key to revoke: this server listens on loopback, and none was ever made for it")
-    await asyncio.to_thread(call.journal.revoke_key, call.key_id)
+    await asyncio.to_thread(call.journal.keys.revoke, call.key_id)
     call.services.auth.forget(call.key_id)

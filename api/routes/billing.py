@@ -10,14 +10,12 @@ import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from fastapi import APIRouter
-
-from tinkerflow.api.call import Authorised, Wire
+from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import StoredUsage, Usage, UsageKind, plain_metadata
 from tinkerflow.backend.settings import Settings
 
-router = APIRouter()
+router = Router(busy=1)
 
 HOUR = timedelta(hours=1)
 LONGEST = timedelta(days=14)
@@ -105,8 +103,8 @@ async def usage(call: Authorised, starting_on: datetime, ending_before: datetime
     settings = call.services.settings
 
     def read() -> BillingUsage:
-        used = call.journal.usage(call.visible(), start, end)
-        stored = call.journal.stored(call.visible(), start, end)
+        used = call.journal.usage.hourly(call.visible(), start, end)
+        stored = call.journal.usage.stored(call.visible(), start, end)
         events = [_used(one, settings) for one in used] + [_stored(one, settings) for one in stored]
         return BillingUsage(
             data=sorted(events, key=lambda event: event.bucket_start),
@@ -120,7 +118,7 @@ async def usage(call: Authorised, starting_on: datetime, ending_before: datetime
 async def current_storage(call: Authorised, project_id: str | None = None) -> CurrentStorage:
     """What checkpoints take up now, by project and key; of one project when project_id is given."""
     rate = call.services.settings.price_storage or None
-    rows = await asyncio.to_thread(call.journal.stored_now, call.visible(), project_id)
+    rows = await asyncio.to_thread(call.journal.usage.stored_now, call.visible(), project_id)
     items = [
         StorageItem(
             project_id=row.project,

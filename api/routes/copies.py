@@ -8,9 +8,7 @@ import secrets
 from dataclasses import dataclass
 from datetime import timedelta
 
-from fastapi import APIRouter
-
-from tinkerflow.api.call import Authorised, Call, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes_object
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.ids import model_id
@@ -19,7 +17,7 @@ from tinkerflow.backend.journal import CopyMade, access_hash
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import Fields, ttl_seconds
 
-router = APIRouter()
+router = Router()
 
 _TOKEN = "x-tinker-weights-access-token"
 _KEY = "x-idempotency-key"
@@ -63,14 +61,14 @@ def _copy(call: Call, wanted: _WantedCopy) -> str:
     if _exists(call, path, owner):
         return path
     access = None if wanted.token is None else access_hash(wanted.token)
-    source = call.journal.checkpoint(wanted.source, call.owner, access=access)
-    call.journal.check_storage(owner, call.services.limits)
+    source = call.journal.checkpoints.get(wanted.source, call.owner, access=access)
+    call.journal.checkpoints.check_storage(owner, call.services.limits)
     ttl, now = wanted.ttl_seconds, call.services.clock.now()
     expires_at = None if ttl is None else now + timedelta(seconds=ttl)
     saved = call.services.store.copy(
         source.path, model_id(session_id, 0), owner=owner, expires_at=expires_at, request_id=session_id
     )
-    return call.journal.record_copy(
+    return call.journal.checkpoints.record_copy(
         CopyMade(session_id, row_of(saved), source.path, key_id=call.key_id, project_id=label)
     )
 
@@ -83,7 +81,7 @@ def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
     """
     if project_id is None or project_id == call.owner:
         return call.owner, None
-    if call.admin and project_id in {made.project for made in call.journal.keys()}:  # noqa: SIM118
+    if call.admin and project_id in {made.project for made in call.journal.keys.all()}:
         return project_id, None
     return call.owner, project_id
 
@@ -97,7 +95,7 @@ def _session_id(call: Call, wanted: _WantedCopy) -> str:
 
 def _exists(call: Call, path: str, owner: str) -> bool:
     try:
-        call.journal.checkpoint(path, owner)
+        call.journal.checkpoints.get(path, owner)
     except NotFoundError:
         return False
     return True

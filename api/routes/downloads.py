@@ -11,17 +11,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from tinkerflow.api.bytes import ByteSource, archive, send
-from tinkerflow.api.call import Authorised, Call, Services, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Services, Wire
 from tinkerflow.api.links import LIFETIME, Linked, link
+from tinkerflow.api.routes.weights import CHECKPOINT
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import CheckpointKind
 from tinkerflow.backend.store import CheckpointPath, Saved, Store
 from tinkerflow.backend.store.commit import OPTIMIZER
 
-router = APIRouter()
+router = Router()
 link_router = APIRouter()  # opened by a link's signature instead of a key
 
-_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _FILE, _ARCHIVE = "checkpoint_files", "checkpoint_archives"
 _COMPLETE = "checkpoint_complete"  # SDK 0.25's push-hf takes an archive without it for a part of one
 
@@ -33,7 +33,7 @@ class ExternalWeightsUrls(Wire):
     expires: datetime
 
 
-@router.get(f"{_ONE}/external_weights_urls")
+@router.get(f"{CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> ExternalWeightsUrls:
     """A URL for each file of exported weights, one's own or public ones, and when the URLs expire."""
     path = CheckpointPath(run_id, kind, name)
@@ -53,7 +53,7 @@ def _urls(call: Call, path: CheckpointPath) -> ExternalWeightsUrls:
     return ExternalWeightsUrls(urls=urls, expires=expires)
 
 
-@router.get(f"{_ONE}/archive")
+@router.get(f"{CHECKPOINT}/archive")
 async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> Response:
     """A redirect to a tar of the checkpoint's PEFT files; SDKs before external weights ask for it."""
     path = CheckpointPath(run_id, kind, name)
@@ -89,13 +89,13 @@ async def read_archive(
 
 def _readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
     """The commit of a checkpoint that the caller may read; the reading is noted in the audit log."""
-    call.journal.checkpoint_read(str(path), call.owner, purpose)
+    call.journal.checkpoints.read(str(path), call.owner, purpose)
     return _committed(call.services.store, path)
 
 
 def _linked_to(services: Services, path: CheckpointPath, attempt: str) -> Saved:
     """The commit that a link was made for, while it is neither deleted, nor expired, nor saved anew."""
-    services.journal.checkpoint(str(path), None)
+    services.journal.checkpoints.get(str(path), None)
     saved = _committed(services.store, path)
     if saved.attempt != attempt:
         raise NotFoundError(f"checkpoint {path} was saved anew; ask for a new link")

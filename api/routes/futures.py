@@ -13,15 +13,14 @@ import zlib
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.journal import Completions, Result
 
-router = APIRouter()
+router = Router(busy=9)
 
 _REFUSED = "refused-"
 _LONGEST_REASON = 500  # characters
@@ -95,12 +94,14 @@ async def retrieve_future(call: Authorised) -> Response:
         return _failed(refused, "user")
     at_most = services.settings.metadata_only_over if body.allow_metadata_only else None
     hold = spread(services.settings.poll_hold, body.request_id)
-    with services.waiters.expect(body.request_id) as answer:
-        result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner, at_most=at_most)
+    with services.subscriptions.request(body.request_id) as answer:
+        result = await asyncio.to_thread(services.journal.requests.result, body.request_id, call.owner, at_most=at_most)
         if result is None and await services.holds.hold(answer.wait(hold)):
-            result = await asyncio.to_thread(services.journal.result, body.request_id, call.owner, at_most=at_most)
+            result = await asyncio.to_thread(
+                services.journal.requests.result, body.request_id, call.owner, at_most=at_most
+            )
     if result is None:
-        return _not_yet(body.request_id, await asyncio.to_thread(services.journal.recovery.waits_for, body.request_id))
+        return _not_yet(body.request_id, await asyncio.to_thread(services.journal.queue.waits_for, body.request_id))
     return _answer(result, body.request_id)
 
 
@@ -114,7 +115,7 @@ async def retrieve_futures(call: Authorised) -> Response:
     target, owner = body.target, call.owner
     if body.retrieved_request_ids:
         await asyncio.to_thread(
-            call.journal.acknowledge,
+            call.journal.results.acknowledge,
             target.sampling_session_id,
             owner,
             body.retrieved_request_ids,
@@ -135,11 +136,11 @@ async def _completions(call: Call, body: RetrieveFutures) -> Completions:
     hold = spread(services.settings.poll_hold, f"{target.sampling_session_id}:{target.cloned_sampler_id}")
     loop = asyncio.get_running_loop()
     until = loop.time() + (hold if body.timeout is None else min(body.timeout, hold))
-    with services.waiters.watch(target.sampling_session_id, target.cloned_sampler_id) as watch:
+    with services.subscriptions.sampler(target.sampling_session_id, target.cloned_sampler_id) as watch:
         after = body.prev_cursor
         while True:
             found = await asyncio.to_thread(
-                services.journal.completions,
+                services.journal.results.completions,
                 target.sampling_session_id,
                 call.owner,
                 clone=target.cloned_sampler_id,
@@ -159,7 +160,7 @@ async def cancel_future(call: Authorised) -> dict[str, object]:
     """
     body = await call.parsed(CancelFuture)
     if reason_of(body.request_id) is None:
-        await asyncio.to_thread(call.journal.cancel, body.request_id, call.owner)
+        await asyncio.to_thread(call.journal.requests.cancel, body.request_id, call.owner)
     return {}
 
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import AwareDatetime, Field
 
-from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Wire
+from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.links import Linked, link
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.sessions import FinishedBecause, FinishReason
@@ -25,7 +25,7 @@ from tinkerflow.backend.journal import (
     plain_metadata,
 )
 
-router = APIRouter()
+router = Router(busy=2)
 link_router = APIRouter()  # opened by a link's signature instead of a key
 
 _RESOURCES = {
@@ -206,7 +206,7 @@ async def sessions(
 ) -> SessionIds:
     """Ids of sessions, newest first."""
     owner = call.visible(access_scope)
-    found = await asyncio.to_thread(call.journal.session_ids, owner, limit=limit, offset=offset)
+    found = await asyncio.to_thread(call.journal.sessions.ids, owner, limit=limit, offset=offset)
     return SessionIds(sessions=found)
 
 
@@ -225,7 +225,7 @@ async def search(call: Authorised) -> FoundSessions:
         after=None if asked.cursor is None else (asked.cursor.last_created_at, asked.cursor.last_session_id),
     )
     owner = call.visible("owned" if asked.owner.type == "own" else "accessible")
-    found, more = await asyncio.to_thread(call.journal.search_sessions, query, owner)
+    found, more = await asyncio.to_thread(call.journal.sessions.search, query, owner)
     last = found[-1].session if more else None
     return FoundSessions(
         sessions=[_summary(one) for one in found],
@@ -238,10 +238,10 @@ async def session(session_id: str, call: Authorised, access_scope: AccessScope =
     """A session with the ids of all that it made."""
 
     def read() -> SessionDetails:
-        found = call.journal.session(session_id, call.visible(access_scope))
+        found = call.journal.sessions.get(session_id, call.visible(access_scope))
         return SessionDetails(
-            training_run_ids=call.journal.models_of(session_id),
-            sampler_ids=[sampler.id for sampler in call.journal.samplers_of(session_id)],
+            training_run_ids=call.journal.models.of_session(session_id),
+            sampler_ids=[sampler.id for sampler in call.journal.samplers.of_session(session_id)],
             user_metadata=plain_metadata(found.user_metadata),
             display_name=found.display_name,
         )
@@ -254,7 +254,7 @@ async def assign_project(session_id: str, call: Authorised) -> dict[str, object]
     """Put a session, and what it made, under a project label. Any label is good: the owner stays what it is."""
     asked = await call.parsed(AssignProject)
     await asyncio.to_thread(
-        call.journal.assign_project, session_id, call.visible(), asked.project_id, key_id=call.key_id
+        call.journal.sessions.assign_project, session_id, call.visible(), asked.project_id, key_id=call.key_id
     )
     return {}
 
@@ -262,7 +262,7 @@ async def assign_project(session_id: str, call: Authorised) -> dict[str, object]
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(session_id: str, call: Authorised) -> TraceExport:
     """A link to the session's timeline, which is made anew at each download."""
-    await asyncio.to_thread(call.journal.session, session_id, call.visible())
+    await asyncio.to_thread(call.journal.sessions.get, session_id, call.visible())
     return TraceExport(url=link(call, f"session_traces/{session_id}")[0])
 
 
@@ -271,7 +271,7 @@ async def read_trace(session_id: str, services: Linked) -> Response:
     """The timeline, as Perfetto opens it."""
 
     def read() -> bytes:
-        return trace(services.journal.timeline(session_id), datetime.now(UTC))
+        return trace(services.journal.sessions.timeline(session_id), datetime.now(UTC))
 
     headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}
     return Response(await asyncio.to_thread(read), media_type="application/json", headers=headers)
@@ -287,7 +287,9 @@ async def audit(
 
     A key and a session's label belong to `projects`. There are no teams and organizations here.
     """
-    entries = await asyncio.to_thread(call.journal.audit_log, call.visible(), resource=_RESOURCES[event_type], day=day)
+    entries = await asyncio.to_thread(
+        call.journal.audit.entries, call.visible(), resource=_RESOURCES[event_type], day=day
+    )
     return AuditLog(entries=[_entry(entry) for entry in entries])
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime
 
-from fastapi import APIRouter
-
-from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Wire
+from tinkerflow.api.call import AccessScope, Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.routes.weights import CheckpointDetails, Cursor, checkpoint
 from tinkerflow.backend.journal import ModelState, RunView
 
-router = APIRouter()
+router = Router(busy=3)
 
 
 class TrainingRun(Wire):
@@ -46,7 +44,7 @@ async def training_runs(
 ) -> TrainingRuns:
     """Training runs, newest first; with project_id those of sessions in that project."""
     owner = call.visible(access_scope)
-    page = await asyncio.to_thread(call.journal.training_runs, owner, limit=limit, offset=offset, project_id=project_id)
+    page = await asyncio.to_thread(call.journal.models.runs, owner, limit=limit, offset=offset, project_id=project_id)
     return TrainingRuns(
         training_runs=[_training_run(row) for row in page.rows],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
@@ -56,7 +54,7 @@ async def training_runs(
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
 async def training_run(run_id: str, call: Authorised, access_scope: AccessScope = "owned") -> TrainingRun:
     """One training run with its newest checkpoints."""
-    return _training_run(await asyncio.to_thread(call.journal.training_run, run_id, call.visible(access_scope)))
+    return _training_run(await asyncio.to_thread(call.journal.models.run, run_id, call.visible(access_scope)))
 
 
 def _training_run(run: RunView) -> TrainingRun:

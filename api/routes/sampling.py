@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import Authorised, Call, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_object
 from tinkerflow.api.routes.futures import accepted
 from tinkerflow.api.submit import content_hash
@@ -18,7 +17,7 @@ from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
 from tinkerflow.backend.wire import Fields, num_samples, with_seed
 
-router = APIRouter()
+router = Router(busy=7)
 
 _MAX_SAMPLE_SEQ = 2**63 - 1  # clones count from clone id times a billion
 
@@ -86,7 +85,7 @@ def _submit_sample(call: Call, body: bytes) -> Response:
         seq_id=values.whole("seq_id", 0, _MAX_SAMPLE_SEQ),
         error=error,
     )
-    request_id = call.journal.submit(request, call.services.limits)
+    request_id = call.journal.requests.submit(request, call.services.limits)
     return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
 
 
@@ -100,29 +99,29 @@ async def create_sampling_session(call: Authorised) -> SamplingSessionCreated:
 def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
     base_model = body.base_model
     if body.model_path is not None:
-        saved = journal.checkpoint(body.model_path, owner)
+        saved = journal.checkpoints.get(body.model_path, owner)
         if saved.kind is CheckpointKind.EXTERNAL_WEIGHTS:
             raise UserError(f"model_path is {body.model_path!r}: external weights are for downloads, not for sampling")
         base_model = base_model or saved.base_model
         if base_model != saved.base_model:
             raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")
-    names = [row.name for row in journal.base_models()]
+    names = [row.name for row in journal.base_models.all()]
     if base_model not in names:
         raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
     new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
-    return journal.open_sampler(NewSampler(new_id, body.session_id, owner, base_model, body.model_path))
+    return journal.samplers.open(NewSampler(new_id, body.session_id, owner, base_model, body.model_path))
 
 
 @router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))
 async def join_sampling_session(call: Authorised) -> SamplingSessionJoined:
     """Give a copy of a sampling client its own block of sequence ids."""
     body = await call.parsed(JoinSamplingSession)
-    clone = await asyncio.to_thread(call.journal.join_sampler, body.sampling_session_id, call.owner)
+    clone = await asyncio.to_thread(call.journal.samplers.join, body.sampling_session_id, call.owner)
     return SamplingSessionJoined(client_counter=clone)
 
 
 @router.get("/samplers/{wanted}", response_model_exclude_none=True)
 async def get_sampler(wanted: str, call: Authorised) -> SamplerDetails:
     """Which weights a sampler samples."""
-    row = await asyncio.to_thread(call.journal.sampler, wanted, call.owner)
+    row = await asyncio.to_thread(call.journal.samplers.get, wanted, call.owner)
     return SamplerDetails(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)

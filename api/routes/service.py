@@ -7,18 +7,18 @@ import logging
 import re
 from typing import Literal
 
-from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from tinkerflow.api.call import Authorised, Wire
-from tinkerflow.api.metrics import text_of
+from tinkerflow.api.auth import PREFIX, TOKEN_PREFIX
+from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.model_card import ModelCard
 
 log = logging.getLogger(__name__)
-router = APIRouter()
+router = Router(busy=6)
 
-_SECRET = re.compile(r"tml-[\w.~+/=-]+|eyJ[\w.~+/=-]+")
+_SECRET = re.compile(rf"(?:{PREFIX}|{TOKEN_PREFIX})[\w.~+/=-]+")
 
 
 class TelemetryEvent(Wire):
@@ -88,17 +88,18 @@ async def telemetry(call: Authorised) -> TelemetryAccepted:
     return TelemetryAccepted()
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(call: Authorised) -> str:
-    """What the worker groups have compiled, in the text format of Prometheus; nothing that is anybody's own."""
-    models = await asyncio.to_thread(call.journal.base_models)
-    return text_of([(model.name, model.warmth) for model in models if model.warmth is not None])
+@router.get("/metrics")
+async def metrics(call: Authorised) -> Response:
+    """How many requests were answered and what the worker groups have compiled. It tells nothing about any project."""
+    models = await asyncio.to_thread(call.journal.base_models.all)
+    programs = {model.name: model.compile_status for model in models if model.compile_status is not None}
+    return Response(call.services.metrics.page(programs), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/get_server_capabilities")
 async def capabilities(call: Authorised) -> Capabilities:
     """The base models served."""
-    cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models)]
+    cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models.all)]
     return Capabilities(
         supported_models=[SupportedModel(model_name=c.name, max_context_length=c.max_context) for c in cards]
     )

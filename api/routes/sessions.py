@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from fastapi import APIRouter, HTTPException
+from fastapi import HTTPException
 
-from tinkerflow.api.call import Authorised, Wire
+from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.backend.journal import NewSession, SessionState
 
-router = APIRouter()
+router = Router(busy=5)
 
 
 class CreateSession(Wire):
@@ -72,7 +72,7 @@ async def create_session(call: Authorised) -> SessionCreated:
         display_name=body.display_name,
         key_id=call.key_id,
     )
-    return SessionCreated(session_id=await asyncio.to_thread(call.journal.create_session, session))
+    return SessionCreated(session_id=await asyncio.to_thread(call.journal.sessions.create, session))
 
 
 @router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
@@ -80,7 +80,7 @@ async def heartbeat(call: Authorised) -> HeartbeatHeard:
     """Keep a session alive. 410 once it is over: the client then stops beating, quietly."""
     body = await call.parsed(Heartbeat)
     loop, urgent = asyncio.get_running_loop(), call.services.urgent
-    state = await loop.run_in_executor(urgent, call.journal.heartbeat, body.session_id, call.owner)
+    state = await loop.run_in_executor(urgent, call.journal.sessions.heartbeat, body.session_id, call.owner)
     if state is not SessionState.ACTIVE:
         raise HTTPException(410, f"session {body.session_id} is {state}")
     return HeartbeatHeard()
@@ -91,5 +91,5 @@ async def finish(session_id: str, call: Authorised) -> dict[str, object]:
     """End a session; ending it again changes nothing."""
     body = await call.parsed(Finish)
     reason = body.reason.type
-    await asyncio.to_thread(call.journal.finish_session, session_id, call.owner, body.detail, reason=reason)
+    await asyncio.to_thread(call.journal.sessions.finish, session_id, call.owner, body.detail, reason=reason)
     return {}

@@ -8,10 +8,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal
 
-from fastapi import APIRouter
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, Call, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_object, takes_protobuf
 from tinkerflow.api.routes.futures import accepted, refuse
 from tinkerflow.api.routes.weights import optimizer_config
@@ -36,7 +35,7 @@ from tinkerflow.backend.wire import (
     training_tokens,
 )
 
-router = APIRouter()
+router = Router(busy=8)
 
 _SEED_BITS = 31
 
@@ -94,7 +93,7 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
         seq_id=header.seq_id,
         tokens=training_tokens(body) if limits.queued_tokens else 0,
     )
-    return accepted(call.journal.submit(new, limits), model_id=header.model_id)
+    return accepted(call.journal.requests.submit(new, limits), model_id=header.model_id)
 
 
 @router.post("/optim_step", openapi_extra=takes_object())
@@ -127,7 +126,7 @@ def _keep_loss(call: Call, body: bytes) -> Response:
         content_hash=content_hash(body),
         error=error,
     )
-    return accepted(call.journal.submit_custom_loss(new))
+    return accepted(call.journal.losses.submit(new))
 
 
 @router.post("/create_model", openapi_extra=takes_object())
@@ -194,7 +193,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
         seq_id=0,
         error=error,
     )
-    return accepted(journal.submit_new_model(model, request, call.services.limits), model_id=new_id)
+    return accepted(journal.models.create(model, request, call.services.limits), model_id=new_id)
 
 
 def _fresh(journal: Journal, owner: str, body: bytes) -> _WantedModel:
@@ -205,14 +204,14 @@ def _fresh(journal: Journal, owner: str, body: bytes) -> _WantedModel:
 
 def _from_checkpoint(journal: Journal, owner: str, body: bytes) -> _WantedModel:
     asked = decode_load_model(body)
-    saved = journal.checkpoint(asked.path, owner, access=asked.access)
+    saved = journal.checkpoints.get(asked.path, owner, access=asked.access)
     spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed)
     optimizer = saved.optimizer if asked.optimizer else asked.fresh
     return _WantedModel(asked.base_model or saved.base_model, spec, asked.user_metadata, optimizer=optimizer)
 
 
 def _must_be_served(journal: Journal, base_model: str) -> None:
-    names = [row.name for row in journal.base_models()]
+    names = [row.name for row in journal.base_models.all()]
     if base_model not in names:
         raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
 
@@ -225,8 +224,8 @@ async def get_info(call: Authorised) -> ModelInfo:
 
 
 def _info(journal: Journal, owner: str, wanted: str) -> ModelInfo:
-    model = journal.model(wanted, owner)
-    cards = {row.name: row.card for row in journal.base_models()}
+    model = journal.models.get(wanted, owner)
+    cards = {row.name: row.card for row in journal.base_models.all()}
     if model.base_model not in cards:
         raise NotFoundError(f"model {wanted}: its base model {model.base_model!r} is not served here any more")
     card = ModelCard.from_json(cards[model.base_model])

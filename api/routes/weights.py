@@ -6,15 +6,15 @@ import asyncio
 from datetime import datetime
 from typing import Literal
 
-from fastapi import APIRouter
 from fastapi.responses import Response
 
-from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Wire
+from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.openapi import takes, takes_object
 from tinkerflow.api.submit import submit_for_model
 from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.wire import (
     Fields,
@@ -24,11 +24,11 @@ from tinkerflow.backend.wire import (
     ttl_seconds,
 )
 
-router = APIRouter()
+router = Router(busy=4)
 
 # A retried unnamed save comes with a new number, and is the same save all the same (PROTOCOL.md 3.2).
 _RENUMBERED = ("sampling_session_seq_id",)
-_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 CheckpointType = Literal["training", "sampler", "external"]
 _TYPES: dict[CheckpointKind, CheckpointType] = {
     CheckpointKind.WEIGHTS: "training",
@@ -111,7 +111,7 @@ async def user_checkpoints(
     offset: PageOffset = 0,
 ) -> Checkpoints:
     """All checkpoints of the owner, newest first."""
-    page = await asyncio.to_thread(call.journal.checkpoints, call.owner, limit=limit, offset=offset)
+    page = await asyncio.to_thread(call.journal.checkpoints.page, call.owner, limit=limit, offset=offset)
     return Checkpoints(
         checkpoints=[checkpoint(row) for row in page.rows],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
@@ -121,42 +121,42 @@ async def user_checkpoints(
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
 async def run_checkpoints(run_id: str, call: Authorised) -> Checkpoints:
     """All checkpoints of one training run, newest first."""
-    page = await asyncio.to_thread(call.journal.checkpoints, call.owner, run_id=run_id, limit=100_000)
+    page = await asyncio.to_thread(call.journal.checkpoints.page, call.owner, run_id=run_id, limit=100_000)
     return Checkpoints(checkpoints=[checkpoint(row) for row in page.rows])
 
 
-@router.delete(f"{_ONE}", status_code=204)
+@router.delete(f"{CHECKPOINT}", status_code=204)
 async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Delete a checkpoint: from now on nobody can read it. The engine removes its files within seconds."""
-    await asyncio.to_thread(call.journal.delete_checkpoint, _path(run_id, kind, name), call.owner)
+    await asyncio.to_thread(call.journal.checkpoints.delete, _path(run_id, kind, name), call.owner)
 
 
-@router.post(f"{_ONE}/publish", status_code=204)
+@router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let all keys read a checkpoint. Repeating is fine: the SDK would retry a 409 for minutes."""
-    await asyncio.to_thread(call.journal.publish, _path(run_id, kind, name), call.owner)
+    await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner)
 
 
-@router.delete(f"{_ONE}/publish", status_code=204)
+@router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let a checkpoint's own project alone read it again. Repeating is fine."""
-    await asyncio.to_thread(call.journal.publish, _path(run_id, kind, name), call.owner, False)
+    await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner, False)
 
 
-@router.put(f"{_ONE}/ttl", status_code=204, openapi_extra=takes_object())
+@router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes_object())
 async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let a checkpoint expire `ttl_seconds` from now; null: never."""
     body = Fields.parse(await call.body())
     if not body.present("ttl_seconds"):
         raise UserError("ttl_seconds is absent: must be a number of seconds, or null for never")
-    await asyncio.to_thread(call.journal.set_ttl, _path(run_id, kind, name), call.owner, ttl_seconds(body))
+    await asyncio.to_thread(call.journal.checkpoints.set_ttl, _path(run_id, kind, name), call.owner, ttl_seconds(body))
 
 
 @router.post("/weights_info", openapi_extra=takes(WeightsPath))
 async def weights_info(call: Authorised) -> WeightsInfo:
     """What one must know to load a checkpoint."""
     body = await call.parsed(WeightsPath)
-    saved = await asyncio.to_thread(call.journal.checkpoint, body.tinker_path, call.owner)
+    saved = await asyncio.to_thread(call.journal.checkpoints.get, body.tinker_path, call.owner)
     return WeightsInfo(
         base_model=saved.base_model,
         lora_rank=saved.rank,
@@ -169,7 +169,7 @@ async def weights_info(call: Authorised) -> WeightsInfo:
 
 def optimizer_config(optimizer: Optimizer) -> dict[str, str | int]:
     """An optimizer as the wire names it."""
-    return {"type": "dimuon", "version": 1} if optimizer == "dimuon" else {"type": "adamw"}
+    return OPTIMIZERS[optimizer].config
 
 
 def checkpoint(row: CheckpointView) -> CheckpointDetails:

@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import AdapterState, LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.dimuon import Momentum
 from tinkerflow.backend.compute.lora import Lora, check_spec, from_peft, init_lora, to_peft
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
-from tinkerflow.backend.compute.optimizer import Moments, State, fresh_state
+from tinkerflow.backend.compute.optimizer import OptimizerState, fresh_state
 from tinkerflow.backend.errors import NotFoundError, UserError
 
 Floats = npt.NDArray[np.float32]
@@ -34,7 +33,7 @@ class Adapter:
     spec: LoraSpec
     lora: Lora
     grads: Lora
-    state: State
+    state: OptimizerState
     steps_before: int = 0
     last_norm: jax.Array | None = None
     pending: bool = False
@@ -47,7 +46,7 @@ class Adapter:
     @property
     def optimizer(self) -> Optimizer:
         """Which optimizer it was made with."""
-        return "dimuon" if isinstance(self.state, Momentum) else "adamw"
+        return self.state.name
 
 
 class AdapterStore:
@@ -92,12 +91,12 @@ class AdapterStore:
         adapter = self.get(adapter_id)
         parts = {"": adapter.lora}
         if optimizer:
-            parts |= _trees(adapter.state)
+            parts |= {f".{name}": tree for name, tree in adapter.state.parts.items()}
             if adapter.pending:
                 parts[".grad"] = adapter.grads
         host = to_host(parts)
-        moments = {name + end: array for end in parts if end for name, array in to_peft(self._cfg, host[end]).items()}
-        return AdapterState(adapter.spec, adapter.step, to_peft(self._cfg, host[""]), moments, adapter.optimizer)
+        moments = {name + end: array for end in parts if end for name, array in to_peft(host[end]).items()}
+        return AdapterState(adapter.spec, adapter.step, to_peft(host[""]), moments, adapter.optimizer)
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
         """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape.
@@ -106,14 +105,11 @@ class AdapterStore:
         """
         adapter = self._fresh(state.spec, state_lora(self._cfg, state), state.optimizer)
         if state.moments:
-            ends = [*_trees(adapter.state)]
-            _refuse_others(state, ends)
-            trees = [self._put(_read(self._cfg, state.spec, state.moments, end)) for end in ends]
-            if state.optimizer == "dimuon":
-                adapter = replace(adapter, state=Momentum(*trees), steps_before=state.step)
-            else:
-                moments = Moments(self._put(np.int32(state.step)), *trees)
-                adapter = replace(adapter, state=moments, steps_before=state.step)
+            names = [*adapter.state.parts]
+            _refuse_others(state, names)
+            trees = {name: self._put(_read(self._cfg, state.spec, state.moments, f".{name}")) for name in names}
+            restored = OptimizerState(self._put(np.array(state.step, np.int32)), trees, state.optimizer)
+            adapter = replace(adapter, state=restored, steps_before=state.step)
             if any(name.endswith(".grad") for name in state.moments):
                 grads = self._put(_read(self._cfg, state.spec, state.moments, ".grad"))
                 adapter = replace(adapter, grads=grads, pending=True)
@@ -151,15 +147,10 @@ def _read(cfg: ModelConfig, spec: LoraSpec, tensors: Mapping[str, Floats], end: 
     return lora
 
 
-def _trees(state: State) -> dict[str, Lora]:
-    """The parts of an optimizer's state by the ends of their tensors' names."""
-    return {".momentum": state.average} if isinstance(state, Momentum) else {".mu": state.mu, ".nu": state.nu}
-
-
-def _refuse_others(state: AdapterState, ends: list[str]) -> None:
+def _refuse_others(state: AdapterState, names: list[str]) -> None:
     """UserError for a tensor of another optimizer's state."""
     for name in sorted(state.moments):
-        if not name.endswith((*ends, ".grad")):
+        if not name.endswith(tuple(f".{part}" for part in (*names, "grad"))):
             raise UserError(f"saved tensor {name!r} is no part of the state of {state.optimizer}: this model has that")
 
 

@@ -22,7 +22,6 @@ from tinkerflow.backend.commands import (
     Command,
     CreateAdapter,
     DeferredReply,
-    DimuonParams,
     Done,
     DropAdapter,
     DropSnapshot,
@@ -48,12 +47,11 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, state_lora
 from tinkerflow.backend.compute.compiles import CompileCounter
-from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.compute.config import load_config
 from tinkerflow.backend.compute.logprobs import Scored
 from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.memory import training_budget
 from tinkerflow.backend.compute.mesh import FSDP, make_mesh, on_cpu, put, replicated, to_host
-from tinkerflow.backend.compute.optimizer import hyper_vector
 from tinkerflow.backend.compute.packing import MicroBatch, pack
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.sampler import Sampler
@@ -63,6 +61,7 @@ from tinkerflow.backend.compute.train import make_steps, to_devices
 from tinkerflow.backend.compute.train_programs import adapter_like, training_programs
 from tinkerflow.backend.compute.warming import WarmUp
 from tinkerflow.backend.errors import DevicesError, ServerError, UserError
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, optimizer_of
 
 R = TypeVar("R", bound=Reply)
 
@@ -96,7 +95,7 @@ class Executor:
         self._warm_up = WarmUp(on=config.warm_up)
         self._warm_up.want(self._sampler.programs())
         self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
-        self._want(LoraSpec(RANK_COLUMNS), "adamw")
+        self._want(LoraSpec(RANK_COLUMNS), DEFAULT_OPTIMIZER)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -273,13 +272,12 @@ class Executor:
 
     def _optimize(self, command: OptimStep) -> DeferredReply:
         adapter = self._adapters.get(command.adapter_id)
-        given = "dimuon" if isinstance(command.params, DimuonParams) else "adamw"
-        if given != adapter.optimizer:
+        spec = optimizer_of(command.params)
+        if spec.name != adapter.optimizer:
             raise UserError(
-                f"optim_step: the parameters are {given}'s, but the model was made with {adapter.optimizer}"
+                f"optim_step: the parameters are {spec.name}'s, but the model was made with {adapter.optimizer}"
             )
-        hyper = hyper_vector(command.params)
-        on_devices = put(hyper, replicated(self._mesh))
+        on_devices = put(spec.vector(command.params), replicated(self._mesh))
         stepped = self._steps.optimize(adapter.lora, adapter.grads, adapter.state, on_devices)
         before, norm = adapter.step, stepped.norm
         after = Adapter(adapter.spec, stepped.lora, stepped.grads, stepped.state, before, norm)

@@ -1,38 +1,35 @@
-"""Optimizer steps on an adapter, with their hyper-parameters as data: changing them compiles nothing.
+"""Optimizer steps on an adapter, with their parameters as data: changing them compiles nothing.
 
-AdamW is here, Dimuon in its own file. `step` is what both have in common.
+The optimizers themselves are in `backend/spec/optimizers`, one file each.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import optax
 
-from tinkerflow.backend.commands import AdamParams, DimuonParams, Optimizer
-from tinkerflow.backend.compute.dimuon import Momentum, dimuon_update
 from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+
+Array: TypeAlias = jax.Array | npt.NDArray[Any]  # on the devices, or on its way there
 
 
 @flax.struct.dataclass
-class Moments:
-    """AdamW's state: `count` int32 scalar of steps made, `mu` and `nu` of the shape of the weights, float32."""
+class OptimizerState:
+    """The state of the optimizer `name`: `count` int32 scalar of steps made; `parts` by name, shaped like the weights.
 
-    count: Any
-    mu: Lora
-    nu: Lora
+    The name is no array: a step compiles once for each optimizer.
+    """
 
-
-State = Moments | Momentum
-
-# The order of the numbers that a step takes.
-_ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-_DIMUON = ("learning_rate", "beta1", "grad_clip_norm")
+    count: Array
+    parts: dict[str, Lora]
+    name: str = flax.struct.field(pytree_node=False)  # type: ignore[no-untyped-call]
 
 
 @flax.struct.dataclass
@@ -41,58 +38,29 @@ class Stepped:
 
     lora: Lora
     grads: Lora
-    state: Any
+    state: OptimizerState
     norm: jax.Array
 
 
-def fresh_state(optimizer: Optimizer, zeros: Lora) -> State:
+def fresh_state(optimizer: str, zeros: Lora) -> OptimizerState:
     """An optimizer's state before its first step, on the host; `zeros` are of the shape of the weights."""
-    return Momentum(zeros) if optimizer == "dimuon" else Moments(count=np.int32(0), mu=zeros, nu=zeros)
+    return OptimizerState(np.zeros((), np.int32), dict.fromkeys(OPTIMIZERS[optimizer].state, zeros), optimizer)
 
 
-def hyper_vector(params: AdamParams | DimuonParams) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The parameters as `step` takes them, float32, the clip norm last; UserError when one cannot be used as such."""
-    names = _DIMUON if isinstance(params, DimuonParams) else _ADAM
-    with np.errstate(over="ignore"):
-        vector = np.array([getattr(params, name) for name in names], np.float32)
-    if not np.isfinite(vector).all():
-        raise UserError(f"optim_step: {params} holds a number that is not finite in float32")
-    for name, number in zip(names, vector, strict=True):
-        given = f"optim_step: {name} is {getattr(params, name)!r}, which is"
-        if name in ("beta1", "beta2") and number >= 1:
-            raise UserError(f"{given} 1 in float32: it must be below 1")
-        if name == "eps" and number < np.finfo(np.float32).tiny:
-            raise UserError(f"{given} 0 in float32: it must be at least 1.2e-38")
-    return vector
+def step(lora: Lora, grads: Lora, state: OptimizerState, hyper: Array) -> Stepped:
+    """One step of the optimizer whose state it is, after clipping the gradients' global norm.
 
-
-def step(lora: Lora, grads: Lora, state: Moments | Momentum, hyper: jax.Array) -> Stepped:
-    """One step, of the optimizer whose state it is, after clipping the global norm to hyper's last (<= 0 = off).
-
-    When the norm is not finite, weights and state stay as they are; the gradients are cleared all the same.
+    hyper: float32, the optimizer's parameters as `OptimizerSpec.vector` orders them. When the norm is not finite,
+    weights and state stay as they are; the gradients are cleared all the same.
     """
-    clip = hyper[-1]
+    spec = OPTIMIZERS[state.name]
+    params = dict(zip(spec.bounds, hyper, strict=True))
+    clip = params["grad_clip_norm"]
     norm = optax.tree.norm(grads)
     factor = jnp.where((clip > 0) & (norm > clip), clip / norm, 1.0)
     clipped = jax.tree.map(lambda g: g * factor, grads)
-    after: tuple[Lora, State]
-    if isinstance(state, Momentum):
-        after = dimuon_update(lora, clipped, state, hyper)
-    else:
-        after = adamw_update(lora, clipped, state, hyper)
+    stepped, parts = spec.update(lora, clipped, state.parts, state.count, spec.params(**params))
+    after = OptimizerState(optax.safe_increment(jnp.asarray(state.count)), parts, state.name)
     finite = jnp.isfinite(norm)
-    lora, state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (lora, state))
+    lora, state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (stepped, after), (lora, state))
     return Stepped(lora=lora, grads=jax.tree.map(jnp.zeros_like, grads), state=state, norm=norm)
-
-
-def adamw_update(lora: Lora, grads: Lora, moments: Moments, hyper: jax.Array) -> tuple[Lora, Moments]:
-    """The weights and state after one AdamW step with decoupled weight decay."""
-    rate, beta1, beta2, eps, decay, _ = hyper
-    transform = optax.chain(
-        optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps),
-        optax.add_decayed_weights(decay),
-        optax.scale_by_learning_rate(rate),
-    )
-    state = (optax.ScaleByAdamState(moments.count, moments.mu, moments.nu), optax.EmptyState(), optax.EmptyState())
-    updates, (adam, *_) = transform.update(grads, state, lora)
-    return optax.apply_updates(lora, updates), Moments(count=adam.count, mu=adam.mu, nu=adam.nu)

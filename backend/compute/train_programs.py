@@ -12,16 +12,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
+from tinkerflow.backend.commands import LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
-from tinkerflow.backend.compute.optimizer import fresh_state, hyper_vector
+from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.packing import micro_batch_shapes
 from tinkerflow.backend.compute.train import Batch, Steps
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import Program, like, result_of
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 _FORWARD = 3  # how much rarer a forward pass alone is
 
@@ -46,7 +47,8 @@ def training_programs(
     """Those of an adapter like `lora`. Full micro-batches of short rows come first; targets are of one dimension."""
     whole = replicated(mesh)
     state = like(fresh_state(optimizer, lora), whole)
-    hyper = like(hyper_vector(DimuonParams(1e-3) if optimizer == "dimuon" else AdamParams()), whole)
+    spec = OPTIMIZERS[optimizer]
+    hyper = like(spec.vector(spec.example), whole)
     of = f"rank {jax.tree.leaves(lora)[0].shape[-2]}, {optimizer}"
     yield Program(f"optim_step, {of}", 1, partial(result_of, steps.optimize, lora, lora, state, hyper))
     for B, T in micro_batch_shapes(microbatch_tokens, max_context, mesh.shape[FSDP]):

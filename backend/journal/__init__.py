@@ -1,11 +1,11 @@
-"""The truth: what clients asked for, in which order, and what they were answered; models, samplers, checkpoints, keys.
+"""The truth: what clients asked for, in which order, and what they were answered.
 
-`migrate(url)` makes the tables, `Journal.open(url)` reads and writes them, `Bell` wakes whoever waits for a change, and
-`Waiters` waits for answers. Rows stay inside: what goes in is in records.py, what comes out in views.py.
+`migrate(url)` makes the tables, `Journal.open(url)` reads and writes them: one aggregate for each kind of row, as in
+`journal.requests.submit(...)`. A `Notifier` wakes whoever waits for a change.
 """
 
+from tinkerflow.backend.journal.aggregates import BaseModels, Requests
 from tinkerflow.backend.journal.audit import Event
-from tinkerflow.backend.journal.bell import Bell
 from tinkerflow.backend.journal.database import AWAY
 from tinkerflow.backend.journal.journal import Journal
 from tinkerflow.backend.journal.kinds import (
@@ -20,6 +20,7 @@ from tinkerflow.backend.journal.kinds import (
 )
 from tinkerflow.backend.journal.limits import Limits
 from tinkerflow.backend.journal.migrate import migrate
+from tinkerflow.backend.journal.notify import Notifier, ResultSubscriptions
 from tinkerflow.backend.journal.records import (
     CheckpointFound,
     CheckpointSaved,
@@ -70,13 +71,12 @@ from tinkerflow.backend.journal.views import (
     Timed,
     Usage,
 )
-from tinkerflow.backend.journal.waiters import Waiters
 
 __all__ = [
     "AWAY",
     "AuditView",
     "BaseModelView",
-    "Bell",
+    "BaseModels",
     "CheckpointFound",
     "CheckpointKind",
     "CheckpointSaved",
@@ -101,13 +101,16 @@ __all__ = [
     "NewRequest",
     "NewSampler",
     "NewSession",
+    "Notifier",
     "Outcome",
     "Page",
     "PayloadType",
     "Pending",
     "Recovery",
     "RequestState",
+    "Requests",
     "Result",
+    "ResultSubscriptions",
     "Retention",
     "RunView",
     "SamplerEnded",
@@ -132,7 +135,6 @@ __all__ = [
     "Usage",
     "UsageKind",
     "Used",
-    "Waiters",
     "access_hash",
     "migrate",
     "plain_metadata",

@@ -35,7 +35,7 @@ def base_models(connection: sa.Connection) -> list[BaseModelView]:
     ]
 
 
-def note_warmth(connection: sa.Connection, base_model: str, warmth: CompileStatus) -> None:
+def note_compile_status(connection: sa.Connection, base_model: str, warmth: CompileStatus) -> None:
     """Keep what the worker group of a base model last said of its programs."""
     text = json.dumps(asdict(warmth))
     connection.execute(sa.update(BaseModelRow).where(col(BaseModelRow.name) == base_model).values(warmth=text))

@@ -6,13 +6,15 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 
+from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.errors import JournalBusyError
 
 BUSY_SECONDS = 30.0
@@ -36,6 +38,7 @@ class Database:
     def __init__(self, url: str) -> None:
         """Prepare the engine; an SQLite file's folder is made. Nothing is connected yet."""
         self.url = url
+        self.epoch: int | None = None  # of the engine's lease that this process holds
         parsed = driver_url(url)
         self._sqlite = is_sqlite(url)
         if self._sqlite:
@@ -68,6 +71,27 @@ class Database:
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
+
+
+class Publisher(Protocol):
+    """The part of Notifier that aggregates use."""
+
+    def publish(self, *topics: str) -> None:
+        """Wake the subscribers of `topics`."""
+        ...
+
+
+class Aggregate:
+    """One group of rows that are read and written together. Every public method is one short transaction."""
+
+    def __init__(self, database: Database, clock: Clock, notifier: Publisher) -> None:
+        """Use the rows in `database`; `notifier` is told of changes after their commit."""
+        self._database = database
+        self._clock = clock
+        self._publish = notifier.publish
+
+    def _ago(self, seconds: float) -> datetime:
+        return self._clock.now() - timedelta(seconds=seconds)
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:

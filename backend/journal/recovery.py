@@ -5,35 +5,65 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.journal import base_models, condition, history, holding, leases
-from tinkerflow.backend.journal.bell import Bell
+from tinkerflow.backend.journal import condition, history, leases
 from tinkerflow.backend.journal.condition import Condition
-from tinkerflow.backend.journal.database import Database
-from tinkerflow.backend.journal.effects import end_models
-from tinkerflow.backend.journal.kinds import ModelState
+from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.leases import Held
 from tinkerflow.backend.journal.records import SnapshotTaken
 from tinkerflow.backend.journal.views import Executed, Pending, SnapshotView
 
 
-class Recovery:
-    """Snapshots, what is replayed after them, suspects, progress, and the leases of the service's processes."""
+class Leases(Aggregate):
+    """The engine's lease, and the API's heartbeats."""
 
-    def __init__(self, database: Database, clock: Clock, bell: Bell) -> None:
-        """Of the journal in `database`."""
-        self._database = database
-        self._clock = clock
-        self._bell = bell
-        self.epoch: int | None = None
+    @property
+    def epoch(self) -> int | None:
+        """The epoch under which this process holds the engine's lease; None when it never took it."""
+        return self._database.epoch
 
-    # -------------------------------------------------------------- history.py
+    def acquire(self, holder: str, *, force: bool = False) -> Held | None:
+        """Take the engine's lease; who holds it if that fails. From then on answers are refused when it is lost."""
+        with self._database.write() as connection:
+            taken = leases.acquire(connection, holder, self._clock.now(), force=force)
+        if isinstance(taken, Held):
+            return taken
+        self._database.epoch = taken
+        return None
+
+    def renew(self) -> None:
+        """Keep the lease; FencedError when another engine has taken it."""
+        with self._database.write() as connection:
+            leases.renew(connection, self._held(), self._clock.now())
+
+    def release(self) -> None:
+        """Give the lease back."""
+        with self._database.write() as connection:
+            leases.release(connection, self._held())
+
+    def beat(self) -> None:
+        """Say that the API answers its clients."""
+        with self._database.write() as connection:
+            leases.beat(connection, self._clock.now())
+
+    def answering_since(self) -> datetime | None:
+        """Since when clients can reach the API without a pause; None when no API ever said so."""
+        with self._database.read() as connection:
+            return leases.answering_since(connection, self._clock.now())
+
+    def _held(self) -> int:
+        if self._database.epoch is None:
+            raise ValueError("the engine's lease was never acquired: call acquire first")
+        return self._database.epoch
+
+
+class Recovery(Aggregate):
+    """Snapshots, what is replayed after them, and suspects."""
+
     def snapshot_taken(self, taken: SnapshotTaken) -> bool:
         """Record a snapshot whose commit is in the store; False when it must not be used, and should be deleted."""
         with self._database.write() as connection:
-            if self.epoch is not None:
-                leases.check(connection, self.epoch)
+            if self._database.epoch is not None:
+                leases.check(connection, self._database.epoch)
             return history.snapshot_taken(connection, taken, self._clock.now())
 
     def snapshots(self, model_id: str | None = None) -> list[SnapshotView]:
@@ -90,89 +120,12 @@ class Recovery:
         with self._database.write() as connection:
             history.forget_snapshot(connection, path)
 
-    def note_progress(self, model_id: str, text: str | None) -> None:
-        """Say what a model's requests wait for, None when they do not."""
-        with self._database.write() as connection:
-            history.note_progress(connection, model_id, text)
-
-    def note_group(self, base_model: str, text: str | None) -> None:
-        """Say what all requests for a base model wait for, None when they do not."""
-        with self._database.write() as connection:
-            history.note_group(connection, base_model, text)
-
-    def note_warmth(self, base_model: str, warmth: CompileStatus) -> None:
-        """Keep which programs the worker group of a base model has compiled."""
-        with self._database.write() as connection:
-            base_models.note_warmth(connection, base_model, warmth)
-
-    def waits_for(self, request_id: str) -> str | None:
-        """Why a pending request is not executed at present, if there is a reason beside its place in line."""
-        with self._database.read() as connection:
-            return history.waits_for(connection, request_id)
-
     def suspect(self, request_ids: Sequence[str], *, crashed: bool) -> dict[str, tuple[int, int]]:
         """Note that a worker group ended while it executed these; of each, how many did, and how many by crashing."""
         with self._database.write() as connection:
             return history.suspect(connection, request_ids, crashed)
 
-    def condition(self) -> Condition:
+    def health(self) -> Condition:
         """What works, what is waited for, and what is suspected, for people."""
         with self._database.read() as connection:
             return condition.condition(connection)
-
-    def end_model(self, model_id: str, state: ModelState, detail: str) -> None:
-        """End a model now, if it takes work still: what waits for it fails."""
-        with self._database.write() as connection:
-            topics = end_models(connection, [model_id], state, detail, self._clock.now())
-        self._bell.ring(*topics)
-
-    # -------------------------------------------------------------- holding.py
-    def hold(self, model_id: str, why: str | None) -> None:
-        """Let nothing of the model be executed, for the reason that its clients are told; None: let it go on."""
-        with self._database.write() as connection:
-            holding.hold(connection, model_id, why)
-
-    def revive(self, model_id: str) -> None:
-        """Make a model that failed or was lost live again, to be restored; UserError when that cannot be."""
-        with self._database.write() as connection:
-            holding.revive(connection, model_id)
-
-    def let_go(self) -> None:
-        """Forget what made the models that failed in sessions that are over."""
-        with self._database.write() as connection:
-            holding.let_go(connection)
-
-    # -------------------------------------------------------------- leases.py
-    def acquire(self, holder: str, *, force: bool = False) -> Held | None:
-        """Take the engine's lease; who holds it if that fails. From then on answers are refused when it is lost."""
-        with self._database.write() as connection:
-            taken = leases.acquire(connection, holder, self._clock.now(), force=force)
-        if isinstance(taken, Held):
-            return taken
-        self.epoch = taken
-        return None
-
-    def renew(self) -> None:
-        """Keep the lease; FencedError when another engine has taken it."""
-        with self._database.write() as connection:
-            leases.renew(connection, self._held(), self._clock.now())
-
-    def release(self) -> None:
-        """Give the lease back."""
-        with self._database.write() as connection:
-            leases.release(connection, self._held())
-
-    def beat(self) -> None:
-        """Say that the API answers its clients."""
-        with self._database.write() as connection:
-            leases.beat(connection, self._clock.now())
-
-    def answering_since(self) -> datetime | None:
-        """Since when clients can reach the API without a pause; None when no API ever said so."""
-        with self._database.read() as connection:
-            return leases.answering_since(connection, self._clock.now())
-
-    def _held(self) -> int:
-        if self.epoch is None:
-            raise ValueError("the engine's lease was never acquired: call acquire first")
-        return self.epoch

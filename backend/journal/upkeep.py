@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.journal import adopting, keeping, retention
-from tinkerflow.backend.journal.database import Database
+from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.records import CheckpointFound
 from tinkerflow.backend.journal.retention import Retention
 from tinkerflow.backend.journal.views import CheckpointView
 
 
-class Upkeep:
+class Upkeep(Aggregate):
     """Which checkpoints are over and which are still to be removed or written about, for whoever sweeps the store."""
-
-    def __init__(self, database: Database, clock: Clock) -> None:
-        """Of the journal in `database`."""
-        self._database = database
-        self._clock = clock
 
     def delete_expired(self, limit: int = 100) -> list[str]:
         """Mark at most `limit` checkpoints past their time as deleted; their paths."""

@@ -260,12 +260,12 @@ class StoredNow:
 class BaseModelView:
     """A base model that the engine serves; card is the JSON text of its ModelCard.
 
-    warmth: which programs its worker group has compiled, as far as was noted.
+    compile_status: which programs its worker group has compiled, as far as was noted.
     """
 
     name: str
     card: str
-    warmth: CompileStatus | None = None
+    compile_status: CompileStatus | None = None
 
 
 @dataclass(frozen=True)

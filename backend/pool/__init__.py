@@ -4,8 +4,8 @@ A group is one failure unit: when one of its processes dies, hangs or differs fr
 outstanding fails by name, and a new generation starts. Importing this room does not load JAX; only the workers do.
 """
 
-from tinkerflow.backend.pool.agent import Post, serve_group
-from tinkerflow.backend.pool.hosts import Hosts
-from tinkerflow.backend.pool.supervisor import GroupLost, Pool
+from tinkerflow.backend.pool.host.agent import HostConfig, serve_group
+from tinkerflow.backend.pool.host.hosts import Hosts
+from tinkerflow.backend.pool.pool import GroupLost, Pool
 
-__all__ = ["GroupLost", "Hosts", "Pool", "Post", "serve_group"]
+__all__ = ["GroupLost", "HostConfig", "Hosts", "Pool", "serve_group"]

@@ -23,9 +23,11 @@ from typing import Any
 
 from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
 from tinkerflow.backend.errors import DeadlineError, GroupFailedError, SuspectError, TinkerflowError
-from tinkerflow.backend.pool import codec
-from tinkerflow.backend.pool.heart import BEATS, Heart
-from tinkerflow.backend.pool.messages import (
+from tinkerflow.backend.pool.host.places import Launch, Place, Site, WorkerProcess
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.handshake import accept, next_connection
+from tinkerflow.backend.pool.protocol.messages import (
     Ack,
     Beat,
     Failed,
@@ -37,18 +39,18 @@ from tinkerflow.backend.pool.messages import (
     same_outcome,
     to_error,
 )
-from tinkerflow.backend.pool.places import Launch, Place, Site, WorkerProcess
-from tinkerflow.backend.pool.software import code_version, files_version
-from tinkerflow.backend.pool.transport import LoopLink, next_connection
+from tinkerflow.backend.pool.protocol.software import code_version, files_version
+from tinkerflow.backend.supervise.heartbeat import BEATS, HeartbeatMonitor
 
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
 _START_SECONDS = 60.0  # a starting process may be silent so long: until it connects, and while it imports and loads
-_LAST_WORDS_SECONDS = 1.0  # for a process that has missed a deadline, to say where it hangs
+_DUMP_GRACE_SECONDS = 1.0  # for a process that has missed a deadline, to say where it hangs
 _ENDING_SECONDS = 5.0  # from when a process has closed its connection until its exit status is known
-_CAREFUL = 2**14  # commands that a group gets one at a time after one that died without a word: so it shows of which
+# After an unexplained death so many commands go one at a time: a second death then identifies its command.
+_PROBATION_COMMANDS = 2**14
 _REPLIES = Reply.__args__
 
 
@@ -64,9 +66,9 @@ class Plan:
     site: Site
     on_progress: Callable[[str], None]
 
-    def start(self, coordinator: str) -> list[codec.Buffer]:
+    def start(self, coordinator: str) -> list[frames.Buffer]:
         """What every process is told first, encoded."""
-        return codec.encode(Start(self.config, self.processes, coordinator, self.executor, self.heartbeat_timeout))
+        return frames.encode(Start(self.config, self.processes, coordinator, self.executor, self.heartbeat_timeout))
 
     @property
     def digest(self) -> str:
@@ -83,9 +85,9 @@ class _Member:
 
     rank: int
     process: WorkerProcess
-    heart: Heart
+    heart: HeartbeatMonitor
     link: LoopLink | None = None
-    outbox: asyncio.Queue[tuple[int, Sequence[codec.Buffer]]] = field(default_factory=asyncio.Queue)
+    outbox: asyncio.Queue[tuple[int, Sequence[frames.Buffer]]] = field(default_factory=asyncio.Queue)
     left: Left | None = None  # what it said of an earlier driver
     ready: Ready | None = None
 
@@ -96,7 +98,7 @@ class _Outstanding:
 
     index: int
     name: str
-    body: Sequence[codec.Buffer] | None  # until it is sent
+    body: Sequence[frames.Buffer] | None  # until it is sent
     deadline: float
     future: asyncio.Future[Reply]
     answers: dict[int, Reply | Failed | Ack] = field(default_factory=dict)
@@ -164,7 +166,7 @@ class Group:
     @property
     def care(self) -> int:
         """How careful the next generation is to be: this one died without a word, or was not done with its own care."""
-        return _CAREFUL if self.crashed and not self._told else self._careful
+        return _PROBATION_COMMANDS if self.crashed and not self._told else self._careful
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -175,7 +177,7 @@ class Group:
         """Send `command` to every rank; the future gives rank 0's reply or the error (see Pool.submit)."""
         if self.failure is not None:
             raise self.failure
-        body = codec.encode(command)
+        body = frames.encode(command)
         self._last_index += 1
         entry = _Outstanding(self._last_index, type(command).__name__, body, deadline, self._loop.create_future())
         self._outstanding.append(entry)
@@ -231,7 +233,7 @@ class Group:
             launch = Launch(self.generation, listener.getsockname()[1], salt, plan.digest)
             for rank, place in enumerate(self._places):
                 process = await place.spawn(launch, rank)
-                self._members.append(_Member(rank, process, Heart(plan.heartbeat_timeout)))
+                self._members.append(_Member(rank, process, HeartbeatMonitor(plan.heartbeat_timeout)))
             for member in self._members:
                 self._do(self._notice_death(member))
             self._do(self._notice_absence())
@@ -246,13 +248,13 @@ class Group:
                 doorman.cancel()
                 await asyncio.gather(doorman, return_exceptions=True)  # before its socket is closed under it
 
-    async def _welcome(self, listener: socket.socket, secret: bytes, start: Sequence[codec.Buffer]) -> None:
+    async def _welcome(self, listener: socket.socket, secret: bytes, start: Sequence[frames.Buffer]) -> None:
         while any(m.link is None for m in self._members):
             sock = await next_connection(listener)
             try:
                 # one after the other: our workers answer within milliseconds, and a stranger is not given long
                 async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                    link = await LoopLink.accept(sock, secret, self.generation, len(self._members))
+                    link = await accept(sock, secret, self.generation, len(self._members))
             except (OSError, EOFError, TimeoutError) as error:
                 log.warning("a stranger connected to worker group %d: %r", self.generation, error)
                 continue
@@ -279,7 +281,7 @@ class Group:
         try:
             while True:
                 frame = await link.read()
-                self._take(member, frame.index, codec.decode(frame.body))
+                self._take(member, frame.index, frames.decode(frame.body))
         except (EOFError, OSError):
             await self._lost(member, "closed its connection")
         except ValueError as error:
@@ -363,7 +365,7 @@ class Group:
         for member in self._members:
             if member.rank not in entry.answers:
                 member.process.signal(signal.SIGUSR1)  # stacks of all threads to its log
-        self._loop.call_later(_LAST_WORDS_SECONDS, self._give_up_waiting, entry)
+        self._loop.call_later(_DUMP_GRACE_SECONDS, self._give_up_waiting, entry)
 
     def _give_up_waiting(self, entry: _Outstanding) -> None:
         if entry not in self._outstanding:
@@ -381,7 +383,7 @@ class Group:
             self._fail(f"rank {absent} did not connect in {_START_SECONDS:g} s (stopped?)", crashed=False)
 
     async def _beat(self) -> None:
-        beat, pause = codec.encode(Beat()), self._plan.heartbeat_timeout / BEATS
+        beat, pause = frames.encode(Beat()), self._plan.heartbeat_timeout / BEATS
         starting = max(BEATS, math.ceil(_START_SECONDS / pause))
         while True:
             connected = [m for m in self._members if m.link is not None]

@@ -1,14 +1,17 @@
 """One process of a worker group: `python -m tinkerflow.backend.pool.worker`.
 
-Only the supervisor or a host's agent starts it.
+Only the driver or a host's agent starts it. It has three threads:
 
-The main thread executes commands in the order in which they come; a reader thread keeps the socket drained and answers
-the driver's beats meanwhile. What the devices are still computing is waited for in a third (answers.py). The process
-ends with who started it, by the kernel's parent-death signal. When that was the driver, also by the end of the
-connection; when it was a host's agent (agent.py), the next driver may take the process over, with the base model in its
-memory. Whatever was received from the earlier one is executed before that, on every rank: a rank alone would wait in a
-collective. Whatever goes wrong outside a command ends the process at once: a Python exception that nobody catches would
-wait in jax.distributed's shutdown barrier for the other processes, and they in a collective for this one.
+- The main thread executes commands in the order in which they come.
+- A reader thread keeps the socket drained and answers the driver's beats, also while the main thread is busy.
+- A third thread (ReplyCollector) waits for the devices where an executor has only begun a command.
+
+The process ends with the process that started it, by the kernel's parent-death signal. A worker that the driver started
+also ends when its connection ends. A worker that a host's agent started (host/agent.py) may be taken over by the next
+driver, with the base model in its memory. All commands that the earlier driver sent are executed first, on every rank:
+a rank alone would wait in a collective. An exception outside a command ends the process immediately: a Python exception
+that nobody catches would wait in jax.distributed's shutdown barrier for the other processes, and they would wait in a
+collective for this process.
 """
 
 from __future__ import annotations
@@ -24,25 +27,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Protocol, cast
 
 from tinkerflow.backend.commands import Command, DeferredReply, GroupConfig, Reply
-from tinkerflow.backend.pool import codec
-from tinkerflow.backend.pool.answers import Answers
-from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.errors import DevicesError, UserError
 from tinkerflow.backend.pool.compile_cache import CacheMender, folder_of, write_here
-from tinkerflow.backend.pool.messages import Beat, Fatal, Left, Progress, Ready, Start, to_failed
-from tinkerflow.backend.pool.transport import Frame, WorkerLink
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import Frame, WorkerLink
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
+from tinkerflow.backend.pool.protocol.messages import Ack, Beat, Fatal, Left, Progress, Ready, Start, to_failed
 from tinkerflow.backend.processes import die_with_parent, give_back_memory
 
 log = logging.getLogger("tinkerflow.backend.pool.worker")
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
 _KEPT_SECONDS = 300.0  # freed memory: pages wanted again are dear, and a heap from which nothing is cut grows
 
 
-class Executor(Protocol):
+class CommandExecutor(Protocol):
     """What a worker runs. Every rank gets the same calls in the same order; our errors reach the client.
 
     A class with `uses_jax = False` is run without JAX being set up.
@@ -72,7 +77,7 @@ class Executor(Protocol):
         """Forget all that commands have made, as if none had been executed; the base model stays."""
 
 
-class Desk:
+class Inbox:
     """Where commands come in, from one driver after the other, and the way to the one that is there.
 
     What is meant for a driver that is gone is dropped.
@@ -80,7 +85,7 @@ class Desk:
 
     def __init__(self) -> None:
         """Nobody is there yet."""
-        self.inbox: SimpleQueue[tuple[WorkerLink, Frame]] = SimpleQueue()
+        self.frames: SimpleQueue[tuple[WorkerLink, Frame]] = SimpleQueue()
         self._link: WorkerLink | None = None
         self._turn = threading.Lock()  # of those who write
         self._reader: threading.Thread | None = None
@@ -88,27 +93,27 @@ class Desk:
         self._alone = threading.Event()  # the driver is gone
         self._no_other = threading.Event()  # there will be none after it
 
-    def receive(self, births: IO[bytes]) -> None:
+    def receive(self, specs: IO[bytes]) -> None:
         """Serve one driver after the other, as the lines say; for a thread of its own."""
-        for line in births:
+        for line in specs:
             try:
-                self.serve(Birth.from_line(line))
+                self.serve(LaunchSpec.from_line(line))
             except OSError as error:
                 log.warning("the driver cannot be reached: %s", error)
         self._no_other.set()
         self._end_unless_wanted()
 
-    def serve(self, birth: Birth) -> None:
-        """Leave the driver that is there, connect to that of `birth`, and read what it sends in another thread.
+    def serve(self, spec: LaunchSpec) -> None:
+        """Leave the driver that is there, connect to that of `spec`, and read what it sends in another thread.
 
         OSError when it cannot be reached, or does not know the secret.
         """
         self._leave()
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_log_format(birth), force=True)
-        link = WorkerLink.connect(birth.host, birth.port, bytes.fromhex(birth.secret), birth.generation, birth.rank)
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_log_format(spec), force=True)
+        link = connect(spec.host, spec.port, bytes.fromhex(spec.secret), spec.generation, spec.rank)
         if self._reader is not None:
             try:
-                link.write(0, codec.encode(Left(self._received)))
+                link.write(0, frames.encode(Left(self._received)))
             except OSError:
                 link.close()
                 raise
@@ -118,7 +123,7 @@ class Desk:
         self._reader = threading.Thread(target=self._read, args=(link,), name="reader", daemon=True)
         self._reader.start()
 
-    def send(self, index: int, body: Sequence[codec.Buffer], to: WorkerLink | None = None) -> None:
+    def send(self, index: int, body: Sequence[frames.Buffer], to: WorkerLink | None = None) -> None:
         """Send an encoded message as frame `index` (0 = it belongs to no command) to a driver; None: who is there."""
         with self._turn:
             if self._link is None or to not in (None, self._link):
@@ -130,11 +135,11 @@ class Desk:
 
     def tell(self, text: str) -> None:
         """Send a line of progress."""
-        self.send(0, codec.encode(Progress(text)))
+        self.send(0, frames.encode(Progress(text)))
 
     def send_last(self, message: object) -> None:
         """Send `message` when the link is free within a second, and nothing after it: the process is about to end."""
-        body = codec.encode(message)
+        body = frames.encode(message)
         if self._turn.acquire(timeout=1.0) and self._link is not None:
             self._link.write(0, body)
 
@@ -147,7 +152,7 @@ class Desk:
                 self._link = None
 
     def _read(self, link: WorkerLink) -> None:
-        beat = codec.encode(Beat())
+        beat = frames.encode(Beat())
         while True:
             try:
                 frame = link.read()
@@ -158,7 +163,7 @@ class Desk:
                 self.send(0, beat, link)
             else:
                 self._received += frame.index > 0
-                self.inbox.put((link, frame))
+                self.frames.put((link, frame))
         self._alone.set()
         self._end_unless_wanted()
 
@@ -167,43 +172,113 @@ class Desk:
             os._exit(0)
 
 
+class ReplyCollector:
+    """Gives replies back in the order of their commands, also those that are still to be waited for."""
+
+    def __init__(self, send: Callable[[int, Sequence[frames.Buffer], WorkerLink | None], None], rank: int) -> None:
+        """`send` sends an encoded message as a frame to a driver."""
+        self._send = send
+        self._rank = rank
+        self._begun: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._unanswered = 0
+        self._changed = threading.Condition()  # that number has
+        self._waiter: threading.Thread | None = None
+
+    def give(
+        self, driver: WorkerLink, index: int, command: Command, execute: Callable[[Command], Reply | DeferredReply]
+    ) -> None:
+        """Execute `command`, which came as frame `index`, and answer it, now or when what it has begun is done.
+
+        For one thread. Raises what must end the process, once all commands before this one are answered: so it is this
+        one that is blamed.
+        """
+        name = type(command).__name__
+        try:
+            body = self._attempt(name, partial(execute, command))
+        except Exception:
+            self.drain()
+            raise
+        if not callable(body) and not self._unanswered:
+            self._send(index, body, driver)
+            return
+        with self._changed:
+            self._unanswered += 1
+        self._begun.put(partial(self._finish, driver, index, name, body))
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._work, name="answers", daemon=True)
+            self._waiter.start()
+
+    def drain(self) -> None:
+        """Return when all that was given is answered."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unanswered)
+
+    def _work(self) -> None:
+        while True:
+            self._begun.get()()
+
+    def _finish(self, driver: WorkerLink, index: int, name: str, body: list[frames.Buffer] | DeferredReply) -> None:
+        while callable(body):
+            body = self._attempt(name, body)
+        self._send(index, body, driver)
+        with self._changed:
+            self._unanswered -= 1
+            self._changed.notify()
+
+    def _attempt(self, name: str, execute: Callable[[], Reply | DeferredReply]) -> list[frames.Buffer] | DeferredReply:
+        try:
+            reply = execute()
+            return reply if callable(reply) else frames.encode(reply if self._rank == 0 else Ack(None))
+        except UserError as error:
+            log.info("%s: %s: %s", name, type(error).__name__, error)
+            failed = to_failed(error)
+        except Exception as error:
+            if OUT_OF_MEMORY in str(error) or isinstance(error, DevicesError):
+                raise  # nobody knows what is left on the devices: a fresh group does
+            log.exception("%s failed", name)
+            failed = to_failed(error)
+        return frames.encode(failed if self._rank == 0 else Ack(failed))
+
+
 def main() -> None:
-    """Read a Birth, join the group, execute what its driver says, and then what others say; end when there is none."""
-    birth = Birth.from_line(sys.stdin.buffer.readline())
-    die_with_parent(birth.parent)
+    """Read a LaunchSpec, join the group, and execute the commands of one driver after the other; end with the last."""
+    spec = LaunchSpec.from_line(sys.stdin.buffer.readline())
+    die_with_parent(spec.parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills a hung one
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every platform that is not there
-    desk = Desk()
-    _end_on_uncaught(desk)
-    desk.serve(birth)
-    threading.Thread(target=desk.receive, args=(sys.stdin.buffer,), name="births", daemon=True).start()
-    answers = Answers(desk.send, birth.rank)
+    inbox = Inbox()
+    _end_on_uncaught(inbox)
+    inbox.serve(spec)
+    threading.Thread(target=inbox.receive, args=(sys.stdin.buffer,), name="specs", daemon=True).start()
+    answers = ReplyCollector(inbox.send, spec.rank)
     try:
-        executor: Executor | None = None
+        executor: CommandExecutor | None = None
         while True:
-            driver, frame = desk.inbox.get()
-            message = codec.decode(frame.body)
+            driver, frame = inbox.frames.get()
+            message = frames.decode(frame.body)
             if executor is not None and not isinstance(message, Start):
                 answers.give(driver, frame.index, message, executor.execute)
                 continue
             answers.drain()  # what the devices are computing for the earlier driver must not end them for this one
-            executor = _begin(executor, message, birth, desk.tell)
+            executor = _begin(executor, message, spec, inbox.tell)
             ready = Ready(tuple(executor.devices), int(executor.parameters), int(executor.microbatch_tokens))
-            desk.send(0, codec.encode(ready), driver)
+            inbox.send(0, frames.encode(ready), driver)
     except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
-        _end(desk, error)
+        _end(inbox, error)
 
 
-def _begin(executor: Executor | None, start: Start, birth: Birth, progress: Callable[[str], None]) -> Executor:
+def _begin(
+    executor: CommandExecutor | None, start: Start, spec: LaunchSpec, progress: Callable[[str], None]
+) -> CommandExecutor:
     """The executor as a driver wants it that has sent nothing but `start`."""
     if executor is not None:
         progress("the base model is loaded already: an earlier driver left it")
         executor.clear()
         return executor
-    if birth.compile_cache_dir:
-        start = replace(start, config=replace(start.config, compile_cache_dir=birth.compile_cache_dir))
-    executor = build(start, birth.rank, progress)
+    if spec.compile_cache_dir:
+        start = replace(start, config=replace(start.config, compile_cache_dir=spec.compile_cache_dir))
+    executor = build(start, spec.rank, progress)
     threading.Thread(target=_give_back_memory, name="memory", daemon=True).start()
     return executor
 
@@ -214,14 +289,14 @@ def _give_back_memory() -> None:
         time.sleep(_KEPT_SECONDS)
 
 
-def build(start: Start, rank: int, progress: Callable[[str], None]) -> Executor:
+def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandExecutor:
     """The executor that `start` names, in a process set up for it."""
     module, _, name = start.executor.partition(":")
     progress(f"importing {module}")
     kind = getattr(importlib.import_module(module), name)
     if getattr(kind, "uses_jax", True):
         join_jax(start, rank, progress)
-    return cast(Executor, kind(start.config, progress, start.processes, rank))
+    return cast(CommandExecutor, kind(start.config, progress, start.processes, rank))
 
 
 def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
@@ -257,23 +332,23 @@ def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
         )
 
 
-def _log_format(birth: Birth) -> str:
-    who = f"rank {birth.rank} generation {birth.generation}"
+def _log_format(spec: LaunchSpec) -> str:
+    who = f"rank {spec.rank} generation {spec.generation}"
     return f"%(asctime)s %(levelname)s {who} %(name)s: %(message)s"
 
 
-def _end_on_uncaught(desk: Desk) -> None:
+def _end_on_uncaught(inbox: Inbox) -> None:
     def main_thread(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _end(desk, error)
+        _end(inbox, error)
 
     def other_thread(args: threading.ExceptHookArgs) -> None:
-        _end(desk, args.exc_value or args.exc_type())
+        _end(inbox, args.exc_value or args.exc_type())
 
     sys.excepthook = main_thread
     threading.excepthook = other_thread
 
 
-def _end(desk: Desk, error: BaseException) -> None:
+def _end(inbox: Inbox, error: BaseException) -> None:
     """Log, tell the driver, and end without any clean-up that could wait for other processes."""
     log.critical("ending", exc_info=error)
     logging.shutdown()
@@ -282,7 +357,7 @@ def _end(desk: Desk, error: BaseException) -> None:
     hurry.daemon = True
     hurry.start()
     try:
-        desk.send_last(Fatal(to_failed(error)))
+        inbox.send_last(Fatal(to_failed(error)))
     finally:
         os._exit(70)
 

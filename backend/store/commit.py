@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, cast, get_args
+from typing import Any
 
 from tinkerflow.backend.commands import LoraSpec, Optimizer
 from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.ids import is_name
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from tinkerflow.backend.store.encryption import SUFFIX
 from tinkerflow.backend.store.paths import EXTERNAL_WEIGHTS, CheckpointPath
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
@@ -81,7 +82,7 @@ class Saved:
     created_at: datetime
     meta: CheckpointMeta
     files: Mapping[str, Digest]
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = DEFAULT_OPTIMIZER
 
     @property
     def size_bytes(self) -> int:
@@ -170,9 +171,9 @@ def _are_files_of(kind: str, names: set[str]) -> bool:
 
 
 def _optimizer(name: object) -> Optimizer:
-    if name not in get_args(Optimizer):
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ValueError(f"optimizer {name!r} is unknown")
-    return cast(Optimizer, name)
+    return name
 
 
 @cache

@@ -40,13 +40,13 @@ from tinkerflow.backend.wire.operations import (
     decode_create_model,
     decode_load_model,
     decode_load_weights,
-    decode_optim_step,
     decode_save_external,
     decode_save_for_sampler,
     decode_save_weights,
     hash_token,
     ttl_seconds,
 )
+from tinkerflow.backend.wire.optimizers import decode_optim_step
 from tinkerflow.backend.wire.sample import decode_sample, num_samples, records_stability, with_seed
 
 __all__ = [

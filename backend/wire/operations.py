@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast, get_args
 
 import orjson
 
-from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec, Optimizer
-from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.ids import NAME_RULE, is_name
 from tinkerflow.backend.spec.limits import MAX_RANK, MAX_SEQ
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 from tinkerflow.backend.store import CheckpointPath
 from tinkerflow.backend.store.encryption import check_recipients
 from tinkerflow.backend.wire.fields import Fields
+from tinkerflow.backend.wire.optimizers import optimizer_config
 
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
 _ACCESS = "weights_access_hash"  # only ours: see hash_token
@@ -30,7 +30,7 @@ class CreateModel:
     spec: LoraSpec
     seed: int | None
     user_metadata: dict[str, str]
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = DEFAULT_OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LoadModel:
     access: str | None
     base_model: str | None
     user_metadata: dict[str, str]
-    fresh: Optimizer = "adamw"
+    fresh: Optimizer = DEFAULT_OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SaveExternal:
 def decode_create_model(payload: bytes) -> CreateModel:
     """A create_model body; UserError names the field, its value and the rule."""
     body = Fields.parse(payload)
-    optimizer = _optimizer(body) or "adamw"
+    optimizer = optimizer_config(body) or DEFAULT_OPTIMIZER
     lora = body.object("lora_config") or Fields({}, "lora_config.")
     rank = lora.optional_whole("rank", 1, MAX_RANK)
     spec = LoraSpec(
@@ -113,7 +113,7 @@ def decode_create_model(payload: bytes) -> CreateModel:
 def decode_load_model(payload: bytes) -> LoadModel:
     """A load_weights body with session_id; UserError names the field, its value and the rule."""
     body = Fields.parse(payload)
-    config = _optimizer(body)
+    config = optimizer_config(body)
     path, optimizer, access = _source(body)
     if optimizer and config is not None:
         raise UserError(
@@ -125,7 +125,7 @@ def decode_load_model(payload: bytes) -> LoadModel:
         access=access,
         base_model=body.optional_text("base_model"),
         user_metadata=body.metadata("user_metadata"),
-        fresh=config or "adamw",
+        fresh=config or DEFAULT_OPTIMIZER,
     )
 
 
@@ -193,60 +193,6 @@ def hash_token(payload: bytes, access_hash: Callable[[str], str]) -> bytes:
     return orjson.dumps(values)
 
 
-def decode_optim_step(payload: bytes) -> AdamParams | DimuonParams:
-    """The parameters of an optim_step body; UserError names the field, its value and the rule.
-
-    Whether the model was made with that optimizer is the executor's to say.
-    """
-    body = Fields.parse(payload)
-    adam, other = body.object("adam_params"), body.object("optimizer_params")
-    if adam is not None and other is not None:
-        raise UserError("adam_params and optimizer_params are both given: exactly one must be")
-    if other is not None:
-        return _dimuon(other)
-    if adam is None:
-        raise broken(
-            "adam_params", None, "an object of AdamW parameters, or optimizer_params one of another optimizer's"
-        )
-    _no_nulls(adam, ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
-    ours = AdamParams()
-    eps = adam.number("eps", ours.eps, 0.0)
-    if eps == 0.0:
-        raise broken("adam_params.eps", eps, "a finite number > 0")
-    return AdamParams(
-        learning_rate=adam.number("learning_rate", ours.learning_rate, 0.0),
-        beta1=adam.number("beta1", ours.beta1, 0.0, 1.0, below=True),
-        beta2=adam.number("beta2", ours.beta2, 0.0, 1.0, below=True),
-        eps=eps,
-        weight_decay=adam.number("weight_decay", ours.weight_decay, 0.0),
-        grad_clip_norm=adam.number("grad_clip_norm", ours.grad_clip_norm, 0.0),
-    )
-
-
-def _dimuon(given: Fields) -> DimuonParams:
-    kind = given.get("type")
-    if kind != "dimuon":
-        raise broken("optimizer_params.type", kind, "'dimuon' (AdamW's parameters are adam_params)")
-    known = ("type", "learning_rate", "grad_clip_norm", "beta1")
-    if unknown := sorted(given.names() - set(known)):
-        raise UserError(f"optimizer_params has the key {shown(unknown[0])}: dimuon takes {', '.join(known[1:])}")
-    _no_nulls(given, known)
-    if not given.has("learning_rate"):
-        raise broken("optimizer_params.learning_rate", None, "a finite number >= 0")
-    return DimuonParams(
-        learning_rate=given.number("learning_rate", 0.0, 0.0),
-        beta1=given.number("beta1", 0.9, 0.0, 1.0, below=True),
-        grad_clip_norm=given.number("grad_clip_norm", 0.0, -math.inf),
-    )
-
-
-def _no_nulls(given: Fields, names: Sequence[str]) -> None:
-    for name in names:
-        if not given.has(name) and given.present(name):
-            # the SDK writes NaN and infinity as null: taking the default would hide them
-            raise broken(given.named(name), None, "a finite number (null is how NaN and infinity arrive)")
-
-
 def _source(body: Fields) -> tuple[str, bool, str | None]:
     path, optimizer = CheckpointPath.parse(body.text("path")), body.flag("optimizer", False)
     if path.kind == "external_weights":
@@ -256,22 +202,6 @@ def _source(body: Fields) -> tuple[str, bool, str | None]:
     if body.has("weights_access_token"):
         raise broken("weights_access_token", body.get("weights_access_token"), "a string")
     return str(path), optimizer, body.optional_text(_ACCESS)
-
-
-def _optimizer(body: Fields) -> Optimizer | None:
-    """What optimizer_config asks for; None when it is absent."""
-    config = body.object("optimizer_config")
-    if config is None:
-        return None
-    kind, version = config.get("type"), config.get("version")
-    if kind not in get_args(Optimizer):
-        raise broken("optimizer_config.type", kind, f"one of {', '.join(get_args(Optimizer))}")
-    if kind == "dimuon" and version not in (None, 1):
-        raise broken("optimizer_config.version", version, "1")
-    known = {"type"} if kind == "adamw" else {"type", "version"}
-    if unknown := sorted(config.names() - known):
-        raise UserError(f"optimizer_config has the key {shown(unknown[0])}: {kind} takes {', '.join(sorted(known))}")
-    return cast(Optimizer, kind)
 
 
 def _name(body: Fields) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prefect import flow
-from prefect.client.schemas.objects import State
+from pydantic import Field
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.flows.pipelines.preparation import Prepared, or_cancelled, prepared
-from tinkerflow.flows.pipelines.training import Trained, train
+from tinkerflow.flows.pipelines.fine_tuning import PreparedRun, TrainingResult, cancellable, prepare, train
+from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.flows.pipelines.rl import RlRecipe, SamplingParameters
+from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.environments import unrewarded
-from tinkerflow.tasks.pipelines.explore import Explore
-from tinkerflow.tasks.pipelines.parameters import DistillParameters, TeacherParameters
+from tinkerflow.tasks.pipelines.parameters import PATH, Parameters
 from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
 
@@ -20,43 +21,58 @@ if TYPE_CHECKING:
     import tinker
 
 
-@flow(name="distill", flow_run_name="distill {parameters.name}", validate_parameters=True)
-async def distill(parameters: DistillParameters) -> Trained | State[None]:
-    """As `rl`; in place of rewards, each token counts by how much likelier the teacher finds it than the student."""
-    return await or_cancelled(_train(parameters))
+class TeacherParameters(Parameters):
+    """The teacher: a model that the server offers, or weights that were trained on one."""
+
+    base_model: str = Field("", description="A model that the server offers; empty = the student's.")
+    weights: str = Field("", pattern=PATH, description="Sampler weights; empty = the base model itself.")
 
 
-async def _train(parameters: DistillParameters) -> Trained:
-    async with prepared("distill", parameters, "prompt", "prompt_completion", "chat") as ready:
-        key, rows = ready.prompts("data")
-        recipe = Explore(
+class DistillParameters(SamplingParameters):
+    """On-policy distillation: the student learns from the log probabilities that a teacher gives its answers."""
+
+    data: DataSource = Field(description="Prompts, or rows of which only the prompts are used.")
+    held_out: DataSource | None = Field(None, description="Prompts on which the divergence is measured, too.")
+    teacher: TeacherParameters = Field(default_factory=TeacherParameters, description="The model to learn from.")
+
+
+@flow(name="distill", flow_run_name="distill {parameters.name}")
+@cancellable
+async def distill(parameters: DistillParameters) -> TrainingResult:
+    """Train like `rl`; instead of rewards, each token counts by how much likelier the teacher finds it."""
+    async with prepare("distill", parameters, "prompt", "prompt_completion", "chat") as run:
+        key, rows = run.prompts("data")
+        recipe = RlRecipe(
             rows,
-            Rollouts(ready.renderer, unrewarded, parameters.group_size, parameters.answer_tokens),
-            await _teacher(parameters.teacher, ready),
+            Rollouts(run.renderer, unrewarded, parameters.group_size, parameters.answer_tokens),
+            await _teacher(parameters.teacher, run),
             batch_size=parameters.training.batch_size,
             seed=parameters.model.seed,
-            shown=ready.shown,
+            preview=run.preview,
             kl="reverse_kl",
             coefficient=1.0,
             rewards=False,
             loss=parameters.loss,
-            held_out_rows=ready.prompts("held_out")[1],
+            held_out_rows=run.prompts("held_out")[1],
         )
-        return await train(ready.setting(key), recipe)
+        return await train(run, key, recipe)
 
 
-async def _teacher(wanted: TeacherParameters, ready: Prepared) -> tinker.SamplingClient:
-    """The teacher; UserError when its tokens are not the student's."""
+async def _teacher(wanted: TeacherParameters, run: PreparedRun) -> tinker.SamplingClient:
+    """A client of the teacher; UserError when its tokens are not the student's."""
     if wanted.base_model and wanted.weights:
         raise UserError("teacher: give base_model or weights, not both: weights know their base model")
-    service = ready.server.service
+    service = run.server.service
     teacher: tinker.SamplingClient
     if wanted.weights:
         teacher = await service.create_sampling_client(model_path=wanted.weights)
     elif wanted.base_model:
-        teacher = await service.create_sampling_client(base_model=await ready.server.base_model(wanted.base_model))
+        teacher = await service.create_sampling_client(base_model=await run.server.base_model(wanted.base_model))
     else:
-        return ready.base
-    if Renderer(teacher.get_tokenizer(), "text").vocabulary != ready.renderer.vocabulary:
+        return run.base
+    if Renderer(teacher.get_tokenizer(), "text").vocabulary != run.renderer.vocabulary:
         raise UserError(f"teacher {wanted.weights or wanted.base_model!r}: its tokenizer is not the student's")
     return teacher
+
+
+PIPELINE = Pipeline(distill, DistillParameters)

@@ -2,31 +2,156 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 from prefect import flow
-from prefect.client.schemas.objects import State
+from pydantic import Field
 
-from tinkerflow.flows.pipelines.preparation import or_cancelled, prepared
-from tinkerflow.flows.pipelines.training import Trained, train
-from tinkerflow.tasks.pipelines.parameters import DpoParameters
-from tinkerflow.tasks.pipelines.prefer import Prefer
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, prepare, train
+from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.tasks.pipelines.data import DataSource
+from tinkerflow.tasks.pipelines.forwards import answer_logprobs
+from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.render import TokenizedExample
+from tinkerflow.tasks.pipelines.schedule import batch_of
+from tinkerflow.tasks.pipelines.scoring import Preview
+from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
+
+if TYPE_CHECKING:
+    import tinker
+
+Floats = npt.NDArray[np.float64]
+Examples = Sequence[TokenizedExample]
 
 
-@flow(name="dpo", flow_run_name="dpo {parameters.name}", validate_parameters=True)
-async def dpo(parameters: DpoParameters) -> Trained | State[None]:
-    """As `sft`, with preferences; the reference is the model that the run begins with."""
-    return await or_cancelled(_train(parameters))
+class DpoParameters(PipelineParameters):
+    """Direct preference optimization: chosen answers become likelier than rejected ones."""
+
+    data: DataSource = Field(description="Preferences: a prompt, the chosen and the rejected answer.")
+    held_out: DataSource | None = Field(None, description="Preferences that are measured after each segment.")
+    beta: float = Field(
+        0.1,
+        gt=0,
+        le=10,
+        description="Penalty for leaving the model that the run begins with: higher values stay nearer to it.",
+    )
 
 
-async def _train(parameters: DpoParameters) -> Trained:
-    async with prepared("dpo", parameters, "preference") as ready:
-        key, examples = ready.examples("data")
-        _, held_out = ready.examples("held_out")
-        recipe = Prefer(
+@dataclass(frozen=True)
+class DpoLoss:
+    """The mean loss of B pairs, and its derivatives [B] by the log probability of each answer.
+
+    metrics: `loss`; `accuracy`, the share of pairs whose chosen answer gained more than the rejected one; `margin`, the
+    mean difference of the rewards; `chosen_reward` and `rejected_reward`: beta times the gain of the log probability.
+    """
+
+    loss: float
+    by_chosen_B: Floats
+    by_rejected_B: Floats
+    metrics: dict[str, float]
+
+
+def dpo_loss(chosen_B: Floats, rejected_B: Floats, beta: float) -> DpoLoss:
+    """The loss of direct preference optimization (Rafailov et al., 2023, equation 7).
+
+    chosen_B, rejected_B: how much the log probabilities [B] of the answers have gained, policy minus reference model.
+    The loss of a pair is -log sigmoid(beta * (chosen - rejected)).
+    """
+    margin_B = beta * (chosen_B - rejected_B)
+    slope_B = beta * np.exp(-np.logaddexp(0.0, margin_B)) / len(margin_B)  # sigmoid(-margin)
+    loss = float(np.logaddexp(0.0, -margin_B).mean())
+    metrics = {
+        "loss": loss,
+        "accuracy": float((margin_B > 0).mean()),
+        "margin": float(margin_B.mean()),
+        "chosen_reward": float(beta * chosen_B.mean()),
+        "rejected_reward": float(beta * rejected_B.mean()),
+    }
+    return DpoLoss(loss, -slope_B, slope_B, metrics)
+
+
+class DpoRecipe:
+    """Learn preferences; see `trainer.Recipe`.
+
+    A step first asks for the log probabilities. Then it asks for the gradient of a cross entropy; the weights are minus
+    the derivative of the loss by each log probability. The SDK's `forward_backward_custom` does the same, with PyTorch.
+    """
+
+    ahead = 0
+
+    def __init__(
+        self, examples: Examples, *, beta: float, batch_size: int, seed: int, preview: Preview, held_out: Examples = ()
+    ) -> None:
+        """Keep what the steps are made of.
+
+        examples: pairs; the chosen and the rejected answer follow one another. beta: see `dpo_loss`. batch_size: pairs
+        of one step. seed: of the order of the pairs in an epoch. preview: prompts whose answers are shown after
+        each segment. held_out: pairs that are measured after each segment.
+        """
+        self._examples = examples
+        self._beta = beta
+        self._batch_size = batch_size
+        self._seed = seed
+        self.preview = preview
+        self._held_out = held_out
+        self._reference: Floats = np.zeros(0)
+        self._held_out_reference: Floats = np.zeros(0)
+
+    async def prepare(self, trainer: Trainer) -> None:
+        """Measure with the reference: the model before the first step. A process that resumes uses the same values."""
+        self._reference = await _reference(trainer, "reference", self._examples)
+        self._held_out_reference = await _reference(trainer, "reference-held-out", self._held_out)
+
+    async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
+        """Learn from the pairs of step `step`."""
+        pairs = batch_of(step, size=self._batch_size, rows=len(self._examples) // 2, seed=self._seed)
+        picked = [i for pair in pairs for i in (2 * pair, 2 * pair + 1)]
+        examples = [self._examples[i] for i in picked]
+        gained = await answer_logprobs(client, examples) - self._reference[picked]
+        loss = dpo_loss(gained[0::2], gained[1::2], self._beta)
+        slopes = np.stack([loss.by_chosen_B, loss.by_rejected_B], axis=1).reshape(-1)
+        data = [example.scaled(-slope).datum() for example, slope in zip(examples, slopes, strict=True)]
+        forward, update = client.forward_backward(data, "cross_entropy"), client.optim_step(params)
+        await forward
+        return loss.metrics | {"grad_norm": await grad_norm(update)}
+
+    async def held_out(self, client: tinker.TrainingClient) -> Values:
+        """Measure loss, accuracy and margin of the held-out pairs."""
+        if not self._held_out:
+            return {}
+        gained = await answer_logprobs(client, self._held_out) - self._held_out_reference
+        metrics = dpo_loss(gained[0::2], gained[1::2], self._beta).metrics
+        return {f"held_out_{name}": metrics[name] for name in ("loss", "accuracy", "margin")}
+
+
+async def _reference(trainer: Trainer, name: str, examples: Examples) -> Floats:
+    """The log probability of each answer before the first step; measured once in a run."""
+    kept = trainer.progress.kept(name)
+    if kept is None and examples:
+        kept = trainer.progress.keep(name, (await answer_logprobs(await trainer.at(0), examples)).tobytes())
+    return np.frombuffer(kept or b"", np.float64)
+
+
+@flow(name="dpo", flow_run_name="dpo {parameters.name}")
+@cancellable
+async def dpo(parameters: DpoParameters) -> TrainingResult:
+    """Train like `sft`, on preferences; the reference is the model that the run begins with."""
+    async with prepare("dpo", parameters, "preference") as run:
+        key, examples = run.examples("data")
+        _, held_out = run.examples("held_out")
+        recipe = DpoRecipe(
             examples,
             beta=parameters.beta,
             batch_size=parameters.training.batch_size,
             seed=parameters.model.seed,
-            shown=ready.shown,
+            preview=run.preview,
             held_out=held_out,
         )
-        return await train(ready.setting(key), recipe)
+        return await train(run, key, recipe)
+
+
+PIPELINE = Pipeline(dpo, DpoParameters)

@@ -1,18 +1,19 @@
-"""The pipeline `evaluate`: weights against others, or against the champion of a name, on rows with answers."""
+"""The pipeline `evaluate`: scores of weights beside others, or beside a champion, on rows with answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from prefect import flow
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.tasks.pipelines.board import Board
+from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.champions import champion
-from tinkerflow.tasks.pipelines.connection import Server, connect
+from tinkerflow.tasks.pipelines.connection import ServerClients, connect
 from tinkerflow.tasks.pipelines.data import DataSource, check_data, load_rows
-from tinkerflow.tasks.pipelines.parameters import EvaluateParameters
+from tinkerflow.tasks.pipelines.parameters import NAME, PATH, RunParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, load_examples, render
 from tinkerflow.tasks.pipelines.scoring import Scores, score
 from tinkerflow.tasks.pipelines.work import default_work_url
@@ -20,35 +21,48 @@ from tinkerflow.tasks.pipelines.work import default_work_url
 BASE = "base model"
 
 
-class Evaluated(BaseModel):
-    """Scores by name: `weights`, and what it was compared with: `against`, the `champion`, or the `base model`."""
+class EvaluateParameters(RunParameters):
+    """Scores of weights, compared with others, on rows with answers."""
+
+    base_model: str = Field("", description="A model that the server offers; empty = the first one it offers.")
+    weights: str = Field("", pattern=PATH, description="Sampler weights to evaluate; empty = none.")
+    against: str = Field("", pattern=PATH, description="Sampler weights to compare with; empty = none.")
+    champion: str = Field(
+        "", pattern=rf"^$|{NAME}", max_length=40, description="A champion to compare with; empty = none."
+    )
+    data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
+    format: Format = Field("chat", description="chat: by the model's chat template. text: texts one after another.")
+    max_tokens: int = Field(48, ge=1, le=4096, description="Longest answer, in tokens.")
+
+
+class EvaluationResult(BaseModel):
+    """Scores by name: `weights`, and those that were compared: `against`, the `champion`, or the `base model`."""
 
     scores: dict[str, Scores]
 
 
 @flow(name="evaluate", flow_run_name="evaluate {parameters.name}")
-async def evaluate(parameters: EvaluateParameters) -> Evaluated:
-    """Score the weights and what they are compared with, and show a table."""
+async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
+    """Score the weights and those to compare with, and show a table."""
     work_url = parameters.work or default_work_url()
-    board = Board(f"evaluate-{parameters.name}")
     best = champion(work_url, parameters.champion) if parameters.champion else None
-    candidates = {
+    paths = {
         "weights": parameters.weights,
         "against": parameters.against,
         "champion": best.weights if best else "",
     }
-    given = {name: path for name, path in candidates.items() if path}
+    given = {name: path for name, path in paths.items() if path}
     async with connect(parameters.connection) as server:
         base = await server.base_model(parameters.base_model)
         scores = await score_all(
             server, base, given | {BASE: ""}, parameters.data, work_url, parameters.format, parameters.max_tokens
         )
-    await show_scores(board, scores)
-    return Evaluated(scores=scores)
+    await show_scores(RunArtifacts(f"evaluate-{parameters.name}"), scores)
+    return EvaluationResult(scores=scores)
 
 
 async def score_all(
-    server: Server,
+    server: ServerClients,
     base_model: str,
     candidates: Mapping[str, str],
     source: DataSource,
@@ -56,7 +70,13 @@ async def score_all(
     format_: Format,
     max_tokens: int,
 ) -> dict[str, Scores]:
-    """Scores of each of `candidates` (name -> path of its weights, empty: the base model) on the same rows."""
+    """Score several weights on the same rows; candidate's name -> scores.
+
+    server: the clients to use. base_model: a name that the server offers. candidates: name -> path of sampler weights,
+    empty: the base model. source: rows with answers. work_url: the work folder. format_: how conversations become
+    tokens. max_tokens: of an answer. Raises DataCheckError when too many rows are wrong, UserError when rows have no
+    answers.
+    """
     sampler = await server.service.create_sampling_client(base_model=base_model)
     renderer = Renderer(sampler.get_tokenizer(), format_)
     report = check_data(source, work_url, renderer.special_tokens)
@@ -71,15 +91,16 @@ async def score_all(
     return scores
 
 
-async def show_scores(board: Board, scores: Mapping[str, Scores]) -> None:
-    """Scores as a table, and the first answers of each beside what was wanted."""
-    rows = [
-        {"of": name, "loss": one.loss, "exact match": one.exact_match, "rows": one.rows} for name, one in scores.items()
-    ]
-    await board.table("evaluation", rows, "scores")
+async def show_scores(artifacts: RunArtifacts, scores: Mapping[str, Scores]) -> None:
+    """Make a table of the scores, and one of the first answers of each candidate beside the expected answers."""
+    rows = [{"of": name, "loss": s.loss, "exact match": s.exact_match, "rows": s.rows} for name, s in scores.items()]
+    await artifacts.table("evaluation", rows, "scores")
     first = next(iter(scores.values()))
     answers = [
         {"prompt": sample.prompt, "wanted": sample.wanted} | {name: s.samples[i].answer for name, s in scores.items()}
         for i, sample in enumerate(first.samples)
     ]
-    await board.table("answers", answers, "greedy answers")
+    await artifacts.table("answers", answers, "greedy answers")
+
+
+PIPELINE = Pipeline(evaluate, EvaluateParameters)

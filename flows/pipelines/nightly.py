@@ -1,57 +1,63 @@
-"""The pipeline `nightly`: check the data, train, evaluate, and promote what was made only if it is better."""
+"""The pipeline `nightly`: check the data, train, evaluate, and promote the result only if it is better."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from prefect import flow
-from prefect.client.schemas.objects import State
-from prefect.states import Cancelled
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from tinkerflow.backend.clock import SystemClock
 from tinkerflow.flows.pipelines.evaluate import BASE, score_all, show_scores
-from tinkerflow.flows.pipelines.sft import fine_tune
-from tinkerflow.flows.pipelines.training import Trained
-from tinkerflow.tasks.pipelines.board import Board, cell
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable
+from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.flows.pipelines.sft import SftParameters, fine_tune
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
 from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
 from tinkerflow.tasks.pipelines.connection import connect
-from tinkerflow.tasks.pipelines.control import StoppedError
-from tinkerflow.tasks.pipelines.data import DataCheckError
-from tinkerflow.tasks.pipelines.parameters import NightlyParameters
-from tinkerflow.tasks.pipelines.scoring import Scores
+from tinkerflow.tasks.pipelines.data import DataCheckError, DataSource
+from tinkerflow.tasks.pipelines.parameters import NAME
+from tinkerflow.tasks.pipelines.scoring import Metric, Scores
 from tinkerflow.tasks.pipelines.work import default_work_url
 
-PIPELINE = "nightly"
+
+class NightlyParameters(SftParameters):
+    """A fine-tune whose result is promoted only if it is better."""
+
+    held_out: DataSource = Field(description="Rows on which the result and the champion are compared.")
+    champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
+    metric: Metric = Field("loss", description="The score that decides.")
+    margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
 
 
-class Night(BaseModel):
-    """What a night came to."""
+class NightlyResult(BaseModel):
+    """The outcome, the new sampler weights, and the scores of all candidates by name."""
 
     outcome: Literal["promoted", "kept"]
     weights: str
     scores: dict[str, Scores]
 
 
-@flow(name=PIPELINE, flow_run_name="nightly {parameters.name}")
-async def nightly(parameters: NightlyParameters) -> Night | State[None]:
+@flow(name="nightly", flow_run_name="nightly {parameters.name}")
+@cancellable
+async def nightly(parameters: NightlyParameters) -> NightlyResult:
     """Train, and promote the result when it beats the champion, or the base model when there is none.
 
     Data that does not pass its check fails the run before anything is trained; the champion stays, and the artifact
     `report` says so.
     """
     work_url = parameters.work or default_work_url()
-    board = Board(f"{PIPELINE}-{parameters.name}")
+    artifacts = RunArtifacts(f"nightly-{parameters.name}")
     before = champion(work_url, parameters.champion)
     try:
-        trained = await fine_tune(parameters, pipeline=PIPELINE)
-    except StoppedError as stopped:
-        return Cancelled(message=str(stopped))
+        trained = await fine_tune(parameters, pipeline="nightly")
     except DataCheckError as error:
-        await board.data({"data": error.report})
-        await board.text("report", _page(parameters.champion, f"data check failed: {error}", before, before), "report")
+        await artifacts.data({"data": error.report})
+        page = _page(parameters.champion, f"data check failed: {error}", before, before)
+        await artifacts.text("report", page, "report")
         raise
     scores = await _evaluate(parameters, work_url, trained, before)
-    await show_scores(board, scores)
+    await show_scores(artifacts, scores)
     new, old = scores["new"], scores.get("champion", scores[BASE])
     better = new.beats(old, parameters.metric, parameters.margin)
     if better:
@@ -62,6 +68,7 @@ async def nightly(parameters: NightlyParameters) -> Night | State[None]:
             run=trained.run,
             data=trained.data,
             scores=new,
+            promoted_at=SystemClock().now(),
         )
         promote(work_url, parameters.champion, after)
     compared = (
@@ -69,12 +76,12 @@ async def nightly(parameters: NightlyParameters) -> Night | State[None]:
     )
     verdict = f"{'promoted' if better else 'kept the champion'}: {compared}, margin {parameters.margin:g}"
     page = _page(parameters.champion, verdict, before, after if better else before)
-    await board.text("report", page, "report")
-    return Night(outcome="promoted" if better else "kept", weights=trained.weights, scores=scores)
+    await artifacts.text("report", page, "report")
+    return NightlyResult(outcome="promoted" if better else "kept", weights=trained.weights, scores=scores)
 
 
 async def _evaluate(
-    parameters: NightlyParameters, work_url: str, trained: Trained, before: Champion | None
+    parameters: NightlyParameters, work_url: str, trained: TrainingResult, before: Champion | None
 ) -> dict[str, Scores]:
     candidates = {"new": trained.weights} | ({"champion": before.weights} if before else {}) | {BASE: ""}
     async with connect(parameters.connection) as server:
@@ -91,14 +98,17 @@ async def _evaluate(
 
 
 def _page(name: str, verdict: str, before: Champion | None, after: Champion | None) -> str:
-    """What happened to the champion, as Markdown."""
+    """What happened to the champion `name`, as Markdown."""
     lines = [
         f"# Champion `{name}`: {cell(verdict)}",
         "",
         "| | number | weights | run | data |",
         "|---|---|---|---|---|",
     ]
-    for when, one in (("before", before), ("now", after)):
-        facts = f"{one.number} | `{one.weights}` | `{one.run}` | `{one.data}`" if one else "none | | |"
+    for when, held in (("before", before), ("now", after)):
+        facts = f"{held.number} | `{held.weights}` | `{held.run}` | `{held.data}`" if held else "none | | |"
         lines.append(f"| {when} | {facts} |")
     return "\n".join(lines)
+
+
+PIPELINE = Pipeline(nightly, NightlyParameters, deployment="every-night", cron="0 2 * * *")

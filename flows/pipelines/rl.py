@@ -2,38 +2,203 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
 from prefect import flow
-from prefect.client.schemas.objects import State
+from pydantic import Field, model_validator
 
-from tinkerflow.flows.pipelines.preparation import or_cancelled, prepared
-from tinkerflow.flows.pipelines.training import Trained, train
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, prepare, train
+from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.environments import environment_maker
-from tinkerflow.tasks.pipelines.explore import Explore
-from tinkerflow.tasks.pipelines.parameters import RlParameters
-from tinkerflow.tasks.pipelines.rollouts import Rollouts
+from tinkerflow.tasks.pipelines.parameters import IMPORT, PipelineParameters
+from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, SampledTurn
+from tinkerflow.tasks.pipelines.rows import Row
+from tinkerflow.tasks.pipelines.schedule import batch_of
+from tinkerflow.tasks.pipelines.scoring import Preview
+from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
+
+if TYPE_CHECKING:
+    import tinker
+
+Floats = npt.NDArray[np.float64]
+_HELD_OUT = 2**32 - 1  # in the seeds of held-out samples, in place of the number of a training step
 
 
-@flow(name="rl", flow_run_name="rl {parameters.name}", validate_parameters=True)
-async def rl(parameters: RlParameters) -> Trained | State[None]:
-    """As `sft`, with prompts and a reward or an environment for the answers."""
-    return await or_cancelled(_train(parameters))
+class SamplingParameters(PipelineParameters):
+    """What pipelines share that learn from the model's own samples."""
+
+    group_size: int = Field(8, ge=1, le=1024, description="Answers that are sampled for each prompt of a step.")
+    answer_tokens: int = Field(128, ge=1, le=65536, description="Longest sampled answer, in tokens.")
+    loss: Literal["importance_sampling", "ppo"] = Field("importance_sampling", description="The policy's loss.")
 
 
-async def _train(parameters: RlParameters) -> Trained:
+class RlParameters(SamplingParameters):
+    """Reinforcement learning: answers with more reward than others to the same prompt become likelier."""
+
+    data: DataSource = Field(description="Prompts; the other fields of a row are for the reward.")
+    held_out: DataSource | None = Field(None, description="Prompts whose reward is measured after each segment.")
+    group_size: int = Field(8, ge=2, le=1024, description="Answers that are sampled for each prompt of a step.")
+    reward: str = Field(
+        "",
+        pattern=IMPORT,
+        description="package.module:function, called with the row's fields and the answer; returns a number.",
+    )
+    environment: str = Field(
+        "",
+        pattern=IMPORT,
+        description="package.module:Class, an Environment (tinkerflow.tasks.pipelines.environments) for "
+        "conversations of several turns; instead of reward.",
+    )
+    max_turns: int = Field(1, ge=1, le=1000, description="Most answers in a conversation with an environment.")
+    by_deviation: bool = Field(
+        False, description="Divide a group's advantages by their standard deviation, as the original GRPO does."
+    )
+    kl_coefficient: float = Field(
+        0.0, ge=0, le=100, description="Penalty for leaving the base model; 0 = the divergence is only measured."
+    )
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if bool(self.reward) == bool(self.environment):
+            raise ValueError("give either reward or environment")
+        return self
+
+
+def group_centred(rewards_G: Sequence[float], *, by_deviation: bool = False) -> Floats:
+    """Rewards [G] of one group minus their mean.
+
+    by_deviation: divided by their standard deviation, as in GRPO (Shao et al., 2024, section 4.1.2). Without it, as
+    Liu et al. (2025, "Dr. GRPO") recommend, groups in which all answers but one are right or wrong do not weigh more.
+    """
+    centred = np.asarray(rewards_G, np.float64) - np.mean(rewards_G)
+    return centred / (centred.std() + 1e-6) if by_deviation else centred
+
+
+def kl_advantages(gaps: Sequence[Floats], coefficient: float) -> list[Floats]:
+    """Advantages of sampled tokens for staying near another model, shaped like `gaps`: coefficient * (mean gap - gap).
+
+    gaps: for each sequence [N], the model's own log probabilities minus those of the other model. Their mean estimates
+    the reverse Kullback-Leibler divergence. With that mean as the baseline, they are the per-token reward of on-policy
+    distillation (Agarwal et al., 2023, "GKD"; Thinking Machines, 2025, "On-Policy Distillation"), and the penalty of RL
+    for leaving the base model.
+    """
+    mean = np.concatenate(gaps).mean()
+    return [coefficient * (mean - gap_N) for gap_N in gaps]
+
+
+@dataclass(frozen=True)
+class RlRecipe:
+    """Learn from the model's own samples: by rewards, by another model's log probabilities, or both.
+
+    A step samples with the current weights and learns from the samples at once; see `trainer.Recipe`. The loss is
+    divided by the number of sampled tokens, so the size of a step does not depend on their number.
+
+    rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with.
+    batch_size: prompts of one step. seed: of the order of the prompts and of the samples. preview: prompts to answer
+    after each segment. kl: the name of the metric that compares the two models, the mean of the model's own minus the
+    other's log probability. coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether
+    answers have rewards. by_deviation: see `group_centred`. loss: the policy's loss. held_out_rows: prompts that are
+    measured after each segment.
+    """
+
+    rows: Sequence[Row]
+    rollouts: Rollouts
+    other: tinker.SamplingClient
+    batch_size: int
+    seed: int
+    preview: Preview
+    kl: str
+    coefficient: float
+    rewards: bool = True
+    by_deviation: bool = False
+    loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
+    held_out_rows: Sequence[Row] = ()
+    ahead: ClassVar[int] = 0
+
+    async def prepare(self, trainer: Trainer) -> None:
+        """Do nothing: the first step needs no measurement."""
+
+    async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
+        """Sample answers to the prompts of step `step`, and learn from them."""
+        picked = batch_of(step, size=self.batch_size, rows=len(self.rows), seed=self.seed)
+        groups, turns, gaps = await self._sample(client, [self.rows[i] for i in picked], step)
+        advantages = [
+            advantage
+            for group in groups
+            for advantage in group_centred([episode.reward for episode in group], by_deviation=self.by_deviation)
+        ]
+        tokens = sum(len(turn.answer) for turn in turns)
+        near = iter(kl_advantages(gaps, self.coefficient))
+        episodes = [episode for group in groups for episode in group]
+        data = [
+            turn.datum((advantage + next(near)) / tokens)
+            for advantage, episode in zip(advantages, episodes, strict=True)
+            for turn in episode.turns
+        ]
+        forward, update = client.forward_backward(data, self.loss), client.optim_step(params)
+        loss = (await forward).metrics["loss:sum"]
+        varied = float(np.mean([len({episode.reward for episode in group}) > 1 for group in groups]))
+        return {
+            **self._measure(groups, turns, gaps),
+            **({"varied_groups": varied} if self.rewards else {}),
+            "answer_tokens": tokens / len(turns),
+            "loss": loss,
+            "grad_norm": await grad_norm(update),
+        }
+
+    async def held_out(self, client: tinker.TrainingClient) -> Values:
+        """Measure reward and divergence on the held-out prompts, with the same seeds each time."""
+        if not self.held_out_rows:
+            return {}
+        measured = self._measure(*await self._sample(client, self.held_out_rows, _HELD_OUT))
+        return {f"held_out_{name}": value for name, value in measured.items() if name in ("reward", self.kl)}
+
+    async def _sample(
+        self, client: tinker.TrainingClient, rows: Sequence[Row], step: int
+    ) -> tuple[list[list[Episode]], list[SampledTurn], list[Floats]]:
+        """Groups of conversations, all their turns in order, and each turn's gaps [N] (see `kl_advantages`)."""
+        sampler = await client.save_weights_and_get_sampling_client()
+        groups = await self.rollouts.groups(sampler, rows, [self.seed, step])
+        turns = [turn for group in groups for episode in group for turn in episode.turns]
+        others = await asyncio.gather(*(turn.logprobs_by(self.other) for turn in turns))
+        return groups, turns, [turn.logprobs - other for turn, other in zip(turns, others, strict=True)]
+
+    def _measure(self, groups: list[list[Episode]], turns: list[SampledTurn], gaps: list[Floats]) -> dict[str, float]:
+        rewards = [episode.reward for group in groups for episode in group]
+        return {
+            **({"reward": float(np.mean(rewards))} if self.rewards else {}),
+            self.kl: float(np.concatenate(gaps).mean()),
+            "entropy": float(-np.concatenate([turn.logprobs for turn in turns]).mean()),
+        }
+
+
+@flow(name="rl", flow_run_name="rl {parameters.name}")
+@cancellable
+async def rl(parameters: RlParameters) -> TrainingResult:
+    """Train like `sft`, on prompts and a reward or an environment for the answers."""
     make = environment_maker(parameters.reward, parameters.environment)
-    async with prepared("rl", parameters, "prompt", "prompt_completion", "chat") as ready:
-        key, rows = ready.prompts("data")
-        recipe = Explore(
+    async with prepare("rl", parameters, "prompt", "prompt_completion", "chat") as run:
+        key, rows = run.prompts("data")
+        recipe = RlRecipe(
             rows,
-            Rollouts(ready.renderer, make, parameters.group_size, parameters.answer_tokens, parameters.max_turns),
-            ready.base,
+            Rollouts(run.renderer, make, parameters.group_size, parameters.answer_tokens, parameters.max_turns),
+            run.base,
             batch_size=parameters.training.batch_size,
             seed=parameters.model.seed,
-            shown=ready.shown,
+            preview=run.preview,
             kl="kl_to_base",
             coefficient=parameters.kl_coefficient,
             by_deviation=parameters.by_deviation,
             loss=parameters.loss,
-            held_out_rows=ready.prompts("held_out")[1],
+            held_out_rows=run.prompts("held_out")[1],
         )
-        return await train(ready.setting(key), recipe)
+        return await train(run, key, recipe)
+
+
+PIPELINE = Pipeline(rl, RlParameters)

@@ -1,32 +1,104 @@
-"""The pipeline `sft`: supervised fine-tuning on chats or prompts with completions."""
+"""The pipeline `sft`: supervised fine-tuning on answers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from prefect import flow
-from prefect.client.schemas.objects import State
+from pydantic import Field
 
-from tinkerflow.flows.pipelines.preparation import or_cancelled, prepared
-from tinkerflow.flows.pipelines.training import Trained, train
-from tinkerflow.tasks.pipelines.imitate import Imitate
-from tinkerflow.tasks.pipelines.parameters import SftParameters
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, prepare, train
+from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.tasks.pipelines.data import DataSource
+from tinkerflow.tasks.pipelines.forwards import mean_loss
+from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.render import TokenizedExample
+from tinkerflow.tasks.pipelines.schedule import batch_of
+from tinkerflow.tasks.pipelines.scoring import Preview
+from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    import tinker
 
 
-@flow(name="sft", flow_run_name="sft {parameters.name}", log_prints=False, validate_parameters=True)
-async def sft(parameters: SftParameters) -> Trained | State[None]:
+class SftParameters(PipelineParameters):
+    """Supervised fine-tuning on answers."""
+
+    data: DataSource = Field(description="Rows with answers: chat or prompt/completion.")
+    held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
+
+
+class SftRecipe:
+    """Learn the answers' tokens by cross entropy, averaged over the batch; see `trainer.Recipe`."""
+
+    ahead = 1
+
+    def __init__(
+        self,
+        examples: Sequence[TokenizedExample],
+        *,
+        batch_size: int,
+        seed: int,
+        preview: Preview,
+        held_out: Sequence[TokenizedExample] = (),
+    ) -> None:
+        """Keep what the steps are made of.
+
+        examples: what is learnt, in the order of the data. batch_size: examples of one step. seed: of the order of the
+        examples in an epoch. preview: prompts whose answers are shown after each segment. held_out: examples whose
+        loss is measured after each segment.
+        """
+        self._examples = examples
+        self._batch_size = batch_size
+        self._seed = seed
+        self.preview = preview
+        self._held_out = held_out
+
+    async def prepare(self, trainer: Trainer) -> None:
+        """Do nothing: the first step needs no measurement."""
+
+    def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
+        """Learn from the batch of step `step`, without waiting for the step before it."""
+        picked = batch_of(step, size=self._batch_size, rows=len(self._examples), seed=self._seed)
+        batch = [self._examples[i] for i in picked]
+        learnt = sum(float(example.weights.sum()) for example in batch)
+        forward = client.forward_backward([example.scaled(1 / learnt).datum() for example in batch], "cross_entropy")
+        update = client.optim_step(params)
+
+        async def metrics() -> Values:
+            loss = (await forward).metrics["loss:sum"]
+            return {"loss": loss, "grad_norm": await grad_norm(update), "tokens": learnt}
+
+        return metrics()
+
+    async def held_out(self, client: tinker.TrainingClient) -> Values:
+        """Measure the mean loss of a token of the held-out answers."""
+        return {"held_out_loss": await mean_loss(client, self._held_out)} if self._held_out else {}
+
+
+@flow(name="sft", flow_run_name="sft {parameters.name}", log_prints=False)
+@cancellable
+async def sft(parameters: SftParameters) -> TrainingResult:
     """Check the data, render it, train in segments, and save the weights; Cancelled when somebody asks to stop."""
-    return await or_cancelled(fine_tune(parameters))
+    return await fine_tune(parameters)
 
 
-async def fine_tune(parameters: SftParameters, *, pipeline: str = "sft") -> Trained:
-    """What the flow does; StoppedError when somebody asks to stop."""
-    async with prepared(pipeline, parameters, "chat", "prompt_completion") as ready:
-        key, examples = ready.examples("data")
-        _, held_out = ready.examples("held_out")
-        recipe = Imitate(
+async def fine_tune(parameters: SftParameters, *, pipeline: str = "sft") -> TrainingResult:
+    """Train as the flow `sft` does, for the pipeline `pipeline`. Raises StoppedError when somebody asks to stop."""
+    async with prepare(pipeline, parameters, "chat", "prompt_completion") as run:
+        key, examples = run.examples("data")
+        _, held_out = run.examples("held_out")
+        recipe = SftRecipe(
             examples,
             batch_size=parameters.training.batch_size,
             seed=parameters.model.seed,
-            shown=ready.shown,
+            preview=run.preview,
             held_out=held_out,
         )
-        return await train(ready.setting(key), recipe)
+        return await train(run, key, recipe)
+
+
+PIPELINE = Pipeline(sft, SftParameters)

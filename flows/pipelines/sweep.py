@@ -1,31 +1,117 @@
-"""The pipeline `sweep`: one fine-tune for each point of a grid, some at a time; the best by evaluation is named."""
+"""The pipeline `sweep`: one fine-tune for each point of a grid, some at the same time; an evaluation names the best."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import itertools
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, model_validator
 
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.flows.pipelines.evaluate import BASE, score_all
-from tinkerflow.flows.pipelines.preparation import or_cancelled
-from tinkerflow.flows.pipelines.sft import sft
-from tinkerflow.flows.pipelines.training import Trained, run_name
-from tinkerflow.tasks.pipelines.board import Board
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, run_name
+from tinkerflow.flows.pipelines.registry import Pipeline
+from tinkerflow.flows.pipelines.sft import SftParameters, sft
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.control import controlled
-from tinkerflow.tasks.pipelines.grid import Point, points
-from tinkerflow.tasks.pipelines.parameters import SftParameters, SweepParameters
-from tinkerflow.tasks.pipelines.scoring import Scores
+from tinkerflow.tasks.pipelines.data import DataSource
+from tinkerflow.tasks.pipelines.parameters import Parameters
+from tinkerflow.tasks.pipelines.scoring import Metric, Scores
 from tinkerflow.tasks.pipelines.work import create_json, default_work_url, digest, open_work, read_json
 
+MOST_POINTS = 256
+_SECTIONS = {"rank": "model", "seed": "model"}  # the other parameters of a grid belong to `training`
+_LOGARITHMIC = {"learning_rate"}
 
-class Swept(BaseModel):
-    """What a sweep came to. best: the label of a point; weights, state: its own. scores: by label, and of the base."""
+
+class GridParameters(Parameters):
+    """The values to try, every combination of them; an empty list = only the value that the fine-tune says."""
+
+    learning_rate: list[Annotated[float, Field(gt=0, le=1)]] = Field([], description="Highest learning rates.")
+    rank: list[Annotated[int, Field(ge=1, le=512)]] = Field([], description="Ranks of the adapter.")
+    batch_size: list[Annotated[int, Field(ge=1, le=65536)]] = Field([], description="Rows of a step.")
+    steps: list[Annotated[int, Field(ge=1, le=1_000_000)]] = Field([], description="Optimizer steps.")
+    seed: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field([], description="Seeds.")
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        size = math.prod(len(values) or 1 for values in self.model_dump().values())
+        if not any(self.model_dump().values()):
+            raise ValueError("list values for at least one parameter")
+        if size > MOST_POINTS:
+            raise ValueError(f"{size} combinations, must be {MOST_POINTS} at most")
+        return self
+
+
+class SweepParameters(SftParameters):
+    """A fine-tune for every combination of some parameters' values; the best is named."""
+
+    held_out: DataSource = Field(description="Rows on which the results are compared.")
+    grid: GridParameters = Field(description="The values to try.")
+    metric: Metric = Field("loss", description="The score that decides.")
+    at_once: int = Field(2, ge=1, le=64, description="Fine-tunes that run at the same time.")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of a grid's values.
+
+    values: name -> value of each parameter that the grid lists. axis, x: the first parameter that varies and this
+    point's value of it, as its logarithm for learning rates; line: the other values as a text. A picture of the sweep
+    draws one line for each `line`, over `x`.
+    """
+
+    values: Mapping[str, Any]
+    axis: str
+    x: float
+    line: str
+
+    @property
+    def label(self) -> str:
+        """The values as people read them, as in `learning_rate 0.001, rank 8`."""
+        return ", ".join(f"{name} {value:g}" for name, value in self.values.items())
+
+    @property
+    def slug(self) -> str:
+        """The values as a part of a run's name: small letters, digits and dashes."""
+        text = "-".join(f"{value:g}" for value in self.values.values())
+        return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+    @property
+    def changes(self) -> dict[str, dict[str, Any]]:
+        """Section of the fine-tune's parameters -> name -> value."""
+        changes: dict[str, dict[str, Any]] = {}
+        for name, value in self.values.items():
+            changes.setdefault(_SECTIONS.get(name, "training"), {})[name] = value
+        return changes
+
+
+def points(parameters: SweepParameters) -> list[Point]:
+    """All combinations of the grid, each once."""
+    lists: dict[str, list[Any]] = {
+        name: list(dict.fromkeys(values)) for name, values in parameters.grid.model_dump().items() if values
+    }
+    axis = next((name for name, values in lists.items() if len(values) > 1), next(iter(lists)))
+    found = []
+    for combination in itertools.product(*lists.values()):
+        values = dict(zip(lists, combination, strict=True))
+        others = [f"{name} {value:g}" for name, value in values.items() if name != axis and len(lists[name]) > 1]
+        x = math.log10(values[axis]) if axis in _LOGARITHMIC else float(values[axis])
+        shown = f"log10({axis})" if axis in _LOGARITHMIC else axis
+        found.append(Point(values, shown, x, ", ".join(others) or "all"))
+    return found
+
+
+class SweepResult(BaseModel):
+    """The best point of a sweep, its label, weights and state; and the scores of each label and of the base model."""
 
     best: str
     weights: str
@@ -33,53 +119,51 @@ class Swept(BaseModel):
     scores: dict[str, Scores]
 
 
-@flow(name="sweep", flow_run_name="sweep {parameters.name}", validate_parameters=True)
-async def sweep(parameters: SweepParameters) -> Swept | State[None]:
+@flow(name="sweep", flow_run_name="sweep {parameters.name}")
+@cancellable
+async def sweep(parameters: SweepParameters) -> SweepResult:
     """Fine-tune with every combination of the grid's values, score all on the held-out rows, and say which is best.
 
     Each point is a flow run `sft` of its own. A retry, or a run with the same `resume`, trains only what is not done.
     """
-    return await or_cancelled(_sweep(parameters))
-
-
-async def _sweep(parameters: SweepParameters) -> Swept:
     work_url = parameters.work or default_work_url()
-    board = Board(f"sweep-{parameters.name}")
     grid = points(parameters)
     places = asyncio.Semaphore(parameters.at_once)
 
     async with controlled() as control:
 
-        async def one(point: Point) -> Trained | None:
+        async def train(point: Point) -> TrainingResult | None:
             async with places:
                 return await _train(parameters, point, work_url) if await control.may_go_on() else None
 
-        made = await asyncio.gather(*(one(point) for point in grid), return_exceptions=True)
-        for result in made:
+        results = await asyncio.gather(*(train(point) for point in grid), return_exceptions=True)
+        for result in results:
             if isinstance(result, BaseException):
-                raise result  # when the others have ended, so that none is left running
+                raise result  # only now that the other points have ended, so that none is left running
         if control.stopping:
-            control.stopped(f"stopped after {sum(one is not None for one in made)} of {len(grid)} points")
-    trained = {point.label: result for point, result in zip(grid, made, strict=True) if isinstance(result, Trained)}
+            control.stopped(f"stopped after {sum(result is not None for result in results)} of {len(grid)} points")
+    trained = {
+        point.label: result for point, result in zip(grid, results, strict=True) if isinstance(result, TrainingResult)
+    }
     if not trained:
         raise ServerError("sweep: every point was cancelled")
     async with connect(parameters.connection) as server:
         scores = await score_all(
             server,
             await server.base_model(parameters.model.base_model),
-            {label: one.weights for label, one in trained.items()} | {BASE: ""},
+            {label: result.weights for label, result in trained.items()} | {BASE: ""},
             parameters.held_out,
             work_url,
             parameters.model.format,
             parameters.samples.max_tokens,
         )
     best = min(trained, key=lambda label: scores[label].worse(parameters.metric))
-    await _show(board, grid, trained, scores, best)
-    return Swept(best=best, weights=trained[best].weights, state=trained[best].state, scores=scores)
+    await _show(RunArtifacts(f"sweep-{parameters.name}"), grid, trained, scores, best)
+    return SweepResult(best=best, weights=trained[best].weights, state=trained[best].state, scores=scores)
 
 
-async def _train(parameters: SweepParameters, point: Point, work_url: str) -> Trained | None:
-    """The point's fine-tune, or what an earlier run of this sweep made of it; None when it was stopped."""
+async def _train(parameters: SweepParameters, point: Point, work_url: str) -> TrainingResult | None:
+    """The point's fine-tune, or the result that an earlier run of this sweep recorded; None when it was stopped."""
     values = parameters.model_dump(exclude={"grid", "metric", "at_once"})
     values |= {"name": f"{parameters.name}-{point.slug}"[:40].rstrip("-"), "work": work_url}
     for section, changes in point.changes.items():
@@ -90,36 +174,45 @@ async def _train(parameters: SweepParameters, point: Point, work_url: str) -> Tr
     key = f"progress/{run}/points/{plan}.json"
     work = open_work(work_url)
     if (done := read_json(work, key)) is not None:
-        return Trained.model_validate(done)
+        return TrainingResult.model_validate(done)
     call: Callable[..., Awaitable[State[Any]]] = sft
     state = await call(SftParameters.model_validate(values), return_state=True)
     if state.is_cancelled() or state.is_paused():
         return None
-    made: Trained = await state.aresult()
-    create_json(work, key, made.model_dump(mode="json"))
-    return made
+    result: TrainingResult = await state.aresult()
+    create_json(work, key, result.model_dump(mode="json"))
+    return result
 
 
 async def _show(
-    board: Board, grid: Sequence[Point], trained: dict[str, Trained], scores: dict[str, Scores], best: str
+    artifacts: RunArtifacts,
+    grid: Sequence[Point],
+    trained: Mapping[str, TrainingResult],
+    scores: Mapping[str, Scores],
+    best: str,
 ) -> None:
+    """Make the artifacts of a sweep: all points as a table and as a picture, and a page about the best point.
+
+    artifacts: those of this run. grid: all points. trained, scores: by label of the points that were trained; scores
+    also of the base model. best: the label of the best point.
+    """
     rows = [
         {"point": point.label, **point.values}
         | {"loss": scores[point.label].loss, "exact match": scores[point.label].exact_match}
-        | {"last training loss": made.last["loss"], "best": "best" if point.label == best else ""}
-        | {"weights": made.weights}
+        | {"last training loss": result.last["loss"], "best": "best" if point.label == best else ""}
+        | {"weights": result.weights}
         for point in grid
-        if (made := trained.get(point.label)) is not None
+        if (result := trained.get(point.label)) is not None
     ]
-    await board.table("points", rows, "points of the grid")
+    await artifacts.table("points", rows, "points of the grid")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for point in grid:
         if point.label in scores:
             for metric in ("loss", "exact_match"):
                 panel = panels.setdefault(f"{metric} over {point.axis}", {})
                 panel.setdefault(point.line, []).append((point.x, getattr(scores[point.label], metric)))
-    await board.pictures("comparison", panels, "scores on the held-out rows")
-    found = trained[best]
+    await artifacts.pictures("comparison", panels, "scores on the held-out rows")
+    winner = trained[best]
     lines = [
         f"# Best: {best}",
         "",
@@ -128,9 +221,12 @@ async def _show(
         "",
         "| | |",
         "|---|---|",
-        f"| weights to sample from | `{found.weights}` |",
-        f"| training state | `{found.state}` |",
-        f"| run | `{found.run}` |",
-        f"| data | `{found.data}` |",
+        f"| weights to sample from | `{winner.weights}` |",
+        f"| training state | `{winner.state}` |",
+        f"| run | `{winner.run}` |",
+        f"| data | `{winner.data}` |",
     ]
-    await board.text("best", "\n".join(lines), "the best point")
+    await artifacts.text("best", "\n".join(lines), "the best point")
+
+
+PIPELINE = Pipeline(sweep, SweepParameters)

@@ -104,7 +104,7 @@ async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot
             await slot.to_answer()
         finally:
             await slot.end()
-        model = await context.read(context.journal.model, model_id, None)
+        model = await context.read(context.journal.models.get, model_id, None)
         taken = await commit(context, model_id, model.owner, seq_id, state)
         await slot.settled()
         if not await record(context, taken):

@@ -65,7 +65,7 @@ async def restore(context: ExecutionContext, model_id: str, aside: Collection[st
     loaded = context.clock.monotonic()
     after = -1 if snapshot is None else snapshot.seq_id
     requests, steps, last = await _replay_all(context, model_id, after, bool(unreadable), aside)
-    await context.read(context.journal.recovery.note_progress, model_id, None)
+    await context.read(context.journal.models.note_progress, model_id, None)
     ended = context.clock.monotonic()
     log.info(
         "model %s is restored in worker group %s: %d requests replayed in %.2f s after %.2f s for %s",
@@ -145,7 +145,7 @@ async def _replay_all(
 
 
 async def _tell(context: ExecutionContext, model_id: str, what: str) -> None:
-    await context.read(context.journal.recovery.note_progress, model_id, f"restoring model {model_id}: {what}")
+    await context.read(context.journal.models.note_progress, model_id, f"restoring model {model_id}: {what}")
 
 
 async def _replay(context: ExecutionContext, page: Sequence[Executed]) -> None:

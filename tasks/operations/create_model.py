@@ -13,7 +13,7 @@ from tinkerflow.tasks.execution.sequencer import Slot
 async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
     """Make the adapter that the model's row describes; the model is live with the answer."""
     async with slot:
-        model = await context.read(context.journal.model, str(request.model_id), None)
+        model = await context.read(context.journal.models.get, str(request.model_id), None)
         if model.seed is None:
             raise ServerError(
                 f"model {model.id} has no seed in the journal: the API must draw one where none was given"

@@ -20,10 +20,10 @@ async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Ou
     read = await context.decode(size, lambda: read_forward(request.payload))
     custom, recorded = None, {}
     if read.loss_id is not None:
-        stored = await context.read(context.journal.custom_loss, read.loss_id, request.session_id)
+        stored = await context.read(context.journal.losses.definition, read.loss_id, request.session_id)
         custom = load_custom_loss(stored)
     if read.sequence_ids:
-        recorded = await context.read(context.journal.stability, request.session_id, read.sequence_ids)
+        recorded = await context.read(context.journal.losses.stability, request.session_id, read.sequence_ids)
     limits = {"vocab_size": card.vocab_size, "max_context": card.max_context}
     command = await context.decode(size, lambda: decode_forward(read, **limits, custom=custom, recorded=recorded))
     async with slot:

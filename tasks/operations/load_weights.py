@@ -21,7 +21,7 @@ async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Ou
     model_id = str(request.model_id)
     async with slot:
         model, state = await asyncio.gather(
-            context.read(context.journal.model, model_id, None),
+            context.read(context.journal.models.get, model_id, None),
             load(context, request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access),
         )
         if state.spec != spec_of(model):
@@ -40,7 +40,7 @@ async def execute_create(context: ExecutionContext, request: Pending, slot: Slot
     model_id = str(request.model_id)
     async with slot:
         model, state = await asyncio.gather(
-            context.read(context.journal.model, model_id, None),
+            context.read(context.journal.models.get, model_id, None),
             load(context, request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access),
         )
         reply = context.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
@@ -68,7 +68,7 @@ async def load(
 
     Without `optimizer` its moments are left out and its step is 0: the optimizer starts fresh.
     """
-    row = await context.read(context.journal.checkpoint, path, owner, access=access)
+    row = await context.read(context.journal.checkpoints.get, path, owner, access=access)
     if row.base_model != context.card.name:
         raise UserError(f"path {path!r}: it belongs to base model {row.base_model!r}, not {context.card.name!r}")
     try:

@@ -82,10 +82,10 @@ async def save(
         expires_at=expires,
         request_id=request.id,
         generation=context.pool.generation,
-        run_metadata=(await context.read(context.journal.model, run_id, None)).user_metadata,
+        run_metadata=(await context.read(context.journal.models.get, run_id, None)).user_metadata,
     )
     path = str(CheckpointPath(run_id, kind, name))
-    over = overwrite or await context.read(context.journal.checkpoint_is_gone, path)
+    over = overwrite or await context.read(context.journal.checkpoints.is_gone, path)
     if kind is CheckpointKind.EXTERNAL_WEIGHTS:
         write = partial(context.store.export, run_id, name, state, meta, recipients=recipients, overwrite=over)
     else:

@@ -42,7 +42,7 @@ from tinkerflow.backend.journal import (
     SamplerOpened,
     SnapshotTaken,
 )
-from tinkerflow.backend.processes import backoff
+from tinkerflow.backend.retry import backoff
 from tinkerflow.backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.commit import commit, record
 from tinkerflow.tasks.execution.context import ExecutionContext
@@ -116,7 +116,7 @@ async def _store(context: ExecutionContext, request: Pending, slot: Slot, state:
     with context.snapshots.storing(request.id):
         for failures in itertools.count(1):
             try:
-                if await context.read(context.journal.unused_snapshots, {request.id}):
+                if await context.read(context.journal.samplers.unused_snapshots, {request.id}):
                     return
                 await record(context, await _commit(context, request, state, request.id))
                 context.snapshots.stored(request.id)

@@ -5,20 +5,20 @@ folder or on the server, never data.
 """
 
 from tinkerflow.tasks.pipelines.data import DataCheckError, DataReport, DataSource, check_data, load_rows
-from tinkerflow.tasks.pipelines.render import Example, Rendered, Renderer, load_examples, render
+from tinkerflow.tasks.pipelines.render import Rendered, Renderer, TokenizedExample, load_examples, render
 from tinkerflow.tasks.pipelines.rows import Message, Row, RowError, Schema, guess_schema, parse_row
 
 __all__ = [
     "DataCheckError",
     "DataReport",
     "DataSource",
-    "Example",
     "Message",
     "Rendered",
     "Renderer",
     "Row",
     "RowError",
     "Schema",
+    "TokenizedExample",
     "check_data",
     "guess_schema",
     "load_examples",

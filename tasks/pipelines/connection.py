@@ -32,7 +32,7 @@ class TinkerflowConnection(Block):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerClients:
     """A Tinkerflow server, by the two clients that the SDK has for one."""
 
     service: tinker.ServiceClient
@@ -48,7 +48,7 @@ class Server:
 
 
 @asynccontextmanager
-async def connect(block: str = "") -> AsyncIterator[Server]:
+async def connect(block: str = "") -> AsyncIterator[ServerClients]:
     """Clients of the server that the block `block` names; without a block, of TINKER_BASE_URL and TINKER_API_KEY.
 
     Where these are not set: the server on this machine, at the port of the settings.
@@ -65,6 +65,6 @@ async def connect(block: str = "") -> AsyncIterator[Server]:
         key = os.environ.get("TINKER_API_KEY") or API_KEY
     service = tinker.ServiceClient(base_url=url, api_key=key)
     try:
-        yield Server(service, tinker.RestClient(base_url=url, api_key=key))
+        yield ServerClients(service, tinker.RestClient(base_url=url, api_key=key))
     finally:
         await asyncio.to_thread(lambda: service.close("success").result())

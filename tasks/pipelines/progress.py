@@ -23,7 +23,7 @@ class Sample(BaseModel):
     wanted: str = ""
 
 
-class Segment(BaseModel):
+class SegmentRecord(BaseModel):
     """Steps first_step..last_step, done and saved. state: the training checkpoint after the last of them."""
 
     first_step: int
@@ -34,7 +34,7 @@ class Segment(BaseModel):
     samples: list[Sample] = []
 
 
-class Progress:
+class RunProgress:
     """The segments of one run of one pipeline, in the work folder.
 
     A segment is written when its state is saved, under the number of its last step, once: of two processes that both
@@ -55,10 +55,12 @@ class Progress:
                 f"resume {run!r}: this run was begun with other parameters or data; give it another name"
             ) from None
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[SegmentRecord]:
         """What is done, in order of steps. ServerError when a piece is missing."""
         names = sorted(self._work.children(f"{self._folder}/segments"))
-        found = [Segment.model_validate(read_json(self._work, f"{self._folder}/segments/{name}")) for name in names]
+        found = [
+            SegmentRecord.model_validate(read_json(self._work, f"{self._folder}/segments/{name}")) for name in names
+        ]
         expected = 1
         for segment in found:
             if segment.first_step != expected:
@@ -66,7 +68,7 @@ class Progress:
             expected = segment.last_step + 1
         return found
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: SegmentRecord) -> None:
         """Record a segment that follows the last one; UserError when another process has gone on from there, too."""
         done = self.segments()
         if segment.first_step != (done[-1].last_step + 1 if done else 1):

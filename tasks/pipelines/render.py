@@ -28,14 +28,18 @@ _VERSION = "2"  # of the rules below: it is part of the cache's keys
 
 
 @dataclass(frozen=True)
-class Example:
+class TokenizedExample:
     """Tokens of one sequence [T], and the weight [T] with which each of them is learnt (0: only read)."""
 
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
 
+    def scaled(self, factor: float) -> TokenizedExample:
+        """The example with its weights times `factor`."""
+        return TokenizedExample(self.tokens, (self.weights * np.float32(factor)).astype(np.float32))
+
     def datum(self) -> tinker.Datum:
-        """For `cross_entropy`: position t predicts token t + 1."""
+        """The input of `cross_entropy`: position t predicts token t + 1."""
         import tinker
 
         return tinker.Datum(
@@ -110,7 +114,7 @@ class Renderer:
         """What sampled tokens say, special tokens left out."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
-    def examples(self, prompt: Sequence[Message], answer: Sequence[Message]) -> list[Example]:
+    def examples(self, prompt: Sequence[Message], answer: Sequence[Message]) -> list[TokenizedExample]:
         """The conversation as sequences in which the assistant's messages of `answer` are learnt.
 
         One sequence, unless the template writes earlier turns otherwise once there are later ones (as those do that
@@ -128,14 +132,14 @@ class Renderer:
             return [self._example(told[-1], borders)]
         return [self._example(after, [0, len(before), len(after)]) for before, after in zip(asked, told, strict=True)]
 
-    def _example(self, text: str, borders: Sequence[int]) -> Example:
+    def _example(self, text: str, borders: Sequence[int]) -> TokenizedExample:
         tokens: list[int] = []
         weights: list[float] = []
         for i, (start, end) in enumerate(pairwise(borders)):
             part = self._tokens(text[start:end])
             tokens += part
             weights += [float(i % 2)] * len(part)  # read, learnt, read, learnt, ...
-        return Example(np.array(tokens, np.int32), np.array(weights, np.float32))
+        return TokenizedExample(np.array(tokens, np.int32), np.array(weights, np.float32))
 
     def _text(self, messages: Sequence[Message], *, asking: bool = False) -> str:
         if self._format == "text":
@@ -176,15 +180,15 @@ def render(data_digest: str, work_url: str, renderer: Renderer, max_tokens: int)
     )
 
 
-def load_examples(work_url: str, key: str) -> list[Example]:
+def load_examples(work_url: str, key: str) -> list[TokenizedExample]:
     """The sequences that `render` kept."""
     with np.load(io.BytesIO(open_work(work_url).read(key))) as arrays:
         tokens, weights, ends = arrays["tokens"], arrays["weights"], np.cumsum(arrays["lengths"])
     starts = [0, *ends[:-1]]
-    return [Example(tokens[a:b], weights[a:b]) for a, b in zip(starts, ends, strict=True)]
+    return [TokenizedExample(tokens[a:b], weights[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
-def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[Example]]:
+def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[TokenizedExample]]:
     """Groups of sequences that stay together: the two of a preference, chosen and rejected; else one each."""
     groups = []
     for row in rows:
@@ -195,14 +199,14 @@ def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[Example]]:
     return groups
 
 
-def _only(renderer: Renderer, prompt: Sequence[Message], answer: Sequence[Message]) -> Example:
+def _only(renderer: Renderer, prompt: Sequence[Message], answer: Sequence[Message]) -> TokenizedExample:
     found = renderer.examples(prompt, answer)
     if len(found) > 1:
         raise UserError("preference: the chat template needs a sequence for each turn; give answers of one message")
     return found[0]
 
 
-def _pack(groups: Sequence[Sequence[Example]], max_tokens: int) -> bytes:
+def _pack(groups: Sequence[Sequence[TokenizedExample]], max_tokens: int) -> bytes:
     fit = [group for group in groups if max(len(one.tokens) for one in group) <= max_tokens]
     kept = [example for group in fit for example in group]
     out = io.BytesIO()

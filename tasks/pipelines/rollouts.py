@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Turn:
+class SampledTurn:
     """One answer: the tokens that asked for it, its own [N], and their log probabilities [N] when they were sampled."""
 
     prompt: Sequence[int]
@@ -56,7 +56,7 @@ class Episode:
 
     environment: Environment
     messages: list[Message]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SampledTurn] = field(default_factory=list)
     reward: float = 0.0
     ended: bool = False
 
@@ -91,7 +91,7 @@ class Rollouts:
 
     async def _answers(
         self, sampler: tinker.SamplingClient, going: Sequence[Episode], seed: Sequence[int]
-    ) -> list[Turn]:
+    ) -> list[SampledTurn]:
         """An answer for each; equal prompts are one request."""
         import tinker
 
@@ -107,11 +107,11 @@ class Rollouts:
             waiting[prompt] = sampler.sample(tinker.ModelInput.from_ints(list(prompt)), prompts.count(prompt), params)
         told = {prompt: iter((await future).sequences) for prompt, future in waiting.items()}
         return [
-            Turn(prompt, found.tokens, np.array(found.logprobs, np.float64))
+            SampledTurn(prompt, found.tokens, np.array(found.logprobs, np.float64))
             for prompt, found in ((prompt, next(told[prompt])) for prompt in prompts)
         ]
 
-    async def _take(self, episode: Episode, turn: Turn) -> None:
+    async def _take(self, episode: Episode, turn: SampledTurn) -> None:
         text = self.renderer.text(turn.answer)
         reply = await episode.environment.answered(text)
         episode.turns.append(turn)

@@ -1,8 +1,9 @@
-"""How good weights are on rows with answers: the loss of the answers, and how many the model says itself."""
+"""Greedy answers of a model to the prompts of rows, and how good weights are on rows with answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from prefect import task
@@ -10,9 +11,8 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, Field
 
 from tinkerflow.tasks.pipelines.progress import Sample
-from tinkerflow.tasks.pipelines.render import Example, Renderer
+from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample
 from tinkerflow.tasks.pipelines.rows import Row
-from tinkerflow.tasks.pipelines.sampling import answer
 
 if TYPE_CHECKING:
     import tinker
@@ -20,8 +20,47 @@ if TYPE_CHECKING:
 Metric = Literal["loss", "exact_match"]
 
 
+@dataclass(frozen=True)
+class Preview:
+    """The prompts of `rows`, answered after each segment in at most `max_tokens` tokens, for people to look at."""
+
+    renderer: Renderer
+    rows: Sequence[Row]
+    max_tokens: int
+
+    async def answers(self, client: tinker.TrainingClient) -> list[Sample]:
+        """The greedy answers of the model as it is now."""
+        if not self.rows:
+            return []
+        sampler = await client.save_weights_and_get_sampling_client()
+        return await greedy_answers(sampler, self.renderer, self.rows, max_tokens=self.max_tokens)
+
+
+async def greedy_answers(
+    sampler: tinker.SamplingClient, renderer: Renderer, rows: Sequence[Row], *, max_tokens: int
+) -> list[Sample]:
+    """The greedy answer to each row's prompt, all requested at once."""
+    import tinker
+
+    greedy = tinker.SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=renderer.stop)
+    futures = [
+        sampler.sample(tinker.ModelInput.from_ints(renderer.prompt(row.prompt)), num_samples=1, sampling_params=greedy)
+        for row in rows
+    ]
+    answers = [(await future).sequences[0].tokens for future in futures]
+    return [
+        Sample(prompt=row.prompt[-1]["content"], answer=renderer.text(tokens), wanted=expected_answer(row))
+        for row, tokens in zip(rows, answers, strict=True)
+    ]
+
+
+def expected_answer(row: Row) -> str:
+    """The answer that the row gives; empty when it gives none."""
+    return row.chosen[0]["content"].strip() if row.chosen else str(row.extra.get("answer", ""))
+
+
 class Scores(BaseModel):
-    """Of one set of weights on one data set."""
+    """Scores of one set of weights on one data set."""
 
     rows: int
     loss: float = Field(description="mean negative log probability of a token of the answers: less is better")
@@ -33,7 +72,7 @@ class Scores(BaseModel):
         return self.loss if metric == "loss" else -self.exact_match
 
     def beats(self, other: Scores, metric: Metric, margin: float) -> bool:
-        """Whether these are better than others by more than `margin`."""
+        """Whether these scores are better than `other` by more than `margin`."""
         return self.worse(metric) < other.worse(metric) - margin
 
 
@@ -43,24 +82,25 @@ async def score(
     sampler: tinker.SamplingClient,
     renderer: Renderer,
     rows: Sequence[Row],
-    examples: Sequence[Example],
+    examples: Sequence[TokenizedExample],
     *,
     max_tokens: int,
     shown: int,
 ) -> Scores:
-    """Scores of the weights of `sampler`, called `name`. rows, examples: the same data, as it is and as tokens.
+    """Score the weights of `sampler`.
 
-    max_tokens: of an answer. shown: how many answers are kept to look at.
+    name: of the weights, for the task run's name. renderer: makes tokens of prompts. rows, examples: the same data, as
+    it is and as tokens. max_tokens: of an answer. shown: how many answers the scores keep.
     """
     import tinker
 
-    futures = [sampler.compute_logprobs(tinker.ModelInput.from_ints(one.tokens.tolist())) for one in examples]
-    told = await answer(sampler, renderer, rows, max_tokens=max_tokens)
+    futures = [sampler.compute_logprobs(tinker.ModelInput.from_ints(example.tokens.tolist())) for example in examples]
+    answers = await greedy_answers(sampler, renderer, rows, max_tokens=max_tokens)
     total, learnt = 0.0, 0.0
-    for one, future in zip(examples, futures, strict=True):
-        for logprob, weight in zip(await future, one.weights.tolist(), strict=True):
-            if weight and logprob is not None:  # of the first token nobody can say anything
+    for example, future in zip(examples, futures, strict=True):
+        for logprob, weight in zip(await future, example.weights.tolist(), strict=True):
+            if weight and logprob is not None:  # the first token has no log probability
                 total -= weight * logprob
                 learnt += weight
-    right = sum(one.answer == one.wanted for one in told)
-    return Scores(rows=len(rows), loss=total / learnt, exact_match=right / len(told), samples=told[:shown])
+    right = sum(sample.answer == sample.wanted for sample in answers)
+    return Scores(rows=len(rows), loss=total / learnt, exact_match=right / len(answers), samples=answers[:shown])

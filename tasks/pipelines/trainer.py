@@ -14,9 +14,9 @@ from prefect.client.schemas.objects import State
 from tinkerflow.backend.errors import UserError
 from tinkerflow.tasks.pipelines.control import Control
 from tinkerflow.tasks.pipelines.parameters import ModelParameters, TrainingParameters
-from tinkerflow.tasks.pipelines.progress import Progress, Segment, StepMetrics
-from tinkerflow.tasks.pipelines.sampling import Shown
+from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.schedule import learning_rate
+from tinkerflow.tasks.pipelines.scoring import Preview
 
 if TYPE_CHECKING:
     import tinker
@@ -25,7 +25,7 @@ Values = Mapping[str, float]
 
 
 class Recipe(Protocol):
-    """How a pipeline makes its steps. Steps count from 0 and depend on nothing but their number and the weights."""
+    """How a pipeline makes its steps. Steps count from 0. A step depends only on its number and the weights."""
 
     @property
     def ahead(self) -> int:
@@ -33,26 +33,30 @@ class Recipe(Protocol):
         ...
 
     async def prepare(self, trainer: Trainer) -> None:
-        """Called once in every process before its first step; `trainer.at(0)` is the model that no step has changed."""
+        """Called once in every process before its first step; `trainer.at(0)` is the model before any step."""
         ...
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
-        """Submit a step's gradients and its optimizer step, at once; the awaitable gives its metrics."""
+        """Submit a step's gradients and its optimizer step without waiting; the awaitable gives the step's metrics."""
         ...
 
     async def held_out(self, client: tinker.TrainingClient) -> Values:
-        """Measure on what is not trained on; {} when there is nothing."""
+        """Measure on the held-out rows; {} when there are none."""
         ...
 
     @property
-    def shown(self) -> Shown:
-        """What is asked of the model after each segment, to look at."""
+    def preview(self) -> Preview:
+        """The prompts whose answers are shown after each segment."""
         ...
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a checkpoint comes from; kept with it on the server."""
+    """Where a checkpoint comes from; stored with the checkpoint on the server.
+
+    run: the name that retries share. data: digest of the training data. code: name and version of this program. parent:
+    the checkpoint that training began with, empty for the base model.
+    """
 
     pipeline: str
     run: str
@@ -61,7 +65,7 @@ class Lineage:
     parent: str = ""
 
     def metadata(self, step: int) -> dict[str, str]:
-        """As a checkpoint's user metadata."""
+        """The user metadata of the checkpoint after `step` steps."""
         return {
             "pipeline": self.pipeline,
             "run": self.run,
@@ -75,8 +79,8 @@ class Lineage:
 class Trainer:
     """A model being trained, and the record of its training. After any failure it is opened again at the last record.
 
-    Steps after the last record that a lost process made are not in any later weights: they belong to an adapter that
-    nobody uses any more.
+    Steps that a lost process made after the last record are in no later weights: they changed an adapter that nobody
+    uses any more.
     """
 
     def __init__(
@@ -86,10 +90,15 @@ class Trainer:
         model: ModelParameters,
         training: TrainingParameters,
         recipe: Recipe,
-        progress: Progress,
+        progress: RunProgress,
         lineage: Lineage,
     ) -> None:
-        """Nothing is asked of the server yet."""
+        """Keep the parts; nothing is requested from the server yet.
+
+        service: the client to make models with. base_model: a name that the server offers. model: adapter and start.
+        training: steps, learning rate and segments. recipe: makes the steps. progress: the record of this run. lineage:
+        what checkpoints say about their origin.
+        """
         self.training = training
         self.progress = progress
         self.lineage = lineage
@@ -125,11 +134,11 @@ class Trainer:
         self._live = (step, self._live[1])
 
     def drop(self) -> None:
-        """The live model may have made steps that nobody counted: forget it."""
+        """Forget the live model: it may have made steps that are not counted."""
         self._live = None
 
     def params(self, step: int) -> tinker.AdamParams:
-        """Of the optimizer step `step`, from 0."""
+        """The parameters of the optimizer step `step`, counted from 0."""
         import tinker
 
         return tinker.AdamParams(
@@ -140,12 +149,12 @@ class Trainer:
 
 
 async def grad_norm(update: Awaitable[tinker.OptimStepResponse]) -> float:
-    """Norm of the gradients that an optimizer step found, before they were clipped."""
+    """Norm of an optimizer step's gradients before clipping."""
     return float(((await update).metrics or {})["grad_norm"])
 
 
 def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
-    """Whether another try may go better: not when something that was given is wrong."""
+    """Whether a retry may succeed: not when a parameter or the data is wrong."""
     return not isinstance(state.data, UserError)
 
 
@@ -159,25 +168,26 @@ def _may_help(_task: object, _run: object, state: State[Any]) -> bool:
 )
 async def train_segment(
     trainer: Trainer, first_step: int, last_step: int, control: Control, on_step: Callable[[StepMetrics], None]
-) -> Segment | None:
-    """Make the steps first_step..last_step (from 1), measure, save the state, and record all that.
+) -> SegmentRecord | None:
+    """Make the steps first_step..last_step (counted from 1), measure, save the state, and record the segment.
 
-    Asked to stop, it ends with the step that is being made, and measures nothing; None when no step was made. A failure
-    leaves nothing behind: the same call makes the steps again, on the state before them.
+    trainer: the model and its record. control: says whether somebody asks to stop. on_step: gets the metrics of each
+    step. When somebody asks to stop, the segment ends with the current step and measures nothing; None when no step was
+    made. A failure leaves nothing behind: the same call makes the steps again, on the state before them.
     """
     try:
         client = await trainer.at(first_step - 1)
         made = await _steps(trainer, client, first_step, last_step, control, on_step)
         if not made:
             return None
-        cut = control.stopping and made[-1].step < trainer.training.steps  # whoever stops it does not want to wait
-        segment = Segment(
+        cut = control.stopping and made[-1].step < trainer.training.steps  # a person who stops a run is waiting
+        segment = SegmentRecord(
             first_step=first_step,
             last_step=made[-1].step,
             state=await _save(trainer, client, made[-1].step),
             steps=made,
             held_out={} if cut else dict(await trainer.recipe.held_out(client)),
-            samples=[] if cut else await trainer.recipe.shown.answers(client),
+            samples=[] if cut else await trainer.recipe.preview.answers(client),
         )
         trainer.progress.add(segment)
         trainer.moved(segment.last_step)
@@ -195,7 +205,10 @@ async def _steps(
     control: Control,
     on_step: Callable[[StepMetrics], None],
 ) -> list[StepMetrics]:
-    """The steps until `last`, or until somebody asks to stop; what was submitted is always waited for."""
+    """Make the steps `first` to `last`, or until somebody asks to stop; submitted steps are always awaited.
+
+    client: the model before the step `first`. on_step: gets the metrics of each step.
+    """
     made: list[StepMetrics] = []
     pending: list[asyncio.Future[Values]] = []
     try:
@@ -223,7 +236,7 @@ async def _metrics(trainer: Trainer, step: int, values: Awaitable[Values]) -> St
 
 
 async def _save(trainer: Trainer, client: tinker.TrainingClient, step: int) -> str:
-    """A state to go on from, its path. The last one stays, the others expire."""
+    """Save a state to resume from; its path. The state after the last step stays, earlier ones expire."""
     last = step == trainer.training.steps
     saved = await client.save_state(
         f"step-{step:08d}",

@@ -44,9 +44,9 @@ from tinkerflow.backend.journal import (
     Pending,
     SamplerOpened,
     StepMade,
-    Waiters,
     migrate,
 )
+from tinkerflow.backend.journal.notify import RECHECK_SECONDS
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Store
@@ -114,10 +114,12 @@ class Engine:
                 time.sleep(0.002)
 
     def _work(self) -> bool:
-        ready = [request for model in self.journal.pending_models() for request in self.journal.ready(model)]
-        for request in [*ready, *self.journal.pending_samples(100)]:
+        ready = [
+            request for model in self.journal.queue.pending_models() for request in self.journal.requests.ready(model)
+        ]
+        for request in [*ready, *self.journal.queue.pending_samples(100)]:
             self.executed.append((request.kind, request.seq_id))
-            self.journal.finish([self._answer(request)])
+            self.journal.requests.finish([self._answer(request)])
         return bool(ready)
 
     def _answer(self, request: Pending) -> Outcome:
@@ -140,13 +142,13 @@ class Engine:
 
     def _load_model(self, request: Pending) -> Outcome:
         asked, model = decode_load_model(request.payload), str(request.model_id)
-        self.journal.checkpoint(asked.path, request.owner, access=asked.access)
+        self.journal.checkpoints.get(asked.path, request.owner, access=asked.access)
         self.tables[model], self.grads[model], self.steps[model] = self._table(asked.path).copy(), 0.0, 0
         return request.done(encode_loaded(model, asked.path), "json", ModelLive(model))
 
     def _load_weights(self, request: Pending) -> Outcome:
         asked, model = decode_load_weights(request.payload), str(request.model_id)
-        self.journal.checkpoint(asked.path, request.owner, access=asked.access)
+        self.journal.checkpoints.get(asked.path, request.owner, access=asked.access)
         self.tables[model], self.grads[model], self.steps[model] = self._table(asked.path).copy(), 0.0, 0
         return request.done(encode_loaded(model, asked.path), "json", StepMade(model, 0))
 
@@ -184,7 +186,7 @@ class Engine:
         expires_at = None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl)
         metadata = getattr(asked, "user_metadata", {})
         meta = CheckpointMeta(BASE, request.owner, metadata, expires_at, request.id)
-        over = getattr(asked, "overwrite", False) or self.journal.checkpoint_is_gone(path)
+        over = getattr(asked, "overwrite", False) or self.journal.checkpoints.is_gone(path)
         if kind is CheckpointKind.EXTERNAL_WEIGHTS:
             saved = self.store.export(run, asked.name, state, meta, recipients=asked.recipients, overwrite=over)
         else:
@@ -323,7 +325,7 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("migrated") / "journal.db"
     migrate(f"sqlite:///{file}")
     journal = Journal.open(f"sqlite:///{file}")
-    journal.register_base_models([(BASE, card_json())])
+    journal.base_models.register([(BASE, card_json())])
     journal.close()
     return file
 
@@ -347,6 +349,7 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
         listening = socket.create_server(("127.0.0.1", 0))  # ours from now on
         port = listening.getsockname()[1]
         bound = more.pop("host", "127.0.0.1")
+        recheck_seconds = more.pop("recheck_seconds", RECHECK_SECONDS)
         settings = settings_for(host=bound, port=port, **more)
         # It stands still at the real time: the SDK compares the times in tokens with its own.
         store, clock = Store.open(settings.store_url), ManualClock(datetime.now(UTC))
@@ -355,8 +358,8 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
 
         async def main() -> None:
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
-            async with Waiters(journal) as waiters:
-                started["app"] = app = create_app(settings, journal, waiters, store, clock=clock)
+            async with journal.result_subscriptions(recheck_seconds=recheck_seconds) as subscriptions:
+                started["app"] = app = create_app(settings, journal, subscriptions, store, clock=clock)
                 config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, timeout_graceful_shutdown=1)
                 started["server"] = server = ApiServer(config, app.state.services, ready.set)
                 await server.serve([listening])

@@ -29,7 +29,7 @@ def used(journal: Any) -> Any:
     def use(server: Any, secret: str) -> str:
         model = server.model(secret)
         session = model.split(":")[0]
-        (creation,) = journal.ready(model)
+        (creation,) = journal.requests.ready(model)
         amounts = {
             UsageKind.TRAINING: 2_000_000,
             UsageKind.PREFILL: 500,
@@ -42,7 +42,7 @@ def used(journal: Any) -> Any:
             8, True, True, True, step=1, size_bytes=3 * GIGABYTE,
         )  # fmt: skip
         effects = [Used(session, BASE, kind, amount) for kind, amount in amounts.items()]
-        journal.finish([creation.done(b"{}", "json", ModelLive(model), saved, *effects)])
+        journal.requests.finish([creation.done(b"{}", "json", ModelLive(model), saved, *effects)])
         return session
 
     return use
@@ -50,7 +50,7 @@ def used(journal: Any) -> Any:
 
 def test_usage_is_of_ones_project_and_an_admins_of_all(start: Any, journal: Any, used: Any, window: Any) -> None:
     server = start(host="0.0.0.0", price_training=1.5, price_storage=7.2)
-    secrets = {name: journal.create_key(name, name, admin=name == "root")[1] for name in ("ann", "bob", "root")}
+    secrets = {name: journal.keys.create(name, name, admin=name == "root")[1] for name in ("ann", "bob", "root")}
     session = used(server, secrets["ann"])
     client = {name: tinker.AdminClient(base_url=server.url, api_key=secret) for name, secret in secrets.items()}
     answer = client["ann"].get_billing_usage(*window).result()

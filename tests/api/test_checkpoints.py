@@ -52,7 +52,7 @@ class Person:
 def people(server: Any, engine: Any, journal: Any) -> Iterator[Callable[[str], Person]]:
     """Keys by name: `ann` and `bob` have a project each, `root` is the admin of a third."""
     projects = {"ann": "team-a", "bob": "team-b", "root": "team-c"}
-    secrets = {name: journal.create_key(name, team, admin=name == "root")[1] for name, team in projects.items()}
+    secrets = {name: journal.keys.create(name, team, admin=name == "root")[1] for name, team in projects.items()}
     server.clock.advance(1.0)  # the app looks again whether there are keys
     made: list[Person] = []
 
@@ -70,7 +70,7 @@ def logprobs(sampler: tinker.SamplingClient) -> list[float | None]:
 
 
 def events(server: Any, owner: str) -> list[str]:
-    return [entry.event for entry in server.journal.audit_log(owner, resource="checkpoint")]
+    return [entry.event for entry in server.journal.audit.entries(owner, resource="checkpoint")]
 
 
 def test_published_checkpoints_are_for_everybody_to_read_and_for_their_owner_to_change(people: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_ttl_is_set_cleared_and_bounded(people: Any) -> None:
     assert ann.request("PUT", ann.one(path) + "/ttl", json={}).status_code == 400
     with pytest.raises(tinker.RequestFailedError, match="ttl_seconds is 60"):
         model.save_state("short", ttl_seconds=60).result()
-    ann.server.journal.set_ttl(path, "team-a", 0)
+    ann.server.journal.checkpoints.set_ttl(path, "team-a", 0)
     assert ann.rest.list_user_checkpoints().result().checkpoints == []
     assert model.save_state("ck").result().path == path  # the name of what expired is free
 
@@ -176,7 +176,7 @@ def test_copies_of_ones_own_of_public_and_of_shared_checkpoints(people: Any) -> 
 
     with pytest.raises(tinker.NotFoundError):
         bob.rest.copy_weights(path, "team-b").result()
-    _, token = ann.server.journal.share_checkpoint(path, "team-a")
+    _, token = ann.server.journal.shares.create(path, "team-a")
     with pytest.raises(tinker.NotFoundError):
         bob.rest.copy_weights(path, "team-b", weights_access_token=token + "x").result()
     mine = bob.rest.copy_weights(path, "team-b", weights_access_token=token).result()
@@ -193,12 +193,12 @@ def test_copies_of_ones_own_of_public_and_of_shared_checkpoints(people: Any) -> 
 def test_a_token_loads_into_a_new_model_and_is_stored_nowhere(people: Any, tmp_path: Any) -> None:
     ann, bob = people("ann"), people("bob")
     path = ann.train().save_state("ck").result().path
-    share, token = ann.server.journal.share_checkpoint(path, "team-a")
+    share, token = ann.server.journal.shares.create(path, "team-a")
     loaded = bob.service.create_training_client_from_state(path, weights_access_token=token).result()
     assert loaded.get_info().lora_rank == 8
     files = b"".join(file.read_bytes() for file in tmp_path.glob("journal.db*"))
     assert token.encode() not in files
-    ann.server.journal.unshare(share.id)
+    ann.server.journal.shares.revoke(share.id)
     with pytest.raises(tinker.RequestFailedError, match="does not exist"):
         bob.service.create_training_client_from_state(path, weights_access_token=token).result()
 
@@ -332,4 +332,4 @@ def test_a_copy_counts_against_the_stored_bytes_of_where_it_goes(start: Any, eng
     saved = server.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}).json()["request_id"]
     answer = server.post("copy_weights", {"source_path": server.result(saved).json()["path"]})
     assert answer.status_code == 400 and "(max_stored_bytes); delete some" in answer.json()["detail"]
-    assert server.journal.checkpoints("local").total == 1
+    assert server.journal.checkpoints.page("local").total == 1

@@ -13,7 +13,7 @@ import tinker
 from tests.api.conftest import BASE, Running
 from tinker import types
 
-from tinkerflow.backend.journal import Kind, arrivals
+from tinkerflow.backend.journal import Kind
 
 PROMPT = types.ModelInput.from_ints([2, 3])
 PARAMS = types.SamplingParams(max_tokens=4, seed=1)
@@ -103,12 +103,12 @@ def test_a_sample_given_up_is_cancelled_on_the_server(client: Any, server: Runni
     while (poller := sampling._futures_poller) is None or len(poller._events) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    waiting = journal.pending_samples(10)
+    waiting = journal.queue.pending_samples(10)
     given_up.future().cancel()
-    while len(journal.pending_samples(10)) == 2:
+    while len(journal.queue.pending_samples(10)) == 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    answers = [server.result(one.id).json() for one in waiting if journal.result(one.id, "local") is not None]
+    answers = [server.result(one.id).json() for one in waiting if journal.requests.result(one.id, "local") is not None]
     assert answers == [{"error": "cancelled by the client", "category": "user"}]
     engine.paused = False
     assert len(kept.result().sequences[0].tokens) <= 4
@@ -205,10 +205,9 @@ def test_training_cannot_be_given_up(server: Running, engine: Any) -> None:
     assert (Kind.OPTIM_STEP, 1) in engine.executed
 
 
-def test_a_poll_is_few_queries(start: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poll_is_few_queries(start: Any, engine: Any) -> None:
     """None while it is held; one to look, and two when the answer is there (it is noted as read, once)."""
-    monkeypatch.setattr(arrivals, "RECHECK_SECONDS", 600.0)  # asks for all samplers that are followed
-    server = start()
+    server = start(recheck_seconds=600.0)  # a recheck asks for all samplers that are followed
     name = sampler(server)
     request = sample(server, name, 0)
     server.result(request)

@@ -33,7 +33,7 @@ def test_broken_bodies_are_answered_and_harm_nothing(start: Any, engine: Any) ->
     assert target.sent >= 140
     assert {200, 400, 404} <= set(target.statuses), "some are good, some are not"
     assert not server.app.state.services.holds._held
-    assert not server.app.state.services.waiters._expected
+    assert not server.app.state.services.subscriptions.waiting
 
 
 def test_what_the_openapi_document_allows_is_answered(start: Any, engine: Any) -> None:

@@ -19,7 +19,7 @@ BASE = "tiny/bigram"
 def people(server: Any, journal: Any) -> Iterator[Callable[[str], Any]]:
     """Keys by name: `ann` and `ada` share a project, `bob` has his own, `root` is the admin of a third."""
     projects = {"ann": "team-a", "ada": "team-a", "bob": "team-b", "root": "team-c"}
-    secrets = {name: journal.create_key(name, team, admin=name == "root")[1] for name, team in projects.items()}
+    secrets = {name: journal.keys.create(name, team, admin=name == "root")[1] for name, team in projects.items()}
     server.clock.advance(1.0)  # the app looks again whether there are keys
 
     with warnings.catch_warnings():
@@ -122,7 +122,7 @@ def test_search_by_status(people: Any, journal: Any) -> None:
     assert ann.search(statuses=[*said, {"type": "active"}]) == [badly, active]
     status = ann.page(session_id=badly).sessions[0].status
     assert (status.type, status.reason.type, status.detail) == ("client_finished", "errored", "out of luck")
-    journal.expire_sessions(-1)  # everything silent since a second from now
+    journal.sessions.expire(-1)  # everything silent since a second from now
     (silent,) = ann.page(statuses=[{"type": "cancelled"}]).sessions
     assert (silent.session_id, silent.status.type) == (active, "cancelled")
     assert "no heartbeat since" in silent.status.detail

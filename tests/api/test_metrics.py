@@ -1,15 +1,44 @@
-"""The page of metrics: well formed, whatever a base model is called."""
+"""The page of metrics: each request is counted, and a base model may be called anything."""
 
 from __future__ import annotations
 
-from tinkerflow.api.metrics import text_of
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tinkerflow.api.metrics import Metrics
 from tinkerflow.backend.commands import CompileStatus
 
 
 def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> None:
-    text = text_of([("a/b", CompileStatus(9, 4, 1, 2, 3)), ('odd "name"\\', CompileStatus(0, 0, 0, 5, 0))])
+    programs = {"a/b": CompileStatus(9, 4, 1, 2, 3), 'odd "name"\\': CompileStatus(0, 0, 0, 5, 0)}
+    text = Metrics().page(programs).decode()
     lines = text.splitlines()
-    assert 'tinkerflow_programs_planned{base_model="a/b"} 9' in lines
-    assert 'tinkerflow_programs_late_total{base_model="a/b"} 3' in lines
-    assert 'tinkerflow_programs_needed_total{base_model="odd \\"name\\"\\\\"} 5' in lines
-    assert sum(line.startswith("# TYPE ") for line in lines) == 5 and text.endswith("\n")
+    assert 'tinkerflow_programs_planned{base_model="a/b"} 9.0' in lines
+    assert 'tinkerflow_programs_late_total{base_model="a/b"} 3.0' in lines
+    assert 'tinkerflow_programs_needed_total{base_model="odd \\"name\\"\\\\"} 5.0' in lines
+    assert sum(line.startswith("# TYPE tinkerflow_programs_") for line in lines) == 5 and text.endswith("\n")
+
+
+def counts(server: Any, family: str, sample: str) -> dict[tuple[str, ...], float]:
+    page = server.get("metrics").text
+    found = next(one for one in text_string_to_metric_families(page) if one.name == family)
+    return {tuple(one.labels.values()): one.value for one in found.samples if one.name == sample}
+
+
+def test_requests_are_counted_by_operation_and_status(server: Any) -> None:
+    assert server.session()
+    assert server.post("get_info", {"model_id": "nobody"}).status_code == 404
+    assert server.get("sessions", key="wrong").status_code == 401
+    assert server.get("no/such/endpoint").status_code == 404
+    seen = counts(server, "tinkerflow_requests", "tinkerflow_requests_total")
+    expected = {("create_session", "200"), ("get_info", "404"), ("sessions", "401"), ("none", "404")}
+    assert expected <= seen.keys() and all(seen[one] == 1 for one in expected)
+    timed = counts(server, "tinkerflow_request_seconds", "tinkerflow_request_seconds_count")
+    assert timed["create_session",] == 1
+
+
+def test_two_apps_of_a_process_count_apart(start: Any) -> None:
+    one, other = start(), start()
+    one.session()
+    assert ("create_session", "200") not in counts(other, "tinkerflow_requests", "tinkerflow_requests_total")

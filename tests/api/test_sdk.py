@@ -330,7 +330,7 @@ def test_a_slow_result_survives_several_polls(start: Any, engine: Any) -> None:
 def test_close_ends_the_session(server: Any, engine: Any) -> None:
     with tinker.ServiceClient(base_url=server.url) as service:
         model_id = service.create_lora_training_client(BASE, rank=8).result().get_info().model_id
-    session = server.journal.session(model_id.split(":")[0], None)
+    session = server.journal.sessions.get(model_id.split(":")[0], None)
     assert session.state == "finished"
     assert (session.finish_reason, session.detail) == ("success", None)
 

@@ -58,13 +58,13 @@ def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
         journal = Journal.open(settings.journal_url)
         wait_for(lambda: "waiting for the engine to register a base model" in log.read_text())
         assert not healthy(url)
-        journal.register_base_models([("m", "{}")])
+        journal.base_models.register([("m", "{}")])
         wait_for(lambda: healthy(url))
 
-        session = journal.create_session(NewSession("local", "0"))
+        session = journal.sessions.create(NewSession("local", "0"))
         model = NewModel(f"{session}:train:0", session, "local", "m", rank=8)
         request = NewRequest("create_model", "local", b"{}", "json", "h", model_id=model.id, seq_id=0)  # type: ignore[arg-type]
-        request_id = journal.submit_new_model(model, request)
+        request_id = journal.models.create(model, request)
         held = HTTPConnection("127.0.0.1", port, timeout=60)
         headers = {"X-API-Key": "tml-a", "Content-Type": "application/json"}
         held.request("POST", "/api/v1/retrieve_future", json.dumps({"request_id": request_id}), headers)

@@ -265,7 +265,7 @@ def people(server: Running, engine: Any, journal: Any) -> tuple[Person, Person]:
     """Two, of different projects; the first one's things are asked about by the second."""
     found = []
     for name in ("ann", "bob"):
-        _, secret = journal.create_key(name, f"team-{name}")
+        _, secret = journal.keys.create(name, f"team-{name}")
         server.clock.advance(1.0)
         found.append(Person(server, secret))
         found[-1].furnish(f"team-{name}")
@@ -358,10 +358,10 @@ def test_signed_routes_are_shut_without_their_signature(server: Running, people:
 
 def test_what_a_forward_backward_names_is_of_its_own_session(journal: Any, people: tuple[Person, Person]) -> None:
     ann, bob = people
-    assert "placeholder" in journal.custom_loss(ann.ids["loss"], ann.ids["session"])
+    assert "placeholder" in journal.losses.definition(ann.ids["loss"], ann.ids["session"])
     for it in (ann.ids["loss"], nobodys(ann.ids["loss"])):
         with pytest.raises(NotFoundError, match="this session has no custom loss of that id"):
-            journal.custom_loss(it, bob.ids["session"])
+            journal.losses.definition(it, bob.ids["session"])
 
 
 def test_published_checkpoints_are_read_by_all_keys_and_changed_by_their_owner(people: tuple[Person, Person]) -> None:

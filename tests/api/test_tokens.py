@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hmac
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import jwt
 import pytest
 import tinker
 from click.testing import CliRunner
@@ -19,47 +21,64 @@ from tests.api.conftest import BASE, Running
 from tests.api.test_futures import calls_of
 from tinker.cli.__main__ import main_cli
 
-from tinkerflow.api import tokens
-from tinkerflow.api.auth import REMEMBERED_SECONDS
-from tinkerflow.api.tokens import BadTokenError, Claims
+from tinkerflow.api.auth import (
+    REMEMBERED_SECONDS,
+    TOKEN_LIFETIME,
+    BadTokenError,
+    Claims,
+    read_token,
+    sign_token,
+)
 from tinkerflow.backend.errors import NotFoundError
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SECRET = bytes(range(32))
-CLAIMS = Claims("key-1", "team", "laptop", NOW + tokens.LIFETIME)
+CLAIMS = Claims("key-1", "team", "laptop", NOW + TOKEN_LIFETIME)
 
 
 def test_a_token_says_what_was_signed_until_it_expires() -> None:
-    token = tokens.sign(CLAIMS, SECRET, NOW)
+    token = sign_token(CLAIMS, SECRET, NOW)
     assert token.startswith("eyJ")
-    assert tokens.verify(token, SECRET, NOW + timedelta(minutes=59, seconds=59)) == CLAIMS
+    assert read_token(token, SECRET, NOW + timedelta(minutes=59, seconds=59)) == CLAIMS
     with pytest.raises(BadTokenError, match="expired"):
-        tokens.verify(token, SECRET, CLAIMS.expires)
+        read_token(token, SECRET, CLAIMS.expires)
     with pytest.raises(BadTokenError, match="signature"):
-        tokens.verify(token, bytes(32), NOW)
+        read_token(token, bytes(32), NOW)
 
 
 @given(st.data())
 def test_no_changed_token_is_taken(data: Any) -> None:
-    token = tokens.sign(CLAIMS, SECRET, NOW)
+    token = sign_token(CLAIMS, SECRET, NOW)
     at = data.draw(st.integers(0, len(token) - 1))
     other = data.draw(st.sampled_from("ABCabc012_-.").filter(lambda c: c != token[at]))
     with pytest.raises(BadTokenError):
-        tokens.verify(token[:at] + other + token[at + 1 :], SECRET, NOW)
+        read_token(token[:at] + other + token[at + 1 :], SECRET, NOW)
 
 
 @given(st.text(max_size=60))
 def test_whatever_is_shown_is_refused_by_name(text: str) -> None:
     with pytest.raises(BadTokenError):
-        tokens.verify("eyJ" + text, SECRET, NOW)
+        read_token("eyJ" + text, SECRET, NOW)
 
 
+@pytest.mark.filterwarnings("ignore::jwt.warnings.InsecureKeyLengthWarning")
 def test_no_other_algorithm_is_taken() -> None:
-    header = base64.urlsafe_b64encode(b'{"alg":"none","typ":"JWT"}').decode().rstrip("=")
-    body = tokens.sign(CLAIMS, SECRET, NOW).split(".")[1]
-    for signature in ("", tokens._signature(f"{header}.{body}", SECRET)):
+    said = jwt.decode(sign_token(CLAIMS, SECRET, NOW), SECRET, ["HS256"], options={"verify_exp": False})
+    unsigned = jwt.encode(said, None, "none")
+    header, body, _ = unsigned.split(".")
+    of_ours = base64.urlsafe_b64encode(hmac.digest(SECRET, f"{header}.{body}".encode(), "sha256")).decode().rstrip("=")
+    for token in (unsigned, f"{header}.{body}.{of_ours}", jwt.encode(said, SECRET, "HS512")):
         with pytest.raises(BadTokenError):
-            tokens.verify(f"{header}.{body}.{signature}", SECRET, NOW)
+            read_token(token, SECRET, NOW)
+
+
+def test_tokens_signed_before_pyjwt_was_used_are_valid() -> None:
+    header, signature = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9", "PSE3PWX1zmznyUth5XYbgrV8Qi4wDpX9yyFXXzaY4eM"
+    body = (
+        "eyJpc3MiOiJ0aW5rZXJmbG93Iiwic3ViIjoidG1sOnVzZXI6a2V5LTEiLCJrZXlfaWQiOiJrZXktMSIsIm9yZ19pZC"
+        "I6InRlYW0iLCJlbWFpbCI6ImxhcHRvcCIsImlhdCI6MTc2NzIyNTYwMCwiZXhwIjoxNzY3MjI5MjAwfQ"
+    )
+    assert read_token(f"{header}.{body}.{signature}", SECRET, NOW) == CLAIMS
 
 
 def exchanged(server: Running, key: str) -> str:
@@ -67,13 +86,13 @@ def exchanged(server: Running, key: str) -> str:
 
 
 def test_a_token_opens_its_keys_project_until_it_expires(server: Running, journal: Any) -> None:
-    _, secret = journal.create_key("laptop", "team")
+    _, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     token = exchanged(server, secret)
     session = server.session(token)
-    assert journal.session(session, "team").owner == "team"
+    assert journal.sessions.get(session, "team").owner == "team"
     with pytest.raises(NotFoundError):
-        journal.session(session, "other")
+        journal.sessions.get(session, "other")
     server.clock.advance(1800)
     later = exchanged(server, token)  # it may be renewed, and ends when it would have
     server.clock.advance(1800)
@@ -86,11 +105,11 @@ def test_a_token_opens_its_keys_project_until_it_expires(server: Running, journa
 
 
 def test_a_revoked_keys_tokens_end_with_it(server: Running, journal: Any) -> None:
-    key, secret = journal.create_key("laptop", "team")
+    key, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     token = exchanged(server, secret)
     assert server.get("sessions", token).status_code == 200
-    journal.revoke_key(key.id)
+    journal.keys.revoke(key.id)
     server.clock.advance(REMEMBERED_SECONDS)
     refused = server.get("sessions", token)
     assert (refused.status_code, "revoked" in refused.json()["detail"]) == (401, True)
@@ -99,8 +118,8 @@ def test_a_revoked_keys_tokens_end_with_it(server: Running, journal: Any) -> Non
 
 def test_a_key_may_give_itself_up(server: Running, journal: Any) -> None:
     assert server.http.delete(f"{server.url}/api/v1/auth/apikey/me", headers={"X-API-Key": "tml-x"}).status_code == 400
-    _, secret = journal.create_key("laptop", "team")
-    _, other = journal.create_key("other", "team")
+    _, secret = journal.keys.create("laptop", "team")
+    _, other = journal.keys.create("other", "team")
     server.clock.advance(1.0)
     token = exchanged(server, secret)
     me = server.get("auth/apikey/me", secret).json()
@@ -114,7 +133,7 @@ def test_a_key_may_give_itself_up(server: Running, journal: Any) -> None:
 def test_tokens_of_an_open_server_end_with_its_openness(server: Running, journal: Any) -> None:
     token = exchanged(server, "tml-any")
     assert server.get("sessions", token).status_code == 200
-    journal.create_key("first", "team")
+    journal.keys.create("first", "team")
     server.clock.advance(1.0)
     assert server.get("sessions", token).status_code == 401
 
@@ -122,7 +141,7 @@ def test_tokens_of_an_open_server_end_with_its_openness(server: Running, journal
 def test_the_sdk_exchanges_its_key_once_and_again_when_its_token_is_refused(
     server: Running, engine: Any, journal: Any
 ) -> None:
-    _, secret = journal.create_key("laptop", "team")
+    _, secret = journal.keys.create("laptop", "team")
     server.clock.advance(1.0)
     seen = calls_of(server)
     with tinker.ServiceClient(base_url=server.url, api_key=secret) as service:
@@ -144,7 +163,7 @@ def test_the_command_line_logs_in_and_knows_who_it_is(
     monkeypatch.delenv("TINKER_API_KEY")
     run, secret = CliRunner().invoke, "tml-any"
     if name != "local":
-        _, secret = journal.create_key(name, project)
+        _, secret = journal.keys.create(name, project)
         server.clock.advance(1.0)
         assert run(main_cli, ["auth", "login"], input="tml-wrong\n").exit_code != 0
     login = run(main_cli, ["auth", "login"], input=f"{secret}\n")

@@ -43,7 +43,7 @@ def test_a_trace_shows_every_request_of_the_session(server: Any, engine: Any) ->
 
 
 def test_only_its_owner_gets_a_link(server: Any, journal: Any) -> None:
-    ours, theirs = (journal.create_key(name, name)[1] for name in ("a", "b"))
+    ours, theirs = (journal.keys.create(name, name)[1] for name in ("a", "b"))
     server.clock.advance(1.0)
     session = server.session(ours)
     assert server.get(f"sessions/{session}/trace_export", ours).json()["status"] == "ready"

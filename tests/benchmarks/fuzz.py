@@ -97,7 +97,7 @@ def main() -> None:
         configured = Settings(data_dir=Path(folder), port=port, poll_hold=0.5, database_url=given_.database_url)
         migrate(configured.journal_url)
         journal = Journal.open(configured.journal_url)
-        journal.register_base_models([(BASE, card_json())])
+        journal.base_models.register([(BASE, card_json())])
         store = Store.open(configured.store_url)
         document = create_app(configured, journal, MagicMock(), store).openapi()
         engine = Engine(journal, store)

@@ -56,24 +56,24 @@ def forward_backward(model: str, seq_id: int) -> NewRequest:
 
 def train(journal: Journal, base_model: str, steps: int) -> str:
     """Make the steps, as a client with many requests in flight does; the model's id."""
-    session = journal.create_session(NewSession("local", "0.38.0"))
+    session = journal.sessions.create(NewSession("local", "0.38.0"))
     model = model_id(session, 0)
     new = NewModel(model, session, "local", base_model, rank=1, seed=7)
     creation = NewRequest(Kind.CREATE_MODEL, "local", b"{}", "json", "create", model_id=model, seq_id=0)
-    journal.submit_new_model(new, creation)
+    journal.models.create(new, creation)
     step = orjson.dumps({"adam_params": {"learning_rate": 0.01}})
     began = time.monotonic()
     for number in range(steps):
-        while number - journal.model(model, None).step > AHEAD:
+        while number - journal.models.get(model, None).step > AHEAD:
             time.sleep(0.02)
         seq_id = 1 + 2 * number
-        journal.submit(forward_backward(model, seq_id))
+        journal.requests.submit(forward_backward(model, seq_id))
         optim = NewRequest(Kind.OPTIM_STEP, "local", step, "json", f"o{seq_id}", model_id=model, seq_id=seq_id + 1)
-        journal.submit(optim)
+        journal.requests.submit(optim)
         if number % 1000 == 999:
-            journal.heartbeat(session, "local")
+            journal.sessions.heartbeat(session, "local")
             print(f"  {number + 1} steps, {(number + 1) / (time.monotonic() - began):.0f} a second", flush=True)
-    while journal.model(model, None).step < steps:
+    while journal.models.get(model, None).step < steps:
         time.sleep(0.02)
     print(f"{steps} steps in {time.monotonic() - began:.0f} s")
     return model

@@ -20,13 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tinkerflow.backend.commands import AdamParams, LoraSpec
-from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.compute.config import load_config
 from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.optimizer import fresh_state, hyper_vector, step
+from tinkerflow.backend.compute.optimizer import fresh_state, step
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.train import Batch, make_steps
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.deployments.tiny_model import make_tiny
 
 RANK = 32
@@ -70,7 +72,7 @@ def main() -> None:
         for lora, one in zip(loras, batches, strict=True)
     ]
     states = [fresh_state("adamw", jax.tree.map(jnp.zeros_like, lora)) for lora in loras]
-    hyper = hyper_vector(AdamParams())
+    hyper = OPTIMIZERS["adamw"].vector(AdamParams())
     compare("forward_backward", lambda *one: alone(params, *one), (loras, grads, batches), args.rounds)
     compare("optim_step", lambda *one: alone_step(*one, hyper), (loras, grads, states), args.rounds)
 

@@ -117,13 +117,13 @@ async def round_of(
 
 async def run(port: int, pid: int, journal: Journal, waiters: int, seconds: float) -> None:
     """Both rounds."""
-    session = journal.create_session(NewSession(OWNER, "0"))
+    session = journal.sessions.create(NewSession(OWNER, "0"))
     samplers = [sampler_id(session, n) for n in range(waiters)]
     requests = []
     for sampler in samplers:
-        journal.open_sampler(NewSampler(sampler, session, OWNER, "m"))
+        journal.samplers.open(NewSampler(sampler, session, OWNER, "m"))
         new = NewRequest(Kind.SAMPLE, OWNER, b"{}", "json", "x", sampler_id=sampler, seq_id=0)
-        requests.append(journal.submit(new))
+        requests.append(journal.requests.submit(new))
     print(f"heartbeat alone: {shown(await heartbeats(port, session, 5.0))}", flush=True)
 
     async def one_future(n: int) -> None:
@@ -159,7 +159,7 @@ def main() -> None:
         settings = Settings(data_dir=Path(folder), port=port)
         migrate(settings.journal_url)
         journal = Journal.open(settings.journal_url)
-        journal.register_base_models([("m", "{}")])
+        journal.base_models.register([("m", "{}")])
         command = [sys.executable, "-m", "tinkerflow", "api"]
         server = subprocess.Popen(command, env={**os.environ, **settings.environment()})
         try:

@@ -14,16 +14,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", fsdp * tensor)
     import numpy as np
 
-    from tinkerflow.backend.commands import (
-        AdamParams,
-        CreateAdapter,
-        Example,
-        Forward,
-        GroupConfig,
-        LoraSpec,
-        OptimStep,
-    )
+    from tinkerflow.backend.commands import CreateAdapter, Example, Forward, GroupConfig, LoraSpec, OptimStep
     from tinkerflow.backend.compute.executor import Executor
+    from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
     executor = Executor(GroupConfig(folder, "float32", fsdp, tensor, 512, 256, 4, 4, ""), lambda line: None, 1, 0)
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))

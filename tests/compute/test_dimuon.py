@@ -7,17 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import (
-    AdamParams,
-    CreateAdapter,
-    DimuonParams,
-    ExportAdapter,
-    ImportAdapter,
-    LoraSpec,
-    OptimStep,
-)
-from tinkerflow.backend.compute.dimuon import COEFFICIENTS, ITERATIONS, direction
+from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, ImportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.backend.spec.optimizers.dimuon import COEFFICIENTS, ITERATIONS, DimuonParams, direction
 
 
 def matrix_sign(m: np.ndarray) -> np.ndarray:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import AdamParams, CreateAdapter, DimuonParams, ExportAdapter, LoraSpec, OptimStep
-from tinkerflow.backend.compute.optimizer import hyper_vector
+from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec, OptimStep
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.optimizers import optimizer_of
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 
 STEPS = (
     AdamParams(learning_rate=1e-2),
@@ -86,4 +88,4 @@ def test_a_norm_that_is_not_finite_changes_nothing(shared_executor, examples, fo
 )
 def test_what_would_divide_by_zero_in_float32_is_refused(params: AdamParams | DimuonParams) -> None:
     with pytest.raises(UserError, match=r"optim_step: (eps|beta1|beta2) is .+, which is [01] in float32"):
-        hyper_vector(params)
+        optimizer_of(params).vector(params)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tests.compute.conftest import Reference
 
-from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec
-from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.compute.config import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
-from tinkerflow.backend.compute.optimizer import fresh_state, hyper_vector
+from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.params import by_layer, load_params
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
@@ -25,6 +25,9 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
 from tinkerflow.backend.compute.warming import like
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 
 SLOTS, CHUNK, TOP, LENGTH = 4, 8, 5, 256
 
@@ -65,7 +68,7 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
     yield "forward", (training.forward, (params, lora, batch))
     for kind, hyper in (("adamw", AdamParams()), ("dimuon", DimuonParams(1e-3))):
         state = like(fresh_state(kind, lora), whole)
-        yield kind, (training.optimize, (lora, lora, state, like(hyper_vector(hyper), whole)))
+        yield kind, (training.optimize, (lora, lora, state, like(OPTIMIZERS[kind].vector(hyper), whole)))
     stack = empty_stack(cfg, mesh, 32, "bfloat16", False)
     cache = empty_cache(cfg, mesh, SLOTS, LENGTH, "bfloat16", False)
     columns = np.zeros((SLOTS, 2), np.int32)

@@ -7,7 +7,6 @@ import pytest
 
 from tinkerflow.backend.commands import (
     LOSSES,
-    AdamParams,
     CreateAdapter,
     DropAdapter,
     ExportAdapter,
@@ -16,6 +15,7 @@ from tinkerflow.backend.commands import (
     OptimStep,
 )
 from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 LENGTHS = (3, 40, 17, 100, 5, 64, 31)
 

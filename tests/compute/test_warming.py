@@ -13,7 +13,6 @@ import pytest
 from tests.compute.conftest import SHAPE, VOCAB, build, random_example
 
 from tinkerflow.backend.commands import (
-    AdamParams,
     CompileStatus,
     CreateAdapter,
     DropSnapshot,
@@ -29,6 +28,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.packing import micro_batch_shapes, pack
 from tinkerflow.backend.compute.warming import Program, WarmUp
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 CONTEXT = 32  # few shapes, and of one layer, because each costs a second to compile
 PATIENCE = 600.0

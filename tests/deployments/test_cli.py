@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.cli import app
-from tinkerflow.deployments.doctor import _compiled, _processes
 from tinkerflow.deployments.parts import open_journal, with_base_models
 
 
@@ -29,30 +27,6 @@ def test_doctor_finds_a_fresh_machine_healthy(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for word in ("cpu", "writeable", "0 training run(s)", "not running", "embedded tiny one"):
         assert word in done.stdout.lower(), word
-
-
-def test_doctor_says_what_is_waited_for(tmp_path):
-    settings = Settings(data_dir=tmp_path)
-    with open_journal(settings) as journal:
-        assert _processes(settings) == "none runs"
-        journal.recovery.acquire("an engine")
-        journal.register_base_models([("m", "{}")])
-        journal.recovery.note_group("m", "worker group 1 ended (rank 0 was killed)")
-        said = _processes(settings)
-        assert re.fullmatch(r"engine beat \d+ s ago; m waits: worker group 1 ended \(rank 0 was killed\)", said)
-        journal.recovery.release()
-        journal.recovery.note_group("m", None)
-        assert _processes(settings) == "none runs"
-
-
-def test_doctor_says_what_is_compiled(tmp_path):
-    settings = Settings(data_dir=tmp_path)
-    assert _compiled(settings).startswith("0 file(s)")
-    with open_journal(settings) as journal:
-        journal.register_base_models([("m", "{}"), ("new", "{}")])
-        journal.recovery.note_warmth("m", CompileStatus(planned=9, ready=4, failed=1, needed=2, late=0))
-    said = "m: 4 of 9 warm (1 failed), 2 compiled for a request before, 0 after the warm-up; 0 file(s)"
-    assert _compiled(settings).startswith(said)
 
 
 def test_doctor_names_what_is_wrong(tmp_path):
@@ -74,9 +48,9 @@ def test_keys_are_shown_once(tmp_path):
     ops = runner.invoke(app, ["key", "list", "--project", "ops", *where]).stdout
     assert "boss" in ops and "yes" in ops and "laptop" not in ops
     with open_journal(Settings(data_dir=tmp_path)) as journal:
-        kept = journal.keys()
+        kept = journal.keys.all()
         assert [(key.project, key.admin) for key in kept] == [("default", False), ("ops", True)]
-        assert [one.event for one in journal.audit_log(None)] == [
+        assert [one.event for one in journal.audit.entries(None)] == [
             "project_key_created",
             "project_key_revoked",
             "project_key_created",

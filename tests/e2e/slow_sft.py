@@ -11,10 +11,9 @@ from pathlib import Path
 
 from prefect import flow
 
-from tinkerflow.flows.pipelines.preparation import or_cancelled
-from tinkerflow.flows.pipelines.sft import fine_tune
+from tinkerflow.flows.pipelines.fine_tuning import cancellable
+from tinkerflow.flows.pipelines.sft import SftParameters, fine_tune
 from tinkerflow.tasks.pipelines.control import Control
-from tinkerflow.tasks.pipelines.parameters import SftParameters
 
 may_go_on, asked = Control.may_go_on, 0
 
@@ -33,5 +32,6 @@ Control.may_go_on = may_go_on_thrice
 
 
 @flow(name="sft", flow_run_name="sft {parameters.name}")
+@cancellable
 async def slow_sft(parameters: SftParameters):
-    return await or_cancelled(fine_tune(parameters))
+    return await fine_tune(parameters)

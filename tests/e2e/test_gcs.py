@@ -14,9 +14,8 @@ from tests.store.fake_gcs import FakeGcs
 from tinkerflow.backend.errors import UserError
 from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import ensure_results
-from tinkerflow.flows.pipelines import Trained, sft
-from tinkerflow.tasks.pipelines.imitate import Imitate
-from tinkerflow.tasks.pipelines.parameters import SftParameters
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult
+from tinkerflow.flows.pipelines.sft import SftParameters, SftRecipe, sft
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +57,7 @@ async def test_a_run_that_died_goes_on_from_what_is_on_gs_and_its_result_is_hand
         | {"model": {"rank": 8}, "samples": {"rows": 0}}
         | {"training": {"steps": 4, "segment_steps": 2, "batch_size": 8, "learning_rate": 0.005}}
     )
-    submit, asked = Imitate.submit, []
+    submit, asked = SftRecipe.submit, []
 
     def dies(self, client, step, params):
         asked.append(step)
@@ -66,7 +65,7 @@ async def test_a_run_that_died_goes_on_from_what_is_on_gs_and_its_result_is_hand
             raise UserError("it ends here")  # which nothing tries again
         return submit(self, client, step, params)
 
-    monkeypatch.setattr(Imitate, "submit", dies)
+    monkeypatch.setattr(SftRecipe, "submit", dies)
     results = await ensure_results(f"{WORK}/results")
     with prefect.settings.temporary_settings({getattr(prefect.settings, name): results[name] for name in results}):
         with pytest.raises(UserError, match="it ends here"):
@@ -85,7 +84,7 @@ async def test_a_run_that_died_goes_on_from_what_is_on_gs_and_its_result_is_hand
             filters = FlowRunFilter.model_validate({"name": {"any_": ["sft on-gs"]}})
             runs = {run.state_type: run for run in await client.read_flow_runs(flow_run_filter=filters)}
         assert runs.keys() == {StateType.FAILED, StateType.COMPLETED}
-        handed_out = Trained.model_validate(await runs[StateType.COMPLETED].state.aresult())
+        handed_out = TrainingResult.model_validate(await runs[StateType.COMPLETED].state.aresult())
     assert asked == [0, 1, 2, 3, 2, 3]
     assert handed_out == made
     (result,) = set(kept(gcs, "pipelines/results/")) - {name.removeprefix("pipelines/results/") for name in first}

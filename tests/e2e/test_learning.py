@@ -10,9 +10,9 @@ import pytest
 
 from tinkerflow.backend.errors import UserError
 from tinkerflow.deployments.run import example_file, read_config
-from tinkerflow.flows.pipelines import PIPELINES
-from tinkerflow.tasks.pipelines.imitate import Imitate
-from tinkerflow.tasks.pipelines.prefer import Prefer
+from tinkerflow.flows.pipelines import pipelines as registered
+from tinkerflow.flows.pipelines.dpo import DpoRecipe
+from tinkerflow.flows.pipelines.sft import SftRecipe
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +22,8 @@ async def run(pipelines, pipeline: str, name: str, training: dict, **changes):
     values = read_config(example_file(f"{pipeline}.yaml"))
     values |= {"name": name, "work": pipelines.work, "model": {"rank": 8}, "samples": {"rows": 1, "max_tokens": 8}}
     values["training"] |= {"batch_size": 4, "segment_steps": 2} | training
-    flow, parameters = PIPELINES[pipeline]
-    return await flow(parameters.model_validate(values | changes))
+    found = registered()[pipeline]
+    return await found.flow(found.parameters.model_validate(values | changes))
 
 
 async def panels(pipelines, prefix: str) -> str:
@@ -48,7 +48,7 @@ async def test_dpo_prefers_what_was_chosen_and_goes_on_where_it_died(pipelines, 
     picture = await panels(pipelines, "dpo-shown-")
     assert all(f">{name}<" in picture for name in ("loss", "accuracy", "margin", "chosen_reward", "held_out_margin"))
 
-    submit, asked = Prefer.submit, []
+    submit, asked = DpoRecipe.submit, []
 
     async def dies(self, client, step, params):
         asked.append(step)
@@ -56,11 +56,11 @@ async def test_dpo_prefers_what_was_chosen_and_goes_on_where_it_died(pipelines, 
             raise UserError("it ends here")  # which nothing tries again
         return await submit(self, client, step, params)
 
-    monkeypatch.setattr(Prefer, "submit", dies)
+    monkeypatch.setattr(DpoRecipe, "submit", dies)
     with pytest.raises(UserError, match="it ends here"):
         await run(pipelines, "dpo", "died", {"steps": 4}, resume="died")
     assert asked == [0, 1, 2, 3]  # segments are of two steps: step 2 is lost with its adapter
-    monkeypatch.setattr(Prefer, "submit", submit)
+    monkeypatch.setattr(DpoRecipe, "submit", submit)
     resumed = await run(pipelines, "dpo", "died", {"steps": 4}, resume="died")
     one, other = pipelines.weights(resumed.weights), pipelines.weights(trained.weights)
     assert all(np.array_equal(one[name], other[name]) for name in one | other)
@@ -98,7 +98,7 @@ async def test_a_sweep_names_the_best_and_repeats_nothing(pipelines, monkeypatch
     held_out = {"url": str(example_file("colours-test.jsonl")), "limit": 2}
     grid = {"learning_rate": [1e-6, 0.005], "rank": [8]}
     asked: list[float] = []
-    submit = Imitate.submit
+    submit = SftRecipe.submit
 
     def counted(self, client, step, params):
         asked.append(params.learning_rate)
@@ -106,7 +106,7 @@ async def test_a_sweep_names_the_best_and_repeats_nothing(pipelines, monkeypatch
             raise UserError("it ends here")
         return submit(self, client, step, params)
 
-    monkeypatch.setattr(Imitate, "submit", counted)
+    monkeypatch.setattr(SftRecipe, "submit", counted)
     changes = {"held_out": held_out, "grid": grid, "at_once": 1, "resume": "again"}
     training = {"steps": 3, "schedule": "constant"}
     with pytest.raises(UserError, match="it ends here"):

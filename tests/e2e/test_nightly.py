@@ -14,10 +14,10 @@ from prefect.client.schemas.objects import FlowRun
 from serving import serving
 
 from tinkerflow.deployments.run import example_file
-from tinkerflow.deployments.serve import AUTOMATION, ensure_automation, read_deployments
-from tinkerflow.flows.pipelines import Night, evaluate
+from tinkerflow.deployments.serve import AUTOMATION, ensure_automation
+from tinkerflow.flows.pipelines.evaluate import EvaluateParameters, evaluate
+from tinkerflow.flows.pipelines.nightly import NightlyResult
 from tinkerflow.tasks.pipelines.champions import champion
-from tinkerflow.tasks.pipelines.parameters import EvaluateParameters
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
         assert run.auto_scheduled
         best = champion(pipelines.work, "colours")
         assert best is not None
-        made = Night.model_validate(await run.state.aresult())  # what the flow returned, in its own process
+        made = NightlyResult.model_validate(await run.state.aresult())  # what the flow returned, in its own process
         assert (made.outcome, made.weights) == ("promoted", best.weights)
         assert list((tmp_path / "pipelines" / "results").iterdir())
         report = (await pipelines.artifacts("nightly-good-"))["report"]["data"]
@@ -101,20 +101,3 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
     assert scores["weights"].loss < scores["base model"].loss
     table = json.loads((await pipelines.artifacts("evaluate-nights-"))["evaluation"]["data"])
     assert [row["of"] for row in table] == ["weights", "champion", "base model"]
-
-
-def test_the_shipped_deployments_fit_their_flows():
-    from prefect.flows import load_flow_from_entrypoint
-
-    from tinkerflow.flows.pipelines import PIPELINES
-
-    file = example_file("").parent / "prefect.yaml"
-    found = read_deployments(file)
-    assert {one.schedules[0]["cron"] for one in found if one.schedules} == {"0 2 * * *"}
-    flows = set()
-    for one in found:
-        flow = load_flow_from_entrypoint(one.entrypoint, use_placeholder_flow=False)
-        parameters = PIPELINES[flow.name][1].model_validate(one.parameters["parameters"])
-        assert Path(parameters.data.url).exists()
-        flows.add(flow.name)
-    assert flows == set(PIPELINES)

@@ -33,7 +33,7 @@ def test_quickstart_teaches_pig_latin(tmp_path, compiled_programs):
 
 def test_too_few_steps_teach_nothing(server):
     said = io.StringIO()
-    assert not teach(Console(file=said, width=200), server.api_url, "", steps=2)
+    assert teach(Console(file=said, width=200), server.api_url, "", steps=2) == (False, "")
     assert "not learnt" in said.getvalue() and "(Prefect is off)" in said.getvalue()
 
 

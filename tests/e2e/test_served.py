@@ -24,10 +24,9 @@ from serving import serving
 
 from tinkerflow.deployments.run import example_file, read_config
 from tinkerflow.deployments.serve import ensure_automation, ensure_tag_limits
-from tinkerflow.flows.pipelines import sft
+from tinkerflow.flows.pipelines.sft import SftParameters, sft
 from tinkerflow.tasks.pipelines.connection import TinkerflowConnection, connect
-from tinkerflow.tasks.pipelines.parameters import SftParameters
-from tinkerflow.tasks.pipelines.progress import Progress, Segment
+from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord
 from tinkerflow.tasks.pipelines.work import open_work, read_json
 
 pytestmark = pytest.mark.slow
@@ -64,10 +63,10 @@ def state(pipelines, run: str) -> dict:
     return pipelines.server.ask_prefect(f"/flow_runs/{run}")["state"]
 
 
-def segments(pipelines, run: str) -> list[Segment]:
+def segments(pipelines, run: str) -> list[SegmentRecord]:
     """What the run has recorded so far."""
     plan = read_json(open_work(pipelines.work), f"progress/{run}/plan.json")
-    return [] if plan is None else Progress(pipelines.work, run, plan["plan"]).segments()
+    return [] if plan is None else RunProgress(pipelines.work, run, plan["plan"]).segments()
 
 
 def processes_of(run: str) -> list[int]:

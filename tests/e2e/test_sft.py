@@ -18,10 +18,9 @@ from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling, Paused
 
 from tinkerflow.deployments.run import example_file, read_config
-from tinkerflow.flows.pipelines import sft
+from tinkerflow.flows.pipelines.sft import SftParameters, sft
 from tinkerflow.tasks.pipelines.control import Control
-from tinkerflow.tasks.pipelines.parameters import SftParameters
-from tinkerflow.tasks.pipelines.progress import Progress
+from tinkerflow.tasks.pipelines.progress import RunProgress
 from tinkerflow.tasks.pipelines.work import open_work, read_json
 
 pytestmark = pytest.mark.slow
@@ -129,7 +128,7 @@ async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines, m
     state = await asyncio.wait_for(running, 300)
     assert state.is_cancelled(), state
     plan = read_json(open_work(pipelines.work), "progress/buttons/plan.json")["plan"]
-    (segment,) = Progress(pipelines.work, "buttons", plan).segments()
+    (segment,) = RunProgress(pipelines.work, "buttons", plan).segments()
     assert f"stopped after step {segment.last_step}" in state.message
     with pipelines.server.client() as service:
         client = service.create_training_client_from_state_with_optimizer(segment.state).result()

@@ -7,8 +7,7 @@ from prefect import flow, get_client, task
 from prefect.client.schemas.objects import StateType
 
 from tinkerflow.deployments.run import example_file
-from tinkerflow.flows.pipelines import sft
-from tinkerflow.tasks.pipelines.parameters import SftParameters
+from tinkerflow.flows.pipelines.sft import SftParameters, sft
 
 pytest_plugins = ["tinkerflow.deployments.testing"]
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from tinkerflow.backend.journal import (
     NewSampler,
     NewSession,
     Result,
-    Waiters,
+    ResultSubscriptions,
     migrate,
 )
 from tinkerflow.backend.model_card import ModelCard
@@ -125,7 +125,7 @@ class Client:
     """What the API would do for one session's client."""
 
     journal: Journal
-    waiters: Waiters
+    subscriptions: ResultSubscriptions
     session: str
     base_model: str = CARD.name
     seqs: dict[str, int] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Client:
 
     async def ring(self, topic: str, lane: ModelRunner | SamplingRunner) -> None:
         """Wake the lane whenever the journal's bell rings, as the dispatcher does; until cancelled."""
-        async with self.journal.bell.listen(topic) as topics:
+        async with self.journal.notifier.subscribe(topic) as topics:
             lane.wake()  # for what came before we listened
             async for _ in topics:
                 lane.wake()
@@ -148,18 +148,18 @@ class Client:
         model = model_id(self.session, number)
         new = NewModel(model, self.session, self.owner, self.base_model, rank=1, seed=7, user_metadata={"made": "here"})
         self.seqs[model] = 0
-        return model, self.journal.submit_new_model(new, self.request(Kind.CREATE_MODEL, {}, model=model))
+        return model, self.journal.models.create(new, self.request(Kind.CREATE_MODEL, {}, model=model))
 
     def load_model(self, number: int, path: str, *, optimizer: bool) -> tuple[str, str]:
         model = model_id(self.session, number)
         new = NewModel(model, self.session, self.owner, self.base_model, rank=1, seed=7)
         self.seqs[model] = 0
         body = {"path": path, "optimizer": optimizer}
-        return model, self.journal.submit_new_model(new, self.request(Kind.LOAD_MODEL, body, model=model))
+        return model, self.journal.models.create(new, self.request(Kind.LOAD_MODEL, body, model=model))
 
     def submit(self, model: str, kind: Kind, body: dict[str, object] | bytes | None = None, *, skip: int = 0) -> str:
         self.seqs[model] += skip
-        return self.journal.submit(self.request(kind, {} if body is None else body, model=model))
+        return self.journal.requests.submit(self.request(kind, {} if body is None else body, model=model))
 
     def forward_backward(self, model: str, *targets: Sequence[int], forward_only: bool = False) -> str:
         kind = Kind.FORWARD if forward_only else Kind.FORWARD_BACKWARD
@@ -182,7 +182,7 @@ class Client:
 
     def sampler(self, number: int, path: str | None = None) -> str:
         new = NewSampler(sampler_id(self.session, number), self.session, self.owner, self.base_model, model_path=path)
-        return self.journal.open_sampler(new)
+        return self.journal.samplers.open(new)
 
     def sample(self, sampler: str, of: Mapping[str, object] | None = None, **params: object) -> str:
         body = {
@@ -195,7 +195,7 @@ class Client:
         new = NewRequest(
             Kind.SAMPLE, self.owner, orjson.dumps(body), "json", f"{sampler}{seq}", sampler_id=sampler, seq_id=seq
         )
-        return self.journal.submit(new)
+        return self.journal.requests.submit(new)
 
     def request(self, kind: Kind, body: dict[str, object] | bytes, *, model: str) -> NewRequest:
         seq = self.seqs[model]
@@ -205,11 +205,11 @@ class Client:
         return NewRequest(kind, self.owner, payload, kind_of, f"{kind}{seq}", model_id=model, seq_id=seq)
 
     async def result(self, request: str, seconds: float = 120.0) -> Result:
-        with self.waiters.expect(request) as answer:
-            result = self.journal.result(request, self.owner)
+        with self.subscriptions.request(request) as answer:
+            result = self.journal.requests.result(request, self.owner)
             if result is None:
                 assert await answer.wait(seconds), f"{request} was not answered in {seconds} s"
-                result = self.journal.result(request, self.owner)
+                result = self.journal.requests.result(request, self.owner)
         assert result is not None
         return result
 
@@ -238,7 +238,7 @@ def pool() -> NumpyPool:
 
 @pytest.fixture
 async def context(journal: Journal, pool: NumpyPool, tmp_path: Path) -> AsyncIterator[ExecutionContext]:
-    answers = AnswerWriter(journal.finish)
+    answers = AnswerWriter(journal.requests.finish)
     store = Store.open(f"file://{tmp_path / 'store'}")
     context = ExecutionContext(journal, pool, store, CARD, SystemClock(), answers)
     yield context
@@ -252,17 +252,19 @@ ConnectClient = Callable[..., Awaitable[Client]]
 @pytest.fixture
 async def connect() -> AsyncIterator[ConnectClient]:
     """Make clients, each with a session of its own."""
-    opened: list[Waiters] = []
+    opened: list[ResultSubscriptions] = []
 
     async def connect(journal: Journal, base_model: str = CARD.name, owner: str = "local") -> Client:
-        waiters = Waiters(journal)
-        await waiters.__aenter__()
-        opened.append(waiters)
-        return Client(journal, waiters, journal.create_session(NewSession(owner, "0.38.0")), base_model, owner=owner)
+        subscriptions = journal.result_subscriptions()
+        await subscriptions.__aenter__()
+        opened.append(subscriptions)
+        return Client(
+            journal, subscriptions, journal.sessions.create(NewSession(owner, "0.38.0")), base_model, owner=owner
+        )
 
     yield connect
-    for waiters in opened:
-        await waiters.__aexit__(None, None, None)
+    for subscriptions in opened:
+        await subscriptions.__aexit__(None, None, None)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ async def model(context: Any, untracked: Shared, client: Any, running: Any) -> A
 async def test_an_export_is_listed_and_holds_the_weights(model: str, client: Any, context: Any) -> None:
     result = await client.result(client.submit(model, Kind.SAVE_EXTERNAL, {"path": "out", "ttl_seconds": 3600}))
     answer = orjson.loads(result.result)
-    row = client.journal.checkpoint(answer["path"], "local")
+    row = client.journal.checkpoints.get(answer["path"], "local")
     assert answer == {
         "type": "save_weights_external",
         "path": f"tinker://{model}/external_weights/out",
@@ -54,7 +54,7 @@ async def test_an_encrypted_export_needs_its_identity(model: str, client: Any, c
     identity = pyrage.x25519.Identity.generate()
     body = {"path": "secret", "age_encryption_recipients": [str(identity.to_public())]}
     result = await client.result(client.submit(model, Kind.SAVE_EXTERNAL, body))
-    row = client.journal.checkpoint(orjson.loads(result.result)["path"], "local")
+    row = client.journal.checkpoints.get(orjson.loads(result.result)["path"], "local")
     sealed = context.store.part(context.store.find(row.path), "adapter_config.json.age", 0, 10**6)
     assert orjson.loads(pyrage.decrypt(sealed, [identity]))["base_model_name_or_path"] == context.card.name
 
@@ -67,13 +67,13 @@ async def test_the_name_of_a_deleted_checkpoint_is_free_before_its_files_are_gon
 
     path = orjson.loads((await save()).result)["path"]
     assert "exists already" in (await save()).error
-    client.journal.delete_checkpoint(path, "local")
+    client.journal.checkpoints.delete(path, "local")
     assert (await save()).error is None
     delete_checkpoints(client.journal, context.store, Retention())
-    assert context.store.find(path).attempt == client.journal.checkpoint(path, "local").attempt
-    client.journal.set_ttl(path, "local", 0)
+    assert context.store.find(path).attempt == client.journal.checkpoints.get(path, "local").attempt
+    client.journal.checkpoints.set_ttl(path, "local", 0)
     assert (await save()).error is None  # an expired one is as good as deleted
-    assert client.journal.checkpoint(path, "local").expires_at is None
+    assert client.journal.checkpoints.get(path, "local").expires_at is None
 
 
 async def test_files_that_cannot_be_deleted_are_tried_again_and_hold_up_nobody(
@@ -83,7 +83,7 @@ async def test_files_that_cannot_be_deleted_are_tried_again_and_hold_up_nobody(
     for name in ("a", "b"):
         saved = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": name}))
         paths.append(orjson.loads(saved.result)["path"])
-        client.journal.delete_checkpoint(paths[-1], "local")
+        client.journal.checkpoints.delete(paths[-1], "local")
     delete, store = context.store.delete, context.store
 
     def failing(path: str, attempt: str) -> bool:
@@ -106,8 +106,8 @@ async def test_what_is_decided_later_is_written_into_the_commit(
     saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
     path = orjson.loads(saved.result)["path"]
     assert context.store.find(path).meta.run_metadata == {"made": "here"}
-    client.journal.publish(path, "local")
-    client.journal.set_ttl(path, "local", 3600)
+    client.journal.checkpoints.publish(path, "local")
+    client.journal.checkpoints.set_ttl(path, "local", 3600)
     amend, store = context.store.amend, context.store
 
     def failing(*args: Any, **more: Any) -> bool:
@@ -118,7 +118,7 @@ async def test_what_is_decided_later_is_written_into_the_commit(
     assert not store.find(path).meta.public
     monkeypatch.setattr(store, "amend", amend)
     note_changes(client.journal, store)
-    meta, row = store.find(path).meta, client.journal.checkpoint(path, "local")
+    meta, row = store.find(path).meta, client.journal.checkpoints.get(path, "local")
     assert (meta.public, meta.expires_at) == (True, row.expires_at)
     assert client.journal.upkeep.unnoted() == []
 
@@ -138,7 +138,7 @@ async def test_a_token_lets_a_stranger_load(
 ) -> None:
     saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
     path = orjson.loads(saved.result)["path"]
-    _, token = client.journal.share_checkpoint(path, "local")
+    _, token = client.journal.shares.create(path, "local")
     body = orjson.dumps({"path": path, "optimizer": False, "weights_access_token": token})
     kept = hash_token(body, access_hash)
     assert token.encode() not in kept

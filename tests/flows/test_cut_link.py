@@ -125,12 +125,12 @@ async def test_a_cut_link_costs_a_pause_and_lost_packets_time(
     began = time.monotonic()
     requests = work(client, disturbed)
     async with asyncio.timeout(NOTICED + 60):
-        await until(lambda: "waiting for hosts: 3 of 4" in (journal.recovery.waits_for(requests[0]) or ""))
+        await until(lambda: "waiting for hosts: 3 of 4" in (journal.queue.waits_for(requests[0]) or ""))
     record_property("noticed_s", round(time.monotonic() - began, 1))
     there = settings.data_dir / f"{lost.name}.log"
     async with asyncio.timeout(NOTICED + 60):
         await until(lambda: "its processes here have ended" in there.read_text())  # by itself: nobody can tell it
-    assert journal.result(requests[0], "local") is None
+    assert journal.requests.result(requests[0], "local") is None
     lost.heal()
     results = await client.results(*requests)
     assert engine() == 2

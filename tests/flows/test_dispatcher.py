@@ -45,7 +45,7 @@ async def test_a_cancelled_sample_makes_room_at_once(
     pool.hold = asyncio.Event()
     request = client.sample(client.sampler(9), max_tokens=60)
     await until(lambda: pool.log)
-    client.journal.cancel(request, "local")
+    client.journal.requests.cancel(request, "local")
     assert (await client.result(request)).error == "cancelled by the client"
     (served,) = dispatcher[0]._served.values()
     await until(lambda: served.sampling._batch._cancel)
@@ -58,7 +58,7 @@ async def test_a_lost_bell_costs_a_while_and_no_answer(
     dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await client.create()
-    monkeypatch.setattr(client.journal.bell, "ring", lambda *topics: None)
+    monkeypatch.setattr(client.journal.notifier, "publish", lambda *topics: None)
     request, sample = client.optim_step(model), client.sample(client.sampler(1))
     for one in (request, sample):
         assert (await client.result(one)).error is None
@@ -72,8 +72,8 @@ async def test_snapshots_that_nobody_uses_are_dropped(
     for one in (client, other):
         model = await one.create()
         saved = await one.result(one.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 1}))
-        kept.append(one.journal.sampler(orjson.loads(saved.result)["sampling_session_id"], None).snapshot_id)
-    client.journal.finish_session(client.session, "local", None)
+        kept.append(one.journal.samplers.get(orjson.loads(saved.result)["sampling_session_id"], None).snapshot_id)
+    client.journal.sessions.finish(client.session, "local", None)
     await until(lambda: DropSnapshot(kept[0]) in pool.log)
     assert DropSnapshot(kept[1]) not in pool.log
     assert (await other.result(other.sample(f"{other.session}:sample:1"))).error is None
@@ -95,7 +95,7 @@ async def test_too_many_snapshots_make_room_until_they_are_sampled_again(
         said[sampler] = (await client.result(client.sample(sampler))).result
     await until(lambda: len(pool.executor.snapshots) == 2)
     dropped = [command.snapshot_id for command in pool.log if isinstance(command, DropSnapshot)]
-    kept = [client.journal.sampler(sampler, None).snapshot_id for sampler in said]
+    kept = [client.journal.samplers.get(sampler, None).snapshot_id for sampler in said]
     assert dropped == kept[:3]  # least recently used first
     pool.hold = asyncio.Event()  # it stays while somebody samples it
     again = [client.sample(sampler) for sampler in said]
@@ -115,18 +115,18 @@ async def test_trouble_with_one_model_ends_that_model_only(
     dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = await client.create(0)
-    ready = client.journal.ready
+    ready = client.journal.requests.ready
 
     def broken(model_id: str, limit: int = 64) -> Any:
         if model_id.endswith(":1") and limit > 1:
             raise RuntimeError("cannot be read")
         return ready(model_id, limit)
 
-    monkeypatch.setattr(client.journal, "ready", broken)
+    monkeypatch.setattr(client.journal.requests, "ready", broken)
     bad, request = client.submit_create(1)
     failed = await client.result(request)
     assert failed.category == "server" and "the model cannot be served" in failed.error
-    assert client.journal.model(bad, None).state == ModelState.FAILED
+    assert client.journal.models.get(bad, None).state == ModelState.FAILED
     assert (await client.result(client.optim_step(good))).error is None
 
 
@@ -137,4 +137,4 @@ async def test_stop_answers_what_is_in_flight(dispatcher: Any, client: Any) -> N
     await asyncio.sleep(0.05)
     serving.stop()
     await asyncio.wait_for(task, 60)
-    assert client.journal.result(request, "local") is not None
+    assert client.journal.requests.result(request, "local") is not None

@@ -68,7 +68,7 @@ def workers() -> list[int]:
 
 async def test_training_and_sampling_through_worker_processes(engine: Engine, connect: Any, base_model: str) -> None:
     async with engine() as journal:
-        assert [view.name for view in journal.base_models()] == [base_model]
+        assert [view.name for view in journal.base_models.all()] == [base_model]
         client = await connect(journal, base_model)
         first, second = await asyncio.gather(client.create(0), client.create(1))
         for model, token in ((first, 5), (second, 9)):
@@ -90,8 +90,8 @@ async def test_a_dead_worker_costs_a_pause(engine: Engine, connect: Any, base_mo
         requests = [client.forward_backward(model, [5]), client.optim_step(model), client.optim_step(model)]
         os.kill(worker, signal.SIGKILL)
         assert [result.error for result in await client.results(*requests)] == [None] * 3
-        assert journal.model(model, None).state == ModelState.LIVE
-        assert journal.model(model, None).step == 2
+        assert journal.models.get(model, None).state == ModelState.LIVE
+        assert journal.models.get(model, None).step == 2
         assert workers() != [worker]
 
 
@@ -117,7 +117,9 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
     away = Journal.open(f"sqlite:///{tmp_path / 'journal.db'}")
     client.journal = away
     waiting = [client.sample(in_memory), client.sample(in_store), client.optim_step(model)]
-    assert [away.result(request, "local") for request in waiting] == [None] * 3  # accepted while the engine is away
+    assert [away.requests.result(request, "local") for request in waiting] == [
+        None
+    ] * 3  # accepted while the engine is away
     away.close()
 
     async with engine() as journal:
@@ -125,7 +127,7 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
         results = await again.results(*waiting)
         assert [result.error for result in results] == [None] * 3
         assert results[0].result == results[1].result == before.result
-        assert journal.model(model, None).step == 2
+        assert journal.models.get(model, None).step == 2
     started, restarted, restored = told
     assert started == ("tinkerflow.engine.started", "engine", {"engine": 1, "base_models": [base_model]})
     assert restarted == ("tinkerflow.engine.restarted", "engine", {"engine": 2, "base_models": [base_model]})
@@ -135,7 +137,7 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
 
 async def test_a_second_engine_waits_for_the_first(engine: Engine, connect: Any, base_model: str) -> None:
     async with engine() as journal:
-        held = journal.recovery.acquire("another")
+        held = journal.leases.acquire("another")
         assert held is not None and str(os.getpid()) in held.holder
         assert not is_dead(held.holder)
         assert is_dead(held.holder.replace('"birth": "', '"birth": "9'))
@@ -145,10 +147,10 @@ async def test_models_of_ended_sessions_are_unloaded(engine: Engine, connect: An
     async with engine(session_timeout=0.5) as journal:
         finished, silent = await connect(journal, base_model), await connect(journal, base_model)
         first, second = await finished.create(0), await silent.create(0)
-        journal.finish_session(finished.session, "local", "done")
-        await until(lambda: journal.model(first, None).state == ModelState.UNLOADED)
-        await until(lambda: journal.model(second, None).state == ModelState.UNLOADED)
-        assert journal.session(silent.session, None).state == "expired"
+        journal.sessions.finish(finished.session, "local", "done")
+        await until(lambda: journal.models.get(first, None).state == ModelState.UNLOADED)
+        await until(lambda: journal.models.get(second, None).state == ModelState.UNLOADED)
+        assert journal.sessions.get(silent.session, None).state == "expired"
 
 
 async def test_a_gap_is_given_up(engine: Engine, connect: Any, base_model: str) -> None:
@@ -165,7 +167,7 @@ async def test_a_base_model_that_is_not_served_fails_by_name(engine: Engine, con
         model, request = client.submit_create()
         result = await client.result(request)
         assert result.category == "user" and "another/model" in result.error
-        assert journal.model(model, None).state == ModelState.FAILED
+        assert journal.models.get(model, None).state == ModelState.FAILED
 
 
 async def test_checkpoints_that_are_over_are_deleted_and_published_ones_say_so(
@@ -175,17 +177,17 @@ async def test_checkpoints_that_are_over_are_deleted_and_published_ones_say_so(
         client = await connect(journal, base_model)
         model = await client.create(0)
         assert (await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "short"}))).error is None
-        (saved,) = journal.checkpoints("local", run_id=model).rows
+        (saved,) = journal.checkpoints.page("local", run_id=model).rows
         folder = tmp_path / "store" / "runs" / model / "weights" / "short"
         assert (folder / saved.attempt).is_dir()
-        journal.set_ttl(saved.path, "local", 0.01)
+        journal.checkpoints.set_ttl(saved.path, "local", 0.01)
         await until(lambda: not folder.exists() or not list(folder.iterdir()))
         await until(lambda: journal.upkeep.unpurged() == [] and journal.upkeep.delete_expired() == [])
-        assert journal.checkpoints("local").total == 0
+        assert journal.checkpoints.page("local").total == 0
         for name in ("old", "new"):
             assert (await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": name}))).error is None
-        await until(lambda: [row.name for row in journal.checkpoints("local").rows] == ["new"])
-        journal.publish(f"tinker://{model}/weights/new", "local")
+        await until(lambda: [row.name for row in journal.checkpoints.page("local").rows] == ["new"])
+        journal.checkpoints.publish(f"tinker://{model}/weights/new", "local")
         await until(lambda: journal.upkeep.unnoted() == [])
         assert [saved.meta.public for saved in Store.open(f"file://{tmp_path}/store").checkpoints()] == [True]
 

@@ -71,15 +71,13 @@ async def test_a_lost_host_costs_a_pause_until_another_one_joins(
         assert (await client.result(client.forward_backward(model, [5]))).error is None
         lost.kill()
         lost.wait()
-        await until(
-            lambda: (journal.recovery.condition().waits.get(base_model) or "").startswith("waiting for hosts: ")
-        )
+        await until(lambda: (journal.recovery.health().waits.get(base_model) or "").startswith("waiting for hosts: "))
         request = client.optim_step(model)
-        assert "waiting for hosts: 1 of 2 processes (" in (journal.recovery.waits_for(request) or "")
+        assert "waiting for hosts: 1 of 2 processes (" in (journal.queue.waits_for(request) or "")
         join(group, "c")
         assert (await client.result(request)).error is None
-        assert journal.model(model, None).state == ModelState.LIVE
-        await until(lambda: journal.recovery.condition().waits == {})
+        assert journal.models.get(model, None).state == ModelState.LIVE
+        await until(lambda: journal.recovery.health().waits == {})
         assert (settings.data_dir / "c" / "logs").is_dir()
         journal.close()
 

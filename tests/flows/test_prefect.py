@@ -88,7 +88,7 @@ async def serve(
     lane = ModelRunner(context, Shared(Pacing(rate, SystemClock()), tracking), model, 0)
     serving = asyncio.create_task(serve_model(lane, tracking, BASE))
     await client.results(created, *work(model))
-    client.journal.request_unload(model, "its session is over")
+    client.journal.models.request_unload(model, "its session is over")
     lane.wake()
     assert (await asyncio.wait_for(serving, 60)).why is Why.DONE
     return model, lane
@@ -142,7 +142,7 @@ async def test_above_the_rate_task_runs_are_shared(tracking: Tracking, context: 
         while not any(f"-{steps + 1:06d}" in run["name"] for run in found):  # the unload comes after them
             found = await runs(tracking.api_url, "task_runs", 5, flow_runs={"id": {"any_": [flow_run["id"]]}})
     assert len(found) < steps
-    assert client.journal.model(model, None).step == steps
+    assert client.journal.models.get(model, None).step == steps
 
 
 async def test_samples_share_a_task_run(tracking: Tracking, context: Any, client: Any) -> None:
@@ -168,7 +168,7 @@ async def test_a_lane_rolls_over_to_another_flow_run(tracking: Tracking, context
     rest = client.optim_step(model)
     lane.stop()
     assert (await lane.serve(1)).why is Why.STOPPED
-    assert client.journal.result(rest, "local") is None
+    assert client.journal.requests.result(rest, "local") is None
 
 
 async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(server: PrefectServer) -> None:
@@ -219,7 +219,7 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
         before = tracking.tracked
         await client.result(submit_and_wake(client, lane, model))
         assert tracking.tracked > before
-        client.journal.request_unload(model, "over")
+        client.journal.models.request_unload(model, "over")
         lane.wake()
         assert (await asyncio.wait_for(serving, 60)).why is Why.DONE
         watching.cancel()
@@ -358,16 +358,16 @@ async def test_the_buttons_of_the_ui_are_obeyed(
         later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
         suspended = {"pause_timeout": later, "pause_reschedule": True}
         await press(http, run, type="PAUSED", name="Suspended", state_details=suspended)
-        await until(lambda: client.journal.model(model, None).held is not None)
+        await until(lambda: client.journal.models.get(model, None).held is not None)
         request = client.optim_step(model)
-        assert "Resume lets it go on" in client.journal.recovery.waits_for(request)
+        assert "Resume lets it go on" in client.journal.queue.waits_for(request)
         await post(http, f"/flow_runs/{run['id']}/resume")
         assert (await client.result(request)).error is None
         await in_state(http, run, "Running")
-        assert client.journal.model(model, None).held is None
+        assert client.journal.models.get(model, None).held is None
         assert pool.names.count("OptimStep") == 1
 
-        client.journal.recovery.end_model(model, ModelState.FAILED, "the store was away")
+        client.journal.models.end(model, ModelState.FAILED, "the store was away")
         dispatcher.wake(model)
         failed = await in_state(http, run, "Failed")
         assert "the store was away" in failed["message"]
@@ -375,7 +375,7 @@ async def test_the_buttons_of_the_ui_are_obeyed(
         await press(http, run, type="SCHEDULED", name="AwaitingRetry", message="Retry from the UI")
         await in_state(http, run, "Running")
         assert (await client.result(client.optim_step(model))).error is None
-        assert client.journal.model(model, None).step == 2
+        assert client.journal.models.get(model, None).step == 2
         assert pool.names[-3:] == ["CreateAdapter", "OptimStep", "OptimStep"]  # replayed, and the new one
 
         pool.hold = asyncio.Event()
@@ -398,7 +398,7 @@ async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
     shared = Shared(Pacing(1000.0, SystemClock()), tracking)
     served = ServedModel(context.card, context, pool, SamplingRunner(context, shared, most_waiting=8))
     model = await created_by_another_engine(context, client)
-    client.journal.recovery.hold(model, "for the night")
+    client.journal.models.pause(model, "for the night")
     request = client.optim_step(model)
     dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
     async with (
@@ -410,7 +410,7 @@ async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
                 await asyncio.sleep(0.1)
         await in_state(http, found[0], "Paused")
         assert "OptimStep" not in pool.names
-        client.journal.finish_session(client.session, "local", "success")
+        client.journal.sessions.finish(client.session, "local", "success")
         assert "its session is over" in (await client.result(request)).error
         await in_state(http, found[0], "Cancelled")
 

@@ -18,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 from tinkerflow.backend.commands import ExportAdapter, ImportAdapter, LoadSnapshot, OptimStep, SampleStep
 from tinkerflow.backend.errors import ServerError, StoreAwayError, StoreError
 from tinkerflow.backend.ids import sampler_id
-from tinkerflow.backend.journal import Journal, Kind, ModelState, Recovery, SamplerOpened
+from tinkerflow.backend.journal import BaseModels, Kind, ModelState, Recovery, Requests, SamplerOpened
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.dispatcher import Dispatcher
@@ -100,7 +100,7 @@ async def test_deaths_at_any_moment_change_nothing(
         assert await answers(client, again) == got
         await answers(client, [client.forward_backward(disturbed, [1], forward_only=True)])  # restored when needed
         assert state(pool, other) == state(pool, disturbed)
-        assert journal.model(disturbed, None).step == 15
+        assert journal.models.get(disturbed, None).step == 15
     if steps == 2:
         assert any(isinstance(command, ImportAdapter) for command in pool.log), "a snapshot was used"
         assert 1 <= len(journal.recovery.snapshots(disturbed)) <= 6
@@ -132,7 +132,7 @@ async def test_another_engine_goes_on_where_this_one_ended(serve: Any, client: A
     waiting = [*work(client, model, 2), client.sample(sampler)]  # accepted while no engine runs
     async with serve(pool):
         await answers(client, waiting)
-        again = journal.result(waiting[-1], "local")
+        again = journal.requests.result(waiting[-1], "local")
         assert pb.SampleResponse.FromString(again.result) == pb.SampleResponse.FromString(first.result)
         assert state(pool, model) != before
         assert any(isinstance(command, LoadSnapshot) for command in pool.log)
@@ -174,7 +174,7 @@ def publish(client: Any, model: str, number: int) -> str:
 
 
 def said(journal: Any, request: str) -> bytes:
-    result = journal.result(request, "local")
+    result = journal.requests.result(request, "local")
     assert result.error is None, result.error
     return pb.SampleResponse.FromString(result.result).SerializeToString()
 
@@ -194,7 +194,7 @@ async def test_a_sampler_does_not_wait_for_the_store_and_outlives_its_group_all_
         pool.die()
         after = client.sample(sampler)  # it waits: the weights are on their way to the store
         await answers(client, work(client, model, 1))
-        assert journal.result(after, "local") is None
+        assert journal.requests.result(after, "local") is None
         stuck.go.set()
         await client.result(after)
         assert said(journal, after) == said(journal, before)
@@ -217,7 +217,7 @@ async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_
     pool.die()
     stuck.go.set()
     if held:
-        journal.recovery.hold(model, "for the night")
+        journal.models.pause(model, "for the night")
     waiting = [client.sample(sampler_id(client.session, number)) for number in (1, 2)]
     async with serve(pool, prefect="http://127.0.0.1:1/api" if held else ""):  # its lane begins for these alone
         await client.results(*waiting)
@@ -228,7 +228,7 @@ async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_
         more = work(client, model, 1)
         if held:
             await asyncio.sleep(0.2)
-            assert journal.result(more[-1], "local") is None
+            assert journal.requests.result(more[-1], "local") is None
         else:
             await answers(client, more)
 
@@ -312,8 +312,8 @@ async def test_storing_is_given_up_when_nobody_samples_it(
     async with serve(pool):
         model = await client.create()
         await answers(client, [*work(client, model, 1), publish(client, model, 1)])
-        client.journal.finish_session(client.session, "local", None)
-        await until(lambda: journal.model(model, None).state is ModelState.UNLOADED)
+        client.journal.sessions.finish(client.session, "local", None)
+        await until(lambda: journal.models.get(model, None).state is ModelState.UNLOADED)
     assert journal.recovery.unstored_models() == []
 
 
@@ -362,12 +362,12 @@ async def test_inflight_samplers_come_back_with_the_last_weights_that_were_publi
         pool.hold.set()
         assert [said(one) for one in await client.results(*requests)] == [{9}, {9}]
         # What the first one published is in the store no longer, and the second one's weights are.
-        shared = journal.sampler(old, None).snapshot_id
-        assert shared == journal.sampler(new, None).snapshot_id
+        shared = journal.samplers.get(old, None).snapshot_id
+        assert shared == journal.samplers.get(new, None).snapshot_id
         await until(lambda: journal.recovery.superfluous() == [])
         assert context.store.load(journal.recovery.sampler_snapshot(shared).path)
         # Nobody samples it any more: it leaves the group and the store.
-        client.journal.finish_session(client.session, "local", None)
+        client.journal.sessions.finish(client.session, "local", None)
         await until(lambda: pool.executor.snapshots == {} and journal.recovery.sampler_snapshot(shared) is None)
 
 
@@ -535,7 +535,7 @@ async def test_a_model_that_cannot_be_restored_fails_alone(
         pool.die()
         failed = await client.result(client.optim_step(bad))
         assert "could not be restored" in failed.error and "none of its snapshots can be read" in failed.error
-        assert journal.model(bad, None).state is ModelState.FAILED
+        assert journal.models.get(bad, None).state is ModelState.FAILED
         await answers(client, [client.optim_step(good)])
 
 
@@ -577,7 +577,9 @@ async def test_a_store_that_is_away_for_a_moment_costs_no_snapshot(
     assert away < 0
 
 
-@pytest.mark.parametrize(("owner", "method"), [(Journal, "ready"), (Recovery, "executed"), (Recovery, "note_group")])
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Requests, "ready"), (Recovery, "executed"), (BaseModels, "note_progress")]
+)
 async def test_a_database_that_is_away_for_a_moment_costs_no_model(
     serve: Any,
     client: Any,
@@ -604,7 +606,7 @@ async def test_a_database_that_is_away_for_a_moment_costs_no_model(
         pool.die()
         away = 3
         assert all(result.error is None for result in await client.results(*work(client, model, 1)))
-        assert journal.model(model, None).state is ModelState.LIVE
+        assert journal.models.get(model, None).state is ModelState.LIVE
         await until(lambda: not away)
 
 
@@ -623,16 +625,16 @@ async def test_a_sample_that_ends_groups_takes_nobody_with_it(serve: Any, client
 
 
 async def test_clients_are_told_why_they_wait(serve: Any, client: Any, pool: Any, journal: Any, until: Any) -> None:
-    journal.register_base_models([(client.base_model, "{}")])
+    journal.base_models.register([(client.base_model, "{}")])
     async with serve(pool):
         model = await client.create()
         pool.die(down=True)
         request = client.optim_step(model)
-        await until(lambda: journal.recovery.waits_for(request) is not None)
-        assert "another one is being started" in str(journal.recovery.waits_for(request))
+        await until(lambda: journal.queue.waits_for(request) is not None)
+        assert "another one is being started" in str(journal.queue.waits_for(request))
         pool.come_back()
         await answers(client, [request])
-        await until(lambda: journal.recovery.waits_for(request) is None)
+        await until(lambda: journal.queue.waits_for(request) is None)
 
 
 async def test_a_planned_stop_takes_snapshots(

@@ -48,8 +48,8 @@ async def test_a_step_changes_the_logprobs_and_the_row(served: Any, client: Any)
     assert np.array_equal(logprobs(before)[0], logprobs(first)[0])
     assert (logprobs(after)[0] > logprobs(before)[0]).all()
     assert orjson.loads(step.result)["metrics"]
-    assert client.journal.model(model, None).step == 1
-    assert client.journal.model(model, None).state == ModelState.LIVE
+    assert client.journal.models.get(model, None).step == 1
+    assert client.journal.models.get(model, None).state == ModelState.LIVE
 
 
 async def test_many_operations_are_in_flight_and_stay_in_order(served: Any, client: Any, pool: Any, until: Any) -> None:
@@ -78,7 +78,7 @@ async def test_every_operation_is_executed_once_even_when_woken_all_the_time(
     await client.results(*(client.optim_step(model) for _ in range(40)))
     waker.cancel()
     assert pool.names.count("OptimStep") == 40
-    assert client.journal.model(model, None).step == 40
+    assert client.journal.models.get(model, None).step == 40
 
 
 async def test_bad_content_fails_alone_and_by_name(served: Any, client: Any) -> None:
@@ -104,7 +104,7 @@ async def test_lost_state_ends_the_model_and_its_lane(served: Any, client: Any, 
     await client.result(client.optim_step(model))
     end = await asyncio.wait_for(task, 60)
     assert end.why is Why.FAILED and "adapter gone" in end.text
-    assert client.journal.model(model, None).state == ModelState.LOST
+    assert client.journal.models.get(model, None).state == ModelState.LOST
 
 
 async def test_save_load_and_create_from_it(
@@ -118,7 +118,7 @@ async def test_save_load_and_create_from_it(
     await client.result(pending_grad)
     path = orjson.loads(saved.result)["path"]
     assert path == f"tinker://{model}/weights/one"
-    row = client.journal.checkpoint(path, "local")
+    row = client.journal.checkpoints.get(path, "local")
     assert (row.step, row.base_model, row.size_bytes > 0, row.expires_at is not None) == (
         1,
         "folder/unigram",
@@ -133,7 +133,7 @@ async def test_save_load_and_create_from_it(
     lane = ModelRunner(context, untracked, copy, 0)
     async with running(lane.serve(MOST)), running(client.ring("model:", lane)):
         assert (await client.result(request)).error is None
-        assert client.journal.model(copy, None).step == 1
+        assert client.journal.models.get(copy, None).step == 1
         results = []
         for one in (model, copy):
             client.optim_step(one)
@@ -142,7 +142,7 @@ async def test_save_load_and_create_from_it(
 
         back = await client.result(client.submit(copy, Kind.LOAD_WEIGHTS, {"path": path, "optimizer": False}))
         assert orjson.loads(back.result)["path"] == path
-        assert client.journal.model(copy, None).step == 0
+        assert client.journal.models.get(copy, None).step == 0
 
 
 async def test_loading_what_does_not_exist_fails_the_creation(client: Any, context: Any, untracked: Shared) -> None:
@@ -152,7 +152,7 @@ async def test_loading_what_does_not_exist_fails_the_creation(client: Any, conte
     result = await client.result(request)
     assert result.category == "user" and "tinker://nobody/weights/none" in result.error
     assert end.why is Why.FAILED
-    assert client.journal.model(model, None).state == ModelState.FAILED
+    assert client.journal.models.get(model, None).state == ModelState.FAILED
 
 
 async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
@@ -168,7 +168,7 @@ async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
     unnamed = await client.result(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 4}))
     opened = orjson.loads(unnamed.result)["sampling_session_id"]
     assert opened == f"{client.session}:sample:4"
-    snapshot = client.journal.sampler(opened, "local").snapshot_id
+    snapshot = client.journal.samplers.get(opened, "local").snapshot_id
     assert snapshot in context.snapshots
     await until(lambda: snapshot in context.snapshots.droppable)  # noted just after the answer
 
@@ -176,7 +176,7 @@ async def test_named_save_for_sampler_is_a_checkpoint_and_unnamed_is_a_snapshot(
 async def test_a_lane_ends_after_unload(served: Any, client: Any, pool: Any) -> None:
     model, _, task = served
     last = client.optim_step(model)
-    client.journal.request_unload(model, "its session is over")
+    client.journal.models.request_unload(model, "its session is over")
     assert (await client.result(last)).error is None
     end = await asyncio.wait_for(task, 60)
     assert end.why is Why.DONE and "its session is over" in end.text
@@ -196,14 +196,14 @@ async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
     pool.hold.set()
     assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
     assert (await client.result(flying)).error is None
-    assert client.journal.result(waiting, "local") is None
+    assert client.journal.requests.result(waiting, "local") is None
 
 
 async def test_a_gap_holds_back_what_came_after_it(served: Any, client: Any) -> None:
     model, _, _ = served
     late = client.submit(model, Kind.OPTIM_STEP, {"adam_params": {"learning_rate": 0.1}}, skip=1)
     await asyncio.sleep(0.2)
-    assert client.journal.result(late, "local") is None
+    assert client.journal.requests.result(late, "local") is None
     client.seqs[model] -= 2
     early = client.optim_step(model)
     assert [r.error for r in await client.results(early, late)] == [None, None]

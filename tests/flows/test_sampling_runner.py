@@ -54,7 +54,7 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
     results = await client.results(*(client.sample(one) for one in (first, second, loaded, base, loaded)))
     assert [tokens(result)[0] for result in results] == [[5] * 6, [9] * 6, [5] * 6, [0] * 6, [5] * 6]
     assert pool.names.count("LoadSnapshot") == 1
-    row = client.journal.sampler(loaded, "local")
+    row = client.journal.samplers.get(loaded, "local")
     assert row.snapshot_id in context.snapshots
 
 
@@ -109,7 +109,7 @@ async def test_samples_of_one_prompt_are_counted_as_one_prefill_and_hits(samplin
     assert len(tokens(await client.result(request))) == 8
     day = timedelta(days=1)
     now = datetime.now(UTC)
-    counted = {row.kind: row.quantity for row in client.journal.usage("local", now - day, now + day)}
+    counted = {row.kind: row.quantity for row in client.journal.usage.hourly("local", now - day, now + day)}
     # A prompt of 3 tokens, and 6 sampled after each.
     assert counted == {UsageKind.PREFILL: 3, UsageKind.CACHED_PREFILL: 7 * 3, UsageKind.SAMPLE: 8 * 6}
 
@@ -179,7 +179,7 @@ async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
     little = other.sample(its, max_tokens=12)
     pool.hold.set()
     assert len(tokens(await other.result(little))[0]) == 12
-    assert len(client.journal.finished(many)) <= 100
+    assert len(client.journal.requests.finished(many)) <= 100
     assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
 
 
@@ -253,7 +253,7 @@ async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, clien
     pool.hold = asyncio.Event()
     request = client.sample(client.sampler(0), max_tokens=60)
     await until(lambda: pool.log)
-    client.journal.finish_session(client.session, "local", None)
+    client.journal.sessions.finish(client.session, "local", None)
     assert (await client.result(request)).category == "user"
     await lane.cancel_ended()
     pool.hold.set()
@@ -272,7 +272,7 @@ async def test_a_cancelled_request_leaves_with_the_next_chunk(
     joining = client.sample(sampler, max_tokens=60)
     await until(lambda: joining in lane._batch._answers)
     for one in (request, joining):
-        client.journal.cancel(one, "local")
+        client.journal.requests.cancel(one, "local")
         lane.cancel(one)
         lane.cancel(one)
     chunks = len(pool.log)
@@ -300,4 +300,4 @@ async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: A
     pool.hold.set()
     assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
     assert tokens(await client.result(taken))
-    assert client.journal.result(waiting, "local") is None
+    assert client.journal.requests.result(waiting, "local") is None

@@ -46,7 +46,7 @@ def gate(context: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 async def serve(stack: AsyncExitStack, running: Any, client: Any, context: Any, shared: Shared, name: str) -> None:
     """The model in a lane of its own."""
-    lane = ModelRunner(context, shared, name, client.journal.model(name, None).step)
+    lane = ModelRunner(context, shared, name, client.journal.models.get(name, None).step)
     await stack.enter_async_context(running(lane.serve(2000)))
     await stack.enter_async_context(running(client.ring("model:", lane)))
 
@@ -80,12 +80,12 @@ async def test_steps_are_answered_while_saves_are_uploaded(
         saves = [client.submit(model, kind, {"path": "slow", "name": "slow"}) for kind in sorted(SAVES)]
         for _ in range(IN_FLIGHT):
             await done(client, *step(client, model, 6))
-        assert gate.arrived.is_set() and client.journal.checkpoints("local").total == 0
+        assert gate.arrived.is_set() and client.journal.checkpoints.page("local").total == 0
         load = client.submit(model, Kind.LOAD_WEIGHTS, {"path": f"tinker://{model}/weights/slow"})
         gate.opened.set()
         await done(client, *saves)
         assert (await client.result(load)).error is not None, "when it was executed there was no such checkpoint"
-    rows = client.journal.checkpoints("local").rows
+    rows = client.journal.checkpoints.page("local").rows
     assert sorted(row.kind for row in rows) == ["external_weights", "sampler_weights", "weights"]
     assert [row.step for row in rows] == [1, 1, 1]
 
@@ -99,11 +99,11 @@ async def test_what_depends_on_a_save_waits_for_it(
         saves = [client.submit(model, Kind.SAVE_WEIGHTS, {"path": f"slow-{number}"}) for number in range(6)]
         await until(gate.arrived.is_set)
         assert client.journal.recovery.snapshots(model) == []
-        unload = client.journal.request_unload(model, "over")
+        unload = client.journal.models.request_unload(model, "over")
         gate.opened.set()
         await done(client, *saves)
         await client.result(unload)
-    assert {row.name for row in client.journal.checkpoints("local").rows} == {f"slow-{n}" for n in range(6)}
+    assert {row.name for row in client.journal.checkpoints.page("local").rows} == {f"slow-{n}" for n in range(6)}
 
 
 async def test_a_save_that_was_overtaken_goes_on_when_its_group_ends(
@@ -148,7 +148,7 @@ async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_pl
     gate.opened.set()
     await until(gate.failed.is_set)
     gate.broken = False
-    assert client.journal.pending_models() == [model]
+    assert client.journal.queue.pending_models() == [model]
     replayed = client.seqs[model] - 1
     async with AsyncExitStack() as stack:
         await serve(stack, running, client, context, shared, model)

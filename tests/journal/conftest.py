@@ -16,7 +16,6 @@ import sqlalchemy as sa
 from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.ids import model_id, sampler_id
 from tinkerflow.backend.journal import (
-    Bell,
     CheckpointKind,
     CheckpointSaved,
     Journal,
@@ -26,6 +25,7 @@ from tinkerflow.backend.journal import (
     NewRequest,
     NewSampler,
     NewSession,
+    Notifier,
     Pending,
     migrate,
 )
@@ -98,16 +98,16 @@ class Scene:
     owner: str = OWNER
 
     def session(self) -> str:
-        return self.journal.create_session(NewSession(self.owner, "0.38.0"))
+        return self.journal.sessions.create(NewSession(self.owner, "0.38.0"))
 
     def model(self, session_id: str | None = None, n: int = 0, *, live: bool = True, base_model: str = "tiny") -> str:
         """A model, live unless told otherwise, whose creation (seq 0) is done."""
         session_id = session_id or self.session()
         name = model_id(session_id, n)
-        self.journal.submit_new_model(NewModel(name, session_id, self.owner, base_model, rank=8), self.creation(name))
+        self.journal.models.create(NewModel(name, session_id, self.owner, base_model, rank=8), self.creation(name))
         if live:
-            (creation,) = self.journal.ready(name)
-            self.journal.finish([creation.done(b"{}", "json", ModelLive(name))])
+            (creation,) = self.journal.requests.ready(name)
+            self.journal.requests.finish([creation.done(b"{}", "json", ModelLive(name))])
         return name
 
     def creation(self, name: str, content: str = "create") -> NewRequest:
@@ -120,26 +120,26 @@ class Scene:
         return NewRequest(kind, self.owner, payload, "proto", content, model_id=model, seq_id=seq, error=error)
 
     def submit(self, model: str, seq: int, content: str = "", error: str | None = None) -> str:
-        return self.journal.submit(self.operation(model, seq, content, error))
+        return self.journal.requests.submit(self.operation(model, seq, content, error))
 
     def sampler(
         self, session_id: str, n: int = 0, *, model_path: str | None = None, snapshot_id: str | None = None
     ) -> str:
         name = sampler_id(session_id, n)
-        return self.journal.open_sampler(NewSampler(name, session_id, self.owner, "tiny", model_path, snapshot_id))
+        return self.journal.samplers.open(NewSampler(name, session_id, self.owner, "tiny", model_path, snapshot_id))
 
     def sample(self, sampler: str, seq: int, content: str = "") -> str:
         content = content or f"sample {seq}"
         request = NewRequest(Kind.SAMPLE, self.owner, b"{}", "json", content, sampler_id=sampler, seq_id=seq)
-        return self.journal.submit(request)
+        return self.journal.requests.submit(request)
 
     def ready(self, model: str, limit: int = 64) -> list[int | None]:
-        return [pending.seq_id for pending in self.journal.ready(model, limit)]
+        return [pending.seq_id for pending in self.journal.requests.ready(model, limit)]
 
     def execute(self, model: str, limit: int = 64) -> list[Pending]:
         """Answer what is ready."""
-        pending = self.journal.ready(model, limit)
-        self.journal.finish([one.done(b"result", "proto") for one in pending])
+        pending = self.journal.requests.ready(model, limit)
+        self.journal.requests.finish([one.done(b"result", "proto") for one in pending])
         return pending
 
 
@@ -158,10 +158,10 @@ def save(scene: Scene, clock: ManualClock) -> Callable[..., str]:
     ) -> str:
         seqs[model] = seqs.get(model, 0) + 1
         scene.submit(model, seqs[model])
-        (pending,) = scene.journal.ready(model)
+        (pending,) = scene.journal.requests.ready(model)
         path = f"tinker://{model}/{kind}/{name}"
         expires = None if ttl is None else clock.now() + timedelta(seconds=ttl)
-        scene.journal.finish(
+        scene.journal.requests.finish(
             [
                 pending.done(
                     b"{}",
@@ -197,8 +197,8 @@ def as_owner(journal: Journal) -> Callable[[str], Scene]:
 
 
 @pytest.fixture
-def bell(url: str) -> Iterator[Bell]:
-    opened = Bell(url)
+def notifier(url: str) -> Iterator[Notifier]:
+    opened = Notifier(url)
     yield opened
     opened.close()
 

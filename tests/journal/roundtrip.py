@@ -19,22 +19,24 @@ CALLS = ("submit", "ready", "finish", "result")
 
 def measure(journal: Journal, requests: int, clock: Callable[[], float]) -> list[dict[str, float]]:
     """Seconds per call, for each of `requests` requests of a fresh model."""
-    session = journal.create_session(NewSession("bench", "0"))
+    session = journal.sessions.create(NewSession("bench", "0"))
     model = model_id(session, 0)
     creation = NewRequest(Kind.CREATE_MODEL, "bench", b"{}", "json", "create", model_id=model, seq_id=0)
-    journal.submit_new_model(NewModel(model, session, "bench", "tiny", rank=8), creation)
-    journal.finish([pending.done(b"{}", "json", ModelLive(model)) for pending in journal.ready(model)])
+    journal.models.create(NewModel(model, session, "bench", "tiny", rank=8), creation)
+    journal.requests.finish(
+        [pending.done(b"{}", "json", ModelLive(model)) for pending in journal.requests.ready(model)]
+    )
     seconds = []
     for seq in range(1, requests + 1):
         request = NewRequest(Kind.OPTIM_STEP, "bench", b"x" * 300, "json", str(seq), model_id=model, seq_id=seq)
         times = [clock()]
-        request_id = journal.submit(request)
+        request_id = journal.requests.submit(request)
         times.append(clock())
-        (pending,) = journal.ready(model)
+        (pending,) = journal.requests.ready(model)
         times.append(clock())
-        journal.finish([pending.done(b"y" * 300, "json", StepMade(model, seq))])
+        journal.requests.finish([pending.done(b"y" * 300, "json", StepMade(model, seq))])
         times.append(clock())
-        journal.result(request_id, "bench")
+        journal.requests.result(request_id, "bench")
         times.append(clock())
         seconds.append({call: end - start for call, start, end in zip(CALLS, times, times[1:], strict=False)})
     return seconds

@@ -31,16 +31,16 @@ def test_entries_are_of_one_day_one_project_and_one_resource(journal, write, clo
     clock.advance(24 * 3600)
     write(owner="a", event=Event.PROJECT_KEY_REVOKED)
     first = date(2026, 1, 1)
-    assert [entry.event for entry in journal.audit_log("a", day=first)] == [
+    assert [entry.event for entry in journal.audit.entries("a", day=first)] == [
         "project_key_created",
         "checkpoint_published",
     ]
-    (published,) = journal.audit_log("a", day=first, resource="checkpoint")
+    (published,) = journal.audit.entries("a", day=first, resource="checkpoint")
     assert (published.model_id, published.tinker_path) == ("m", path)
     assert published.details == {"model_id": "m", "tinker_path": path}
-    assert [entry.owner for entry in journal.audit_log(None, day=first)] == ["a", "a", "b"]
-    assert [entry.event for entry in journal.audit_log("a")] == ["project_key_revoked"]
-    assert journal.audit_log("a", resource="team") == journal.audit_log("stranger") == []
+    assert [entry.owner for entry in journal.audit.entries(None, day=first)] == ["a", "a", "b"]
+    assert [entry.event for entry in journal.audit.entries("a")] == ["project_key_revoked"]
+    assert journal.audit.entries("a", resource="team") == journal.audit.entries("stranger") == []
 
 
 def test_what_did_not_happen_is_not_in_the_log(journal, url, clock):
@@ -50,4 +50,4 @@ def test_what_did_not_happen_is_not_in_the_log(journal, url, clock):
         assert connection.execute(sa.text("SELECT count(*) FROM audit_event")).scalar() == 1
         raise ZeroDivisionError
     database.close()
-    assert journal.audit_log(None) == []
+    assert journal.audit.entries(None) == []

@@ -7,21 +7,21 @@ from tinkerflow.backend.commands import CompileStatus
 
 def test_registering_replaces_the_list(scene):
     journal = scene.journal
-    assert journal.base_models() == []
-    journal.register_base_models([("b", '{"x": 1}'), ("a", "{}")])
-    assert [(model.name, model.card) for model in journal.base_models()] == [("a", "{}"), ("b", '{"x": 1}')]
-    journal.register_base_models([("b", "{}")])
-    assert [(model.name, model.card) for model in journal.base_models()] == [("b", "{}")]
-    journal.register_base_models([])
-    assert journal.base_models() == []
+    assert journal.base_models.all() == []
+    journal.base_models.register([("b", '{"x": 1}'), ("a", "{}")])
+    assert [(model.name, model.card) for model in journal.base_models.all()] == [("a", "{}"), ("b", '{"x": 1}')]
+    journal.base_models.register([("b", "{}")])
+    assert [(model.name, model.card) for model in journal.base_models.all()] == [("b", "{}")]
+    journal.base_models.register([])
+    assert journal.base_models.all() == []
 
 
 def test_what_is_compiled_is_kept_until_the_list_is_replaced(scene):
     journal = scene.journal
-    journal.register_base_models([("a", "{}"), ("b", "{}")])
+    journal.base_models.register([("a", "{}"), ("b", "{}")])
     warmth = CompileStatus(planned=9, ready=4, failed=1, needed=2, late=0)
-    journal.recovery.note_warmth("b", warmth)
-    journal.recovery.note_warmth("gone", warmth)
-    assert [model.warmth for model in journal.base_models()] == [None, warmth]
-    journal.register_base_models([("b", "{}")])
-    assert journal.base_models()[0].warmth is None
+    journal.base_models.note_compile_status("b", warmth)
+    journal.base_models.note_compile_status("gone", warmth)
+    assert [model.compile_status for model in journal.base_models.all()] == [None, warmth]
+    journal.base_models.register([("b", "{}")])
+    assert journal.base_models.all()[0].compile_status is None

@@ -20,14 +20,14 @@ def sampler(scene):
 
 
 def finish_all(journal, *, one_by_one=False):
-    pending = journal.pending_samples(1000)
+    pending = journal.queue.pending_samples(1000)
     for some in [[one] for one in pending] if one_by_one else [pending]:
-        journal.finish([one.done(b"12345", "proto") for one in some])
+        journal.requests.finish([one.done(b"12345", "proto") for one in some])
     return [one.id for one in pending]
 
 
 def after(scene, sampler, cursor, clone=0):
-    return scene.journal.completions(sampler, "local", clone=clone, after=cursor)
+    return scene.journal.results.completions(sampler, "local", clone=clone, after=cursor)
 
 
 def test_a_cursor_gives_each_answer_once_in_order(scene, sampler):
@@ -40,8 +40,8 @@ def test_a_cursor_gives_each_answer_once_in_order(scene, sampler):
     assert after(scene, sampler, page.cursor).rows == ()
     assert after(scene, sampler, 0) == page  # an answer that was lost on the way is asked for again
     second = scene.sample(sampler, 3)
-    (pending,) = scene.journal.pending_samples(10)
-    scene.journal.finish([pending.failed("no", "user")])
+    (pending,) = scene.journal.queue.pending_samples(10)
+    scene.journal.requests.finish([pending.failed("no", "user")])
     page = after(scene, sampler, page.cursor)
     assert [(row.request_id, row.done, row.size) for row in page.rows] == [(second, False, 0)]
 
@@ -65,7 +65,7 @@ def test_the_cursor_outlives_the_process_and_another_sampler_has_its_own(scene, 
     later = scene.sample(sampler, 9)
     finish_all(scene.journal)
     reopened = Journal.open(url)
-    page = reopened.completions(sampler, "local", clone=0, after=cursor)
+    page = reopened.results.completions(sampler, "local", clone=0, after=cursor)
     reopened.close()
     assert [row.request_id for row in page.rows] == [later]
     assert after(scene, other, 0).cursor == 0
@@ -77,26 +77,26 @@ def test_whatever_answers_is_seen(scene, as_owner):
     session = scene.session()
     sampler, other = scene.sampler(session), scene.sampler(session, 1)
     ids = [scene.sample(sampler, 0)]
-    scene.journal.cancel(ids[0], "local")
+    scene.journal.requests.cancel(ids[0], "local")
     ids.append(scene.sample(sampler, 2))
     scene.sample(other, 0)
-    scene.journal.finish_session(session, "local")
+    scene.journal.sessions.finish(session, "local")
     ids.append(scene.sample(sampler, 3))  # fails at once: its session is over
     assert [row.request_id for row in after(scene, sampler, 0).rows] == ids
     assert len(after(scene, other, 0).rows) == 1
     with pytest.raises(NotFoundError):
-        as_owner("them").journal.completions(sampler, "them", clone=0, after=0)
+        as_owner("them").journal.results.completions(sampler, "them", clone=0, after=0)
 
 
 def test_a_reader_among_many_writers_misses_nothing_and_sees_nothing_twice(scene, sampler, url):
     """On Postgres the writers' transactions overlap: numbers must become visible in their order."""
     ids = {scene.sample(sampler, seq) for seq in range(60)}
-    pending = scene.journal.pending_samples(100)
+    pending = scene.journal.queue.pending_samples(100)
     journals = [Journal.open(url) for _ in range(3)]
 
     def write(n: int) -> None:
         for one in pending[n::3]:
-            journals[n].finish([one.done(b"x", "proto")])
+            journals[n].requests.finish([one.done(b"x", "proto")])
 
     seen: list[str] = []
     with ThreadPoolExecutor(3) as threads:
@@ -120,11 +120,11 @@ def test_a_number_is_not_passed_while_its_transaction_is_open(scene, sampler, ur
     """The later writer waits for the earlier one, so a reader between the two cannot overtake it."""
     first, second = scene.sample(sampler, 0), scene.sample(sampler, 1)
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
-    by_id = {one.id: one for one in scene.journal.pending_samples(10)}
+    by_id = {one.id: one for one in scene.journal.queue.pending_samples(10)}
     with engine.connect() as connection:
         open_transaction = connection.begin()
         assert completions.take_number(connection, sampler) == 1
-        writer = threading.Thread(target=lambda: scene.journal.finish([by_id[second].done(b"2", "proto")]))
+        writer = threading.Thread(target=lambda: scene.journal.requests.finish([by_id[second].done(b"2", "proto")]))
         writer.start()
         writer.join(0.3)
         assert writer.is_alive()
@@ -163,7 +163,7 @@ def test_an_idle_look_is_one_statement_and_a_page_two(scene, sampler, statements
         after(scene, sampler, 0)
     assert len(made) == 2
     with statements() as made:
-        assert scene.journal.last_completions([sampler, "none"]) == {sampler: 1}
+        assert scene.journal.results.last_completions([sampler, "none"]) == {sampler: 1}
     assert len(made) == 1
 
 
@@ -184,62 +184,62 @@ def test_the_index_is_used(scene, sampler, url, statements):
 def test_an_outcome_that_names_no_sampler_is_refused(scene, sampler):
     request = scene.sample(sampler, 0)
     with pytest.raises(ValueError, match="sampler_id is None"):
-        scene.journal.finish([Outcome(request, result=b"")])
-    assert scene.journal.result(request, "local") is None
+        scene.journal.requests.finish([Outcome(request, result=b"")])
+    assert scene.journal.requests.result(request, "local") is None
 
 
 def test_what_was_read_and_acknowledged_is_dropped(scene, sampler):
     read, unread, clones = (scene.sample(sampler, seq) for seq in (0, 1, CLONE_BLOCK))
     finish_all(scene.journal)
     for request in (read, clones):
-        scene.journal.result(request, "local")
-    assert scene.journal.acknowledge(sampler, "local", [read, unread, clones, "req-none"], clone=0) == 1
-    assert scene.journal.acknowledge(sampler, "local", [read], clone=0) == 0
-    gone = scene.journal.result(read, "local")
+        scene.journal.requests.result(request, "local")
+    assert scene.journal.results.acknowledge(sampler, "local", [read, unread, clones, "req-none"], clone=0) == 1
+    assert scene.journal.results.acknowledge(sampler, "local", [read], clone=0) == 0
+    gone = scene.journal.requests.result(read, "local")
     assert (gone.result, gone.category) == (None, "user") and "acknowledged" in gone.error
     for kept in (unread, clones):
-        assert scene.journal.result(kept, "local").result == b"12345"
+        assert scene.journal.requests.result(kept, "local").result == b"12345"
     with pytest.raises(NotFoundError):
-        scene.journal.acknowledge(sampler, "them", [unread], clone=0)
+        scene.journal.results.acknowledge(sampler, "them", [unread], clone=0)
 
 
 def test_telling_the_size_is_no_reading(scene, sampler):
     request = scene.sample(sampler, 0)
-    assert scene.journal.result(request, "local", at_most=4) is None
+    assert scene.journal.requests.result(request, "local", at_most=4) is None
     finish_all(scene.journal)
-    told = scene.journal.result(request, "local", at_most=4)
+    told = scene.journal.requests.result(request, "local", at_most=4)
     assert (told.result, told.error, told.size) == (None, None, 5)
-    assert scene.journal.acknowledge(sampler, "local", [request], clone=0) == 0
-    assert scene.journal.result(request, "local", at_most=5).result == b"12345"
+    assert scene.journal.results.acknowledge(sampler, "local", [request], clone=0) == 0
+    assert scene.journal.requests.result(request, "local", at_most=5).result == b"12345"
 
 
 def test_copies_get_numbers_of_their_own(scene, sampler, url):
     with ThreadPoolExecutor(4) as threads:
-        numbers = list(threads.map(lambda _: scene.journal.join_sampler(sampler, "local"), range(12)))
+        numbers = list(threads.map(lambda _: scene.journal.samplers.join(sampler, "local"), range(12)))
     assert sorted(numbers) == list(range(1, 13))
     reopened = Journal.open(url)
-    assert reopened.join_sampler(sampler, "local") == 13
+    assert reopened.samplers.join(sampler, "local") == 13
     reopened.close()
     for wrong in (("none", "local"), (sampler, "them")):
         with pytest.raises(NotFoundError):
-            scene.journal.join_sampler(*wrong)
+            scene.journal.samplers.join(*wrong)
 
 
 def test_a_cancelled_sample_fails_and_nothing_else_can_be_cancelled(scene, sampler):
     request = scene.sample(sampler, 0)
     with pytest.raises(NotFoundError):
-        scene.journal.cancel(request, "them")
-    assert scene.journal.cancel(request, "local")
-    failed = scene.journal.result(request, "local")
+        scene.journal.requests.cancel(request, "them")
+    assert scene.journal.requests.cancel(request, "local")
+    failed = scene.journal.requests.result(request, "local")
     assert (failed.error, failed.category) == (CANCELLED, "user")
-    assert not scene.journal.cancel(request, "local")
-    assert scene.journal.pending_samples(10) == []
+    assert not scene.journal.requests.cancel(request, "local")
+    assert scene.journal.queue.pending_samples(10) == []
     answered = scene.sample(sampler, 1)
     finish_all(scene.journal)
-    assert not scene.journal.cancel(answered, "local")
-    assert scene.journal.result(answered, "local").result == b"12345"
+    assert not scene.journal.requests.cancel(answered, "local")
+    assert scene.journal.requests.result(answered, "local").result == b"12345"
     model = scene.model()
     training = scene.submit(model, 1)
     with pytest.raises(UserError, match="only samples can be cancelled"):
-        scene.journal.cancel(training, "local")
+        scene.journal.requests.cancel(training, "local")
     assert scene.ready(model) == [1]

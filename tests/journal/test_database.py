@@ -20,7 +20,8 @@ from tinkerflow.backend.journal import Journal, Kind, NewRequest
 journal = Journal.open(sys.argv[1])
 for n in range(150):
     seq_id = 2 * n + 1 + int(sys.argv[3])
-    journal.submit(NewRequest(Kind.FORWARD, "local", b"x" * 1000, "json", str(n), model_id=sys.argv[2], seq_id=seq_id))
+    request = NewRequest(Kind.FORWARD, "local", b"x" * 1000, "json", str(n), model_id=sys.argv[2], seq_id=seq_id)
+    journal.requests.submit(request)
 journal.close()
 """
 
@@ -48,7 +49,7 @@ def test_what_was_acknowledged_survives_kill_minus_nine(scene, url):
     )
     assert (killed.returncode, killed.stdout) == (-9, "stored\n")
     again = Journal.open(url)
-    assert again.ready(model)[0].seq_id == 1
+    assert again.requests.ready(model)[0].seq_id == 1
     with sa.create_engine(driver_url(url)).connect() as connection:
         assert connection.execute(sa.text("SELECT count(*) FROM request WHERE seq_id > 0")).scalar() == 150
     connection.engine.dispose()
@@ -61,8 +62,8 @@ def test_a_writer_that_gets_no_turn_says_so(sqlite_template, monkeypatch, tmp_pa
     monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
     holder, waiter = Database(f"sqlite:///{path}"), Journal.open(f"sqlite:///{path}")
     with holder.write(), pytest.raises(ServerError, match=r"no turn to write within 0.05 s"):
-        waiter.create_session(NewSession("local", "0"))
-    assert waiter.create_session(NewSession("local", "0")).startswith("sess-")
+        waiter.sessions.create(NewSession("local", "0"))
+    assert waiter.sessions.create(NewSession("local", "0")).startswith("sess-")
     holder.close()
     waiter.close()
 
@@ -72,7 +73,7 @@ def test_readers_do_not_wait_for_a_writer(scene, url):
     holder = Database(url)
     with holder.write() as connection:
         connection.execute(sa.text("UPDATE session SET detail = 'x'"))
-        assert scene.journal.session(session, "local").detail is None
+        assert scene.journal.sessions.get(session, "local").detail is None
     holder.close()
 
 

@@ -47,68 +47,70 @@ def saved(model: str, **changes: object) -> CheckpointSaved:
 def test_the_first_answer_wins_with_its_effects(scene):
     model = scene.model()
     request = scene.submit(model, 1)
-    (pending,) = scene.journal.ready(model)
-    assert scene.journal.finish([pending.done(b"first", "proto", StepMade(model, 1))]) == [request]
-    assert scene.journal.finish([pending.failed("second", None, StepMade(model, 99))]) == []
-    assert scene.journal.result(request, "local").result == b"first"
-    assert scene.journal.model(model, "local").step == 1
+    (pending,) = scene.journal.requests.ready(model)
+    assert scene.journal.requests.finish([pending.done(b"first", "proto", StepMade(model, 1))]) == [request]
+    assert scene.journal.requests.finish([pending.failed("second", None, StepMade(model, 99))]) == []
+    assert scene.journal.requests.result(request, "local").result == b"first"
+    assert scene.journal.models.get(model, "local").step == 1
 
 
 def test_one_call_with_two_answers_takes_the_first(scene):
     model = scene.model()
     request = scene.submit(model, 1)
-    (pending,) = scene.journal.ready(model)
-    assert scene.journal.finish([pending.done(b"a", "json"), pending.done(b"b", "json")]) == [request]
-    assert scene.journal.result(request, "local").result == b"a"
+    (pending,) = scene.journal.requests.ready(model)
+    assert scene.journal.requests.finish([pending.done(b"a", "json"), pending.done(b"b", "json")]) == [request]
+    assert scene.journal.requests.result(request, "local").result == b"a"
 
 
 def test_concurrent_answers_have_one_winner(scene):
     model = scene.model()
     for seq in range(1, 9):
         scene.submit(model, seq)
-    run = scene.journal.ready(model)
+    run = scene.journal.requests.ready(model)
     start = threading.Barrier(4)
 
     def answer(who: int) -> list[str]:
         start.wait()
         order = run if who % 2 else run[::-1]
-        return scene.journal.finish([p.done(b"%d" % who, "json", StepMade(model, p.seq_id)) for p in order])
+        return scene.journal.requests.finish([p.done(b"%d" % who, "json", StepMade(model, p.seq_id)) for p in order])
 
     with ThreadPoolExecutor(4) as threads:
         won = [request for ids in threads.map(answer, range(4)) for request in ids]
     assert sorted(won) == sorted(p.id for p in run)
-    assert scene.journal.model(model, "local").next_seq == 9
+    assert scene.journal.models.get(model, "local").next_seq == 9
 
 
 def test_all_outcomes_and_effects_or_none(scene):
     model = scene.model()
     scene.submit(model, 1)
-    (pending,) = scene.journal.ready(model)
+    (pending,) = scene.journal.requests.ready(model)
     orphan = SamplerOpened(NewSampler("sess-none:sample:0", "sess-none", "local", "tiny"))  # no such session
     with pytest.raises(Exception, match=r"(?i)foreign key"):
-        scene.journal.finish([pending.done(b"r", "json", StepMade(model, 7), orphan)])
-    assert scene.journal.result(pending.id, "local") is None
-    view = scene.journal.model(model, "local")
+        scene.journal.requests.finish([pending.done(b"r", "json", StepMade(model, 7), orphan)])
+    assert scene.journal.requests.result(pending.id, "local") is None
+    view = scene.journal.models.get(model, "local")
     assert (view.step, view.next_seq) == (0, 1)
     assert scene.ready(model) == [1]
 
 
 def test_a_model_becomes_live_with_what_its_checkpoint_decided(scene):
     model = scene.model(live=False)
-    (creation,) = scene.journal.ready(model)
-    scene.journal.finish([creation.done(b"{}", "json", ModelLive(model, step=12, rank=4, train_unembed=False))])
-    view = scene.journal.model(model, "local")
+    (creation,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish(
+        [creation.done(b"{}", "json", ModelLive(model, step=12, rank=4, train_unembed=False))]
+    )
+    view = scene.journal.models.get(model, "local")
     assert (view.state, view.step, view.rank, view.train_attn, view.train_unembed) == ("live", 12, 4, True, False)
 
 
 def test_a_failed_creation_ends_its_model_and_what_waits_behind_it(scene):
     model = scene.model(live=False)
     behind = scene.submit(model, 1)
-    (creation, _) = scene.journal.ready(model)
-    scene.journal.finish([creation.failed(UserError("base model 'x': unknown"))])
-    view = scene.journal.model(model, "local")
+    (creation, _) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([creation.failed(UserError("base model 'x': unknown"))])
+    view = scene.journal.models.get(model, "local")
     assert (view.state, view.detail) == (ModelState.FAILED, "base model 'x': unknown")
-    answer = scene.journal.result(behind, "local")
+    answer = scene.journal.requests.result(behind, "local")
     assert answer.error == f"model {model} was never created: base model 'x': unknown"
     assert answer.category == "user"
 
@@ -119,13 +121,13 @@ def test_ending_a_model_fails_what_waits_for_it_and_nobody_else(scene):
     for seq in (1, 2, 4):
         scene.submit(model, seq)
     survivor = scene.submit(other, 1)
-    (first, _) = scene.journal.ready(model)
-    scene.journal.finish(
+    (first, _) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish(
         [first.failed(StateLostError("gone"), None, ModelEnded(model, ModelState.LOST, "rank 1 died"))]
     )
-    assert scene.journal.pending_models() == [other]
-    assert scene.journal.result(survivor, "local") is None
-    assert scene.journal.result(first.id, "local").error == "gone"
+    assert scene.journal.queue.pending_models() == [other]
+    assert scene.journal.requests.result(survivor, "local") is None
+    assert scene.journal.requests.result(first.id, "local").error == "gone"
 
 
 def test_a_submit_racing_with_the_end_of_its_model_is_always_answered(scene):
@@ -133,7 +135,7 @@ def test_a_submit_racing_with_the_end_of_its_model_is_always_answered(scene):
     for n in range(6):
         model = scene.model(session, n)
         scene.submit(model, 1)
-        (pending,) = scene.journal.ready(model)
+        (pending,) = scene.journal.requests.ready(model)
         start = threading.Barrier(5)
 
         def submit(seq: int, model: str = model, start: threading.Barrier = start) -> str:
@@ -143,48 +145,48 @@ def test_a_submit_racing_with_the_end_of_its_model_is_always_answered(scene):
         with ThreadPoolExecutor(5) as threads:
             ids = [threads.submit(submit, seq) for seq in range(2, 6)]
             start.wait()
-            scene.journal.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "bye"))])
+            scene.journal.requests.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "bye"))])
             stored = [future.result() for future in ids]
-        assert scene.journal.finished(stored) == set(stored)
+        assert scene.journal.requests.finished(stored) == set(stored)
 
 
 def test_samplers_open_load_and_end(scene):
     session = scene.session()
     model = scene.model(session)
     scene.submit(model, 1)
-    (save,) = scene.journal.ready(model)
+    (save,) = scene.journal.requests.ready(model)
     opened = NewSampler(f"{session}:sample:0", session, "local", "tiny", snapshot_id="snap-1")
-    scene.journal.finish([save.done(b"{}", "json", SamplerOpened(opened))])
-    view = scene.journal.sampler(opened.id, "local")
+    scene.journal.requests.finish([save.done(b"{}", "json", SamplerOpened(opened))])
+    view = scene.journal.samplers.get(opened.id, "local")
     assert (view.state, view.snapshot_id, view.model_path) == (SamplerState.LIVE, "snap-1", None)
     first, second = scene.sample(opened.id, 0), scene.sample(opened.id, 1)
-    (one, _) = scene.journal.pending_samples(10)
-    scene.journal.finish([one.done(b"s", "proto", SamplerLoaded(opened.id, "snap-2"))])
-    assert scene.journal.sampler(opened.id, "local").snapshot_id == "snap-2"
-    assert scene.journal.unused_snapshots(["snap-1", "snap-2"]) == {"snap-1"}
-    (two,) = scene.journal.pending_samples(10)
+    (one, _) = scene.journal.queue.pending_samples(10)
+    scene.journal.requests.finish([one.done(b"s", "proto", SamplerLoaded(opened.id, "snap-2"))])
+    assert scene.journal.samplers.get(opened.id, "local").snapshot_id == "snap-2"
+    assert scene.journal.samplers.unused_snapshots(["snap-1", "snap-2"]) == {"snap-1"}
+    (two,) = scene.journal.queue.pending_samples(10)
     ended = SamplerEnded(opened.id, SamplerState.LOST, "worker group 3 ended")
     third = scene.sample(opened.id, 2)
-    scene.journal.finish([two.done(b"t", "proto", ended)])
-    assert scene.journal.result(first, "local").result == b"s"
-    assert scene.journal.result(second, "local").result == b"t"
-    assert "worker group 3 ended" in scene.journal.result(third, "local").error
-    assert scene.journal.result(third, "local").category == "server"
-    assert scene.journal.unused_snapshots(["snap-2"]) == {"snap-2"}
-    assert "was lost" in scene.journal.result(scene.sample(opened.id, 3), "local").error
+    scene.journal.requests.finish([two.done(b"t", "proto", ended)])
+    assert scene.journal.requests.result(first, "local").result == b"s"
+    assert scene.journal.requests.result(second, "local").result == b"t"
+    assert "worker group 3 ended" in scene.journal.requests.result(third, "local").error
+    assert scene.journal.requests.result(third, "local").category == "server"
+    assert scene.journal.samplers.unused_snapshots(["snap-2"]) == {"snap-2"}
+    assert "was lost" in scene.journal.requests.result(scene.sample(opened.id, 3), "local").error
 
 
 def test_a_checkpoint_saved_again_replaces_its_row(scene, clock):
     model = scene.model()
     for seq in (1, 2):
         scene.submit(model, seq)
-    one, two = scene.journal.ready(model)
-    scene.journal.finish([one.done(b"{}", "json", saved(model))])
-    scene.journal.delete_checkpoint(saved(model).path, "local")
+    one, two = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([one.done(b"{}", "json", saved(model))])
+    scene.journal.checkpoints.delete(saved(model).path, "local")
     clock.advance(5)
     expires = clock.now() + timedelta(hours=1)
-    scene.journal.finish([two.done(b"{}", "json", saved(model, step=9, expires_at=expires))])
-    view = scene.journal.checkpoint(saved(model).path, "local")
+    scene.journal.requests.finish([two.done(b"{}", "json", saved(model, step=9, expires_at=expires))])
+    view = scene.journal.checkpoints.get(saved(model).path, "local")
     assert (view.step, view.size_bytes, view.created_at, view.expires_at) == (9, 2**40, clock.now(), expires)
 
 
@@ -205,13 +207,15 @@ def test_finish_is_three_statements_and_its_effects(scene, statements):
     for seq in range(1, 31):
         scene.submit(model, seq)
         scene.sample(sampler, seq)
-    run = scene.journal.ready(model)
+    run = scene.journal.requests.ready(model)
     with statements() as made:
-        scene.journal.finish([pending.done(b"", "json") for pending in run[:29]])
+        scene.journal.requests.finish([pending.done(b"", "json") for pending in run[:29]])
     assert len(made) == 3
     with statements() as made:
-        scene.journal.finish([run[29].done(b"", "json", StepMade(model, 1))])
+        scene.journal.requests.finish([run[29].done(b"", "json", StepMade(model, 1))])
     assert len(made) == 4
     with statements() as made:
-        scene.journal.finish([pending.done(b"", "proto") for pending in scene.journal.pending_samples(30)])
+        scene.journal.requests.finish(
+            [pending.done(b"", "proto") for pending in scene.journal.queue.pending_samples(30)]
+        )
     assert len(made) == 4  # the reading, the sampler's number, and two to finish

@@ -19,7 +19,9 @@ def executed(scene, model, *seqs):
     """Submit and answer operations that change the model."""
     for seq in seqs:
         scene.submit(model, seq)
-    scene.journal.finish([replace(one.done(b"r", "proto"), replays=True) for one in scene.journal.ready(model)])
+    scene.journal.requests.finish(
+        [replace(one.done(b"r", "proto"), replays=True) for one in scene.journal.requests.ready(model)]
+    )
 
 
 def replayed(scene, model, after=0):
@@ -50,15 +52,15 @@ def test_a_save_that_others_have_overtaken_is_passed_by_a_replay_and_no_snapshot
     model, journal = scene.model(), scene.journal.recovery
     for seq in (1, 2, 3, 4):
         scene.submit(model, seq)
-    first, save, third, _ = scene.journal.ready(model)
-    scene.journal.finish([replace(one.done(b"r", "proto"), replays=True) for one in (first, third)])
+    first, save, third, _ = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([replace(one.done(b"r", "proto"), replays=True) for one in (first, third)])
     assert replayed(scene, model) == [1, 2, 3], "and not 4, which nobody has overtaken"
     assert [one.answered_at is None for one in journal.executed(model, 0, 10)] == [False, True, False]
     assert journal.count_executed(model, 0) == 2
     assert not journal.snapshot_taken(taken(model, 3))
     assert journal.snapshot_taken(taken(model, 1))
     assert journal.snapshot_taken(taken(model, 3, snapshot_id="sampled"))
-    scene.journal.finish([save.done(b"", "json")])
+    scene.journal.requests.finish([save.done(b"", "json")])
     assert replayed(scene, model) == [1, 3]
     assert journal.snapshot_taken(taken(model, 3))
 
@@ -66,10 +68,10 @@ def test_a_save_that_others_have_overtaken_is_passed_by_a_replay_and_no_snapshot
 def published(scene, session, model, seq):
     """An unnamed save that is answered: its id."""
     asked = replace(scene.operation(model, seq), kind=Kind.SAVE_FOR_SAMPLER, payload=b"{}", payload_type="json")
-    request = scene.journal.submit(asked)
-    (pending,) = scene.journal.ready(model)
+    request = scene.journal.requests.submit(asked)
+    (pending,) = scene.journal.requests.ready(model)
     opened = SamplerOpened(NewSampler(f"sampler {seq}", session, scene.owner, "tiny", snapshot_id=request))
-    scene.journal.finish([replace(pending.done(b"{}", "json", opened), replays=True)])
+    scene.journal.requests.finish([replace(pending.done(b"{}", "json", opened), replays=True)])
     return request
 
 
@@ -79,7 +81,7 @@ def test_a_publication_that_is_not_stored_is_passed_by_a_replay_while_a_sampler_
     executed(scene, model, 1)
     request = published(scene, session, model, 2)
     executed(scene, model, 3)
-    assert scene.journal.ready(model) == [] and replayed(scene, model) == [1, 2, 3]
+    assert scene.journal.requests.ready(model) == [] and replayed(scene, model) == [1, 2, 3]
     assert journal.unstored_models() == [model] and journal.is_unstored(request)
     assert [(one.id, one.answered) for one in journal.unstored(model)] == [(request, True)]
     assert journal.snapshot_taken(taken(model, 1)) and not journal.snapshot_taken(taken(model, 3))
@@ -89,7 +91,7 @@ def test_a_publication_that_is_not_stored_is_passed_by_a_replay_while_a_sampler_
     assert journal.snapshot_taken(taken(model, 3))
     other = published(scene, session, model, 4)
     assert journal.is_unstored(other)
-    scene.journal.finish_session(session, scene.owner, None)
+    scene.journal.sessions.finish(session, scene.owner, None)
     assert not journal.is_unstored(other) and journal.unstored(model) == [], "nobody samples it any more"
     assert journal.snapshot_taken(taken(model, 4))
 
@@ -110,7 +112,7 @@ def test_payloads_stay_as_long_as_a_replay_needs_them(scene, clock):
     executed(scene, model, 1, 2)
     answered_at = clock.now()
     clock.advance(200)
-    assert journal.expire_results(100) == 3
+    assert journal.results.expire(100) == 3
     kept = journal.recovery.executed(model, 0, 10)
     assert [one.request.payload for one in kept] == [b"payload 1", b"payload 2"]
     assert [one.succeeded for one in kept] == [None, None]
@@ -125,10 +127,10 @@ def test_payloads_stay_as_long_as_a_replay_needs_them(scene, clock):
 def test_what_somebody_else_answered_first_is_replayed_all_the_same(scene):
     model = scene.model()
     scene.submit(model, 1)
-    (pending,) = scene.journal.ready(model)
-    scene.journal.finish([pending.failed("cancelled", "user")])
+    (pending,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([pending.failed("cancelled", "user")])
     assert replayed(scene, model) == []
-    assert scene.journal.finish([replace(pending.done(b"late", "json"), replays=True)]) == []
+    assert scene.journal.requests.finish([replace(pending.done(b"late", "json"), replays=True)]) == []
     assert replayed(scene, model) == [1]
 
 
@@ -136,10 +138,10 @@ def test_a_model_that_ended_needs_nothing(scene):
     model = scene.model()
     executed(scene, model, 1, 2)
     scene.journal.recovery.snapshot_taken(taken(model, 1))
-    unload = scene.journal.request_unload(model, "over")
-    (pending,) = scene.journal.ready(model)
+    unload = scene.journal.models.request_unload(model, "over")
+    (pending,) = scene.journal.requests.ready(model)
     assert pending.id == unload
-    scene.journal.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "over"))])
+    scene.journal.requests.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "over"))])
     assert replayed(scene, model) == []
     assert scene.journal.recovery.superfluous() == [taken(model, 1).path]
     scene.journal.recovery.forget_snapshot(taken(model, 1).path)
@@ -177,7 +179,7 @@ def test_strays_are_snapshots_without_a_row_of_models_that_are_not_live(scene):
     for model in (live, ended):
         journal.snapshot_taken(taken(model, 0))
         journal.snapshot_taken(taken(model, 0, snapshot_id=f"of {model}"))
-    journal.end_model(ended, ModelState.FAILED, "over")
+    scene.journal.models.end(ended, ModelState.FAILED, "over")
     rows = {
         taken(model, 0, **more).path: model for model in (live, ended) for more in ({}, {"snapshot_id": f"of {model}"})
     }
@@ -190,18 +192,18 @@ def test_strays_are_snapshots_without_a_row_of_models_that_are_not_live(scene):
 
 
 def test_clients_are_told_what_they_wait_for(scene):
-    scene.journal.register_base_models([("tiny", "{}")])
+    scene.journal.base_models.register([("tiny", "{}")])
     session = scene.session()
     model = scene.model(session)
     request = scene.submit(model, 1)
     sampler = scene.sampler(session, 1)
     content = NewRequest(Kind.SAMPLE, "local", b"{}", "json", "s", sampler_id=sampler, seq_id=0)
-    sample, journal = scene.journal.submit(content), scene.journal.recovery
-    assert journal.waits_for(request) is None
-    journal.note_group("tiny", "the worker group is starting")
-    assert journal.waits_for(request) == journal.waits_for(sample) == "the worker group is starting"
-    journal.note_progress(model, "restoring")
-    assert journal.waits_for(request) == "restoring"
+    sample, journal = scene.journal.requests.submit(content), scene.journal
+    assert journal.queue.waits_for(request) is None
+    journal.base_models.note_progress("tiny", "the worker group is starting")
+    assert journal.queue.waits_for(request) == journal.queue.waits_for(sample) == "the worker group is starting"
+    journal.models.note_progress(model, "restoring")
+    assert journal.queue.waits_for(request) == "restoring"
 
 
 def test_suspects_are_counted(scene):

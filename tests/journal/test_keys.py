@@ -11,49 +11,49 @@ from tinkerflow.backend.errors import NotFoundError
 
 def test_a_key_opens_its_project(scene, clock):
     journal = scene.journal
-    assert not journal.has_keys()
-    key, secret = journal.create_key("laptop", "research", admin=True)
+    assert not journal.keys.has_any()
+    key, secret = journal.keys.create("laptop", "research", admin=True)
     assert secret.startswith("tml-")
     assert len(secret) > 43  # 256 bits
     assert secret.startswith(key.prefix)
-    found = journal.verify_key(secret)
+    found = journal.keys.verify(secret)
     assert (found.id, found.owner, found.admin, found.name) == (key.id, "research", True, "laptop")
     for wrong in ("", "tml-", secret[:-1], secret + "x", key.prefix):
-        assert journal.verify_key(wrong) is None
-    assert journal.keys()[0].last_used_at == clock.now()
+        assert journal.keys.verify(wrong) is None
+    assert journal.keys.all()[0].last_used_at == clock.now()
 
 
 def test_a_revoked_key_is_useless_for_good(scene, clock):
-    key, secret = scene.journal.create_key("a", "p")
-    when = scene.journal.revoke_key(key.id).revoked_at
+    key, secret = scene.journal.keys.create("a", "p")
+    when = scene.journal.keys.revoke(key.id).revoked_at
     assert when == clock.now()
     clock.advance(5)
-    assert scene.journal.revoke_key(key.id).revoked_at == when
-    assert scene.journal.verify_key(secret) is None
-    assert scene.journal.has_keys()
+    assert scene.journal.keys.revoke(key.id).revoked_at == when
+    assert scene.journal.keys.verify(secret) is None
+    assert scene.journal.keys.has_any()
     with pytest.raises(NotFoundError, match="api_key 'key-none'"):
-        scene.journal.revoke_key("key-none")
+        scene.journal.keys.revoke("key-none")
 
 
 def test_use_is_noted_once_a_minute(scene, clock, statements):
-    _, secret = scene.journal.create_key("a", "p")
-    scene.journal.verify_key(secret)
+    _, secret = scene.journal.keys.create("a", "p")
+    scene.journal.keys.verify(secret)
     first = clock.now()
     clock.advance(59)
     with statements() as made:
-        scene.journal.verify_key(secret)
+        scene.journal.keys.verify(secret)
     assert len(made) == 1
-    assert scene.journal.keys()[0].last_used_at == first
+    assert scene.journal.keys.all()[0].last_used_at == first
     clock.advance(1)
-    scene.journal.verify_key(secret)
-    assert scene.journal.keys()[0].last_used_at == clock.now()
+    scene.journal.keys.verify(secret)
+    assert scene.journal.keys.all()[0].last_used_at == clock.now()
 
 
 def test_no_secret_is_in_the_database_file(scene, url):
-    _, secret = scene.journal.create_key("a", "p")
-    scene.journal.verify_key(secret)
+    _, secret = scene.journal.keys.create("a", "p")
+    scene.journal.keys.verify(secret)
     if url.startswith("sqlite"):
         path = Path(url.removeprefix("sqlite:///"))
         for file in path.parent.glob(path.name + "*"):
             assert secret.encode() not in file.read_bytes()
-    assert secret not in repr(scene.journal.keys())
+    assert secret not in repr(scene.journal.keys.all())

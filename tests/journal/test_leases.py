@@ -16,45 +16,45 @@ def other(url, clock):
 
 
 def test_a_second_engine_waits_until_the_lease_has_run_out(scene, other, clock):
-    assert scene.journal.recovery.acquire("first") is None
+    assert scene.journal.leases.acquire("first") is None
     clock.advance(10)
-    scene.journal.recovery.renew()
+    scene.journal.leases.renew()
     clock.advance(10)
-    held = other.recovery.acquire("second")
+    held = other.leases.acquire("second")
     assert held is not None and held.holder == "first"
     clock.advance(10)
-    assert other.recovery.acquire("second") is None
+    assert other.leases.acquire("second") is None
 
 
 def test_a_fenced_off_engine_changes_nothing(scene, other):
     model = scene.model()
     request = scene.submit(model, 1)
-    scene.journal.recovery.acquire("first")
-    (pending,) = scene.journal.ready(model)
-    assert other.recovery.acquire("second", force=True) is None
+    scene.journal.leases.acquire("first")
+    (pending,) = scene.journal.requests.ready(model)
+    assert other.leases.acquire("second", force=True) is None
     with pytest.raises(FencedError, match="another engine"):
-        scene.journal.finish([pending.done(b"old", "json")])
+        scene.journal.requests.finish([pending.done(b"old", "json")])
     with pytest.raises(FencedError):
-        scene.journal.recovery.renew()
-    scene.journal.recovery.release()  # of what is not ours any more
-    assert other.result(request, "local") is None
-    assert other.finish([pending.done(b"new", "json")]) == [request]
+        scene.journal.leases.renew()
+    scene.journal.leases.release()  # of what is not ours any more
+    assert other.requests.result(request, "local") is None
+    assert other.requests.finish([pending.done(b"new", "json")]) == [request]
 
 
 def test_a_lease_that_was_given_back_is_free(scene, other):
-    scene.journal.recovery.acquire("first")
-    scene.journal.recovery.release()
-    assert other.recovery.acquire("second") is None
+    scene.journal.leases.acquire("first")
+    scene.journal.leases.release()
+    assert other.leases.acquire("second") is None
 
 
 def test_sessions_do_not_expire_for_a_server_that_was_away(scene, clock):
     session = scene.session()
-    scene.journal.recovery.beat()
+    scene.journal.leases.beat()
     clock.advance(1000)
-    assert scene.journal.expire_sessions(300) == [], "the API is away"
-    scene.journal.recovery.beat()
-    assert scene.journal.expire_sessions(300) == [], "it is back since a moment"
+    assert scene.journal.sessions.expire(300) == [], "the API is away"
+    scene.journal.leases.beat()
+    assert scene.journal.sessions.expire(300) == [], "it is back since a moment"
     for _ in range(31):
         clock.advance(10)
-        scene.journal.recovery.beat()
-    assert scene.journal.expire_sessions(300) == [session]
+        scene.journal.leases.beat()
+    assert scene.journal.sessions.expire(300) == [session]

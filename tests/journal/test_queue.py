@@ -15,9 +15,9 @@ def test_late_earlier_chunks_hold_back_later_ones(scene):
     for seq in (3, 2, 5):
         scene.submit(model, seq)
         assert scene.ready(model) == []
-        assert scene.journal.pending_models() == []
+        assert scene.journal.queue.pending_models() == []
     scene.submit(model, 1)
-    assert scene.journal.pending_models() == [model]
+    assert scene.journal.queue.pending_models() == [model]
     assert scene.ready(model) == [1, 2, 3]
     scene.execute(model, limit=2)
     assert scene.ready(model) == [3]
@@ -30,7 +30,7 @@ def test_late_earlier_chunks_hold_back_later_ones(scene):
 def test_pending_carries_what_was_submitted(scene):
     model = scene.model()
     scene.submit(model, 1)
-    (pending,) = scene.journal.ready(model)
+    (pending,) = scene.journal.requests.ready(model)
     assert (pending.kind, pending.payload, pending.payload_type) == (Kind.FORWARD_BACKWARD, b"payload 1", "proto")
     assert (pending.owner, pending.model_id, pending.seq_id) == ("local", model, 1)
 
@@ -42,13 +42,13 @@ def test_models_are_listed_longest_waiting_first_and_by_base_model(scene, clock)
     for model in (early, late, other):
         scene.submit(model, 1)
         clock.advance(1)
-    assert scene.journal.pending_models() == [early, late, other]
-    assert scene.journal.pending_models("tiny") == [early, late]
+    assert scene.journal.queue.pending_models() == [early, late, other]
+    assert scene.journal.queue.pending_models("tiny") == [early, late]
 
 
 def test_a_creation_is_the_first_thing_to_execute(scene):
     model = scene.model(live=False)
-    assert scene.journal.pending_models() == [model]
+    assert scene.journal.queue.pending_models() == [model]
     assert scene.ready(model) == [0]
 
 
@@ -58,19 +58,19 @@ def test_many_requests_that_failed_at_once_do_not_hide_the_next(scene):
         scene.submit(model, seq, error="bad")
     scene.submit(model, 31)
     assert scene.ready(model, limit=5) == [31]
-    assert scene.journal.pending_models() == [model]
+    assert scene.journal.queue.pending_models() == [model]
 
 
 def test_an_unload_waits_for_pages_that_are_still_to_come(scene):
     model = scene.model()
     for seq in range(1, 6):
         scene.submit(model, seq)
-    scene.journal.request_unload(model, "bye")
+    scene.journal.models.request_unload(model, "bye")
     seen = []
     while True:
-        run = scene.journal.ready(model, limit=2)
+        run = scene.journal.requests.ready(model, limit=2)
         seen += [pending.seq_id for pending in run]
-        scene.journal.finish([pending.done(b"", "json") for pending in run])
+        scene.journal.requests.finish([pending.done(b"", "json") for pending in run])
         if run[-1].kind is Kind.UNLOAD:
             break
     assert seen == [1, 2, 3, 4, 5, None]
@@ -80,18 +80,18 @@ def test_a_request_that_others_have_overtaken_is_ready_before_all_others(scene, 
     model = scene.model()
     for seq in (1, 2, 3):
         scene.submit(model, seq)
-    save, *others = scene.journal.ready(model)
-    scene.journal.finish([one.done(b"", "json") for one in others])
+    save, *others = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([one.done(b"", "json") for one in others])
     assert scene.ready(model) == [1]
-    assert scene.journal.pending_models() == [model]
+    assert scene.journal.queue.pending_models() == [model]
     scene.submit(model, 6)
     assert scene.ready(model) == [1], "4 and 5 are still to come"
     scene.submit(model, 5, error="bad")
     scene.submit(model, 4)
     assert scene.ready(model) == [1, 4, 6]
     clock.advance(100)
-    assert scene.journal.gaps(60) == []
-    scene.journal.finish([save.done(b"", "json")])
+    assert scene.journal.queue.gaps(60) == []
+    scene.journal.requests.finish([save.done(b"", "json")])
     assert scene.ready(model) == [4, 6]
 
 
@@ -101,27 +101,27 @@ def test_a_gap_is_seen_after_its_time_and_skipped(scene, clock):
     clock.advance(30)
     scene.submit(model, 4)
     clock.advance(59)
-    assert scene.journal.gaps(60) == []
+    assert scene.journal.queue.gaps(60) == []
     clock.advance(1)
-    (gap,) = scene.journal.gaps(60)
+    (gap,) = scene.journal.queue.gaps(60)
     assert (gap.model_id, gap.next_seq, gap.first_waiting, gap.missing) == (model, 1, 4, 2)
-    assert scene.journal.skip_gap(gap)
+    assert scene.journal.queue.skip_gap(gap)
     assert scene.ready(model) == [4]
-    assert scene.journal.gaps(60) == []
-    assert not scene.journal.skip_gap(gap)
+    assert scene.journal.queue.gaps(60) == []
+    assert not scene.journal.queue.skip_gap(gap)
 
 
 def test_a_gap_that_was_filled_meanwhile_is_not_skipped(scene, clock):
     model = scene.model()
     scene.submit(model, 3)
     clock.advance(61)
-    (gap,) = scene.journal.gaps(60)
+    (gap,) = scene.journal.queue.gaps(60)
     scene.submit(model, 2)
-    assert not scene.journal.skip_gap(gap)
-    (narrower,) = scene.journal.gaps(60)
+    assert not scene.journal.queue.skip_gap(gap)
+    (narrower,) = scene.journal.queue.gaps(60)
     assert narrower.missing == 1
     scene.submit(model, 1, error="bad")
-    assert not scene.journal.skip_gap(narrower)
+    assert not scene.journal.queue.skip_gap(narrower)
     assert scene.ready(model) == [2, 3]
 
 
@@ -130,7 +130,7 @@ def test_a_long_queue_is_no_gap(scene, clock):
     scene.submit(model, 1)
     scene.submit(model, 2)
     clock.advance(1000)
-    assert scene.journal.gaps(60) == []
+    assert scene.journal.queue.gaps(60) == []
 
 
 def test_samples_come_oldest_first_across_samplers_with_their_sampler(scene, clock):
@@ -141,13 +141,13 @@ def test_samples_come_oldest_first_across_samplers_with_their_sampler(scene, clo
     for seq, sampler in enumerate([base, tuned, base]):
         ids.append(scene.sample(sampler, seq))
         clock.advance(1)
-    waiting = scene.journal.pending_samples(10)
+    waiting = scene.journal.queue.pending_samples(10)
     assert [pending.id for pending in waiting] == ids
     assert [pending.sampler.snapshot_id for pending in waiting] == [None, "snap-1", None]
-    assert [pending.id for pending in scene.journal.pending_samples(10, exclude=ids[:2])] == ids[2:]
-    assert [pending.id for pending in scene.journal.pending_samples(1)] == ids[:1]
-    assert scene.journal.pending_samples(10, base_model="other") == []
-    assert scene.journal.pending_models() == []
+    assert [pending.id for pending in scene.journal.queue.pending_samples(10, exclude=ids[:2])] == ids[2:]
+    assert [pending.id for pending in scene.journal.queue.pending_samples(1)] == ids[:1]
+    assert scene.journal.queue.pending_samples(10, base_model="other") == []
+    assert scene.journal.queue.pending_models() == []
 
 
 def test_samples_are_counted_and_asked_for_by_owner(scene, as_owner):
@@ -156,11 +156,11 @@ def test_samples_are_counted_and_asked_for_by_owner(scene, as_owner):
     for seq in range(3):
         scene.sample(mine, seq)
     asked = other.sample(theirs, 0)
-    assert scene.journal.waiting_samples() == {scene.owner: 3, "other": 1}
-    assert scene.journal.waiting_samples("tiny") == {scene.owner: 3, "other": 1}
-    assert scene.journal.waiting_samples("small") == {}
-    assert [pending.id for pending in scene.journal.pending_samples(10, owner="other")] == [asked]
-    assert len(scene.journal.pending_samples(10)) == 4
+    assert scene.journal.queue.waiting_samples() == {scene.owner: 3, "other": 1}
+    assert scene.journal.queue.waiting_samples("tiny") == {scene.owner: 3, "other": 1}
+    assert scene.journal.queue.waiting_samples("small") == {}
+    assert [pending.id for pending in scene.journal.queue.pending_samples(10, owner="other")] == [asked]
+    assert len(scene.journal.queue.pending_samples(10)) == 4
 
 
 def test_statement_counts_do_not_grow(scene, statements):
@@ -168,10 +168,10 @@ def test_statement_counts_do_not_grow(scene, statements):
     for seq in range(1, 41):
         scene.submit(model, seq)
     with statements() as made:
-        assert len(scene.journal.ready(model)) == 40
-        assert scene.journal.pending_models() == [model]
-        assert scene.journal.gaps(1) == []
-        assert scene.journal.pending_samples(10) == []
+        assert len(scene.journal.requests.ready(model)) == 40
+        assert scene.journal.queue.pending_models() == [model]
+        assert scene.journal.queue.gaps(1) == []
+        assert scene.journal.queue.pending_samples(10) == []
     assert len(made) == 4
 
 
@@ -190,7 +190,7 @@ def test_whatever_the_order_of_arrival_execution_is_in_order_and_once(scene, ord
         head = next(n for n in itertools.count(1) if n not in arrived)
         expected = [n for n in range(1, head) if n not in bad and n not in executed]
         assert scene.ready(model) == expected
-        assert (model in scene.journal.pending_models()) == bool(expected)
+        assert (model in scene.journal.queue.pending_models()) == bool(expected)
         if index in pauses:
             executed += [pending.seq_id for pending in scene.execute(model)]
     executed += [pending.seq_id for pending in scene.execute(model)]

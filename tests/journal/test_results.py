@@ -11,21 +11,21 @@ from tinkerflow.backend.journal import Kind
 def test_pending_then_answered_and_re_readable(scene):
     model = scene.model()
     request = scene.submit(model, 1)
-    assert scene.journal.result(request, "local") is None
+    assert scene.journal.requests.result(request, "local") is None
     scene.execute(model)
-    first = scene.journal.result(request, "local")
+    first = scene.journal.requests.result(request, "local")
     assert (first.request_id, first.kind, first.result) == (request, Kind.FORWARD_BACKWARD, b"result")
     assert (first.result_type, first.error, first.category) == ("proto", None, None)
-    assert scene.journal.result(request, "local") == first
-    assert scene.journal.result(request, None) == first
+    assert scene.journal.requests.result(request, "local") == first
+    assert scene.journal.requests.result(request, None) == first
 
 
 def test_failures_keep_text_and_category(scene):
     model = scene.model()
     request = scene.submit(model, 1)
-    (pending,) = scene.journal.ready(model)
-    scene.journal.finish([pending.failed(UserError("learning_rate nan: must be finite"))])
-    answer = scene.journal.result(request, "local")
+    (pending,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([pending.failed(UserError("learning_rate nan: must be finite"))])
+    answer = scene.journal.requests.result(request, "local")
     assert (answer.result, answer.error, answer.category) == (None, "learning_rate nan: must be finite", "user")
 
 
@@ -34,7 +34,7 @@ def test_foreign_and_missing_are_the_same(scene):
     texts = set()
     for request_id, owner in ((request, "stranger"), ("req-none", "local")):
         with pytest.raises(NotFoundError) as error:
-            scene.journal.result(request_id, owner)
+            scene.journal.requests.result(request_id, owner)
         texts.add(str(error.value).replace(request_id, "ID"))
     assert texts == {"request 'ID' does not exist"}
 
@@ -43,24 +43,24 @@ def test_results_expire_after_they_were_read_or_answered(scene, clock):
     model = scene.model()
     read, unread, failed = (scene.submit(model, seq) for seq in (1, 2, 3))
     waiting = scene.submit(model, 5)
-    run = scene.journal.ready(model)
-    scene.journal.finish([run[0].done(b"1", "json"), run[1].done(b"2", "json"), run[2].failed("broken")])
+    run = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([run[0].done(b"1", "json"), run[1].done(b"2", "json"), run[2].failed("broken")])
     clock.advance(50)
-    scene.journal.result(read, "local")
+    scene.journal.requests.result(read, "local")
     clock.advance(51)
-    assert scene.journal.expire_results(100) == 2 + 1  # unread, failed, and the model's creation
-    assert scene.journal.result(read, "local").result == b"1"
-    gone = scene.journal.result(unread, "local")
+    assert scene.journal.results.expire(100) == 2 + 1  # unread, failed, and the model's creation
+    assert scene.journal.requests.result(read, "local").result == b"1"
+    gone = scene.journal.requests.result(unread, "local")
     assert gone.result is None
     assert "the result expired" in gone.error
     assert gone.category == "user"
-    assert scene.journal.result(failed, "local").error == "broken"
+    assert scene.journal.requests.result(failed, "local").error == "broken"
     clock.advance(50)
-    assert scene.journal.expire_results(100) == 1
-    assert scene.journal.expire_results(100) == 0
-    assert "expired" in scene.journal.result(read, "local").error
+    assert scene.journal.results.expire(100) == 1
+    assert scene.journal.results.expire(100) == 0
+    assert "expired" in scene.journal.requests.result(read, "local").error
     assert scene.submit(model, 1) == read
-    assert scene.journal.result(waiting, "local") is None
+    assert scene.journal.requests.result(waiting, "local") is None
 
 
 def test_expiry_takes_a_bounded_bite(scene, clock):
@@ -69,7 +69,7 @@ def test_expiry_takes_a_bounded_bite(scene, clock):
         scene.submit(model, seq)
     scene.execute(model)
     clock.advance(10)
-    bites = [scene.journal.expire_results(5, limit=4) for _ in range(4)]
+    bites = [scene.journal.results.expire(5, limit=4) for _ in range(4)]
     assert bites == [4, 4, 2, 0]
 
 
@@ -77,21 +77,21 @@ def test_finished_tells_which_of_many(scene):
     model = scene.model()
     ids = [scene.submit(model, seq) for seq in range(1, 4)]
     scene.execute(model, limit=2)
-    assert scene.journal.finished([*ids, "req-none"]) == set(ids[:2])
-    assert scene.journal.finished([]) == set()
+    assert scene.journal.requests.finished([*ids, "req-none"]) == set(ids[:2])
+    assert scene.journal.requests.finished([]) == set()
 
 
 def test_statements_to_read_a_result(scene, statements):
     model = scene.model()
     request = scene.submit(model, 1)
     with statements() as made:
-        scene.journal.result(request, "local")
+        scene.journal.requests.result(request, "local")
     assert len(made) == 1
     scene.execute(model)
     with statements() as made:
-        scene.journal.result(request, "local")
+        scene.journal.requests.result(request, "local")
     assert len(made) == 2
     with statements() as made:
-        scene.journal.result(request, "local")
-        scene.journal.finished([request])
+        scene.journal.requests.result(request, "local")
+        scene.journal.requests.finished([request])
     assert len(made) == 2

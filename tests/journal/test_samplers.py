@@ -14,14 +14,14 @@ def test_opening_is_idempotent_and_conflicts_are_named(scene):
     assert scene.sampler(session, 0, model_path="tinker://a/sampler_weights/b") == sampler == f"{session}:sample:0"
     with pytest.raises(ConflictError, match="exists already for tinker://a/sampler_weights/b"):
         scene.sampler(session, 0)
-    view = scene.journal.sampler(sampler, "local")
+    view = scene.journal.samplers.get(sampler, "local")
     assert (view.base_model, view.model_path, view.snapshot_id) == ("tiny", "tinker://a/sampler_weights/b", None)
     assert view.state is SamplerState.LIVE
 
 
 def test_a_session_that_is_over_opens_none(scene):
     session = scene.session()
-    scene.journal.finish_session(session, "local", None)
+    scene.journal.sessions.finish(session, "local", None)
     with pytest.raises(UserError, match=f"session {session} is finished"):
         scene.sampler(session)
 
@@ -30,7 +30,7 @@ def test_samplers_are_their_owners(scene, as_owner):
     session = scene.session()
     sampler = scene.sampler(session)
     with pytest.raises(NotFoundError):
-        scene.journal.sampler(sampler, "stranger")
+        scene.journal.samplers.get(sampler, "stranger")
     with pytest.raises(NotFoundError):
         as_owner("stranger").sampler(session, 1)
-    assert scene.journal.sampler(sampler, None).id == sampler
+    assert scene.journal.samplers.get(sampler, None).id == sampler

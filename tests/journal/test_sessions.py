@@ -19,31 +19,31 @@ from tinkerflow.backend.journal import (
 
 def test_a_session_keeps_what_its_client_said(scene, clock):
     new = NewSession("local", "0.38.0", ("a", "b"), {"n": 1, "deep": {"x": [1]}}, "proj-1", "my run")
-    session = scene.journal.create_session(new)
-    view = scene.journal.session(session, "local")
+    session = scene.journal.sessions.create(new)
+    view = scene.journal.sessions.get(session, "local")
     assert session.startswith("sess-")
     assert (view.owner, view.tags, view.user_metadata) == ("local", ("a", "b"), {"n": 1, "deep": {"x": [1]}})
     assert (view.project_id, view.display_name, view.state) == ("proj-1", "my run", SessionState.ACTIVE)
     assert view.created_at == view.last_seen_at == clock.now()
     with pytest.raises(NotFoundError):
-        scene.journal.session(session, "stranger")
+        scene.journal.sessions.get(session, "stranger")
 
 
 def test_heartbeats_keep_a_session_and_do_not_revive_it(scene, clock):
     session = scene.session()
     for _ in range(3):
         clock.advance(200)
-        assert scene.journal.heartbeat(session, "local") is SessionState.ACTIVE
-        assert scene.journal.expire_sessions(300) == []
+        assert scene.journal.sessions.heartbeat(session, "local") is SessionState.ACTIVE
+        assert scene.journal.sessions.expire(300) == []
     clock.advance(301)
-    assert scene.journal.expire_sessions(300) == [session]
-    assert scene.journal.expire_sessions(300) == []
-    seen = scene.journal.session(session, "local").last_seen_at
-    assert scene.journal.heartbeat(session, "local") is SessionState.EXPIRED
-    assert scene.journal.session(session, "local").last_seen_at == seen
+    assert scene.journal.sessions.expire(300) == [session]
+    assert scene.journal.sessions.expire(300) == []
+    seen = scene.journal.sessions.get(session, "local").last_seen_at
+    assert scene.journal.sessions.heartbeat(session, "local") is SessionState.EXPIRED
+    assert scene.journal.sessions.get(session, "local").last_seen_at == seen
     for owner, name in (("stranger", session), ("local", "sess-none")):
         with pytest.raises(NotFoundError):
-            scene.journal.heartbeat(name, owner)
+            scene.journal.sessions.heartbeat(name, owner)
 
 
 def test_training_requests_keep_a_session_whose_heartbeats_are_late(scene, clock):
@@ -52,54 +52,54 @@ def test_training_requests_keep_a_session_whose_heartbeats_are_late(scene, clock
     clock.advance(200)
     scene.submit(model, 1)
     clock.advance(200)
-    assert scene.journal.expire_sessions(300) == []
+    assert scene.journal.sessions.expire(300) == []
     clock.advance(101)
-    assert scene.journal.expire_sessions(300) == [session]
+    assert scene.journal.sessions.expire(300) == [session]
 
 
 def test_samplers_close_with_their_session_and_models_wait_for_their_unload(scene, clock):
     session, other = scene.session(), scene.session()
     model, sampler, foreign = scene.model(session), scene.sampler(session), scene.sampler(other)
     training, sample, elsewhere = scene.submit(model, 1), scene.sample(sampler, 0), scene.sample(foreign, 0)
-    assert scene.journal.abandoned_models() == []
-    scene.journal.finish_session(session, "local", "done")
+    assert scene.journal.models.abandoned() == []
+    scene.journal.sessions.finish(session, "local", "done")
     clock.advance(1)
-    scene.journal.finish_session(session, "local", "again")
-    view = scene.journal.session(session, "local")
+    scene.journal.sessions.finish(session, "local", "again")
+    view = scene.journal.sessions.get(session, "local")
     assert (view.state, view.detail) == (SessionState.FINISHED, "done")
-    assert scene.journal.samplers_of(session)[0].state is SamplerState.CLOSED
-    assert "done" in scene.journal.result(sample, "local").error
-    assert scene.journal.result(elsewhere, "local") is None
-    assert scene.journal.result(training, "local") is None
-    assert scene.journal.live_models(session) == scene.journal.abandoned_models() == [model]
-    scene.journal.request_unload(model, "its session is finished")
-    assert scene.journal.abandoned_models() == []
-    *_, unload = scene.journal.ready(model)
-    scene.journal.finish(
+    assert scene.journal.samplers.of_session(session)[0].state is SamplerState.CLOSED
+    assert "done" in scene.journal.requests.result(sample, "local").error
+    assert scene.journal.requests.result(elsewhere, "local") is None
+    assert scene.journal.requests.result(training, "local") is None
+    assert scene.journal.models.abandoned() == [model]
+    scene.journal.models.request_unload(model, "its session is finished")
+    assert scene.journal.models.abandoned() == []
+    *_, unload = scene.journal.requests.ready(model)
+    scene.journal.requests.finish(
         [unload.done(b"{}", "json", ModelEnded(model, ModelState.UNLOADED, "its session is finished"))]
     )
-    assert scene.journal.live_models(session) == []
-    assert "its session is finished" in scene.journal.result(training, "local").error
+    assert scene.journal.models.get(model, "local").state is ModelState.UNLOADED
+    assert "its session is finished" in scene.journal.requests.result(training, "local").error
 
 
 def test_only_its_owner_finishes_a_session(scene):
     session = scene.session()
     with pytest.raises(NotFoundError):
-        scene.journal.finish_session(session, "stranger", None)
-    assert scene.journal.session(session, "local").state is SessionState.ACTIVE
+        scene.journal.sessions.finish(session, "stranger", None)
+    assert scene.journal.sessions.get(session, "local").state is SessionState.ACTIVE
 
 
 def test_a_heartbeat_is_one_statement(scene, statements):
     session = scene.session()
     with statements() as made:
-        scene.journal.heartbeat(session, "local")
+        scene.journal.sessions.heartbeat(session, "local")
     assert len(made) == 1
 
 
 def expired(scene, clock, session):
     clock.advance(301)
-    assert scene.journal.expire_sessions(300) == [session]
-    return scene.journal.session(session, "local").failure
+    assert scene.journal.sessions.expire(300) == [session]
+    return scene.journal.sessions.get(session, "local").failure
 
 
 def test_an_expired_session_failed_when_its_last_request_did(scene, clock):
@@ -110,8 +110,8 @@ def test_an_expired_session_failed_when_its_last_request_did(scene, clock):
     sample = scene.sample(scene.sampler(session), 0)
     clock.advance(1)
     scene.execute(model)
-    (pending,) = scene.journal.pending_samples(1)
-    scene.journal.finish([pending.failed("no such token", "user")])
+    (pending,) = scene.journal.queue.pending_samples(1)
+    scene.journal.requests.finish([pending.failed("no such token", "user")])
     assert expired(scene, clock, session) == SessionFailure("user", "request", sample, "sample", "no such token")
 
 
@@ -128,8 +128,8 @@ def test_a_lost_model_is_why_its_session_failed(scene, clock):
     session = scene.session()
     model = scene.model(session)
     scene.submit(model, 1)
-    (pending,) = scene.journal.ready(model)
-    scene.journal.finish(
+    (pending,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish(
         [pending.failed(StateLostError("gone"), None, ModelEnded(model, ModelState.LOST, "the group died"))]
     )
     assert expired(scene, clock, session) == SessionFailure("server", "training_run", model, None, "the group died")
@@ -139,9 +139,9 @@ def test_a_lost_sampler_is_why_its_session_failed(scene, clock):
     session = scene.session()
     sampler = scene.sampler(session, snapshot_id="s")
     scene.sample(sampler, 0)
-    (pending,) = scene.journal.pending_samples(1)
+    (pending,) = scene.journal.queue.pending_samples(1)
     ended = SamplerEnded(sampler, SamplerState.LOST, "the group died")
-    scene.journal.finish([pending.failed(StateLostError("gone"), None, ended)])
+    scene.journal.requests.finish([pending.failed(StateLostError("gone"), None, ended)])
     assert expired(scene, clock, session) == SessionFailure(
         "server", "sampling_session", sampler, None, "the group died"
     )
@@ -151,10 +151,10 @@ def test_failed_and_cancelled_sessions_are_told_apart(scene, clock):
     failed, silent = scene.session(), scene.session()
     scene.submit(scene.model(failed), 1, error="wrong")
     clock.advance(301)
-    scene.journal.expire_sessions(300)
+    scene.journal.sessions.expire(300)
 
     def found(status):
-        sessions, more = scene.journal.search_sessions(SessionQuery(statuses=((status, None),)), "local")
+        sessions, more = scene.journal.sessions.search(SessionQuery(statuses=((status, None),)), "local")
         assert not more
         return [one.session.id for one in sessions]
 
@@ -163,12 +163,12 @@ def test_failed_and_cancelled_sessions_are_told_apart(scene, clock):
 
 def test_pages_of_sessions_made_at_once_do_not_overlap(scene):
     made = {scene.session() for _ in range(5)}
-    pages = [scene.journal.session_ids("local", limit=2, offset=offset) for offset in (0, 2, 4)]
+    pages = [scene.journal.sessions.ids("local", limit=2, offset=offset) for offset in (0, 2, 4)]
     assert [len(page) for page in pages] == [2, 2, 1]
     assert {one for page in pages for one in page} == made
     found, after = [], None
     for _ in range(3):
-        page, more = scene.journal.search_sessions(SessionQuery(limit=2, after=after), "local")
+        page, more = scene.journal.sessions.search(SessionQuery(limit=2, after=after), "local")
         found += [one.session.id for one in page]
         after = (page[-1].session.created_at, page[-1].session.id)
     assert not more

@@ -11,17 +11,17 @@ from tinkerflow.backend.journal import SequencesRecorded
 
 
 def record(scene, session, *names):
-    sampler = scene.sampler(session, len(scene.journal.samplers_of(session)))
+    sampler = scene.sampler(session, len(scene.journal.samplers.of_session(session)))
     request = scene.sample(sampler, 0)
-    pending = next(p for p in scene.journal.pending_samples(10) if p.id == request)
+    pending = next(p for p in scene.journal.queue.pending_samples(10) if p.id == request)
     infos = tuple(StabilityInfo(n, np.arange(3, dtype=np.int32), np.float32([-1, -2, -3])) for n in names)
-    scene.journal.finish([pending.done(b"", "proto", SequencesRecorded(session, infos))])
+    scene.journal.requests.finish([pending.done(b"", "proto", SequencesRecorded(session, infos))])
 
 
 def test_recorded_with_the_answer_and_found_in_its_session(scene):
     session = scene.session()
     record(scene, session, "req-1-0", "req-1-1")
-    found = scene.journal.stability(session, {"req-1-0", "req-1-1"})
+    found = scene.journal.losses.stability(session, {"req-1-0", "req-1-1"})
     assert found.keys() == {"req-1-0", "req-1-1"}
     assert found["req-1-0"].tokens_T.tolist() == [0, 1, 2]
     assert found["req-1-1"].logprobs_T.tolist() == [-1, -2, -3]
@@ -31,21 +31,21 @@ def test_unknown_and_foreign_sequences_look_alike(scene):
     session = scene.session()
     record(scene, session, "req-1-0")
     with pytest.raises(NotFoundError, match="'req-9-0'"):
-        scene.journal.stability(session, {"req-1-0", "req-9-0"})
+        scene.journal.losses.stability(session, {"req-1-0", "req-9-0"})
     with pytest.raises(NotFoundError, match="'req-1-0'"):
-        scene.journal.stability(scene.session(), {"req-1-0"})
+        scene.journal.losses.stability(scene.session(), {"req-1-0"})
 
 
 def test_a_use_begins_its_day_anew(scene, clock):
     session = scene.session()
     record(scene, session, "used", "unused")
     clock.advance(20 * 3600)
-    scene.journal.stability(session, {"used"})
+    scene.journal.losses.stability(session, {"used"})
     clock.advance(5 * 3600)
-    assert scene.journal.stability(session, {"used"}).keys() == {"used"}
+    assert scene.journal.losses.stability(session, {"used"}).keys() == {"used"}
     with pytest.raises(NotFoundError, match="'unused'"):
-        scene.journal.stability(session, {"unused"})
+        scene.journal.losses.stability(session, {"unused"})
     record(scene, session, "new")  # and what nobody used for a day is gone
     clock.advance(-24 * 3600)
     with pytest.raises(NotFoundError, match="'unused'"):
-        scene.journal.stability(session, {"unused"})
+        scene.journal.losses.stability(session, {"unused"})

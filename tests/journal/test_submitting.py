@@ -17,7 +17,7 @@ def test_a_replay_answers_the_stored_id_whatever_became_of_it(scene):
     assert scene.submit(model, 1) == first
     scene.execute(model)
     assert scene.submit(model, 1) == first
-    assert scene.journal.result(first, "local").result == b"result"
+    assert scene.journal.requests.result(first, "local").result == b"result"
 
 
 def test_other_content_under_a_used_seq_id_is_a_conflict(scene):
@@ -27,7 +27,7 @@ def test_other_content_under_a_used_seq_id_is_a_conflict(scene):
         scene.submit(model, 1, "b")
     optim = NewRequest(Kind.OPTIM_STEP, "local", b"{}", "json", "a", model_id=model, seq_id=1)
     with pytest.raises(ConflictError, match="forward_backward"):
-        scene.journal.submit(optim)
+        scene.journal.requests.submit(optim)
 
 
 def test_concurrent_submits_of_one_request_make_one_row(scene):
@@ -46,7 +46,7 @@ def test_concurrent_submits_of_one_request_make_one_row(scene):
     accepted = {i for i in ids if i != "conflict"}
     assert len(accepted) == 1
     assert ids.count("conflict") == 4
-    assert [p.id for p in scene.journal.ready(model)] == list(accepted)
+    assert [p.id for p in scene.journal.requests.ready(model)] == list(accepted)
 
 
 def test_concurrent_submits_of_many_requests_keep_all(scene):
@@ -54,18 +54,18 @@ def test_concurrent_submits_of_many_requests_keep_all(scene):
     with ThreadPoolExecutor(8) as threads:
         ids = list(threads.map(lambda seq: scene.submit(model, seq), [*range(1, 41)] * 2))
     assert ids[:40] == ids[40:]
-    assert [p.id for p in scene.journal.ready(model)] == ids[:40]
+    assert [p.id for p in scene.journal.requests.ready(model)] == ids[:40]
 
 
 def test_creation_is_replayed_by_session_and_number(scene):
     session = scene.session()
     model = f"{session}:train:0"
     new = NewModel(model, session, "local", "tiny", rank=8, seed=2**62, user_metadata={"renderer": "qwen3"})
-    first = scene.journal.submit_new_model(new, scene.creation(model))
-    assert scene.journal.submit_new_model(new, scene.creation(model)) == first
+    first = scene.journal.models.create(new, scene.creation(model))
+    assert scene.journal.models.create(new, scene.creation(model)) == first
     with pytest.raises(ConflictError):
-        scene.journal.submit_new_model(new, scene.creation(model, "other"))
-    view = scene.journal.model(model, "local")
+        scene.journal.models.create(new, scene.creation(model, "other"))
+    view = scene.journal.models.get(model, "local")
     assert (view.state, view.rank, view.seed, view.next_seq) == (ModelState.CREATING, 8, 2**62, 0)
     assert view.user_metadata == {"renderer": "qwen3"}
     assert view.created_at.utcoffset().total_seconds() == 0
@@ -76,7 +76,7 @@ def test_concurrent_creations_make_one_model(scene):
     model = f"{session}:train:0"
     new = NewModel(model, session, "local", "tiny", rank=8)
     with ThreadPoolExecutor(8) as threads:
-        ids = set(threads.map(lambda _: scene.journal.submit_new_model(new, scene.creation(model)), range(8)))
+        ids = set(threads.map(lambda _: scene.journal.models.create(new, scene.creation(model)), range(8)))
     assert len(ids) == 1
 
 
@@ -84,30 +84,30 @@ def test_concurrent_creations_make_one_model(scene):
 def test_a_request_for_a_model_that_ended_is_stored_failed_and_uses_its_seq_id(scene, state):
     model = scene.model()
     scene.submit(model, 1)
-    (running,) = scene.journal.ready(model)
-    scene.journal.finish([running.done(b"", "proto", ModelEnded(model, state, "the reason"))])
+    (running,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([running.done(b"", "proto", ModelEnded(model, state, "the reason"))])
     late = scene.submit(model, 2)
     assert scene.submit(model, 2) == late
-    answer = scene.journal.result(late, "local")
+    answer = scene.journal.requests.result(late, "local")
     assert model in answer.error
     assert "the reason" in answer.error
     assert answer.category == ("server" if state is ModelState.LOST else "user")
     with pytest.raises(ConflictError):
         scene.submit(model, 2, "other")
-    assert scene.journal.pending_models() == []
+    assert scene.journal.queue.pending_models() == []
 
 
 def test_a_request_in_a_finished_session_is_stored_failed(scene):
     session = scene.session()
     model, sampler = scene.model(session), scene.sampler(session)
-    scene.journal.finish_session(session, "local", "success")
+    scene.journal.sessions.finish(session, "local", "success")
     for request in (scene.submit(model, 1), scene.sample(sampler, 0)):
-        answer = scene.journal.result(request, "local")
+        answer = scene.journal.requests.result(request, "local")
         assert f"session {session} is finished: success" in answer.error
         assert answer.category == "user"
     late_model = scene.model(session, 1, live=False)
-    assert scene.journal.model(late_model, "local").state is ModelState.FAILED
-    assert scene.journal.session(session, "local").state is SessionState.FINISHED
+    assert scene.journal.models.get(late_model, "local").state is ModelState.FAILED
+    assert scene.journal.sessions.get(session, "local").state is SessionState.FINISHED
 
 
 def test_content_known_to_be_wrong_is_stored_failed_and_does_not_hold_back_others(scene):
@@ -118,9 +118,9 @@ def test_content_known_to_be_wrong_is_stored_failed_and_does_not_hold_back_other
     scene.submit(model, 1)
     assert scene.ready(model) == [1, 3]
     assert scene.submit(model, 2, error="data[0] is empty: needs at least one token") == bad
-    assert scene.journal.result(bad, "local").error.startswith("data[0] is empty")
+    assert scene.journal.requests.result(bad, "local").error.startswith("data[0] is empty")
     scene.execute(model)
-    assert scene.journal.model(model, "local").next_seq == 4
+    assert scene.journal.models.get(model, "local").next_seq == 4
 
 
 def test_a_creation_known_to_be_wrong_fails_its_model(scene):
@@ -129,19 +129,19 @@ def test_a_creation_known_to_be_wrong_fails_its_model(scene):
     wrong = NewRequest(
         Kind.CREATE_MODEL, "local", b"", "json", "c", model_id=model, seq_id=0, error="rank 0: must be >= 1"
     )
-    request = scene.journal.submit_new_model(NewModel(model, session, "local", "tiny", rank=0), wrong)
-    assert scene.journal.result(request, "local").error == "rank 0: must be >= 1"
-    assert scene.journal.model(model, "local").state is ModelState.FAILED
-    assert scene.journal.pending_models() == []
+    request = scene.journal.models.create(NewModel(model, session, "local", "tiny", rank=0), wrong)
+    assert scene.journal.requests.result(request, "local").error == "rank 0: must be >= 1"
+    assert scene.journal.models.get(model, "local").state is ModelState.FAILED
+    assert scene.journal.queue.pending_models() == []
 
 
 def test_a_seq_id_given_up_as_a_gap_comes_too_late(scene, clock):
     model = scene.model()
     scene.submit(model, 2)
     clock.advance(61)
-    (gap,) = scene.journal.gaps(60)
-    assert scene.journal.skip_gap(gap)
-    late = scene.journal.result(scene.submit(model, 1), "local")
+    (gap,) = scene.journal.queue.gaps(60)
+    assert scene.journal.queue.skip_gap(gap)
+    late = scene.journal.requests.result(scene.submit(model, 1), "local")
     assert "seq_id 1" in late.error
     assert "too late" in late.error
 
@@ -176,24 +176,26 @@ def test_nobody_submits_for_what_is_missing_or_foreign(scene, as_owner):
 
 def test_a_request_without_an_address_is_a_programming_error(scene):
     with pytest.raises(ValueError, match="exactly one of model_id and sampler_id"):
-        scene.journal.submit(NewRequest(Kind.SAMPLE, "local", b"", "json", "h"))
+        scene.journal.requests.submit(NewRequest(Kind.SAMPLE, "local", b"", "json", "h"))
 
 
 def test_an_unload_runs_after_what_can_run_and_ends_the_model(scene):
     model = scene.model()
     stays = scene.submit(model, 1)
     stranded = scene.submit(model, 3)
-    unload = scene.journal.request_unload(model, "session finished")
-    assert scene.journal.request_unload(model, "again") == unload
-    assert scene.journal.pending_models() == [model]
-    run = scene.journal.ready(model)
+    unload = scene.journal.models.request_unload(model, "session finished")
+    assert scene.journal.models.request_unload(model, "again") == unload
+    assert scene.journal.queue.pending_models() == [model]
+    run = scene.journal.requests.ready(model)
     assert [(p.kind, p.id) for p in run] == [(Kind.FORWARD_BACKWARD, stays), (Kind.UNLOAD, unload)]
-    scene.journal.finish([run[0].done(b"r", "proto")])
+    scene.journal.requests.finish([run[0].done(b"r", "proto")])
     assert scene.ready(model) == [None]
-    scene.journal.finish([run[1].done(b"{}", "json", ModelEnded(model, ModelState.UNLOADED, "session finished"))])
-    assert "session finished" in scene.journal.result(stranded, "local").error
-    assert scene.journal.request_unload(model, "once more") is None
-    assert scene.journal.model(model, "local").next_seq == 2
+    scene.journal.requests.finish(
+        [run[1].done(b"{}", "json", ModelEnded(model, ModelState.UNLOADED, "session finished"))]
+    )
+    assert "session finished" in scene.journal.requests.result(stranded, "local").error
+    assert scene.journal.models.request_unload(model, "once more") is None
+    assert scene.journal.models.get(model, "local").next_seq == 2
 
 
 def test_submit_is_two_statements_and_three_for_a_replay(scene, statements):

@@ -37,7 +37,7 @@ def steps(scene, save, clock):
 
 
 def left(scene):
-    return [view.path for view in scene.journal.checkpoints("local").rows]
+    return [view.path for view in scene.journal.checkpoints.page("local").rows]
 
 
 @pytest.mark.parametrize(
@@ -71,22 +71,22 @@ def test_what_others_rely_on_is_kept(scene, save, clock):
     names = ("public", "shared", "revoked", "over", "sampled", "unsampled", "ttl", "plain", "newest")
     path = {name: save(model, name, ttl=3600 if name == "ttl" else None) for name in names}
     export = save(model, "export", CheckpointKind.EXTERNAL_WEIGHTS)
-    scene.journal.publish(path["public"], "local")
-    scene.journal.share_checkpoint(path["shared"], "local")
-    scene.journal.unshare(scene.journal.share_checkpoint(path["revoked"], "local")[0].id)
-    scene.journal.share_checkpoint(path["over"], "local", 10)
+    scene.journal.checkpoints.publish(path["public"], "local")
+    scene.journal.shares.create(path["shared"], "local")
+    scene.journal.shares.revoke(scene.journal.shares.create(path["revoked"], "local")[0].id)
+    scene.journal.shares.create(path["over"], "local", 10)
     session = scene.session()
     scene.sampler(session, model_path=path["sampled"])
     other = scene.session()
     ended = scene.sampler(other, model_path=path["unsampled"])
-    scene.journal.finish_session(other, "local")
-    assert scene.journal.sampler(ended, None).state != SamplerState.LIVE
+    scene.journal.sessions.finish(other, "local")
+    assert scene.journal.samplers.get(ended, None).state != SamplerState.LIVE
     clock.advance(10)
     save(model, "last")
     kept = {path[name] for name in ("public", "shared", "sampled", "ttl")} | {export}
     scene.journal.upkeep.delete_retired(Retention(1))
     assert set(left(scene)) == kept | {f"tinker://{model}/weights/last"}
-    assert scene.journal.audit_log("local", resource="checkpoint")[-1].event == "checkpoint_expired"
+    assert scene.journal.audit.entries("local", resource="checkpoint")[-1].event == "checkpoint_expired"
 
 
 def test_runs_are_counted_apart(scene, save):
@@ -101,18 +101,18 @@ def test_changes_are_told_to_the_store_once(scene, save, clock):
     model = scene.model()
     one, two = save(model, "a"), save(model, "b")
     assert scene.journal.upkeep.unnoted() == []
-    scene.journal.publish(one, "local")
-    scene.journal.set_ttl(two, "local", 100)
+    scene.journal.checkpoints.publish(one, "local")
+    scene.journal.checkpoints.set_ttl(two, "local", 100)
     seen = scene.journal.upkeep.unnoted()
     assert [(view.path, view.public, view.expires_at) for view in seen] == [
         (one, True, None),
         (two, False, clock.now() + timedelta(seconds=100)),
     ]
-    scene.journal.publish(one, "local", False)  # changed again while the first change was being written
+    scene.journal.checkpoints.publish(one, "local", False)  # changed again while the first change was being written
     for view in seen:
         scene.journal.upkeep.noted(view)
     assert [(view.path, view.public) for view in scene.journal.upkeep.unnoted()] == [(one, False)]
-    scene.journal.delete_checkpoint(one, "local")
+    scene.journal.checkpoints.delete(one, "local")
     assert scene.journal.upkeep.unnoted() == []
     assert save(model, "a") == one
     assert scene.journal.upkeep.unnoted() == []
@@ -124,25 +124,25 @@ def test_a_lost_row_is_made_again_with_its_run(scene, clock):
     found = CheckpointFound(replace(SAVED, created_at=saved_at), True, {"renderer": "qwen3"})
     assert scene.journal.upkeep.restore(found)
     assert not scene.journal.upkeep.restore(found)
-    row = scene.journal.checkpoint(PATH, "team")
+    row = scene.journal.checkpoints.get(PATH, "team")
     assert (row.step, row.user_metadata, row.attempt, row.public) == (3, {"k": "v"}, "t-1", True)
     assert row.created_at == saved_at
-    assert scene.journal.checkpoint(PATH, "stranger").path == PATH
-    run = scene.journal.training_run(RUN, "team")
+    assert scene.journal.checkpoints.get(PATH, "stranger").path == PATH
+    run = scene.journal.models.run(RUN, "team")
     assert run.model.user_metadata == {"renderer": "qwen3"} and run.model.state == ModelState.UNLOADED
-    assert [view.path for view in scene.journal.checkpoints("team", run_id=RUN).rows] == [PATH]
-    assert scene.journal.session("lost-1", "team").state == SessionState.FINISHED
+    assert [view.path for view in scene.journal.checkpoints.page("team", run_id=RUN).rows] == [PATH]
+    assert scene.journal.sessions.get("lost-1", "team").state == SessionState.FINISHED
     assert scene.journal.upkeep.unnoted() == []
 
 
 def test_what_the_journal_knows_stays(scene, save, clock):
     model = scene.model()
     path = save(model, "a")
-    scene.journal.set_ttl(path, "local", 100)
+    scene.journal.checkpoints.set_ttl(path, "local", 100)
     known = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-1")
     assert not scene.journal.upkeep.restore(CheckpointFound(known, True, {}))
-    assert scene.journal.checkpoint(path, "local").expires_at is not None
-    scene.journal.delete_checkpoint(path, "local")
+    assert scene.journal.checkpoints.get(path, "local").expires_at is not None
+    scene.journal.checkpoints.delete(path, "local")
     assert not scene.journal.upkeep.restore(CheckpointFound(known, False, {}))
     assert left(scene) == []
 
@@ -152,6 +152,6 @@ def test_the_commit_is_the_truth_about_a_row_of_an_earlier_save(scene, save, clo
     path = save(model, "a")
     newer = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-9")
     assert scene.journal.upkeep.restore(CheckpointFound(newer, False, {"lost": "run"}))
-    assert scene.journal.checkpoint(path, "local").attempt == "a-9"
-    assert scene.journal.model(model, "local").state == ModelState.LIVE
-    assert scene.journal.model(model, "local").user_metadata == {}
+    assert scene.journal.checkpoints.get(path, "local").attempt == "a-9"
+    assert scene.journal.models.get(model, "local").state == ModelState.LIVE
+    assert scene.journal.models.get(model, "local").user_metadata == {}

@@ -15,7 +15,7 @@ def used(session, kind=UsageKind.TRAINING, quantity=10):
 
 
 def amounts(journal, owner, start):
-    return [(row.kind, row.quantity) for row in journal.usage(owner, start, start + 10 * HOUR)]
+    return [(row.kind, row.quantity) for row in journal.usage.hourly(owner, start, start + 10 * HOUR)]
 
 
 def test_usage_is_added_up_by_hour_and_only_with_the_first_answer(scene, clock):
@@ -23,19 +23,21 @@ def test_usage_is_added_up_by_hour_and_only_with_the_first_answer(scene, clock):
     model = scene.model(session)
     for seq in (1, 2):
         scene.submit(model, seq)
-    first, second = scene.journal.ready(model)
-    scene.journal.finish([one.done(b"", "json", used(session)) for one in (first, second)])
-    scene.journal.finish([first.done(b"", "json", used(session))])
+    first, second = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([one.done(b"", "json", used(session)) for one in (first, second)])
+    scene.journal.requests.finish([first.done(b"", "json", used(session))])
     assert amounts(scene.journal, "local", start) == [("training", 20)]
     scene.submit(model, 3)
     clock.advance(3600)
-    (third,) = scene.journal.ready(model)
-    scene.journal.finish([third.done(b"", "json", used(session, quantity=5), used(session, UsageKind.SAMPLE, 7))])
+    (third,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish(
+        [third.done(b"", "json", used(session, quantity=5), used(session, UsageKind.SAMPLE, 7))]
+    )
     assert amounts(scene.journal, "local", start) == [("training", 20), ("sample", 7), ("training", 5)]
     assert amounts(scene.journal, "local", start + HOUR) == [("sample", 7), ("training", 5)]
     assert amounts(scene.journal, "stranger", start) == []
     assert amounts(scene.journal, None, start) == amounts(scene.journal, "local", start)
-    assert [row.project for row in scene.journal.usage("local", start, start + HOUR)] == ["local"]
+    assert [row.project for row in scene.journal.usage.hourly("local", start, start + HOUR)] == ["local"]
 
 
 def test_usage_is_told_apart_by_session_base_model_and_owner(scene, clock, as_owner):
@@ -44,11 +46,11 @@ def test_usage_is_told_apart_by_session_base_model_and_owner(scene, clock, as_ow
     for owned, session, base, quantity in zip((scene, scene, other), sessions, ("a", "b", "a"), (1, 2, 4), strict=True):
         model = owned.model(session)
         owned.submit(model, 1)
-        (request,) = owned.journal.ready(model)
-        owned.journal.finish([request.done(b"", "json", Used(session, base, UsageKind.SAMPLE, quantity))])
+        (request,) = owned.journal.requests.ready(model)
+        owned.journal.requests.finish([request.done(b"", "json", Used(session, base, UsageKind.SAMPLE, quantity))])
 
     def found(owner, end):
-        return {(row.session_id, row.base_model, row.quantity) for row in scene.journal.usage(owner, start, end)}
+        return {(row.session_id, row.base_model, row.quantity) for row in scene.journal.usage.hourly(owner, start, end)}
 
     first, second, foreign = ((s, b, q) for s, b, q in zip(sessions, "aba", (1, 2, 4), strict=True))
     assert found("local", start + HOUR) == {first, second}
@@ -61,32 +63,32 @@ def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
     session, start = scene.session(), floor(clock.now())
     model = scene.model(session)
     scene.submit(model, 1)
-    (save,) = scene.journal.ready(model)
+    (save,) = scene.journal.requests.ready(model)
     path = f"tinker://{model}/weights/a"
     row = CheckpointSaved(
         path, model, CheckpointKind.WEIGHTS, "a", "local", "tiny", 8, True, True, True, step=1, size_bytes=1000
     )
     clock.advance(1800)
-    scene.journal.finish([save.done(b"", "json", row, used(session, UsageKind.CHECKPOINT, 1))])
+    scene.journal.requests.finish([save.done(b"", "json", row, used(session, UsageKind.CHECKPOINT, 1))])
     clock.advance(2 * 3600)
-    (now,) = scene.journal.stored_now("local")
+    (now,) = scene.journal.usage.stored_now("local")
     assert (now.project, now.checkpoints, now.size_bytes) == ("local", 1, 1000)
-    assert scene.journal.stored_now("local", "other") == scene.journal.stored_now("stranger") == []
-    scene.journal.delete_checkpoint(path, "local")
+    assert scene.journal.usage.stored_now("local", "other") == scene.journal.usage.stored_now("stranger") == []
+    scene.journal.checkpoints.delete(path, "local")
     clock.advance(5 * 3600)
-    hours = scene.journal.stored("local", start, start + 10 * HOUR)
+    hours = scene.journal.usage.stored("local", start, start + 10 * HOUR)
     assert [(one.bucket_start - start, one.byte_hours) for one in hours] == [
         (timedelta(hours=0), pytest.approx(500)),
         (timedelta(hours=1), pytest.approx(1000)),
         (timedelta(hours=2), pytest.approx(500)),
     ]
-    assert scene.journal.stored_now("local") == []
+    assert scene.journal.usage.stored_now("local") == []
 
 
 def test_what_failed_used_nothing(scene, clock):
     session = scene.session()
     model = scene.model(session)
     scene.submit(model, 1)
-    (request,) = scene.journal.ready(model)
-    scene.journal.finish([request.failed("no", "user", ModelEnded(model, ModelState.LOST, "gone"))])
+    (request,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([request.failed("no", "user", ModelEnded(model, ModelState.LOST, "gone"))])
     assert amounts(scene.journal, None, floor(clock.now())) == []

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from tinkerflow.backend.commands import AdamParams, CreateAdapter, GroupConfig, LoraSpec, OptimStep
-from tinkerflow.backend.pool import Hosts, Pool, codec
+from tinkerflow.backend.commands import CreateAdapter, GroupConfig, LoraSpec, OptimStep
+from tinkerflow.backend.pool import Hosts, Pool
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 
 async def main(executor: str, processes: int, port: int = 0, secret: str = "") -> None:
@@ -40,7 +42,7 @@ async def main(executor: str, processes: int, port: int = 0, secret: str = "") -
                 await task
             case "uneven":
                 assert pool._group is not None
-                pool._group._members[0].outbox.put_nowait((4, codec.encode(CreateAdapter("a", LoraSpec(1), 300))))
+                pool._group._members[0].outbox.put_nowait((4, frames.encode(CreateAdapter("a", LoraSpec(1), 300))))
                 await asyncio.sleep(0.1)
                 print("sent", flush=True)
 

@@ -38,9 +38,9 @@ from tinkerflow.backend.commands import (
     SampleStep,
 )
 from tinkerflow.backend.errors import ConflictError, DevicesError, NotFoundError, StateLostError, UserError
-from tinkerflow.backend.pool import codec
-from tinkerflow.backend.pool.messages import Ack
-from tinkerflow.backend.pool.transport import header
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import header
+from tinkerflow.backend.pool.protocol.messages import Ack
 
 
 class Echo:
@@ -129,7 +129,7 @@ class Echo:
         os.write(self.connection(), b"\x00" * 64)
 
     def send_frame(self, generation: int) -> None:
-        body = codec.encode(Done() if self.rank == 0 else Ack(None))
+        body = frames.encode(Done() if self.rank == 0 else Ack(None))
         os.write(self.connection(), header(generation, 999, body) + b"".join(body))
 
     def connection(self) -> int:

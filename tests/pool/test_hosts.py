@@ -16,7 +16,6 @@ import pytest
 
 from tinkerflow.backend import errors
 from tinkerflow.backend.commands import (
-    AdamParams,
     CreateAdapter,
     Example,
     Forward,
@@ -26,14 +25,17 @@ from tinkerflow.backend.commands import (
     OptimResult,
     OptimStep,
 )
-from tinkerflow.backend.pool import Hosts, Pool, Post, agent, codec, group, serve_group
-from tinkerflow.backend.pool.birth import Birth
+from tinkerflow.backend.pool import HostConfig, Hosts, Pool, group, serve_group
 from tinkerflow.backend.pool.group import Plan
-from tinkerflow.backend.pool.host_messages import Offer, Spawned, Welcome
-from tinkerflow.backend.pool.places import ThisMachine
-from tinkerflow.backend.pool.software import software
-from tinkerflow.backend.pool.spawn import ChildProcess, spawn_worker
-from tinkerflow.backend.pool.transport import LoopLink, WorkerLink
+from tinkerflow.backend.pool.host import agent
+from tinkerflow.backend.pool.host.places import ThisMachine
+from tinkerflow.backend.pool.host.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
+from tinkerflow.backend.pool.protocol.messages import Offer, Spawned, Welcome
+from tinkerflow.backend.pool.protocol.software import software
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 HERE = Path(__file__).parent
 SECRET = b"the secret of the group"
@@ -54,7 +56,7 @@ class Bench:
 
     def join(self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET) -> asyncio.Task[None]:
         """An agent, whose workers log to a folder of that name."""
-        post = Post("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "")
+        post = HostConfig("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "")
         task = asyncio.create_task(serve_group(post, self.said.append))
         self.agents.append(task)
         return task
@@ -361,10 +363,10 @@ async def test_a_process_that_ends_as_it_is_taken_over_is_replaced(
     await driver.kill()
     serve = ChildProcess.serve
 
-    def serve_dying(child: ChildProcess, birth: Birth) -> None:
+    def serve_dying(child: ChildProcess, spec: LaunchSpec) -> None:
         if child.pid in pids:
             child.signal(signal.SIGKILL)
-        serve(child, birth)
+        serve(child, spec)
 
     monkeypatch.setattr(ChildProcess, "serve", serve_dying)
     await next_driver()
@@ -454,7 +456,7 @@ async def test_another_secret_is_refused(bench: Bench, caplog: pytest.LogCapture
 
 
 async def test_other_software_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkerflow.backend.pool.agent.software", lambda: "python 2.7")
+    monkeypatch.setattr("tinkerflow.backend.pool.host.agent.software", lambda: "python 2.7")
     with pytest.raises(errors.UserError, match=r"host .+ has python 2.7, the driver python 3.+: they must be the same"):
         await bench.join("a")
     assert "none has joined" in bench.hosts.lack(1)
@@ -490,7 +492,7 @@ async def test_a_host_that_cannot_start_a_process_is_asked_again(bench: Bench, m
             raise OSError(11, "Resource temporarily unavailable")
         return await spawn_worker(*args, **kwargs)
 
-    monkeypatch.setattr("tinkerflow.backend.pool.agent.spawn_worker", spawn)
+    monkeypatch.setattr("tinkerflow.backend.pool.host.agent.spawn_worker", spawn)
     bench.join("a", 2)
     await serves(await bench.start(2), 2)
     assert not bench.hosts.lack(0)
@@ -508,9 +510,9 @@ async def test_a_start_that_waits_for_hosts_can_be_given_up(bench: Bench, wait_u
 async def visit(bench: Bench, offer: Offer) -> LoopLink:
     """Join by hand."""
     port = bench.hosts.port
-    link = (await asyncio.to_thread(WorkerLink.connect, "127.0.0.1", port, SECRET, 0, 0)).to_loop()
-    await link.write(0, codec.encode(offer))
-    assert codec.decode((await link.read()).body) == Welcome(3.0)
+    link = (await asyncio.to_thread(connect, "127.0.0.1", port, SECRET, 0, 0)).to_loop()
+    await link.write(0, frames.encode(offer))
+    assert frames.decode((await link.read()).body) == Welcome(3.0)
     return link
 
 
@@ -530,8 +532,8 @@ async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait
     offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]
     await wait_until(lambda: "(a: 1)" in bench.hosts.lack(2))
-    await links[1].write(0, codec.encode(Spawned(7, 1, "")))  # too late for whoever asked: nothing happens
-    await links[1].write(0, codec.encode(offer))
+    await links[1].write(0, frames.encode(Spawned(7, 1, "")))  # too late for whoever asked: nothing happens
+    await links[1].write(0, frames.encode(offer))
     await wait_until(lambda: "none has joined" in bench.hosts.lack(1))
     for link in links:
         link.close()

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tinkerflow.backend.commands import AdamParams, Done, GroupConfig, OptimStep, Ping
-from tinkerflow.backend.pool import codec
-from tinkerflow.backend.pool.birth import Birth
-from tinkerflow.backend.pool.messages import Beat, Fatal, Left, Progress, Ready, Start
-from tinkerflow.backend.pool.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
-from tinkerflow.backend.pool.transport import LoopLink, next_connection
+from tinkerflow.backend.commands import Done, GroupConfig, OptimStep, Ping
+from tinkerflow.backend.pool.host.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, next_connection
+from tinkerflow.backend.pool.protocol.messages import Beat, Fatal, Left, Progress, Ready, Start
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -72,25 +73,25 @@ async def test_workers_end_when_their_driver_is_killed_during_start(
     await wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
-def birth(listener: socket.socket, secret: bytes) -> Birth:
+def spec(listener: socket.socket, secret: bytes) -> LaunchSpec:
     """To connect there, as a child of ours."""
-    return Birth("127.0.0.1", listener.getsockname()[1], secret.hex(), 5, 0, os.getpid(), "")
+    return LaunchSpec("127.0.0.1", listener.getsockname()[1], secret.hex(), 5, 0, os.getpid(), "")
 
 
 async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[ChildProcess, LoopLink]:
     """A worker that has been told to run `executor`, and our end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        process = await spawn_worker(birth(listener, SECRET), "", log_dir=tmp_path)
+        process = await spawn_worker(spec(listener, SECRET), "", log_dir=tmp_path)
         sock = await next_connection(listener)
-    link = await LoopLink.accept(sock, SECRET, 5, 1)
-    await link.write(0, codec.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0)))
+    link = await accept(sock, SECRET, 5, 1)
+    await link.write(0, frames.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0)))
     return process, link
 
 
 async def next_message(link: LoopLink) -> object:
     async with asyncio.timeout(20):
-        return codec.decode((await link.read()).body)
+        return frames.decode((await link.read()).body)
 
 
 async def test_a_worker_ends_when_its_connection_does(
@@ -114,16 +115,16 @@ async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        to_us = birth(listener, SECRET)
+        to_us = spec(listener, SECRET)
         worker = await spawn_worker(to_us, "", log_dir=tmp_path, keep=True)
 
         async def next_driver() -> LoopLink:
-            return await LoopLink.accept(await next_connection(listener), SECRET, 5, 1)
+            return await accept(await next_connection(listener), SECRET, 5, 1)
 
         first = await next_driver()
-        await first.write(0, codec.encode(Start(config, 1, "", "pool_executors:Echo", 30.0)))
+        await first.write(0, frames.encode(Start(config, 1, "", "pool_executors:Echo", 30.0)))
         for index in (1, 2):
-            await first.write(index, codec.encode(Ping()))
+            await first.write(index, frames.encode(Ping()))
         while not isinstance(await next_message(first), Done):
             pass
         first.close()
@@ -140,20 +141,20 @@ async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_t
     config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    start = codec.encode(Start(config, 1, "", "pool_executors:Ahead", 30.0))
+    start = frames.encode(Start(config, 1, "", "pool_executors:Ahead", 30.0))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        to_us = birth(listener, SECRET)
+        to_us = spec(listener, SECRET)
         worker = await spawn_worker(to_us, "", log_dir=tmp_path, keep=True)
-        first = await LoopLink.accept(await next_connection(listener), SECRET, 5, 1)
+        first = await accept(await next_connection(listener), SECRET, 5, 1)
         await first.write(0, start)
         while not isinstance(await next_message(first), Ready):
             pass
-        await first.write(1, codec.encode(OptimStep("a", AdamParams(learning_rate=2))))  # fails in two seconds
+        await first.write(1, frames.encode(OptimStep("a", AdamParams(learning_rate=2))))  # fails in two seconds
         first.close()
         worker.serve(to_us)
         async with asyncio.timeout(60):
-            second = await LoopLink.accept(await next_connection(listener), SECRET, 5, 1)
+            second = await accept(await next_connection(listener), SECRET, 5, 1)
         await second.write(0, start)
         assert await next_message(second) == Left(1)
         last = await next_message(second)
@@ -168,8 +169,8 @@ async def test_a_worker_answers_beats_while_its_main_thread_is_busy(
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     process, link = await begin(config, tmp_path, "Sleepy")
     assert await next_message(link) == Progress("importing pool_executors")
-    await link.write(0, codec.encode(Ping()))  # in line behind the start
-    await link.write(0, codec.encode(Beat()))
+    await link.write(0, frames.encode(Ping()))  # in line behind the start
+    await link.write(0, frames.encode(Beat()))
     assert await next_message(link) == Beat()
     link.close()
     assert (await process.ended()).how == "ended with exit status 0"
@@ -191,10 +192,10 @@ async def test_the_secret_is_in_no_argument_and_no_environment(
 async def test_a_worker_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        process = await spawn_worker(birth(listener, b"wrong"), "", log_dir=tmp_path)
+        process = await spawn_worker(spec(listener, b"wrong"), "", log_dir=tmp_path)
         sock = await next_connection(listener)
         with pytest.raises((PermissionError, EOFError)):  # it finds out first, from our proof
-            await LoopLink.accept(sock, SECRET, 5, 1)
+            await accept(sock, SECRET, 5, 1)
     assert (await process.ended()).how == "ended with exit status 70"
     assert "does not know the secret of generation 5" in (tmp_path / "worker-0.log").read_text()
 
@@ -233,4 +234,4 @@ def test_a_workers_environment_asks_for_huge_pages_and_keeps_what_is_set():
     assert "glibc.malloc.hugetlb=1" in tunables and plain["PYTHONPATH"] == str(ROOT / ".package")
     ours = worker_environment({"PYTHONPATH": "/x", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
     assert ours["GLIBC_TUNABLES"].split(":") == [*tunables, "glibc.malloc.hugetlb=0"]  # glibc: the last one wins
-    assert ours["PYTHONPATH"] == f"{ROOT}{os.pathsep}/x"
+    assert ours["PYTHONPATH"] == f"{ROOT / '.package'}{os.pathsep}/x"

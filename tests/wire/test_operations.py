@@ -15,8 +15,10 @@ from tinker import types
 from tinker._compat import model_dump
 from tinker.types.optim_step_request import OptimStepRequest
 
-from tinkerflow.backend.commands import AdamParams, DimuonParams, LoraSpec
+from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 from tinkerflow.backend.wire import (
     CreateModel,
     LoadModel,
@@ -143,7 +145,7 @@ WRONG: list[Wrong] = [
         "adam_params.beta1 is 1.0: must be a finite number >= 0 and < 1",
     ),
     (decode_optim_step, of(adam_params={"learning_rate": -1}), "adam_params.learning_rate is -1: must be"),
-    (decode_optim_step, of(adam_params={"eps": 0}), "adam_params.eps is 0.0: must be a finite number > 0"),
+    (decode_optim_step, of(adam_params={"eps": 0}), "adam_params.eps is 0: must be a finite number > 0"),
     (decode_optim_step, of(adam_params={"weight_decay": "a"}), "adam_params.weight_decay is 'a': must be"),
     (decode_create_model, of(lora_config={}), "base_model is None: must be a non-empty string"),
     (decode_create_model, of(base_model="m", lora_config={"rank": 0}), "lora_config.rank is 0: must be a whole number"),

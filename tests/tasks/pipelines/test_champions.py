@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tinkerflow.backend.clock import ManualClock
 from tinkerflow.backend.errors import ConflictError, UserError
 from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
 from tinkerflow.tasks.pipelines.scoring import Scores
@@ -11,7 +12,8 @@ from tinkerflow.tasks.pipelines.scoring import Scores
 
 def one(number: int, weights: str) -> Champion:
     scores = Scores(rows=2, loss=1.0, exact_match=0.5, samples=[])
-    return Champion(number=number, weights=weights, state="s", run="r", data="d", scores=scores)
+    now = ManualClock().now()
+    return Champion(number=number, weights=weights, state="s", run="r", data="d", scores=scores, promoted_at=now)
 
 
 def test_the_last_promoted_is_the_champion(work: str) -> None:

@@ -5,41 +5,41 @@ from __future__ import annotations
 import pytest
 
 from tinkerflow.backend.errors import ServerError, UserError
-from tinkerflow.tasks.pipelines.progress import Progress, Segment, StepMetrics
+from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.work import open_work
 
 
-def segment(first: int, last: int, loss: float = 1.0) -> Segment:
+def segment(first: int, last: int, loss: float = 1.0) -> SegmentRecord:
     steps = [StepMetrics(step=step, values={"loss": loss}) for step in range(first, last + 1)]
-    return Segment(first_step=first, last_step=last, state=f"tinker://m/weights/step-{last}", steps=steps)
+    return SegmentRecord(first_step=first, last_step=last, state=f"tinker://m/weights/step-{last}", steps=steps)
 
 
 def test_segments_are_read_in_order_by_whoever_goes_on(work: str) -> None:
-    progress = Progress(work, "run", "plan")
+    progress = RunProgress(work, "run", "plan")
     progress.add(segment(1, 9))
     progress.add(segment(10, 10))
     progress.add(segment(11, 110))
-    assert Progress(work, "run", "plan").segments() == [segment(1, 9), segment(10, 10), segment(11, 110)]
-    assert Progress(work, "other", "plan").segments() == []
+    assert RunProgress(work, "run", "plan").segments() == [segment(1, 9), segment(10, 10), segment(11, 110)]
+    assert RunProgress(work, "other", "plan").segments() == []
 
 
 def test_of_two_processes_one_goes_on(work: str) -> None:
-    Progress(work, "run", "plan").add(segment(1, 5))
+    RunProgress(work, "run", "plan").add(segment(1, 5))
     for late in (segment(1, 5, loss=2.0), segment(1, 3)):
         with pytest.raises(UserError, match="step 1 was made by another process"):
-            Progress(work, "run", "plan").add(late)
+            RunProgress(work, "run", "plan").add(late)
 
 
 def test_another_plan_or_a_strange_name_is_refused(work: str) -> None:
-    Progress(work, "run", "plan")
+    RunProgress(work, "run", "plan")
     with pytest.raises(UserError, match="resume 'run': this run was begun with other parameters or data"):
-        Progress(work, "run", "other plan")
+        RunProgress(work, "run", "other plan")
     with pytest.raises(UserError, match=r"run '\.\./x': must be 1 to 128 of"):
-        Progress(work, "../x", "plan")
+        RunProgress(work, "../x", "plan")
 
 
 def test_a_missing_piece_is_noticed(work: str) -> None:
-    progress = Progress(work, "run", "plan")
+    progress = RunProgress(work, "run", "plan")
     for one in (segment(1, 5), segment(6, 9)):
         progress.add(one)
     open_work(work).remove("progress/run/segments/00000005.json")
@@ -48,9 +48,9 @@ def test_a_missing_piece_is_noticed(work: str) -> None:
 
 
 def test_what_is_kept_is_the_first_ones(work: str) -> None:
-    progress = Progress(work, "run", "plan")
+    progress = RunProgress(work, "run", "plan")
     assert progress.kept("reference") is None
     assert progress.keep("reference", b"one") == b"one"
-    assert Progress(work, "run", "plan").keep("reference", b"two") == b"one"
+    assert RunProgress(work, "run", "plan").keep("reference", b"two") == b"one"
     assert progress.kept("reference") == b"one"
-    assert Progress(work, "other", "plan").kept("reference") is None
+    assert RunProgress(work, "other", "plan").kept("reference") is None

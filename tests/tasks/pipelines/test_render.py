@@ -10,13 +10,13 @@ import pytest
 
 from tinkerflow.backend.errors import UserError
 from tinkerflow.tasks.pipelines import DataSource, Renderer, check_data, load_examples, render
-from tinkerflow.tasks.pipelines.render import Example
+from tinkerflow.tasks.pipelines.render import TokenizedExample
 
 USER = {"role": "user", "content": "What is 4 + 5?"}
 ANSWER = {"role": "assistant", "content": "4 + 5 = 9."}
 
 
-def learnt(tokenizer: Any, example: Example) -> str:
+def learnt(tokenizer: Any, example: TokenizedExample) -> str:
     return str(tokenizer.decode(example.tokens[example.weights > 0].tolist()))
 
 

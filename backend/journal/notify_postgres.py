@@ -1,0 +1,98 @@
+"""Notifications between processes that share a Postgres database: LISTEN and NOTIFY on one channel."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+
+import psycopg
+
+from tinkerflow.backend.journal.database import driver_url
+from tinkerflow.backend.journal.notify import packed, unpacked
+
+log = logging.getLogger(__name__)
+
+_CHANNEL = "tinkerflow_bell"
+_LIMIT = 7000  # bytes; Postgres takes 7,999
+_RECONNECT_SECONDS = 1.0
+_LOOK_UP_SECONDS = 0.5
+
+
+class PostgresTransport:
+    """Carries topics with NOTIFY on one connection, and hears them with LISTEN on another."""
+
+    def __init__(self, url: str) -> None:
+        """For the database of `url`; nothing is connected yet."""
+        self._conninfo = driver_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+        self._own = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._sender: psycopg.Connection | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def send(self, topics: tuple[str, ...]) -> None:
+        """NOTIFY the other processes; a broken connection is opened again once."""
+        with self._lock:
+            for message in packed(topics, _LIMIT):
+                self._notify(f"{self._own}\n{message.decode()}")
+
+    def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
+        """Connect, LISTEN, and read in a thread that connects again whenever the connection breaks."""
+        connection = self._connect_listening()
+        self._thread = threading.Thread(target=self._receive, args=(connection, deliver), name="notifier", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close both connections."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+            self._thread = None
+        with self._lock:
+            self._drop_sender()
+
+    def _notify(self, message: str) -> None:
+        for last in (False, True):
+            try:
+                if self._sender is None:
+                    self._sender = psycopg.connect(self._conninfo, autocommit=True)
+                self._sender.execute("SELECT pg_notify(%s, %s)", (_CHANNEL, message))
+            except psycopg.OperationalError as error:
+                self._drop_sender()
+                if last:
+                    log.warning("notification lost: cannot notify through Postgres: %s", error)
+            else:
+                return
+
+    def _drop_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _connect_listening(self) -> psycopg.Connection:
+        connection = psycopg.connect(self._conninfo, autocommit=True)
+        connection.execute(f"LISTEN {_CHANNEL}")
+        return connection
+
+    def _receive(self, connection: psycopg.Connection, deliver: Callable[[tuple[str, ...]], None]) -> None:
+        while not self._stop.is_set():
+            try:
+                for notification in connection.notifies(timeout=_LOOK_UP_SECONDS):
+                    sender, *topics = unpacked(notification.payload.encode())
+                    if sender != self._own:
+                        deliver(tuple(topics))
+            except psycopg.OperationalError as error:
+                log.warning("notifications: lost the listening connection to Postgres, connecting again: %s", error)
+                connection.close()
+                connection = self._reconnect(connection)
+        connection.close()
+
+    def _reconnect(self, broken: psycopg.Connection) -> psycopg.Connection:
+        while not self._stop.wait(_RECONNECT_SECONDS):
+            try:
+                return self._connect_listening()
+            except psycopg.OperationalError as error:
+                log.debug("notifications: Postgres is still away: %s", error)
+        return broken

@@ -1,0 +1,292 @@
+"""The hosts that joined a group, as its driver sees them: each is an agent's connection (agent.py).
+
+A host that is lost takes its processes with it: for us they have ended, and what they may still do until its agent
+notices reaches nobody, because their connections are closed. An agent keeps the processes of a driver that ended, and
+offers them with its room: the next driver takes a group over that is whole and was told the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import socket
+from collections.abc import Sequence
+from typing import Self
+
+from tinkerflow.backend.pool.host.places import Launch, Place, WorkerProcess, generation_secret
+from tinkerflow.backend.pool.host.spawn import Ending
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.conversation import Conversation
+from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.handshake import accept, next_connection
+from tinkerflow.backend.pool.protocol.messages import (
+    Ended,
+    Held,
+    Offer,
+    Refusal,
+    Signal,
+    Spawn,
+    Spawned,
+    TakeOver,
+    Welcome,
+)
+from tinkerflow.backend.pool.protocol.software import software
+
+log = logging.getLogger(__name__)
+
+_HANDSHAKE_SECONDS = 10.0
+
+
+class HostProcess:
+    """A worker on a host that joined."""
+
+    def __init__(self, host: Host, started: Spawned, ending: asyncio.Future[Ending]) -> None:
+        """`ending` is resolved when its host says so, or is lost."""
+        self.pid = started.pid
+        self.coordinator = started.coordinator
+        self._host = host
+        self._number = started.process
+        self._ending = ending
+
+    def signal(self, number: int) -> None:
+        """Ask its host to send it a signal."""
+        self._host.talk.tell(Signal(self._number, number))
+
+    async def ended(self) -> Ending:
+        """Wait until its host says that it has ended, or is lost."""
+        return await asyncio.shield(self._ending)
+
+
+class Room:
+    """Room for one process on a host, or a process that an earlier driver left there."""
+
+    def __init__(self, host: Host, held: Held | None = None) -> None:
+        """Taken from what `host` offers."""
+        self._host = host
+        self._held = held
+        self._released = False
+        host.taken += 1
+
+    async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
+        """Start the process there, or take it over. OSError when that fails or the host is lost meanwhile."""
+        return await self._host.spawn(launch, rank, self._held)
+
+    def release(self) -> None:
+        """The host offers it again."""
+        if not self._released:
+            self._released = True
+            self._host.taken -= 1
+            self._host.site.ring()
+
+
+class Host:
+    """One agent's connection, from its offer until it is lost."""
+
+    def __init__(self, site: Hosts, offer: Offer, talk: Conversation) -> None:
+        """`serve` is to be called next."""
+        self.site = site
+        self.offer = offer
+        self.talk = talk
+        self.taken = 0
+        self.held = list(offer.held)
+        self._starting: dict[int, asyncio.Future[Spawned]] = {}
+        self._endings: dict[int, asyncio.Future[Ending]] = {}
+
+    @property
+    def free(self) -> int:
+        """How many processes more it can run."""
+        return max(0, self.offer.processes - self.taken)
+
+    async def spawn(self, launch: Launch, rank: int, held: Held | None = None) -> WorkerProcess:
+        """Start a process, or take over one that is held. OSError when that fails, or the host is lost meanwhile."""
+        if self.talk.over is not None:
+            raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
+        number, loop = self.site.next_number(), asyncio.get_running_loop()
+        starting = self._starting[number] = loop.create_future()
+        ending = self._endings[number] = loop.create_future()
+        self.site.launched.add(launch.salt)
+        if held is None:
+            self.held = [one for one in self.held if one.plan != launch.plan]  # it ends these first
+            self.talk.tell(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
+        else:
+            self.talk.tell(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
+        try:
+            return HostProcess(self, await starting, ending)
+        except asyncio.CancelledError:
+            self.talk.tell(Signal(number, signal.SIGKILL))
+            raise
+        finally:
+            del self._starting[number]
+
+    async def serve(self) -> str:
+        """Be the group's until the host is lost: why it was."""
+        try:
+            return await self.talk.run(self._take)
+        finally:
+            how = f"was lost with host {self.offer.host}: {self.talk.over}"
+            for starting in self._starting.values():
+                if not starting.done():
+                    starting.set_exception(OSError(f"a process {how}"))
+            for ending in self._endings.values():
+                ending.set_result(Ending(how, crashed=False))
+
+    async def _take(self, message: object) -> None:
+        match message:
+            case Spawned() if (starting := self._starting.get(message.process)) is not None and not starting.done():
+                starting.set_result(message)
+            case Spawned():  # nobody waits for it any more, and it was told to end
+                log.info("a process of host %s came too late", self.offer.host)
+            case Ended() if message.process in self._endings:
+                ending = Ending(f"{message.how} (on host {self.offer.host})", message.crashed)
+                starting = self._starting.get(message.process)
+                if starting is not None and not starting.done():
+                    starting.set_exception(OSError(f"a process {ending.how}"))
+                self._endings.pop(message.process).set_result(ending)
+            case _:
+                raise ValueError(f"{type(message).__name__}, for which nobody asked")
+
+
+class Hosts:
+    """A site of all hosts that joined at one address. Made by `listen`; use it from the event loop of that call."""
+
+    def __init__(self, listener: socket.socket, secret: bytes, silence: float) -> None:
+        """Use `listen`."""
+        self.address = str(listener.getsockname()[0])
+        self.port = int(listener.getsockname()[1])
+        self.launched: set[bytes] = set()  # salts: what they name was this driver's, who gave it up if it is left
+        self._listener = listener
+        self._secret = secret
+        self._silence = silence
+        self._hosts: list[Host] = []
+        self._numbers = itertools.count(1)
+        self._change = asyncio.Event()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._door = asyncio.create_task(self._welcome(), name="hosts")
+
+    @classmethod
+    async def listen(cls, address: str, port: int, secret: bytes, silence: float) -> Self:
+        """Have hosts join at address:port (0 = a free one).
+
+        secret: what agents must know. silence: seconds until a silent host is lost. OSError when the address is taken.
+        """
+        listener = socket.create_server((address, port))
+        listener.setblocking(False)
+        return cls(listener, secret, silence)
+
+    async def close(self) -> None:
+        """Take no more hosts, and leave those that joined; what still runs there is the next driver's."""
+        self._door.cancel()
+        tasks = {self._door, *self._connections}
+        for host in self._hosts:
+            host.talk.end("the group ends")
+        await asyncio.wait(tasks, timeout=1.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+
+    # ------------------------------------------------------------------ as a Site
+    def secret(self, salt: bytes) -> bytes:
+        """The secret of a generation with this salt."""
+        return generation_secret(self._secret, salt)
+
+    def lack(self, processes: int) -> str:
+        """What is missing for so many processes."""
+        free = sum(host.free for host in self._hosts)
+        if free < processes:
+            joined = ", ".join(f"{host.offer.host}: {host.free}" for host in self._in_order()) or "none has joined"
+            return f"waiting for hosts: {free} of {processes} processes ({joined})"
+        inside = [host.offer.host for host in self._in_order() if host.offer.address.startswith("127.")]
+        if inside and len(inside) < len(self._hosts):
+            return (
+                f"waiting for hosts: {', '.join(inside)} joined through 127.0.0.1, where others cannot reach "
+                "its processes: give its worker's --group the address that the other hosts use"
+            )
+        return ""
+
+    async def changed(self) -> None:
+        """Wait until a host joins or is lost, or room is released."""
+        self._change.clear()
+        await self._change.wait()
+
+    def take(self, processes: int, plan: str) -> Sequence[Place]:
+        """A group that an earlier driver left, or room for one, host by host in the order of their names."""
+        if held := self._held_group(processes, plan):
+            return held
+        slots = [host for host in self._in_order() for _ in range(host.free)]
+        return [Room(host) for host in slots[:processes]]
+
+    def _held_group(self, processes: int, plan: str) -> Sequence[Place]:
+        groups: dict[bytes, dict[int, tuple[Host, Held]]] = {}
+        for host in self._in_order():
+            for one in host.held:
+                if one.plan == plan and one.salt not in self.launched:
+                    groups.setdefault(one.salt, {})[one.rank] = host, one
+        whole = next((group for group in groups.values() if len(group) == processes), {})
+        for host, one in whole.values():
+            host.held.remove(one)
+        return [Room(*whole[rank]) for rank in sorted(whole)]
+
+    # ------------------------------------------------------------------ for its hosts
+    def next_number(self) -> int:
+        """A number for a process."""
+        return next(self._numbers)
+
+    def ring(self) -> None:
+        """Something changed."""
+        self._change.set()
+
+    def _in_order(self) -> list[Host]:
+        return sorted(self._hosts, key=lambda host: (host.offer.host, host.offer.agent))
+
+    async def _welcome(self) -> None:
+        while True:
+            task = asyncio.create_task(self._serve(await next_connection(self._listener)), name="host")
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                link = await accept(sock, self._secret, 0, 1)
+                offer = await self._hear_offer(link)
+        except (OSError, EOFError, TimeoutError, ValueError) as error:
+            log.warning("a stranger connected where hosts join: %r", error)
+            return
+        if offer is None:
+            return
+        for earlier in self._hosts:
+            if earlier.offer.agent == offer.agent:
+                earlier.talk.end("it joined again")
+        host = Host(self, offer, Conversation(link, self._silence))
+        host.talk.tell(Welcome(self._silence))
+        self._hosts.append(host)
+        log.info("host %s joined from %s with room for %d process(es)", offer.host, offer.address, offer.processes)
+        self.ring()
+        try:
+            why = await host.serve()
+            log.warning("host %s is lost: %s", offer.host, why)
+        except Exception:
+            log.exception("host %s is lost by a fault of the driver", offer.host)
+        finally:
+            self._hosts.remove(host)
+            self.ring()
+
+    async def _hear_offer(self, link: LoopLink) -> Offer | None:
+        """The offer of whoever connected; None, and it is told why, when it cannot join."""
+        try:
+            offer = frames.decode((await link.read()).body)
+            if not isinstance(offer, Offer):
+                raise ValueError(f"{type(offer).__name__} instead of an offer")
+            if offer.software != software():
+                why = f"host {offer.host} has {offer.software}, the driver {software()}: they must be the same"
+                log.warning("refused: %s", why)
+                await link.write(0, frames.encode(Refusal(why)))
+                link.close()
+                return None
+        except BaseException:
+            link.close()
+            raise
+        return offer

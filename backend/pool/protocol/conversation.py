@@ -1,0 +1,90 @@
+"""Messages between the driver and a host's agent, for as long as both ends live."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tinkerflow.backend.pool.protocol import frames
+from tinkerflow.backend.pool.protocol.frames import LoopLink
+from tinkerflow.backend.pool.protocol.messages import Beat
+from tinkerflow.backend.supervise.heartbeat import HeartbeatMonitor
+
+
+class Conversation:
+    """One connection: what we tell, what we hear, and beats both ways.
+
+    It ends when the connection does, when the other end is silent, or by `end`.
+    """
+
+    def __init__(self, link: LoopLink, silence: float) -> None:
+        """`run` closes `link` at its end. silence: seconds until a silent other end is lost."""
+        self.closed = False  # from the other end, as when its process ends
+        self._link = link
+        self._heart = HeartbeatMonitor(silence)
+        self._outbox: asyncio.Queue[object] = asyncio.Queue()
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def over(self) -> str | None:
+        """Why it has ended; None while it has not."""
+        return self._over.result() if self._over.done() else None
+
+    def tell(self, message: object) -> None:
+        """Send a message after the others; it is lost when the conversation ends."""
+        self._outbox.put_nowait(message)
+
+    def end(self, why: str) -> None:
+        """End it, for a reason that `run` returns, unless it had another one before."""
+        if not self._over.done():
+            self._over.set_result(why)
+
+    async def run(self, take: Callable[[object], Awaitable[None]]) -> str:
+        """Give every message that comes to `take`, in order, until the end; why it ended.
+
+        ValueError of `take` means that the message should not have come; its other errors are raised here.
+        """
+        works = [asyncio.create_task(work) for work in (self._send(), self._receive(take), self._beat())]
+        try:
+            await asyncio.wait((*works, self._over), return_when=asyncio.FIRST_COMPLETED)
+            for task in works:
+                if task.done():
+                    self.end(task.result())
+            return await self._over
+        finally:
+            self.end("we ended it")
+            for task in works:
+                task.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            self._link.close()
+
+    async def _send(self) -> str:
+        try:
+            while True:
+                await self._link.write(0, frames.encode(await self._outbox.get()))
+        except OSError as error:
+            return f"its connection broke ({error})"
+
+    async def _receive(self, take: Callable[[object], Awaitable[None]]) -> str:
+        try:
+            while True:
+                frame = await self._link.read()
+                self._heart.hear()
+                message = frames.decode(frame.body)
+                if not isinstance(message, Beat):
+                    await take(message)
+        except (EOFError, ConnectionResetError):
+            self.closed = True
+            return "it closed the connection"
+        except OSError as error:
+            return f"its connection broke ({error})"
+        except ValueError as error:
+            return f"it sent what it should not: {error}"
+
+    async def _beat(self) -> str:
+        heart = self._heart
+        while not heart.silent():
+            self.tell(Beat())
+            await asyncio.sleep(heart.pause)
+            heart.beat()
+        return f"it was silent for {heart.seconds:g} s (cut off, or stopped?)"

@@ -1,0 +1,130 @@
+"""Connecting a worker or a host's agent to the driver: both ends prove that they know a secret.
+
+The secret is the generation's, or (as generation 0) the group's. A worker reads it from its standard input; it never
+crosses the socket (HMAC-SHA256 over fresh nonces of both sides, with the role in it, so that neither side's proof
+serves as the other's). Frames themselves are neither encrypted nor signed: between hosts they need a network that
+nobody else can read or write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import socket
+import struct
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from tinkerflow.backend.pool.protocol.frames import MAGIC, LoopLink, WorkerLink, receive, receive_now
+
+log = logging.getLogger(__name__)
+
+_HELLO = struct.Struct("!4sII32s")  # magic, generation, rank, nonce
+_PROOF = 32
+_AGAIN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A driver to connect to. It never stands in argv, where everybody could read it.
+
+    secret: of the generation, as hex. parent: process id of who writes this, and whom the process does not outlive.
+    compile_cache_dir: this host's, in place of the one that the driver names; "" = the driver's.
+    """
+
+    host: str
+    port: int
+    secret: str
+    generation: int
+    rank: int
+    parent: int
+    compile_cache_dir: str
+
+    def to_line(self) -> bytes:
+        """As it is written."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Self:
+        """The inverse of `to_line`."""
+        return cls(**json.loads(line))
+
+
+def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
+    """`hello` names generation, rank and the worker's nonce; `nonce` is the driver's."""
+    return hmac.new(secret, role + b"|" + hello + b"|" + nonce, hashlib.sha256).digest()
+
+
+def connect(host: str, port: int, secret: bytes, generation: int, rank: int, timeout: float = 30.0) -> WorkerLink:
+    """Connect to the driver. Raises PermissionError when it does not know the secret, OSError for all else.
+
+    ConnectionRefusedError: nobody listens, or the driver hung up: it is ending, or did not like what we sent.
+    """
+    sock = socket.create_connection((host, port), timeout=timeout)
+    try:
+        if sock.getsockname() == sock.getpeername():  # TCP's simultaneous open: our own port was the one asked for
+            raise ConnectionRefusedError(f"nobody but we ourselves on port {port}")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = _HELLO.pack(MAGIC, generation, rank, os.urandom(32))
+        sock.sendall(hello)
+        try:
+            answer = bytes(receive_now(sock, 32 + _PROOF))
+        except EOFError as error:
+            raise ConnectionRefusedError(f"the driver refused rank {rank} of generation {generation}") from error
+        nonce, proof = answer[:32], answer[32:]
+        if not hmac.compare_digest(proof, _proof(secret, b"driver", hello, nonce)):
+            raise PermissionError(f"who listens on port {port} does not know the secret of generation {generation}")
+        sock.sendall(_proof(secret, b"worker", hello, nonce))
+    except BaseException:
+        sock.close()
+        raise
+    sock.settimeout(None)
+    return WorkerLink(sock, generation)
+
+
+async def next_connection(listener: socket.socket) -> socket.socket:
+    """Wait for a connection on `listener` (which does not block) and accept it.
+
+    `loop.sock_accept` accepts in a callback: cancelled in the same turn of the loop, it loses the accepted socket.
+    Here nothing lies between accepting and returning.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        readable = asyncio.Event()
+        loop.add_reader(listener, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(listener)
+        try:
+            return listener.accept()[0]
+        except (BlockingIOError, ConnectionAbortedError):
+            continue  # it went away again
+        except OSError as error:  # too many open files, say, and not for ever
+            log.warning("a connection cannot be accepted, and is tried again: %s", error)
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+
+async def accept(sock: socket.socket, secret: bytes, generation: int, ranks: int) -> LoopLink:
+    """Authenticate who connected. Raises PermissionError (and closes) when it does not know the secret."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    loop = asyncio.get_running_loop()
+    try:
+        hello = bytes(await receive(sock, _HELLO.size))
+        magic, claimed, rank, _ = _HELLO.unpack(hello)
+        if magic != MAGIC or claimed != generation or rank >= ranks:
+            raise PermissionError(f"no worker of generation {generation}: it said {magic!r}, {claimed}, rank {rank}")
+        nonce = os.urandom(32)
+        await loop.sock_sendall(sock, nonce + _proof(secret, b"driver", hello, nonce))
+        proof = bytes(await receive(sock, _PROOF))
+        if not hmac.compare_digest(proof, _proof(secret, b"worker", hello, nonce)):
+            raise PermissionError(f"who says to be rank {rank} does not know the secret of generation {generation}")
+    except BaseException:
+        sock.close()
+        raise
+    return LoopLink(sock, generation, rank)

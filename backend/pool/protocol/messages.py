@@ -1,0 +1,229 @@
+"""The messages of the pool: between driver and worker, besides commands and replies, and between driver and host agent.
+
+`process` in the messages of agents is a number that the driver gives to a process when it asks for the process; a
+number is never used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinkerflow.backend import errors
+from tinkerflow.backend.commands import GroupConfig
+
+# What an executor may raise by name: it cannot pretend that its group failed. Only of backend/errors.py: what
+# other rooms derive is made otherwise than of a message, and no executor raises it.
+_ERRORS: dict[str, type[errors.TinkerflowError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if (isinstance(kind, type) and issubclass(kind, errors.UserError))
+    or kind in (errors.StateLostError, errors.StoreError, errors.ServerError)
+}
+_LONGEST_MESSAGE = 10_000
+
+
+@dataclass(frozen=True)
+class Start:
+    """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process.
+
+    silence: seconds after which the driver ends the group for a process that it does not hear.
+    """
+
+    config: GroupConfig
+    processes: int
+    coordinator: str
+    executor: str  # "package.module:attribute"
+    silence: float
+
+
+@dataclass(frozen=True)
+class Left:
+    """Worker to driver, first, when it has served another one: how many commands it has received in its life.
+
+    A driver sends commands only to a group that is ready: so ranks that were told the same have the same number.
+    """
+
+    commands: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Worker to driver, once: the executor stands."""
+
+    devices: tuple[str, ...]
+    parameters: int
+    microbatch_tokens: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Worker to driver, at any time: what takes so long."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Driver to worker (or to a host's agent) and back: the process is alive, whatever its main thread does."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A command's outcome in place of a Reply: the name of an error of tinkerflow.backend.errors, and its message."""
+
+    error: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Ack:
+    """What ranks above 0 send in place of a reply: whether the command failed there, and how."""
+
+    failed: Failed | None
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """Worker to driver, last: why the process ends itself."""
+
+    failed: Failed
+
+
+@dataclass(frozen=True)
+class Held:
+    """A process that an earlier driver left. salt, plan: those that it was last told."""
+
+    pid: int
+    rank: int
+    salt: bytes
+    plan: str
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Agent to driver, first: how many processes the host runs.
+
+    agent: the same for all connections of one agent. address: the host's, as seen from the driver's network. software:
+    what must be the same on all hosts. held: those of its processes that run already.
+    """
+
+    agent: str
+    host: str
+    address: str
+    processes: int
+    software: str
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Driver to agent, in answer to an Offer. silence: seconds until either end takes a silent other end for lost."""
+
+    silence: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Driver to agent, in answer to an Offer: why the host cannot join."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Driver to agent: start a process of a group, after the end of those that are held and had the same plan.
+
+    Its secret is made of the group's own and `salt` (places.py). plan: a digest of what it is to be.
+    """
+
+    process: int
+    generation: int
+    rank: int
+    port: int
+    salt: bytes
+    plan: str
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """Driver to agent: let a process that is held serve this driver; it keeps its rank and plan."""
+
+    process: int
+    pid: int
+    generation: int
+    port: int
+    salt: bytes
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Driver to agent: send a signal to a process."""
+
+    process: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """Agent to driver: a process runs, or was taken over.
+
+    coordinator: "address:port" for jax.distributed, free on that host when the process began.
+    """
+
+    process: int
+    pid: int
+    coordinator: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Agent to driver: a process has ended, or never was (then there was no Spawned). See places.Ending."""
+
+    process: int
+    how: str
+    crashed: bool
+
+
+Message = (
+    Start
+    | Left
+    | Ready
+    | Progress
+    | Beat
+    | Failed
+    | Ack
+    | Fatal
+    | Offer
+    | Welcome
+    | Refusal
+    | Spawn
+    | TakeOver
+    | Signal
+    | Spawned
+    | Ended
+)
+
+
+def to_failed(error: BaseException) -> Failed:
+    """How an exception of the executor travels: errors of our tree as they are, all others as a ServerError."""
+    name = type(error).__name__
+    if isinstance(error, errors.TinkerflowError) and name in _ERRORS:
+        return Failed(name, error.message[:_LONGEST_MESSAGE])
+    return Failed("ServerError", f"{name}: {error}"[:_LONGEST_MESSAGE])
+
+
+def to_error(failed: Failed) -> errors.TinkerflowError:
+    """The exception that `failed` stands for; an unknown name becomes a ServerError."""
+    return _ERRORS.get(failed.error, errors.ServerError)(failed.message)
+
+
+def same_outcome(one: Failed | None, other: Failed | None) -> bool:
+    """Whether two ranks agree about a command.
+
+    Server errors need not agree in their text (it may name ports, addresses or a rank); errors for the user must.
+    """
+    if one is None or other is None:
+        return one is other
+    if to_error(one).category == to_error(other).category == "server":
+        return one.error == other.error
+    return one == other

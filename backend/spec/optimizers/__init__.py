@@ -1,0 +1,141 @@
+"""The optimizers, one file each: parameters with their bounds, state, update. See `OptimizerSpec`.
+
+A new file here is all that an optimizer needs: requests, workers, checkpoints and the common test find it. Loading this
+package loads no JAX: files import it inside `update`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, TypeAlias, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.registry import Registry
+
+_FLUSHED = float(np.finfo(np.float32).tiny)  # devices compute with 0 for anything closer to it
+_NULL = "(null is how NaN and infinity arrive)"  # the SDK writes them so: taking the default would hide them
+
+Tree: TypeAlias = Any  # a pytree of float32 arrays of the shapes of an adapter's weights
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a parameter may be: a finite number >= `low` and < `below`; > `low` when `above`."""
+
+    low: float = -math.inf
+    below: float = math.inf
+    above: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Whether `value` is finite and within the bounds."""
+        return math.isfinite(value) and (value > self.low if self.above else value >= self.low) and value < self.below
+
+    @property
+    def rule(self) -> str:
+        """The bounds as an error says them."""
+        low = f" {'>' if self.above else '>='} {self.low:g}" if math.isfinite(self.low) else ""
+        return f"a finite number{low}" + (f" and < {self.below:g}" if math.isfinite(self.below) else "")
+
+
+NotNegative = Annotated[float, Bounds(low=0.0)]
+Positive = Annotated[float, Bounds(low=0.0, above=True)]
+Fraction = Annotated[float, Bounds(low=0.0, below=1.0)]
+Finite = Annotated[float, Bounds()]
+
+
+@dataclass(frozen=True)
+class OptimizerParams:
+    """Base of every optimizer's parameters: numbers annotated with their `Bounds`, `grad_clip_norm` among them.
+
+    `grad_clip_norm` is the global norm that gradients are clipped to before `update`; 0 or less = off.
+    """
+
+
+# (weights, gradients, state by name, steps made before, parameters) -> (weights, state by name). The gradients are
+# clipped; the parameters' fields are float32 scalars on the devices, so another value compiles nothing.
+Update: TypeAlias = Callable[[Tree, Tree, Mapping[str, Tree], Any, Any], tuple[Tree, dict[str, Tree]]]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer.
+
+    name: what requests, the journal and checkpoints call it; also the file's name.
+    params: its parameters; a field without a default must be given.
+    state: names of its state's parts, each shaped like the weights and zero at first. A checkpoint's tensors end so.
+    update: one step; see `Update`.
+    request_field: the object of an optim_step request that holds its parameters; `optimizer_params` names the type.
+    version: of its configuration on the wire, None = it has none.
+    """
+
+    ADAM_FIELD: ClassVar[str] = "adam_params"
+
+    name: str
+    params: type[OptimizerParams]
+    state: tuple[str, ...]
+    update: Update
+    request_field: str = "optimizer_params"
+    version: int | None = None
+
+    @cached_property
+    def bounds(self) -> Mapping[str, Bounds]:
+        """The bounds of each parameter, in the order of `vector`."""
+        hints = get_type_hints(self.params, include_extras=True)
+        return {f.name: hints[f.name].__metadata__[0] for f in fields(self.params)}
+
+    @property
+    def config(self) -> dict[str, str | int]:
+        """The optimizer as answers name it."""
+        return {"type": self.name, **({} if self.version is None else {"version": self.version})}
+
+    @property
+    def example(self) -> OptimizerParams:
+        """Some valid parameters: the defaults, and 1e-3 for what has none."""
+        return self.params(**{f.name: 1e-3 for f in fields(self.params) if f.default is MISSING})
+
+    def read(self, given: Mapping[str, object]) -> OptimizerParams:
+        """The parameters that a request gives; UserError names the field, its value and the rule."""
+        unknown = sorted(name for name, value in given.items() if value is not None and name not in self.bounds)
+        if self.request_field != self.ADAM_FIELD and (unknown := [name for name in unknown if name != "type"]):
+            takes = ", ".join(self.bounds)
+            raise UserError(f"{self.request_field} has the key {shown(unknown[0])}: {self.name} takes {takes}")
+        values: dict[str, float] = {}
+        for parameter in fields(self.params):
+            name, value, rule = parameter.name, given.get(parameter.name), self.bounds[parameter.name]
+            where = f"{self.request_field}.{name}"
+            if value is None:
+                if name in given:
+                    raise broken(where, None, f"{rule.rule} {_NULL}")
+                if parameter.default is MISSING:
+                    raise broken(where, None, rule.rule)
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not rule.hold(value):
+                raise broken(where, value, rule.rule)
+            values[name] = float(value)
+        return self.params(**values)
+
+    def vector(self, params: OptimizerParams) -> npt.NDArray[np.float32]:
+        """The parameters in float32, as a step takes them; UserError names one that breaks its rule in float32."""
+        with np.errstate(over="ignore"):
+            vector = np.array([getattr(params, name) for name in self.bounds], np.float32)
+        for (name, rule), number in zip(self.bounds.items(), vector.tolist(), strict=True):
+            value, computed = getattr(params, name), 0.0 if abs(number) < _FLUSHED else number
+            if not rule.hold(computed):
+                rounded = "" if computed == value or math.isnan(value) else f", which is {computed:g} in float32"
+                raise UserError(f"optim_step: {name} is {shown(value)}{rounded}: must be {rule.rule}")
+        return vector
+
+
+OPTIMIZERS: Registry[OptimizerSpec] = Registry(__name__, "OPTIMIZER", OptimizerSpec)
+DEFAULT_OPTIMIZER = "adamw"
+
+
+def optimizer_of(params: OptimizerParams) -> OptimizerSpec:
+    """The optimizer whose parameters they are."""
+    return next(spec for spec in OPTIMIZERS.values() if type(params) is spec.params)

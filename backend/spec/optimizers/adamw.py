@@ -1,0 +1,49 @@
+"""AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), as optax computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinkerflow.backend.spec.optimizers import (
+    Fraction,
+    NotNegative,
+    OptimizerParams,
+    OptimizerSpec,
+    Positive,
+    Tree,
+)
+
+
+@dataclass(frozen=True)
+class AdamParams(OptimizerParams):
+    """AdamW's parameters, with the SDK's defaults. `grad_clip_norm` is a global norm, 0 = off."""
+
+    learning_rate: NotNegative = 1e-4
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Positive = 1e-12
+    weight_decay: NotNegative = 0.0
+    grad_clip_norm: NotNegative = 0.0
+
+
+def update(
+    weights: Tree, grads: Tree, state: Mapping[str, Tree], count: Any, params: AdamParams
+) -> tuple[Tree, dict[str, Tree]]:
+    """The weights and moments after a step; `count` int32 scalar: the steps made before."""
+    import optax
+
+    transform = optax.chain(
+        optax.scale_by_adam(b1=params.beta1, b2=params.beta2, eps=params.eps),
+        optax.add_decayed_weights(params.weight_decay),
+        optax.scale_by_learning_rate(params.learning_rate),
+    )
+    before = (optax.ScaleByAdamState(count, state["mu"], state["nu"]), optax.EmptyState(), optax.EmptyState())
+    updates, (adam, *_) = transform.update(grads, before, weights)
+    return optax.apply_updates(weights, updates), {"mu": adam.mu, "nu": adam.nu}
+
+
+OPTIMIZER = OptimizerSpec(
+    "adamw", params=AdamParams, state=("mu", "nu"), update=update, request_field=OptimizerSpec.ADAM_FIELD
+)

@@ -1,0 +1,163 @@
+"""`tinkerflow checkpoint`: look after stored checkpoints, and make tokens that let others load or copy one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import Store
+from tinkerflow.backend.store.upkeep import Snapshot
+from tinkerflow.deployments.options import setting, settings_with
+from tinkerflow.deployments.parts import open_journal
+
+app = typer.Typer(help="Checkpoints: look after the store, and let others load or copy one.", no_args_is_help=True)
+
+DataDir = Annotated[Path | None, setting("data_dir")]
+StoreUrl = Annotated[str | None, setting("store")]
+Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this training run")]
+
+
+@app.command("list")
+def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
+    """List what is committed in the store, whether or not the database knows of it."""
+    table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
+    for saved in Store.open(settings_with(data_dir=data_dir, store=store).store_url).checkpoints(run):
+        meta, until = saved.meta, saved.meta.expires_at
+        table.add_row(
+            saved.path,
+            meta.owner,
+            meta.base_model,
+            str(saved.step),
+            f"{saved.size_bytes / 2**20:.1f}",
+            f"{saved.created_at:%Y-%m-%d %H:%M} UTC",
+            f"{until:%Y-%m-%d %H:%M} UTC" if until else "",
+            "yes" if meta.public else "",
+        )
+    # A path must come out whole, to be copied or piped: a narrow table would fold it.
+    Console(width=max(Console().width, 240)).print(table)
+
+
+@app.command()
+def verify(
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="tinker://run/kind/name (default: all in the store)")
+    ] = None,
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Read every byte of what is committed, and compare it with what was saved; exit status 1 when one differs."""
+    opened = Store.open(settings_with(data_dir=data_dir, store=store).store_url)
+    found = whole = 0
+    for path in paths or opened.paths():
+        wrong = opened.problems(path)
+        if paths and not wrong and not opened.exists(path):
+            wrong = [f"checkpoint {path}: there is none in the store"]
+        for problem in wrong:
+            print(problem)
+        found, whole = found + bool(wrong), whole + (not wrong and opened.exists(path))
+    print(f"{whole} whole, {found} damaged")
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    older_than: Annotated[
+        float, typer.Option(min=1, help="hours without a write after which a save that was not committed is dead")
+    ] = 24,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="remove them, instead of only saying what would be removed")
+    ] = False,
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Find files that belong to no checkpoint, and recovery snapshots of models that are not live.
+
+    The files are of saves and deletions that were interrupted. Whether a model is live the journal says: without one,
+    recovery snapshots are left alone. Use the journal of all that this store holds.
+    """
+    settings = settings_with(data_dir=data_dir, store=store)
+    opened, before = Store.open(settings.store_url), SystemClock().now() - timedelta(hours=older_than)
+    removed = dropped = 0
+    for orphan in opened.orphans(before):
+        print(f"{orphan.path}: attempt {orphan.attempt}, last written {orphan.written_at:%Y-%m-%d %H:%M} UTC")
+        removed += yes and opened.remove_orphan(orphan)
+    for snapshot, whose in _strays(settings, opened.snapshots(before)):
+        print(f"{snapshot.path}: recovery snapshot of {whose}, written {snapshot.written_at:%Y-%m-%d %H:%M} UTC")
+        dropped += yes and opened.delete(snapshot.path)
+    if not yes:
+        print("nothing was removed: to do it, give --yes")
+        return
+    drafts = opened.clear_drafts(before)
+    print(f"removed {removed} attempt(s), {dropped} recovery snapshot(s) and {drafts} draft(s)")
+
+
+def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapshot, str]]:
+    if not found or not settings.has_journal:
+        return []
+    with open_journal(settings) as journal:
+        strays = journal.recovery.strays({snapshot.path: snapshot.run_id for snapshot in found})
+    return [(snapshot, strays[snapshot.path]) for snapshot in found if snapshot.path in strays]
+
+
+@app.command("rebuild-index")
+def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
+    """Make the database know every checkpoint of the store again, as after its loss; what it knows stays as it is.
+
+    Lost with a database: keys, tokens that were made for checkpoints, names and labels of sessions, usage, audit log.
+    """
+    from tinkerflow.backend.index import rebuild
+
+    settings = settings_with(data_dir=data_dir, store=store)
+    with open_journal(settings) as journal:
+        done = rebuild(journal, Store.open(settings.store_url))
+    for path in done.restored:
+        print(path)
+    print(f"restored {len(done.restored)}, known {done.known}, damaged {len(done.damaged)}")
+    if done.damaged:
+        raise StoreError("; ".join(done.damaged))
+
+
+@app.command()
+def share(
+    path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
+    ttl: Annotated[float | None, typer.Option(min=1, help="seconds it is good for (default: until revoked)")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Make a weights_access_token for a checkpoint as it is now; it is shown once."""
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        made, token = journal.shares.create(path, None, ttl)
+        print(f"{made.id}: {token}")
+
+
+@app.command()
+def shares(
+    path: Annotated[str | None, typer.Argument(help="tinker://run/kind/name (default: of all checkpoints)")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """List the tokens that were made, without the tokens themselves."""
+    table = Table("id", "checkpoint", "made", "expires", "revoked")
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        found = journal.shares.all(path)
+    for one in found:
+        times = (one.created_at, one.expires_at, one.revoked_at)
+        table.add_row(one.id, one.path, *(f"{time:%Y-%m-%d %H:%M} UTC" if time else "" for time in times))
+    Console().print(table)
+
+
+@app.command()
+def unshare(
+    share_id: Annotated[str, typer.Argument(help="the id that `checkpoint shares` shows")], data_dir: DataDir = None
+) -> None:
+    """Make a token useless."""
+    with open_journal(settings_with(data_dir=data_dir)) as journal:
+        print(f"revoked the token for {journal.shares.revoke(share_id).path}")

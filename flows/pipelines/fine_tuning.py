@@ -1,0 +1,278 @@
+"""What all fine-tuning pipelines share: prepare the data, train in segments, show the progress, and stop when asked.
+
+A pipeline's flow prepares a run, makes its recipe from it, and trains:
+
+    async with prepare("sft", parameters, "chat") as run:
+        key, examples = run.examples("data")
+        return await train(run, key, MyRecipe(examples, ...))
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import wraps
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import orjson
+from prefect import tags
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
+from pydantic import BaseModel
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
+from tinkerflow.tasks.pipelines.connection import ServerClients, connect
+from tinkerflow.tasks.pipelines.control import StoppedError, controlled
+from tinkerflow.tasks.pipelines.data import DataReport, check_data, load_rows
+from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.progress import RunProgress, Sample, SegmentRecord, StepMetrics
+from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample, load_examples, render
+from tinkerflow.tasks.pipelines.rows import Row, Schema
+from tinkerflow.tasks.pipelines.scoring import Preview
+from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
+from tinkerflow.tasks.pipelines.work import default_work_url, digest
+
+if TYPE_CHECKING:
+    import tinker
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class TrainingResult(BaseModel):
+    """What a training pipeline made.
+
+    run: the name that retries share. data: digest of the training data. state: the checkpoint to train on from.
+    weights: the checkpoint to sample from. Both stay until somebody deletes them. steps: optimizer steps made.
+
+    first, last: mean metrics of the first and the last tenth of the steps. held_out: metrics after the last segment.
+    samples: the answers after the last segment.
+    """
+
+    run: str
+    data: str
+    state: str
+    weights: str
+    steps: int
+    first: dict[str, float]
+    last: dict[str, float]
+    held_out: dict[str, float]
+    samples: list[Sample]
+
+
+def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T | State[None]]]:
+    """Let a flow's function return Prefect's state Cancelled when it raises StoppedError."""
+
+    @wraps(work)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T | State[None]:
+        try:
+            return await work(*args, **kwargs)
+        except StoppedError as stopped:
+            return Cancelled(message=str(stopped))
+
+    return call
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run whose data passed its checks.
+
+    base: samples from the base model. renderer: makes tokens of rows. work_url: the work folder. artifacts: what people
+    see of the run. reports: of the data sets `data` and, when it is given, `held_out`.
+    """
+
+    pipeline: str
+    parameters: PipelineParameters
+    server: ServerClients
+    base_model: str
+    base: tinker.SamplingClient
+    renderer: Renderer
+    work_url: str
+    artifacts: RunArtifacts
+    reports: dict[str, DataReport]
+
+    def rows(self, dataset: str) -> list[Row]:
+        """The rows of `data` or `held_out`; none when that was not given."""
+        return load_rows(self.work_url, self.reports[dataset].digest) if dataset in self.reports else []
+
+    def examples(self, dataset: str) -> tuple[str, list[TokenizedExample]]:
+        """The rows of `data` or `held_out` as tokens, after the key under which the work folder keeps them."""
+        if dataset not in self.reports:
+            return "", []
+        longest = self.parameters.training.max_tokens
+        rendered = render(self.reports[dataset].digest, self.work_url, self.renderer, longest)
+        return rendered.key, load_examples(self.work_url, rendered.key)
+
+    def prompts(self, dataset: str) -> tuple[str, list[Row]]:
+        """The rows whose prompts have at most `training.max_tokens` tokens, after a digest of these rows.
+
+        Raises UserError when there are rows, but every prompt is longer.
+        """
+        rows, longest = self.rows(dataset), self.parameters.training.max_tokens
+        fit = [row for row in rows if len(self.renderer.prompt(row.prompt)) <= longest]
+        if rows and not fit:
+            raise UserError(f"training.max_tokens {longest}: all {len(rows)} prompts of {dataset} are longer")
+        return digest(self.renderer.fingerprint, *(orjson.dumps(row.to_json()) for row in fit)), fit
+
+    @property
+    def preview(self) -> Preview:
+        """The prompts whose answers are shown after each segment."""
+        wanted = self.parameters.samples
+        rows = self.rows("held_out") or self.rows("data")
+        return Preview(self.renderer, rows[: wanted.rows], wanted.max_tokens)
+
+
+@asynccontextmanager
+async def prepare(pipeline: str, parameters: PipelineParameters, *schemas: Schema) -> AsyncIterator[PreparedRun]:
+    """Connect to the server, check the data and show the report; the connection lasts for the block.
+
+    Raises DataCheckError when too many rows are wrong, UserError when the data is of none of the `schemas`.
+    """
+    work_url = parameters.work or default_work_url()
+    artifacts = RunArtifacts(f"{pipeline}-{parameters.name}")
+    async with connect(parameters.connection) as server:
+        base_model = await server.base_model(parameters.model.base_model)
+        base = await server.service.create_sampling_client(base_model=base_model)
+        renderer = Renderer(base.get_tokenizer(), parameters.model.format)
+        sources = {"data": parameters.data} | ({"held_out": parameters.held_out} if parameters.held_out else {})
+        reports: dict[str, DataReport] = {}
+        for dataset, source in sources.items():
+            report = reports[dataset] = check_data(source, work_url, renderer.special_tokens)
+            if report.schema_name not in schemas:
+                raise UserError(f"{dataset}: schema {report.schema_name}: {pipeline} needs {' or '.join(schemas)}")
+        await artifacts.data(reports)
+        yield PreparedRun(pipeline, parameters, server, base_model, base, renderer, work_url, artifacts, reports)
+
+
+async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
+    """Make all steps, in segments; steps that an earlier run of the same name has made are not made again.
+
+    data: digest of what is learnt from. Raises StoppedError when somebody asks to stop: what is done is recorded and
+    saved by then.
+    """
+    parameters, name = run.parameters, run_name(run.parameters)
+    training = parameters.training
+    progress = RunProgress(run.work_url, name, _plan(run, data))
+    lineage = Lineage(run.pipeline, name, data, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
+    trainer = Trainer(run.server.service, run.base_model, parameters.model, training, recipe, progress, lineage)
+    segments = progress.segments()
+    if _done(segments) < training.steps:
+        await recipe.prepare(trainer)
+    async with controlled() as control, _LiveProgress(run.artifacts, training.steps) as live:
+        while (done := _done(segments)) < training.steps:
+            last = min(done + training.segment_steps, training.steps)
+            with tags(*flow_run.tags or ()):  # a limit on a tag then lets runs alternate after each segment
+                segment = await train_segment(trainer, done + 1, last, control, live.add)
+            if segment is not None:
+                segments.append(segment)
+                await _show(run.artifacts, segments, lineage)
+            if control.stopping:
+                control.stopped(f"stopped after step {_done(segments)}")
+        weights = await _export(trainer, training.steps)
+    await _show(run.artifacts, segments, lineage, weights)
+    steps = [step for segment in segments for step in segment.steps]
+    tenth = max(1, len(steps) // 10)
+    return TrainingResult(
+        run=name,
+        data=data,
+        state=segments[-1].state,
+        weights=weights,
+        steps=training.steps,
+        first=_mean(steps[:tenth]),
+        last=_mean(steps[-tenth:]),
+        held_out=segments[-1].held_out,
+        samples=segments[-1].samples,
+    )
+
+
+def run_name(parameters: PipelineParameters) -> str:
+    """The name that retries of this run share: `resume` of the parameters, or else the flow run's id."""
+    return parameters.resume or str(flow_run.id or "")
+
+
+def checkpoints_page(segments: list[SegmentRecord], lineage: Lineage, weights: str) -> str:
+    """The checkpoints of a run and their lineage, as Markdown. weights: to sample from, empty when not yet saved."""
+    facts = {
+        "pipeline": lineage.pipeline,
+        "run": f"`{lineage.run}`",
+        "data digest": f"`{lineage.data}`",
+        "parent": f"`{lineage.parent}`" if lineage.parent else "the base model",
+        "code": lineage.code,
+    }
+    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), ""]
+    lines += ["| step | training state | held out |", "|---|---|---|"]
+    for segment in segments:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in segment.held_out.items())
+        lines.append(f"| {segment.last_step} | `{segment.state}` | {cell(values)} |")
+    if weights:
+        lines += ["", f"Weights to sample from: `{weights}`"]
+    return "\n".join(lines)
+
+
+def _done(segments: list[SegmentRecord]) -> int:
+    """How many steps are made and recorded."""
+    return segments[-1].last_step if segments else 0
+
+
+def _mean(steps: list[StepMetrics]) -> dict[str, float]:
+    return {name: sum(step.values[name] for step in steps) / len(steps) for name in steps[0].values}
+
+
+async def _export(trainer: Trainer, step: int) -> str:
+    """Save the weights to sample from; their path. A finished run that is asked again saves them once more."""
+    client = await trainer.at(step)
+    saved = await client.save_weights_for_sampler("final", user_metadata=trainer.lineage.metadata(step))
+    return str(saved.path)
+
+
+def _plan(run: PreparedRun, data: str) -> str:
+    """A digest of all that decides the outcome, without names, places, and what is only looked at on the way."""
+    decides = run.parameters.model_dump(
+        mode="json", exclude={"name", "connection", "work", "resume", "samples", "data", "held_out"}
+    )
+    for name in ("segment_steps", "state_days"):
+        decides["training"].pop(name)
+    return digest(run.pipeline, run.base_model, data, orjson.dumps(decides, option=orjson.OPT_SORT_KEYS))
+
+
+async def _show(artifacts: RunArtifacts, segments: list[SegmentRecord], lineage: Lineage, weights: str = "") -> None:
+    steps = [step for segment in segments for step in segment.steps]
+    held_out: dict[str, list[tuple[float, float]]] = {}
+    for segment in segments:
+        for name, value in segment.held_out.items():
+            held_out.setdefault(name, []).append((segment.last_step, value))
+    await artifacts.curves(steps, held_out)
+    await artifacts.samples(segments)
+    await artifacts.text("checkpoints", checkpoints_page(segments, lineage, weights), "checkpoints and their lineage")
+
+
+class _LiveProgress:
+    """Takes steps from inside a segment to the artifact `progress`, so that the segment does not wait for Prefect."""
+
+    def __init__(self, artifacts: RunArtifacts, steps: int) -> None:
+        self._artifacts = artifacts
+        self._steps = steps
+        self._queue: asyncio.Queue[StepMetrics | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> _LiveProgress:
+        self._task = asyncio.create_task(self._work())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._queue.put_nowait(None)
+        await self._task
+
+    @property
+    def add(self) -> Callable[[StepMetrics], None]:
+        return self._queue.put_nowait
+
+    async def _work(self) -> None:
+        while (made := await self._queue.get()) is not None:
+            await self._artifacts.progress(made.step, self._steps, made.values)

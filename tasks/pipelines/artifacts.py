@@ -1,0 +1,144 @@
+"""What people see of a run: Prefect artifacts, one for each key, updated while the run goes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+from uuid import UUID
+
+import httpx
+import orjson
+from prefect import get_client
+from prefect.artifacts import (
+    acreate_image_artifact,
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    acreate_table_artifact,
+)
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import PrefectException
+
+from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.tasks.pipelines.curves import Points, data_url, picture
+from tinkerflow.tasks.pipelines.data import DataReport
+from tinkerflow.tasks.pipelines.progress import SegmentRecord, StepMetrics
+
+log = logging.getLogger(__name__)
+
+LIVE_SECONDS = 2.0  # between two updates of the progress
+MOST_ROWS = 200
+
+# Code that runs a flow in this process may set this, for a progress bar: it gets step, number of steps, step's metrics.
+follower: ContextVar[Callable[[int, int, Mapping[str, float]], None] | None] = ContextVar("follower", default=None)
+
+
+class RunArtifacts:
+    """The artifacts of one run. Outside of a flow run, or when Prefect is not reached, the run goes on without them.
+
+    Keys are `<pipeline>-<name>-<kind>`, so that the runs of one name follow one another under one key.
+    """
+
+    def __init__(self, prefix: str, clock: Clock | None = None) -> None:
+        """`prefix`: `<pipeline>-<name>`. clock: tells when the progress may be written again."""
+        self._prefix = prefix
+        self._clock = clock or SystemClock()
+        self._made: dict[str, UUID] = {}
+        self._written_at: float | None = None
+
+    async def progress(self, step: int, steps: int, values: Mapping[str, float]) -> None:
+        """Show how far the run is; at most every LIVE_SECONDS, and at the end."""
+        if (follow := follower.get()) is not None:
+            follow(step, steps, values)
+        now = self._clock.monotonic()
+        if step < steps and self._written_at is not None and now - self._written_at < LIVE_SECONDS:
+            return
+        self._written_at = now
+        text = f"step {step} of {steps}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        await self._put("progress", acreate_progress_artifact, 100 * step / steps, text, "progress")
+
+    async def curves(self, steps: Sequence[StepMetrics], held_out: Mapping[str, Points]) -> None:
+        """Show every metric of the steps as a picture and as a table."""
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for metrics in steps:
+            for name, value in metrics.values.items():
+                panels.setdefault(name, {}).setdefault(name, []).append((metrics.step, value))
+        for name, points in held_out.items():
+            panels.setdefault(name.removeprefix("held_out_"), {})[name] = list(points)
+        await self.pictures("curves", panels, "curves over steps")
+        every = max(1, -(-len(steps) // MOST_ROWS))
+        rows = [{"step": m.step} | m.values for i, m in enumerate(steps) if i % every == 0 or m is steps[-1]]
+        await self.table("steps", rows, f"every {every}. step" if every > 1 else "all steps")
+
+    async def pictures(self, kind: str, panels: Mapping[str, Mapping[str, Points]], title: str) -> None:
+        """Show a picture of panels: title of a panel -> name of a line -> its points."""
+        await self._put(kind, acreate_image_artifact, data_url(picture(panels)), title, "image_url")
+
+    async def table(self, kind: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+        """Show a table with one row for each mapping."""
+        await self._put(kind, acreate_table_artifact, [dict(row) for row in rows], title, "table")
+
+    async def text(self, kind: str, markdown: str, title: str) -> None:
+        """Show a page of Markdown."""
+        await self._put(kind, acreate_markdown_artifact, markdown, title, "markdown")
+
+    async def data(self, reports: Mapping[str, DataReport]) -> None:
+        """Show what the data checks found: name of the data set -> report."""
+        await self.text("data", "\n\n".join(data_page(name, report) for name, report in reports.items()), "data report")
+
+    async def samples(self, segments: Sequence[SegmentRecord]) -> None:
+        """Show the answers after the first segment and after the last four, one column for each."""
+        sampled = [segment for segment in segments if segment.samples]
+        if not sampled:
+            return
+        shown = [sampled[0], *sampled[1:][-4:]]
+        rows = []
+        for i, first in enumerate(shown[0].samples):
+            answers = {f"after step {segment.last_step}": segment.samples[i].answer for segment in shown}
+            rows.append({"prompt": first.prompt} | answers | ({"wanted": first.wanted} if first.wanted else {}))
+        await self.table("samples", rows, "greedy answers over time")
+
+    async def _put(self, kind: str, create: Any, data: object, title: str, name: str) -> None:
+        """Make the artifact `kind` with `create`, or update it when this run has made it before.
+
+        data: the content, the argument `name` of `create`. title: the artifact's description.
+        """
+        if FlowRunContext.get() is None and TaskRunContext.get() is None:
+            return
+        try:
+            if kind not in self._made:
+                self._made[kind] = await create(
+                    **{name: data}, key=f"{self._prefix}-{kind}".replace("_", "-"), description=title
+                )
+                return
+            stored = orjson.dumps(data).decode() if name == "table" else data  # a table is stored as a text
+            async with get_client() as client:
+                update = ArtifactUpdate(data=stored, description=title)
+                await client.update_artifact(self._made[kind], update)
+        except (httpx.HTTPError, PrefectException) as error:
+            log.warning("artifact %s was not written: %s: %s", kind, type(error).__name__, error)
+
+
+def data_page(name: str, report: DataReport) -> str:
+    """A data report as Markdown."""
+    facts = {
+        "schema": report.schema_name,
+        "good rows": report.rows,
+        "bad rows, left out": report.bad_rows,
+        "duplicates": report.duplicates,
+        "characters": report.characters,
+        "digest": f"`{report.digest}`",
+        "quarantine": f"`{report.quarantine}`" if report.quarantine else "empty",
+    }
+    lines = [f"## {name}: `{report.url}`", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in facts.items())]
+    if report.first_errors:
+        lines += ["", "| row | error |", "|---|---|"]
+        lines += [f"| {cell(bad.where)} | {cell(bad.error)} |" for bad in report.first_errors]
+    return "\n".join(lines)
+
+
+def cell(value: object) -> str:
+    """A value as a cell of a Markdown table."""
+    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

@@ -1,0 +1,45 @@
+"""Forward passes of a model that is trained: what it thinks of given answers, without learning from them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.tasks.pipelines.render import TokenizedExample
+
+if TYPE_CHECKING:
+    import tinker
+
+BATCH = 64  # examples of one request
+
+
+async def mean_loss(client: tinker.TrainingClient, examples: Sequence[TokenizedExample]) -> float:
+    """Mean negative log probability of the examples' learnt tokens."""
+    total = sum([output.metrics["loss:sum"] async for _, output in _forward(client, examples)])
+    return float(total / sum(float(example.weights.sum()) for example in examples))
+
+
+async def answer_logprobs(
+    client: tinker.TrainingClient, examples: Sequence[TokenizedExample]
+) -> npt.NDArray[np.float64]:
+    """The log probability of each example's learnt tokens together [len(examples)]."""
+    return np.array(
+        [
+            np.dot(output["logprobs"].to_numpy().astype(np.float64), example.weights[1:])
+            async for part, answer in _forward(client, examples)
+            for example, output in zip(part, answer.loss_fn_outputs, strict=True)
+        ]
+    )
+
+
+async def _forward(
+    client: tinker.TrainingClient, examples: Sequence[TokenizedExample]
+) -> AsyncIterator[tuple[Sequence[TokenizedExample], tinker.ForwardBackwardOutput]]:
+    """Cross entropy of BATCH examples at a time, all requested at once; each part with its output, in order."""
+    parts = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
+    futures = [client.forward([example.datum() for example in part], "cross_entropy") for part in parts]
+    for part, future in zip(parts, futures, strict=True):
+        yield part, await future

@@ -1,0 +1,166 @@
+"""`tinkerflow checkpoint`: looking after the store; tokens are shown once, listed without themselves, and revoked."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.commands import AdapterState, LoraSpec
+from tinkerflow.backend.errors import NotFoundError, StoreError
+from tinkerflow.backend.journal import (
+    CheckpointKind,
+    CheckpointSaved,
+    CopyMade,
+    Kind,
+    ModelLive,
+    ModelState,
+    NewModel,
+    NewRequest,
+    NewSession,
+    access_hash,
+)
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Store
+from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.parts import open_journal
+
+RUN = "copy-1:train:0"
+PATH = f"tinker://{RUN}/weights/a"
+
+
+def test_a_token_is_shown_once_and_opens_until_revoked(tmp_path: Path) -> None:
+    settings, where = Settings(data_dir=tmp_path), ["--data-dir", str(tmp_path)]
+    runner = CliRunner()
+    missing = runner.invoke(app, ["checkpoint", "share", PATH, *where])
+    assert isinstance(missing.exception, NotFoundError)
+    with open_journal(settings) as journal:
+        saved = CheckpointSaved(PATH, RUN, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, True, True, 1, 10)
+        journal.checkpoints.record_copy(CopyMade("copy-1", saved, "tinker://elsewhere/weights/a"))
+    share_id, token = (
+        runner.invoke(app, ["checkpoint", "share", PATH, "--ttl", "3600", *where]).stdout.strip().split(": ")
+    )
+    with open_journal(settings) as journal:
+        assert journal.checkpoints.get(PATH, "stranger", access=access_hash(token)).path == PATH
+        (row,) = journal.shares.all(PATH)
+        assert row.expires_at is not None and 3500 < (row.expires_at - SystemClock().now()).total_seconds() <= 3600
+    listed = runner.invoke(app, ["checkpoint", "shares", *where], env={"COLUMNS": "200"}).stdout
+    assert re.search(rf"{share_id}.*{re.escape(PATH)}", listed) and token not in listed
+    assert runner.invoke(app, ["checkpoint", "unshare", share_id, *where]).stdout == f"revoked the token for {PATH}\n"
+    with open_journal(settings) as journal:
+        assert journal.shares.all()[0].revoked_at is not None
+
+
+# ------------------------------------------------------------------ looking after the store
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """The store of a data dir, with two checkpoints of a run and a recovery snapshot; its database was never made."""
+    made = Store.open(Settings(data_dir=tmp_path).store_url)
+    weights = {f"base_model.model.lm_head.lora_{m}.weight": np.ones((4, 4), np.float32) for m in "AB"}
+    state = AdapterState(LoraSpec(4), 2, weights, {})
+    meta = CheckpointMeta("tiny", "team", {"note": "n"}, run_metadata={"renderer": "qwen3"})
+    for kind, name in (("weights", "a"), ("sampler_weights", "b"), (RECOVERY, "seq-1")):
+        made.save(RUN, kind, name, state, meta)
+    return made
+
+
+def checkpoint(tmp_path: Path, *args: str) -> Result:
+    return CliRunner().invoke(app, ["checkpoint", *args, "--data-dir", str(tmp_path)])
+
+
+def test_list_reads_the_store_alone(tmp_path: Path, store: Store) -> None:
+    store.amend(PATH, store.checkpoints()[0].attempt, public=True, expires_at=datetime(2030, 1, 2, tzinfo=UTC))
+    listed = checkpoint(tmp_path, "list").stdout
+    assert re.search(rf"{PATH} .*team .*tiny .*2 .*UTC .*2030-01-02 00:00 UTC .*yes", listed)
+    assert f"tinker://{RUN}/sampler_weights/b" in listed and "recovery" not in listed
+    assert PATH not in checkpoint(tmp_path, "list", "--run", "other").stdout
+    elsewhere = checkpoint(tmp_path, "list", "--store", f"file://{tmp_path}/elsewhere").stdout
+    assert PATH not in elsewhere
+    assert not (tmp_path / "journal.db").exists()
+
+
+def test_verify_names_what_is_damaged(tmp_path: Path, store: Store) -> None:
+    done = checkpoint(tmp_path, "verify")
+    assert (done.exit_code, done.stdout) == (0, "3 whole, 0 damaged\n")
+    (file,) = (tmp_path / "store").glob("runs/*/recovery/*/*/adapter_model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    done = checkpoint(tmp_path, "verify")
+    assert done.exit_code == 1
+    assert re.fullmatch(
+        rf"checkpoint tinker://{RUN}/recovery/seq-1: adapter_model.safetensors has \d+ bytes; \d+ were saved\n"
+        "2 whole, 1 damaged\n",
+        done.stdout,
+    )
+    assert checkpoint(tmp_path, "verify", PATH).exit_code == 0
+    missing = checkpoint(tmp_path, "verify", f"tinker://{RUN}/weights/never")
+    assert missing.exit_code == 1 and "weights/never: there is none" in missing.stdout
+
+
+def test_gc_says_what_it_would_remove_and_removes_it_when_told(tmp_path: Path, store: Store) -> None:
+    dead = tmp_path / "store" / "runs" / RUN / "weights" / "a" / "attempt-dead"
+    dead.mkdir()
+    (dead / "adapter_config.json").write_bytes(b"half")
+    assert "attempt-dead" not in checkpoint(tmp_path, "gc", "--yes").stdout
+    os.utime(dead / "adapter_config.json", (0, 0))
+    done = checkpoint(tmp_path, "gc")
+    assert f"{PATH}: attempt attempt-dead, last written 1970-01-01 00:00 UTC" in done.stdout
+    assert "nothing was removed" in done.stdout and dead.exists()
+    assert "removed 1 attempt(s), 0 recovery snapshot(s) and 0 draft(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
+    assert not dead.exists()
+    assert checkpoint(tmp_path, "verify").stdout == "3 whole, 0 damaged\n"
+
+
+def of_old(commit: Path) -> None:
+    for written in commit.parent.iterdir():
+        os.utime(written, (0, 0))
+
+
+def test_gc_removes_recovery_snapshots_of_models_that_are_not_live(tmp_path: Path, store: Store) -> None:
+    path = f"tinker://{RUN}/recovery/seq-1"
+    (commit,) = (tmp_path / "store").glob("runs/*/recovery/*/commit.json")
+    of_old(commit)
+    assert path not in checkpoint(tmp_path, "gc").stdout, "no journal says that its model is not live"
+    with open_journal(Settings(data_dir=tmp_path)) as journal:
+        session = journal.sessions.create(NewSession("team", "0.38.0"))
+        creation = NewRequest(Kind.CREATE_MODEL, "team", b"{}", "json", "create", model_id=RUN, seq_id=0)
+        journal.models.create(NewModel(RUN, session, "team", "tiny", rank=4), creation)
+        (pending,) = journal.requests.ready(RUN)
+        journal.requests.finish([pending.done(b"{}", "json", ModelLive(RUN))])
+        assert "0 recovery snapshot(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
+        journal.models.end(RUN, ModelState.FAILED, "over")
+        found = checkpoint(tmp_path, "gc").stdout
+        assert f"{path}: recovery snapshot of model {RUN}, which is failed, written 1970" in found
+        os.utime(commit)
+        assert path not in checkpoint(tmp_path, "gc").stdout, "too young"
+        of_old(commit)
+    assert "1 recovery snapshot(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
+    assert checkpoint(tmp_path, "verify").stdout == "2 whole, 0 damaged\n"
+
+
+def test_rebuild_index_makes_the_rows_again(tmp_path: Path, store: Store) -> None:
+    done = checkpoint(tmp_path, "rebuild-index")
+    *restored, counts = done.stdout.splitlines()
+    assert set(restored) == {PATH, f"tinker://{RUN}/sampler_weights/b"}
+    assert counts == "restored 2, known 0, damaged 0"
+    assert checkpoint(tmp_path, "rebuild-index").stdout == "restored 0, known 2, damaged 0\n"
+    with open_journal(Settings(data_dir=tmp_path)) as journal:
+        (run,) = journal.models.runs("team", limit=9, offset=0).rows
+        assert (run.model.id, run.model.user_metadata) == (RUN, {"renderer": "qwen3"})
+        assert run.last_checkpoint is not None and run.last_checkpoint.path == PATH
+        assert {row.path for row in journal.checkpoints.page("team").rows} == {
+            saved.path for saved in store.checkpoints()
+        }
+
+
+def test_rebuild_index_names_what_it_cannot_restore_and_restores_the_rest(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "store" / "runs" / RUN / "sampler_weights" / "b" / "commit.json").write_bytes(b"{")
+    done = checkpoint(tmp_path, "rebuild-index")
+    assert isinstance(done.exception, StoreError) and "sampler_weights/b: commit.json is damaged" in str(done.exception)
+    assert done.stdout.splitlines() == [PATH, "restored 1, known 0, damaged 1"]

@@ -1,0 +1,131 @@
+"""What `tinkerflow doctor` finds, and what it says to do."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from rich.console import Console
+
+from tinkerflow.backend.commands import CompileStatus
+from tinkerflow.backend.errors import StoreError, UserError
+from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.store import blobs
+from tinkerflow.deployments import doctor
+from tinkerflow.deployments.parts import open_journal
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Answers every GET like the API's and Prefect's health."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"status": "ok", "path": self.path}).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a server that is well."""
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+
+
+def test_one_bad_check_makes_the_whole_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad(_: Settings) -> str:
+        raise UserError("the dog is not here; call it")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"cat": lambda _: "purrs", "dog": bad})
+    said = io.StringIO()
+    assert not doctor.examine(Settings(data_dir=tmp_path), Console(file=said, width=100))
+    assert re.search(r"ok +\S* *cat +\S* *purrs", said.getvalue())
+    assert re.search(r"bad +\S* *dog +\S* *UserError: the dog is not here; call it", said.getvalue())
+    monkeypatch.setattr(doctor, "CHECKS", {"cat": lambda _: "purrs"})
+    assert doctor.examine(Settings(data_dir=tmp_path), Console(file=said))
+
+
+def test_parts_and_groups_that_wait(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    with open_journal(settings) as journal:
+        assert doctor.check_processes(settings).startswith("none is running")
+        journal.leases.acquire("an engine")
+        journal.base_models.register([("m", "{}")])
+        journal.base_models.note_progress("m", "worker group 1 ended (rank 0 was killed)")
+        said = doctor.check_processes(settings)
+        assert re.fullmatch(r"engine beat \d+ s ago; m waits: worker group 1 ended \(rank 0 was killed\)", said)
+        journal.leases.release()
+        journal.base_models.note_progress("m", None)
+        assert doctor.check_processes(settings).startswith("none is running")
+        assert doctor.check_recovery(settings) == "no snapshots of models"
+        assert doctor.check_journal(settings).endswith("journal.db: 0 training run(s), 0 key(s)")
+
+
+def test_what_is_compiled(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    assert doctor.check_compiled(settings).startswith("0 file(s)")
+    with open_journal(settings) as journal:
+        journal.base_models.register([("m", "{}"), ("new", "{}")])
+        journal.base_models.note_compile_status("m", CompileStatus(planned=9, ready=4, failed=1, needed=2, late=0))
+    said = "m: 4 of 9 warm (1 failed), 2 compiled for a request before, 0 after the warm-up; 0 file(s)"
+    assert doctor.check_compiled(settings).startswith(said)
+
+
+def test_the_store_is_probed_as_checkpoints_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(data_dir=tmp_path)
+    assert doctor.check_store(settings) == f"file://{tmp_path}/store: writeable"
+    assert not list((tmp_path / "store").glob(".doctor*"))
+    with pytest.raises(UserError, match="ftp"):  # fsspec could write there, but no checkpoint can be saved there
+        doctor.check_store(Settings(data_dir=tmp_path, store="ftp://somewhere/x"))
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OSError, match="file"):
+        doctor.check_store(Settings(data_dir=tmp_path, store=f"file://{tmp_path}/file"))
+
+    monkeypatch.setattr(blobs.LocalBlobs, "read", lambda *_: b"something else")
+    with pytest.raises(StoreError, match="other bytes were read than written"):
+        doctor.check_store(settings)
+
+
+def test_devices_of_a_python_that_cannot_load_jax(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named jax' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"JAX cannot start: ModuleNotFoundError: No module named jax; .*\[gpu\]"):
+        doctor.check_devices(Settings(data_dir=tmp_path), (str(python),))
+
+
+def test_the_api_runs_or_is_to_be_started(tmp_path: Path, port: int) -> None:
+    assert doctor.check_api(Settings(data_dir=tmp_path, port=port)).endswith("/api/v1/healthz: ok")
+    idle = Settings(data_dir=tmp_path, port=free_port())
+    assert doctor.check_api(idle).endswith("not running; `tinkerflow up` starts it")
+
+
+def test_prefect_embedded_external_or_off(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_prefect(Settings(data_dir=tmp_path, prefect="off")) == "off: nothing is tracked"
+    assert "/api/health" in doctor.check_prefect(Settings(data_dir=tmp_path, prefect_port=port))
+    idle = Settings(data_dir=tmp_path, prefect_port=free_port())
+    assert doctor.check_prefect(idle).endswith("not running; `tinkerflow up` starts it")
+    with pytest.raises(UserError, match="set PREFECT_API_URL"):
+        doctor.check_prefect(Settings(data_dir=tmp_path, prefect="external", prefect_port=port))
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{port}/elsewhere/api/")
+    for settings in (Settings(data_dir=tmp_path, prefect="external"), idle):  # `up` takes the external one, too
+        assert "/elsewhere/api/health" in doctor.check_prefect(settings)
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free_port()}/api")
+    with pytest.raises(UserError, match=r"no answer .*; start that server, or change PREFECT_API_URL"):
+        doctor.check_prefect(Settings(data_dir=tmp_path, prefect="external", prefect_port=port))

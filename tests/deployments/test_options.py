@@ -1,0 +1,27 @@
+"""Options that are settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.cli import app
+from tinkerflow.deployments.options import setting, settings_with
+
+
+def test_the_help_is_the_description_with_the_default() -> None:
+    assert setting("port").help == f"{Settings.model_fields['port'].description} (default: 8000)"
+    assert setting("store").help == Settings.model_fields["store"].description
+    assert setting("base_models", "may be repeated").help.endswith("; may be repeated")
+    shown = CliRunner().invoke(app, ["up", "--help"], env={"COLUMNS": "250"}).stdout
+    assert str(Settings.model_fields["host"].description) in shown and "(default: 8000)" in shown
+
+
+def test_options_that_were_given_win_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERFLOW_PORT", "9000")
+    monkeypatch.setenv("TINKERFLOW_HOST", "0.0.0.0")
+    settings = settings_with(port=9001, host=None, data_dir=tmp_path)
+    assert (settings.port, settings.host, settings.data_dir) == (9001, "0.0.0.0", tmp_path)

@@ -1,0 +1,141 @@
+"""`tinkerflow run`: its file, its Prefect server, its progress bar and what it says at the end."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments import run as module
+from tinkerflow.deployments.run import as_text, find, prefect_api, read_config, run, see_again, wait_for_prefect
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def test_a_file_or_the_example_but_not_both_and_not_none(tmp_path: Path) -> None:
+    for config, example in ((None, False), (tmp_path / "sft.yaml", True)):
+        with pytest.raises(UserError, match="give either --config FILE or --example"):
+            run(quiet(), "sft", config, example=example, changes=(), data_dir=None)
+
+
+def test_an_unknown_pipeline_is_refused_with_those_there_are() -> None:
+    assert find("sft").name == "sft"
+    with pytest.raises(UserError, match=r"pipeline 'stf': must be one of .*rl, sft, sweep"):
+        find("stf")
+
+
+def test_paths_of_data_are_relative_to_the_file_and_changes_come_on_top(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("data: {url: rows.jsonl}\nheld_out: {url: 'gs://bucket/rows.jsonl'}\ntraining: {steps: 3}\n")
+    values = read_config(file, ["training.steps=10", "model.rank=4", "name=mine", "data.limit=null"])
+    assert values == {
+        "data": {"url": str(tmp_path / "rows.jsonl"), "limit": None},
+        "held_out": {"url": "gs://bucket/rows.jsonl"},
+        "training": {"steps": 10},
+        "model": {"rank": 4},
+        "name": "mine",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "message"),
+    [
+        ("a: [", (), "config .*sft.yaml"),
+        ("- a", (), "must hold names and values"),
+        ("a: 1", ("steps",), "must be NAME=VALUE"),
+        ("a: 1", ("a.b=2",), "a holds no other names"),
+    ],
+)
+def test_a_wrong_file_or_change_is_named(tmp_path: Path, text: str, change: tuple[str, ...], message: str) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_config(file, change)
+    with pytest.raises(UserError, match=r"config .*none\.yaml"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_the_prefect_server_is_the_named_one_the_one_here_or_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    class Started:
+        url = "http://127.0.0.1:1/api"
+
+        async def stop(self) -> None:
+            started.append("stopped")
+
+    async def start_server(data_dir: Path, port: int) -> Started:
+        started.append(str(data_dir))
+        return Started()
+
+    monkeypatch.setattr("tinkerflow.flows.start_server", start_server)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    settings = Settings(data_dir=tmp_path, prefect_port=free_port())
+    with prefect_api(quiet(), settings) as (url, ends):
+        assert (url, ends, started) == (Started.url, True, [str(tmp_path)])
+    assert started == [str(tmp_path), "stopped"]
+    monkeypatch.setattr(module, "_answers", lambda url: True)
+    with prefect_api(quiet(), settings) as (url, ends):
+        assert (url, ends) == (f"http://127.0.0.1:{settings.prefect_port}/api", False)
+    monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere/api")
+    with prefect_api(quiet(), settings) as (url, ends):
+        assert (url, ends) == ("http://elsewhere/api", False)
+
+
+def test_waiting_for_prefect_has_an_end() -> None:
+    with pytest.raises(ServerError, match=r"does not answer, waited 0 s \(start_deadline\)"):
+        wait_for_prefect(f"http://127.0.0.1:{free_port()}/api", 0)
+
+
+def test_the_end_says_how_the_page_can_be_seen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "http://127.0.0.1:5555/runs/flow-run/1234"
+    assert "--data-dir DIR" in see_again(page, None)
+    folder = tmp_path / "my data"
+    said = see_again(page, folder)
+    assert f"tinkerflow up --data-dir '{folder}'" in said
+    assert said.endswith("http://127.0.0.1:4200/runs/flow-run/1234")
+    monkeypatch.setenv("TINKERFLOW_PREFECT_PORT", "4300")
+    assert see_again(page, folder).endswith("http://127.0.0.1:4300/runs/flow-run/1234")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_server_that_ends_with_the_run_is_not_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    @contextmanager
+    def api(*_: object) -> Iterator[tuple[str, bool]]:
+        yield "http://127.0.0.1:5555/api", ends
+
+    asked: list[Any] = []
+
+    def fake(console: Console, pipeline: Any, values: Any, url: str) -> tuple[str, bool]:
+        asked.append((pipeline.name, values, url))
+        return "http://127.0.0.1:5555/runs/flow-run/1", True
+
+    monkeypatch.setattr(module, "prefect_api", api)
+    monkeypatch.setattr(module, "_run_and_show", fake)
+    (tmp_path / "sft.yaml").write_text("name: mine")
+    console = quiet()
+    assert run(console, "sft", tmp_path / "sft.yaml", example=False, changes=["name=other"], data_dir=tmp_path)
+    assert asked == [("sft", {"name": "other"}, "http://127.0.0.1:5555/api")]
+    assert ("tinkerflow up --data-dir" in console.file.getvalue()) == ends  # type: ignore[attr-defined]
+
+
+def test_results_read_well() -> None:
+    assert as_text({}) == "none"
+    assert as_text({"loss": 0.123456, "steps": 3, "samples": [1, 2]}) == "loss 0.1235  steps: 3  samples: 2"
+    assert as_text({"new": {"loss": 1.0}, "old": {"loss": 2.0}}) == "new: loss 1  \nold: loss 2"
+    assert as_text(["a", {"b": 1}]) == "a\nb: 1"
+    assert as_text("plain") == "plain"

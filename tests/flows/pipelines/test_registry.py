@@ -1,0 +1,55 @@
+"""Pipelines are found in their folder, and say no to what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tinkerflow.flows.pipelines import pipelines
+from tinkerflow.flows.pipelines.distill import DistillParameters
+from tinkerflow.flows.pipelines.dpo import DpoParameters
+from tinkerflow.flows.pipelines.fine_tuning import cancellable
+from tinkerflow.flows.pipelines.rl import RlParameters
+from tinkerflow.tasks.pipelines.control import StoppedError
+
+DATA: dict[str, Any] = {"data": {"url": "rows.jsonl"}}
+
+
+def test_each_is_registered_under_the_name_of_its_module() -> None:
+    assert list(pipelines()) == sorted(pipelines())
+    for name, pipeline in pipelines().items():
+        assert pipeline.flow.fn.__module__ == f"tinkerflow.flows.pipelines.{name}"
+        assert pipeline.summary.endswith(".")
+
+
+async def test_a_stopped_flow_is_cancelled_and_says_why() -> None:
+    @cancellable
+    async def work(*, stops: bool) -> int:
+        if stops:
+            raise StoppedError("stopped after step 3")
+        return 3
+
+    assert await work(stops=False) == 3
+    state: Any = await work(stops=True)
+    assert state.is_cancelled() and state.message == "stopped after step 3"
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "message"),
+    [
+        (DpoParameters, {"beta": 0}, "beta\n  Input should be greater than 0"),
+        (RlParameters, {}, "give either reward or environment"),
+        (RlParameters, {"reward": "a:b", "environment": "c:D"}, "give either reward or environment"),
+        (RlParameters, {"reward": "a.b"}, "reward\n  String should match pattern"),
+        (RlParameters, {"reward": "a:b", "group_size": 1}, "group_size\n  Input should be greater than or equal to 2"),
+        (RlParameters, {"reward": "a:b", "loss": "cross_entropy"}, "loss\n  Input should be 'importance_sampling' or"),
+        (DistillParameters, {"teacher": {"weights": "a/b"}}, "teacher.weights\n  String should match pattern"),
+        (DistillParameters, {"reward": "a:b"}, "reward\n  Extra inputs are not permitted"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(model: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        model.model_validate(DATA | values)
+    assert message in str(error.value)

@@ -1,0 +1,150 @@
+"""Waiting: woken by notifications, found without them, and cheap for thousands."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+
+import pytest
+import sqlalchemy as sa
+
+from tinkerflow.backend.journal import Notifier, ResultSubscriptions
+
+ENGINE = """
+import sys, time
+from tinkerflow.backend.journal import Journal
+journal = Journal.open(sys.argv[1])
+while not (run := journal.requests.ready(sys.argv[2])):
+    time.sleep(0.01)
+journal.requests.finish([pending.done(b"from another process", "json") for pending in run])
+journal.close()
+"""
+
+
+def answer_in_a_process(url: str, model: str) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", ENGINE, url, model], check=True, timeout=60)
+
+
+async def wait(subscriptions: ResultSubscriptions, request: str, seconds: float) -> bool:
+    with subscriptions.request(request) as answer:
+        return await answer.wait(seconds)
+
+
+async def test_an_answer_wakes_its_waiters_at_once(scene):
+    model = scene.model()
+    request, other = scene.submit(model, 1), scene.submit(model, 2)
+    async with scene.journal.result_subscriptions() as subscriptions:
+        waiting = [asyncio.create_task(wait(subscriptions, request, 20)) for _ in range(3)]
+        late = asyncio.create_task(wait(subscriptions, other, 0.3))
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in waiting)
+        await asyncio.to_thread(scene.execute, model, 1)
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(*waiting) == [True] * 3
+        assert await late is False
+
+
+async def test_an_answer_between_the_look_and_the_wait_is_heard_without_a_question(scene, deaf):
+    model = scene.model()
+    request = scene.submit(model, 1)
+    async with deaf.subscriptions(scene.journal.notifier, recheck_seconds=600.0) as subscriptions:
+        with subscriptions.request(request) as answer:
+            await asyncio.to_thread(scene.execute, model)
+            assert await answer.wait(60)
+            assert await answer.wait(60)
+    assert deaf.asked == []
+
+
+async def test_an_answer_from_before_is_found_within_a_second(scene):
+    model = scene.model()
+    request = scene.submit(model, 1)
+    scene.execute(model)
+    async with scene.journal.result_subscriptions() as subscriptions:
+        assert await wait(subscriptions, request, 20)
+        assert await wait(subscriptions, "req-none", 0.05) is False
+
+
+async def test_an_answer_from_another_process(scene, url):
+    model = scene.model()
+    async with scene.journal.result_subscriptions() as subscriptions:
+        engine = asyncio.create_task(asyncio.to_thread(answer_in_a_process, url, model))
+        request = await asyncio.to_thread(scene.submit, model, 1)
+        assert await wait(subscriptions, request, 30)
+        assert scene.journal.requests.result(request, "local").result == b"from another process"
+        await engine
+
+
+class Deaf:
+    """The journal's answers without its notifications, counting the questions."""
+
+    def __init__(self, journal, url: str) -> None:
+        self._journal = journal
+        self.notifier = Notifier(url + ".other" if url.startswith("sqlite") else url.replace("/migrated", "/postgres"))
+        self.asked: list[int] = []
+        self.failures = 0
+
+    def subscriptions(self, notifier: Notifier | None = None, *, recheck_seconds: float = 0.2) -> ResultSubscriptions:
+        last = self._journal.results.last_completions
+        return ResultSubscriptions(notifier or self.notifier, self.finished, last, recheck_seconds=recheck_seconds)
+
+    def finished(self, request_ids: Collection[str]) -> set[str]:
+        self.asked.append(len(request_ids))
+        if self.failures:
+            self.failures -= 1
+            raise sa.exc.OperationalError("SELECT", {}, Exception("the database is away"))
+        return self._journal.requests.finished(request_ids)
+
+
+@pytest.fixture
+def deaf(journal, url):
+    made = Deaf(journal, url)
+    yield made
+    made.notifier.close()
+
+
+async def test_a_lost_notification_costs_one_recheck(scene, deaf):
+    model = scene.model()
+    request = scene.submit(model, 1)
+    async with deaf.subscriptions() as subscriptions:
+        waiting = asyncio.create_task(wait(subscriptions, request, 30))
+        await asyncio.sleep(0.1)
+        scene.execute(model)
+        start = time.monotonic()
+        assert await waiting
+        assert time.monotonic() - start < 10
+
+
+async def test_a_thousand_waiters_cost_one_query_a_recheck(deaf):
+    async with deaf.subscriptions(recheck_seconds=0.5) as subscriptions:
+        ids = [f"req-{n}" for n in range(1000)]
+        start = time.monotonic()
+        answers = await asyncio.gather(*(wait(subscriptions, request, 1.7) for request in ids))
+        seconds = time.monotonic() - start
+    assert not any(answers)
+    assert 1 <= len(deaf.asked) <= seconds / 0.5 + 1
+    assert deaf.asked[0] == 1000
+
+
+async def test_waiting_outlives_a_database_that_is_away(scene, deaf):
+    model = scene.model()
+    request = scene.submit(model, 1)
+    scene.execute(model)
+    deaf.failures = 2
+    async with deaf.subscriptions() as subscriptions:
+        assert await wait(subscriptions, request, 30)
+    assert len(deaf.asked) >= 3
+
+
+async def test_nobody_is_remembered_after_waiting(scene, deaf):
+    async with deaf.subscriptions() as subscriptions:
+        task = asyncio.create_task(wait(subscriptions, "req-a", 30))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await wait(subscriptions, "req-b", 0.01)
+        before = len(deaf.asked)
+        await asyncio.sleep(0.5)
+    assert len(deaf.asked) == before

@@ -1,0 +1,224 @@
+"""Frames and proofs, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkerflow.backend.pool.protocol import frames, handshake
+from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink, header
+from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, connect, next_connection
+
+SECRET = b"a secret of this generation"
+
+
+@pytest.fixture
+async def listener() -> AsyncIterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+async def meet(
+    listener: socket.socket, *, theirs: bytes = SECRET, generation: int = 3, rank: int = 1
+) -> tuple[LoopLink | BaseException, WorkerLink | BaseException]:
+    """What becomes of both ends when a worker with `theirs` connects to a driver of generation 3 with 2 ranks."""
+    port = listener.getsockname()[1]
+    worker = asyncio.to_thread(connect, "127.0.0.1", port, theirs, generation, rank, timeout=5.0)
+
+    async def drive() -> LoopLink:
+        sock = await next_connection(listener)
+        return await accept(sock, SECRET, 3, 2)
+
+    driver_end, worker_end = await asyncio.gather(drive(), worker, return_exceptions=True)
+    return driver_end, worker_end
+
+
+async def linked(listener: socket.socket) -> tuple[LoopLink, WorkerLink]:
+    driver, worker = await meet(listener)
+    assert isinstance(driver, LoopLink)
+    assert isinstance(worker, WorkerLink)
+    return driver, worker
+
+
+async def test_frames_cross_both_ways(listener: socket.socket) -> None:
+    driver, worker = await linked(listener)
+    assert driver.rank == 1
+    big = np.arange(3_000_000, dtype=np.float32)
+    sending = asyncio.create_task(driver.write(7, frames.encode((1, big, "x"))))
+    frame = await asyncio.to_thread(worker.read)
+    await sending
+    assert frame.index == 7
+    one, array, text = frames.decode(frame.body)
+    assert (one, text) == (1, "x")
+    assert array.tobytes() == big.tobytes()
+    await asyncio.to_thread(worker.write, 2**63, frames.encode("back"))
+    answer = await driver.read()
+    assert answer.index == 2**63
+    assert frames.decode(answer.body) == "back"
+    driver.close()
+    with pytest.raises(EOFError, match="closed"):
+        await asyncio.to_thread(worker.read)
+    worker.close()
+
+
+async def test_a_large_frame_gives_signs_of_life_while_it_is_on_its_way(listener: socket.socket) -> None:
+    driver, worker = await linked(listener)
+    signs = 0
+
+    def count() -> None:
+        nonlocal signs
+        signs += 1
+
+    driver.on_bytes = count
+    size = 32 << 20  # far more than lies in the buffers between them
+    for part in (size, 3 << 10):  # also as many small parts
+        body = frames.encode((np.zeros(part, np.uint8),) * (size // part))
+        signs = 0
+        sending = asyncio.create_task(driver.write(1, body))
+        await asyncio.to_thread(worker.read)
+        await sending
+        assert 30 <= signs <= 33
+        signs = 0
+        answering = asyncio.create_task(asyncio.to_thread(worker.write, 1, body))
+        await driver.read()
+        await answering
+        assert signs >= 3
+    driver.close()
+    worker.close()
+
+
+async def test_who_cannot_accept_a_connection_tries_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Exhausted(socket.socket):
+        left = 1
+
+        def accept(self) -> tuple[socket.socket, Any]:
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    monkeypatch.setattr(handshake, "_AGAIN_SECONDS", 0.01)
+    with Exhausted() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        with socket.create_connection(listener.getsockname()):
+            (await handshake.next_connection(listener)).close()
+    assert "Too many open files" in caplog.text
+
+
+async def test_a_worker_with_another_secret_is_refused(listener: socket.socket) -> None:
+    driver, worker = await meet(listener, theirs=b"another")
+    assert isinstance(worker, PermissionError)  # the driver's proof tells it already
+    assert "does not know the secret of generation 3" in str(worker)
+    assert isinstance(driver, (PermissionError, EOFError))
+
+
+@pytest.mark.parametrize(("generation", "rank"), [(2, 0), (4, 0), (3, 2)])
+async def test_another_generation_or_rank_is_refused(listener: socket.socket, generation: int, rank: int) -> None:
+    driver, worker = await meet(listener, generation=generation, rank=rank)
+    assert isinstance(driver, PermissionError)
+    assert "no worker of generation 3" in str(driver)
+    assert isinstance(worker, ConnectionRefusedError)
+    assert f"refused rank {rank} of generation {generation}" in str(worker)
+
+
+async def test_a_stranger_that_repeats_our_own_proof_is_refused(listener: socket.socket) -> None:
+    def mirror(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(b"TkF1" + (3).to_bytes(4, "big") + (0).to_bytes(4, "big") + bytes(32))
+            answer = sock.recv(64, socket.MSG_WAITALL)
+            sock.sendall(answer[32:])
+            assert sock.recv(1) == b""
+
+    reflected = asyncio.create_task(asyncio.to_thread(mirror, listener.getsockname()[1]))
+    sock = await next_connection(listener)
+    with pytest.raises(PermissionError, match="does not know the secret"):
+        await accept(sock, SECRET, 3, 1)
+    await reflected
+
+
+def test_a_connection_to_ourselves_is_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TCP makes of an attempt whose own port happens to be the one where nobody listens."""
+
+    def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+        sock = socket.socket()
+        sock.bind(address)
+        sock.connect(address)
+        return sock
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    with pytest.raises(ConnectionRefusedError, match=f"nobody but we ourselves on port {port}"):
+        connect("127.0.0.1", port, SECRET, 0, 0)
+
+
+async def test_a_connection_is_not_lost_when_nobody_waits_for_it_any_more(listener: socket.socket) -> None:
+    waiting = asyncio.create_task(next_connection(listener))
+    await asyncio.sleep(0)
+    with socket.create_connection(listener.getsockname()) as client:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the loop has seen it, the task has not yet gone on
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with asyncio.timeout(10):
+            sock = await next_connection(listener)
+        assert sock.getpeername() == client.getsockname()
+        sock.close()
+
+
+async def test_a_stranger_that_hangs_up_is_an_end_of_file(listener: socket.socket) -> None:
+    socket.create_connection(listener.getsockname()).close()
+    sock = await next_connection(listener)
+    with pytest.raises(EOFError):
+        await accept(sock, SECRET, 3, 1)
+    assert sock.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", "garbage instead of a frame: b'GET"),
+        (header(4, 1, [b""]), "a frame of generation 4 in generation 3"),
+        (b"TkF1" + b"\x00\x00\x00\x03" + b"\xff" * 16, "garbage instead of a frame"),
+    ],
+)
+async def test_garbage_is_a_value_error_at_both_ends(listener: socket.socket, raw: bytes, named: str) -> None:
+    driver, worker = await linked(listener)
+    threading.Thread(target=worker._sock.sendall, args=(raw,)).start()
+    with pytest.raises(ValueError, match=named):
+        await driver.read()
+    await asyncio.get_running_loop().sock_sendall(driver._sock, raw)
+    with pytest.raises(ValueError, match=named):
+        await asyncio.to_thread(worker.read)
+    driver.close()
+    worker.close()
+
+
+async def test_a_group_starts_although_strangers_knock(
+    start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tinkerflow.backend.pool.host import places, spawn
+
+    async def knock_then_spawn(spec: LaunchSpec, coordinator: str, *, log_dir: Path | None) -> spawn.ChildProcess:
+        with socket.create_connection((spec.host, spec.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
+        return await spawn.spawn_worker(spec, coordinator, log_dir=log_dir)
+
+    monkeypatch.setattr(places, "spawn_worker", knock_then_spawn)
+    pool = await start_pool(processes=2)  # type: ignore[misc]
+    assert pool.ready
+    assert caplog.text.count("a stranger connected to worker group 1") == 2

@@ -1,0 +1,693 @@
+"""Pools of real processes: order, errors, every way in which a group can fail, and that service goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkerflow.backend import errors
+from tinkerflow.backend.commands import (
+    AdapterState,
+    Command,
+    CreateAdapter,
+    Done,
+    DropAdapter,
+    Example,
+    ExportAdapter,
+    Forward,
+    ForwardResult,
+    GroupConfig,
+    ImportAdapter,
+    LoraSpec,
+    Loss,
+    OptimResult,
+    OptimStep,
+    Ping,
+    Reply,
+    SampleStep,
+)
+from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
+from tinkerflow.backend.pool import GroupLost, Pool, group
+from tinkerflow.backend.pool.host.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+
+StartPool = Callable[..., Coroutine[Any, Any, Pool]]
+WaitUntil = Callable[..., Awaitable[None]]
+both = pytest.mark.parametrize("processes", [1, 2])
+
+
+def step(number: float = 0.0) -> OptimStep:
+    return OptimStep("a", AdamParams(learning_rate=number))
+
+
+def order(text: str) -> DropAdapter:
+    """A command that makes the executor misbehave: see pool_executors.Echo."""
+    return DropAdapter(text)
+
+
+def sleep(seconds: float) -> CreateAdapter:
+    return CreateAdapter("a", LoraSpec(1), int(seconds * 1000))
+
+
+async def serves_again(pool: Pool, generation: int = 2) -> None:
+    assert await pool.submit(step()) == OptimResult(0.0, 1)  # a fresh executor: its count starts again
+    assert pool.generation == generation
+
+
+# ------------------------------------------------------------------ the ordinary course
+@both
+async def test_commands_execute_in_the_order_of_submission(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool(processes=processes)
+    tasks = [asyncio.create_task(pool.submit(step(i))) for i in range(200)]
+    replies = await asyncio.gather(*tasks)
+    assert replies == [OptimResult(float(i), i + 1) for i in range(200)]
+
+
+def of_four(loss: Loss = "cross_entropy") -> Forward:
+    """A forward of four micro-batches: make_config's have 64 tokens."""
+    zeros = np.zeros(64, np.int32)
+    return Forward("a", (Example(zeros, zeros[:, None], np.ones((64, 1), np.float32)),) * 4, loss)
+
+
+async def test_a_forward_goes_by_micro_batch_and_lets_samples_in(start_pool: StartPool) -> None:
+    lines: list[str] = []
+    pool = await start_pool("ByMicroBatch", on_progress=lines.append)
+
+    async def sample() -> None:
+        for _ in range(3):
+            await pool.submit(SampleStep())
+
+    forward = asyncio.create_task(pool.submit(of_four(), generation=pool.generation))
+    optim = asyncio.create_task(pool.submit(step(0)))
+    await sample()
+    assert await forward == ForwardResult((), 7.0)
+    assert await optim == Done()
+    executed = [line.removeprefix("executes ") for line in lines if line.startswith("executes ")]
+    assert [name for name in executed if name != "SampleStep"] == ["Forward", *["NextMicroBatch"] * 3, "OptimStep"]
+    assert executed.index("SampleStep") <= 2, "one micro-batch that was there, and one that is executed"
+    assert "SampleStep SampleStep" not in " ".join(executed[: executed.index("OptimStep")])
+
+
+async def test_a_forward_that_fails_on_its_way_has_the_first_error_and_the_next_one_is_whole(
+    start_pool: StartPool,
+) -> None:
+    pool = await start_pool("ByMicroBatch")
+    with pytest.raises(UserError, match="the second one is wrong"):
+        await pool.submit(of_four("ppo"), generation=pool.generation)
+    assert await pool.submit(of_four(), generation=pool.generation) == ForwardResult((), 7.0)
+
+
+async def test_a_group_that_ends_between_micro_batches_ends_the_forward(start_pool: StartPool) -> None:
+    pool = await start_pool("ByMicroBatch")
+    with pytest.raises(SuspectError, match="ended with exit status 9") as caught:
+        await pool.submit(of_four("cispo"), generation=pool.generation)
+    assert caught.value.crashed
+    assert await pool.submit(of_four(), generation=await pool.serving()) == ForwardResult((), 7.0)
+    assert pool.generation == 2
+
+
+async def test_a_caller_that_gives_up_leaves_the_forward_running(start_pool: StartPool) -> None:
+    lines: list[str] = []
+    pool = await start_pool("ByMicroBatch", on_progress=lines.append)
+    forward = asyncio.create_task(pool.submit(of_four(), generation=pool.generation))
+    await asyncio.sleep(0)
+    forward.cancel()
+    assert await pool.submit(step(0)) == Done()
+    executed = [line.removeprefix("executes ") for line in lines if line.startswith("executes ")]
+    assert executed == ["Forward", *["NextMicroBatch"] * 3, "OptimStep"]
+
+
+# ------------------------------------------------------------------ what the devices are still computing
+def together(pool: Pool, *commands: Command) -> list[asyncio.Task[Reply]]:
+    return [asyncio.create_task(pool.submit(command)) for command in commands]
+
+
+@both
+async def test_a_command_is_begun_while_the_one_before_it_is_computed(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool("Ahead", processes=processes)
+    replies = await asyncio.gather(*together(pool, step(), step(), Ping()))
+    assert replies[0] in (OptimResult(2.0, 1), OptimResult(3.0, 1))
+    assert replies[1:] == [OptimResult(3.0, 2), Done()]
+    assert await pool.submit(Ping()) == Done()  # with nothing before it
+
+
+@both
+async def test_what_fails_in_the_end_fails_alone_when_it_is_the_users_fault(
+    start_pool: StartPool, processes: int
+) -> None:
+    pool = await start_pool("Ahead", processes=processes)
+    first, second = together(pool, step(1), step())
+    with pytest.raises(UserError, match="the norm is not finite"):
+        await first
+    assert (await second).step == 2
+    assert pool.generation == 1
+
+
+@both
+async def test_what_fails_on_the_devices_ends_the_group(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool("Ahead", processes=processes)
+    first, second = together(pool, step(2), step())
+    with pytest.raises(SuspectError, match="OptimStep failed on the devices"):
+        await first
+    with pytest.raises(GroupFailedError):
+        await second
+    assert (await pool.submit(step())).step == 1
+    assert pool.generation == 2
+
+
+@both
+async def test_a_command_for_which_there_is_no_memory_is_blamed_and_not_the_one_before_it(
+    start_pool: StartPool, processes: int
+) -> None:
+    pool = await start_pool("Ahead", processes=processes)
+    before, guilty = together(pool, step(), order("memory"))
+    assert isinstance(await failure_of(guilty), SuspectError)
+    (outcome,) = await asyncio.gather(before, return_exceptions=True)
+    if processes == 2 and isinstance(outcome, GroupFailedError):  # rank 1 had answered it, and rank 0 not yet
+        assert not isinstance(outcome, SuspectError)
+    else:
+        assert outcome == OptimResult(2.0, 1)
+    await pool.serving()
+    replies = await asyncio.gather(*together(pool, step(), step()))
+    assert replies == [OptimResult(2.0, 1), OptimResult(2.0, 2)], "it is known which one it was: no care is needed"
+
+
+async def test_a_forward_is_blamed_for_the_part_that_ended_the_group(start_pool: StartPool) -> None:
+    pool = await start_pool("Uneven", processes=2)
+    with pytest.raises(SuspectError, match="NextMicroBatch failed on the devices"):
+        await pool.submit(of_four(), generation=pool.generation)
+
+
+async def test_nobody_is_blamed_for_what_a_rank_did_when_it_was_done_with_all_it_had(start_pool: StartPool) -> None:
+    pool = await start_pool("Bystander", processes=2)
+    with pytest.raises(SuspectError):
+        await pool.submit(order("die"))
+    await pool.serving()  # it gets its commands one at a time
+    for task in together(pool, sleep(0), sleep(0)):
+        assert not isinstance(await failure_of(task), SuspectError)
+
+
+async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to_it(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    (guilty,) = together(pool, order("memory"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    innocent = together(pool, Ping(), Ping(), Ping())
+    time.sleep(1.0)  # noqa: ASYNC251  (it has ended by now, and our loop has read nothing)
+    with pytest.raises(SuspectError, match="RESOURCE_EXHAUSTED"):
+        await guilty
+    for task in innocent:
+        assert not isinstance(await failure_of(task), SuspectError)
+
+
+async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
+    start_pool: StartPool, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_PROBATION_COMMANDS", 3)
+    pool = await start_pool("Ahead")
+    innocent, guilty = together(pool, step(), order("die"))
+    with pytest.raises(SuspectError):  # it was being computed: nobody knows better
+        await innocent
+    assert not isinstance(await failure_of(guilty), SuspectError)
+    await pool.serving()
+    innocent, guilty, third = together(pool, step(), order("die"), step())
+    assert await innocent == OptimResult(1.0, 1)
+    assert isinstance(await failure_of(guilty), SuspectError)
+    assert not isinstance(await failure_of(third), SuspectError)
+    generation = await pool.serving()
+    assert await pool.submit(step()) == OptimResult(1.0, 1)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: pool.ready and pool.generation > generation)
+    replies = await asyncio.gather(*together(pool, step(), step()))
+    assert replies == [OptimResult(1.0, 1), OptimResult(2.0, 2)], "what was left of the care is the next one's"
+    replies = await asyncio.gather(*together(pool, step(), step()))
+    assert replies == [OptimResult(4.0, 3), OptimResult(4.0, 4)], "and then they have company again"
+
+
+async def failure_of(task: asyncio.Task[Reply]) -> GroupFailedError:
+    with pytest.raises(GroupFailedError) as caught:
+        await task
+    return caught.value
+
+
+async def test_info_names_devices_parameters_and_generation(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig]
+) -> None:
+    pool = await start_pool(config=group_config(fsdp=2))
+    assert pool.info.devices == ("fake:0", "fake:1")
+    assert pool.info.parameters == 7
+    assert pool.generation == pool.info.generation == 1
+    assert pool.ready
+    assert len(pool.pids) == 1
+
+
+async def test_arrays_and_megabytes_pass_unchanged(start_pool: StartPool) -> None:
+    pool = await start_pool(processes=2)
+    tokens = np.arange(5, dtype=np.int32)
+    weights = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    reply = await pool.submit(Forward("a", (Example(tokens, tokens, weights),) * 2, "cross_entropy"))
+    assert isinstance(reply, ForwardResult)
+    assert [a.tobytes() for a in reply.logprobs] == [weights.tobytes()] * 2
+    big = {"w": np.random.default_rng(1).normal(size=(3000, 1000)).astype(np.float32)}
+    await pool.submit(ImportAdapter("a", AdapterState(LoraSpec(8), 3, big)))
+    state = await pool.submit(ExportAdapter("a", True))
+    assert isinstance(state, AdapterState)
+    assert state.weights["w"].tobytes() == big["w"].tobytes()
+
+
+async def test_progress_reaches_people(start_pool: StartPool, wait_until: WaitUntil) -> None:
+    lines: list[str] = []
+    pool = await start_pool(processes=2, on_progress=lines.append)
+    assert lines[0] == "starting worker group 1: 2 process(es)"
+    assert [x for x in lines if "weights" in x] == [f"loading weights {i}/3" for i in (1, 2, 3)]
+    await pool.submit(order("progress"))
+    await wait_until(lambda: "compiling a step" in lines)
+
+
+async def test_a_broken_progress_printer_hurts_nobody(start_pool: StartPool) -> None:
+    def broken(text: str) -> None:
+        raise BrokenPipeError(text)
+
+    pool = await start_pool(on_progress=broken)
+    assert await pool.submit(Ping()) == Done()
+
+
+async def test_cancelling_the_caller_leaves_the_command_running(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    slow = asyncio.create_task(pool.submit(sleep(0.2)))
+    counted = asyncio.create_task(pool.submit(step(1)))
+    await asyncio.sleep(0.05)
+    slow.cancel()
+    counted.cancel()
+    assert await pool.submit(step(2)) == OptimResult(2.0, 2)
+
+
+# ------------------------------------------------------------------ errors that are answers
+@both
+@pytest.mark.parametrize(
+    ("word", "kind", "text"),
+    [
+        ("user", errors.UserError, "rank 0 is too small for adapter 'a': it must be 1 or more"),
+        ("missing", errors.NotFoundError, "no adapter 'a'"),
+        ("conflict", errors.ConflictError, "id 'a' was used before"),
+        ("lost", errors.StateLostError, "adapter 'a' went with generation 1"),
+    ],
+)
+async def test_errors_of_our_tree_arrive_as_they_were(
+    start_pool: StartPool, processes: int, word: str, kind: type[errors.TinkerflowError], text: str
+) -> None:
+    pool = await start_pool(processes=processes)
+    with pytest.raises(errors.TinkerflowError) as caught:
+        await pool.submit(order(word))
+    assert type(caught.value) is kind
+    assert caught.value.message == text
+    assert await pool.submit(step()) == OptimResult(0.0, 1)
+    assert pool.generation == 1
+
+
+@both
+async def test_a_bug_on_all_ranks_is_a_server_error_and_the_group_lives(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool(processes=processes)  # the text names the rank, so it differs; that is no divergence
+    with pytest.raises(errors.ServerError, match="ZeroDivisionError: on rank 0"):
+        await pool.submit(order("crash"))
+    assert await pool.submit(step()) == OptimResult(0.0, 1)
+    assert pool.generation == 1
+
+
+async def test_a_reply_that_cannot_be_encoded_is_a_server_error(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    await pool.submit(order("reply"))
+    with pytest.raises(errors.ServerError, match="TypeError: cannot encode a object"):
+        await pool.submit(Ping())
+    assert pool.generation == 1
+
+
+async def test_a_command_that_cannot_be_encoded_is_not_sent(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    with pytest.raises(TypeError, match="cannot encode a object"):
+        await pool.submit(order(object()))  # type: ignore[arg-type]
+    assert await pool.submit(step()) == OptimResult(0.0, 1)
+
+
+# ------------------------------------------------------------------ a group that fails
+@both
+async def test_a_killed_rank_ends_the_group_and_a_new_one_serves(start_pool: StartPool, processes: int) -> None:
+    pool = await start_pool(processes=processes)
+    old = pool.pids
+    busy = [asyncio.create_task(pool.submit(sleep(30)))] + [asyncio.create_task(pool.submit(Ping())) for _ in range(5)]
+    await asyncio.sleep(0.1)
+    began = time.perf_counter()
+    os.kill(old[-1], signal.SIGKILL)
+    for task in busy:
+        with pytest.raises(
+            errors.GroupFailedError, match=rf"worker group 1 ended: rank {processes - 1} was killed by SIGKILL"
+        ):
+            await task
+    assert time.perf_counter() - began < 20.0
+    assert not pool.ready
+    await serves_again(pool)
+    assert not {*old} & {*pool.pids}
+
+
+async def test_who_was_being_executed_is_told_so(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    executing, waiting = (asyncio.create_task(pool.submit(sleep(30))), asyncio.create_task(pool.submit(Ping())))
+    await asyncio.sleep(0.1)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    with pytest.raises(errors.SuspectError) as suspect:
+        await executing
+    assert not suspect.value.crashed
+    with pytest.raises(errors.GroupFailedError) as bystander:
+        await waiting
+    assert type(bystander.value) is errors.GroupFailedError
+    await serves_again(pool)
+    with pytest.raises(errors.SuspectError) as crashed:
+        await pool.submit(order("die"))
+    assert crashed.value.crashed
+
+
+async def test_out_of_memory_ends_the_group(start_pool: StartPool) -> None:
+    pool = await start_pool(processes=2)
+    with pytest.raises(errors.SuspectError, match="RESOURCE_EXHAUSTED") as crashed:
+        await pool.submit(order("memory"))
+    assert crashed.value.crashed
+    await serves_again(pool)
+
+
+async def test_a_command_for_an_ended_generation_is_not_given_to_the_next(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    first = await pool.serving()
+    assert await pool.submit(Ping(), generation=first) == Done()
+    os.kill(pool.pids[0], signal.SIGKILL)
+    assert await asyncio.wait_for(_next_generation(pool, first), 30) == first + 1
+    with pytest.raises(errors.GroupFailedError, match=f"worker group {first} serves no more"):
+        await pool.submit(Ping(), generation=first)
+    assert await pool.submit(Ping(), generation=first + 1) == Done()
+
+
+async def _next_generation(pool: Pool, before: int) -> int:
+    while (generation := await pool.serving()) == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return generation
+
+
+@pytest.mark.parametrize("word", ["exit:1", "die:1", "thread:1", "exit:0"])
+async def test_a_rank_that_ends_itself_is_named(start_pool: StartPool, word: str) -> None:
+    pool = await start_pool(processes=2)
+    said = {
+        "exit:1": "rank 1 ended itself: SystemExit: 3",
+        "die:1": "rank 1 ended with exit status 9",
+        "thread:1": "rank 1 ended itself: ZeroDivisionError: in a thread",
+        "exit:0": "rank 0 ended itself: SystemExit: 3",
+    }
+    with pytest.raises(errors.GroupFailedError, match=said[word]):
+        await pool.submit(order(word))
+    await serves_again(pool)
+
+
+@pytest.mark.parametrize("word", ["user:1", "user:0", "crash:1"])
+async def test_ranks_that_differ_end_the_group(start_pool: StartPool, word: str) -> None:
+    pool = await start_pool(processes=2)
+    with pytest.raises(errors.GroupFailedError, match="rank 1 and rank 0 differ on whether DropAdapter succeeded"):
+        await pool.submit(order(word))
+    await serves_again(pool)
+
+
+@both
+async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, processes: int, tmp_path: Path) -> None:
+    pool = await start_pool(processes=processes)
+    hanging = asyncio.create_task(pool.submit(order(f"hang:{processes - 1}"), deadline=5.0))
+    behind = asyncio.create_task(pool.submit(Ping()))
+    with pytest.raises(
+        errors.DeadlineError, match=rf"DropAdapter did not answer in 5 s: no word from rank \[{processes - 1}\]"
+    ):
+        await hanging
+    with pytest.raises(errors.GroupFailedError, match="missed the deadline of a command") as caught:
+        await behind
+    assert not isinstance(caught.value, errors.DeadlineError)
+    assert "in misbehave" in (tmp_path / "logs" / f"worker-{processes - 1}.log").read_text()  # where it hung
+    await serves_again(pool)
+
+
+async def test_what_ends_a_group_while_a_late_command_is_waited_for_is_named(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_DUMP_GRACE_SECONDS", 30.0)
+    pool = await start_pool(processes=2)
+    late = asyncio.create_task(pool.submit(order("hang:1"), deadline=0.2))
+    await asyncio.sleep(1.0)
+    os.kill(pool.pids[1], signal.SIGKILL)
+    with pytest.raises(SuspectError, match="rank 1 was killed by SIGKILL") as caught:
+        await late
+    assert not caught.value.crashed
+    await serves_again(pool)
+
+
+async def test_a_deadline_counts_from_when_the_commands_before_were_answered(start_pool: StartPool) -> None:
+    pool = await start_pool(command_deadline=5.0)
+    tasks = [asyncio.create_task(pool.submit(sleep(0.35))) for _ in range(17)]  # so many are sent at once
+    assert await asyncio.gather(*tasks) == [Done()] * 17
+    assert pool.generation == 1
+
+
+async def test_an_answer_that_was_there_before_the_deadline_was_noticed_is_in_time(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    late = asyncio.create_task(pool.submit(Ping(), deadline=0.2))
+    behind = asyncio.create_task(pool.submit(sleep(1.5)))
+    await asyncio.sleep(0.01)
+    time.sleep(0.5)  # noqa: ASYNC251  (so long nobody reads what has come)
+    assert await late == Done()
+    assert await behind == Done()
+    assert pool.generation == 1
+
+
+async def test_a_stopped_rank_is_noticed_while_nothing_is_asked_of_it(
+    start_pool: StartPool, wait_until: WaitUntil
+) -> None:
+    pool = await start_pool(processes=2, heartbeat_timeout=3.0)
+    await asyncio.sleep(3.5)  # nobody is suspected without reason
+    await pool.submit(sleep(3.5))  # nor for being busy
+    assert pool.generation == 1
+    first = aiter(pool.losses())
+    os.kill(pool.pids[1], signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        lost = await anext(first)
+    assert lost == GroupLost(1, "worker group 1 ended: rank 1 was silent for 3 s (stopped?)")
+    await first.aclose()  # type: ignore[attr-defined]
+    await serves_again(pool)
+
+
+async def test_a_stopped_rank_misses_a_deadline(start_pool: StartPool) -> None:
+    pool = await start_pool(processes=2)
+    os.kill(pool.pids[0], signal.SIGSTOP)
+    with pytest.raises(errors.DeadlineError, match=r"no word from rank \[0\]"):
+        await pool.submit(Ping(), deadline=5.0)
+    await serves_again(pool)
+
+
+@pytest.mark.parametrize("word", ["garbage:0", "garbage:1", "unasked:1", "generation:1"])
+async def test_garbage_ends_the_group(start_pool: StartPool, word: str) -> None:
+    pool = await start_pool(processes=2)
+    said = {
+        "garbage": "garbage instead of a frame",
+        "unasked": "Ack for command 999, which is not due",
+        "generation": "of generation 77",
+    }
+    name, _, rank = word.partition(":")
+    with pytest.raises(errors.GroupFailedError, match=f"rank {rank} sent garbage: .*{said[name]}"):
+        await pool.submit(order(word))
+    await serves_again(pool)
+
+
+# ------------------------------------------------------------------ losses
+async def test_the_next_generation_waits_for_whoever_reads_losses(start_pool: StartPool, wait_until: WaitUntil) -> None:
+    pool = await start_pool()
+    seen: list[GroupLost] = []
+    go_on = asyncio.Event()
+
+    async def read() -> None:
+        async for lost in pool.losses():
+            seen.append(lost)
+            await go_on.wait()
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: seen)
+    assert seen == [GroupLost(1, "worker group 1 ended: rank 0 was killed by SIGKILL")]
+    early = asyncio.create_task(pool.submit(step(1)))
+    await asyncio.sleep(1.0)
+    assert not early.done()
+    assert pool.pids == ()
+    go_on.set()
+    assert await early == OptimResult(1.0, 1)
+    assert pool.ready
+    await pool.stop()
+    async with asyncio.timeout(60):
+        await reader  # the loop ends with the pool
+
+
+async def test_waiting_commands_keep_their_order(start_pool: StartPool) -> None:
+    pool = await start_pool()
+    os.kill(pool.pids[0], signal.SIGKILL)
+    with pytest.raises(errors.GroupFailedError):
+        await pool.submit(Ping())
+    tasks = [asyncio.create_task(pool.submit(step(i))) for i in range(50)]
+    bad = asyncio.create_task(pool.submit(order(object())))  # type: ignore[arg-type]
+    tasks[7].cancel()
+    await asyncio.sleep(0)
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    kept = [i for i in range(50) if i != 7]
+    assert [r for i, r in enumerate(replies) if i != 7] == [OptimResult(float(i), n + 1) for n, i in enumerate(kept)]
+    with pytest.raises(TypeError):
+        await bad
+
+
+# ------------------------------------------------------------------ starts that fail
+async def test_a_refused_configuration_is_the_users_error(
+    start_pool: StartPool, workers: Callable[[], list[int]]
+) -> None:
+    with pytest.raises(errors.UserError, match=r"model_path 'none': there is no config.json in it"):
+        await start_pool("Refusing", processes=2)
+    assert not workers()
+
+
+async def test_a_broken_executor_is_tried_three_times(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+    lines: list[str] = []
+    with pytest.raises(
+        errors.GroupFailedError, match="worker group 3 ended: rank 0 ended itself: ZeroDivisionError: while loading"
+    ):
+        await start_pool("Broken", on_progress=lines.append)
+    assert [x for x in lines if x.startswith("starting")] == [
+        f"starting worker group {i}: 1 process(es)" for i in (1, 2, 3)
+    ]
+    assert not workers()
+
+
+async def test_a_start_that_cannot_even_begin_is_tried_again(
+    start_pool: StartPool,
+    tmp_path: Path,
+    group_config: Callable[..., GroupConfig],
+    caplog: pytest.LogCaptureFixture,
+    wait_until: WaitUntil,
+) -> None:
+    (tmp_path / "blob").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "blob")
+    pool = await start_pool(config=group_config(model_path=str(tmp_path / "model")))
+    (tmp_path / "blob").unlink()
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: "cannot be started" in caplog.text)
+    (tmp_path / "blob").touch()
+    assert await pool.serving() > 2
+    assert await pool.submit(step()) == OptimResult(0.0, 1)
+
+
+async def test_an_unknown_executor_is_named(start_pool: StartPool) -> None:
+    with pytest.raises(errors.GroupFailedError, match="has no attribute 'Nobody'"):
+        await start_pool("Nobody")
+
+
+async def test_a_start_has_a_deadline(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+    with pytest.raises(errors.DeadlineError, match=r"worker group 3 was not ready in 1 s: no word from rank \[0, 1\]"):
+        await start_pool("Sleepy", processes=2, start_deadline=1.0)
+    assert not workers()
+
+
+async def test_a_cancelled_start_leaves_no_process(
+    start_pool: StartPool, workers: Callable[[], list[int]], wait_until: WaitUntil
+) -> None:
+    starting = asyncio.create_task(start_pool("Sleepy", processes=2))
+    await wait_until(lambda: len(workers()) == 2)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not workers()
+
+
+async def test_starts_are_repeated_until_one_succeeds(
+    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig], wait_until: WaitUntil
+) -> None:
+    pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")))
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: not pool.ready)
+    await serves_again(pool, generation=4)
+
+
+async def test_commands_do_not_wait_for_ever(
+    start_pool: StartPool, tmp_path: Path, group_config: Callable[..., GroupConfig], wait_until: WaitUntil
+) -> None:
+    pool = await start_pool("Flaky", config=group_config(model_path=str(tmp_path / "starts")), start_deadline=15.0)
+    (tmp_path / "starts").unlink()
+    (tmp_path / "starts").mkdir()  # from now on no start succeeds
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: not pool.ready)
+    with pytest.raises(errors.GroupFailedError, match=r"no worker group was ready within 15 s: .*IsADirectoryError"):
+        await pool.submit(Ping())
+
+
+async def test_a_machine_without_room_for_a_process_is_tried_again(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, workers: Callable[[], list[int]], wait_until: WaitUntil
+) -> None:
+    pool = await start_pool(processes=2)
+    spawned = 0
+
+    async def spawn(*args: Any, **kwargs: Any) -> ChildProcess:
+        nonlocal spawned
+        spawned += 1
+        if spawned in (2, 3):
+            raise OSError(11, "Resource temporarily unavailable")
+        return await spawn_worker(*args, **kwargs)
+
+    monkeypatch.setattr("tinkerflow.backend.pool.host.places.spawn_worker", spawn)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    await wait_until(lambda: not pool.ready)
+    await serves_again(pool, generation=4)
+    assert len(workers()) == 2
+
+
+@pytest.mark.parametrize("processes", [0, 3])
+async def test_a_mesh_that_cannot_be_divided_is_refused(
+    start_pool: StartPool, processes: int, group_config: Callable[..., GroupConfig]
+) -> None:
+    with pytest.raises(ValueError, match=f"fsdp 2 x expert 1 x tensor 1 cannot be divided among {processes} processes"):
+        await start_pool(processes=processes, config=group_config(fsdp=2))
+
+
+# ------------------------------------------------------------------ the end
+@both
+async def test_stop_ends_everything(
+    start_pool: StartPool, processes: int, alive: Callable[[int], bool], workers: Callable[[], list[int]]
+) -> None:
+    pool = await start_pool(processes=processes)
+    pids = pool.pids
+    busy = asyncio.create_task(pool.submit(sleep(30)))
+    await asyncio.sleep(0.05)
+    await pool.stop()
+    assert not [pid for pid in pids if alive(pid)]
+    assert not workers()
+    with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
+        await busy
+    with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
+        await pool.submit(Ping())
+    await pool.stop()
+
+
+async def test_stop_while_a_generation_starts(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+    async with await start_pool(processes=2) as pool:
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(errors.GroupFailedError):
+            await pool.submit(Ping())
+        waiting = asyncio.create_task(pool.submit(Ping()))
+        await asyncio.sleep(0.25)
+    assert not workers()
+    with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
+        await waiting

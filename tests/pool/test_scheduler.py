@@ -1,0 +1,249 @@
+"""Training and sampling take turns, and so do adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkerflow.backend.commands import (
+    LOSSES,
+    TOKEN_LOSSES,
+    AdapterState,
+    Command,
+    Done,
+    Example,
+    Forward,
+    LoadSnapshot,
+    LoraSpec,
+    NextMicroBatch,
+    OptimStep,
+    Reply,
+    SampleProgress,
+    SampleStep,
+)
+from tinkerflow.backend.compute.packing import pack
+from tinkerflow.backend.errors import GroupFailedError
+from tinkerflow.backend.pool import scheduler
+from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+
+MICROBATCH = 64
+
+
+def forward(adapter: str = "a", tokens: int = MICROBATCH) -> Forward:
+    zeros = np.zeros(tokens, np.int32)
+    return Forward(adapter, (Example(zeros, zeros[:, None], np.ones((tokens, 1), np.float32)),), "cross_entropy")
+
+
+class Devices:
+    """A worker group that executes what it was sent when it is told to, in that order."""
+
+    def __init__(self, chunks: float = 1.0) -> None:
+        self.sharing = Scheduler(chunks, MICROBATCH)
+        self.sent: list[str] = []
+        self.executing: deque[tuple[str, Reply, asyncio.Future[Reply]]] = deque()
+
+    def submit(self, name: str, command: Command, reply: Reply | None = None) -> asyncio.Future[Reply]:
+        def send() -> asyncio.Future[Reply]:
+            self.sent.append(name)
+            self.executing.append((name, reply or Done(), asyncio.get_running_loop().create_future()))
+            return self.executing[-1][2]
+
+        return self.sharing.submit(command, send)
+
+    async def sample(self, steps: int) -> None:
+        """So many steps, each in a task of its own, as the engine sends them."""
+        for left in reversed(range(steps)):
+            progress = SampleProgress((), active=left, waiting=0)
+            await asyncio.create_task(wait_for(self.submit("S", SampleStep(), progress)))
+
+    async def execute(self) -> str:
+        """Execute one command, and let the others go on; its name."""
+        name, reply, answered = self.executing.popleft()
+        answered.set_result(reply)
+        for _ in range(8):
+            await asyncio.sleep(0)
+        return name
+
+    async def run(self) -> list[str]:
+        """Execute everything: the names, in order."""
+        executed = []
+        while self.executing:
+            executed.append(await self.execute())
+        return executed
+
+
+async def wait_for(reply: asyncio.Future[Reply]) -> Reply:
+    return await reply
+
+
+async def test_an_adapters_commands_keep_their_order_and_two_are_there() -> None:
+    devices = Devices()
+    for number in range(4):
+        devices.submit(f"f{number}", forward())
+        devices.submit(f"o{number}", OptimStep("a", AdamParams()))
+    assert devices.sent == ["f0", "o0"]
+    assert await devices.run() == ["f0", "o0", "f1", "o1", "f2", "o2", "f3", "o3"]
+
+
+async def test_adapters_take_turns() -> None:
+    devices = Devices()
+    for number in range(4):
+        devices.submit(f"a{number}", forward("a"))
+    devices.submit("b0", forward("b"))
+    devices.submit("b1", forward("b"))
+    devices.submit("c0", forward("c", tokens=1))
+    assert await devices.run() == ["a0", "a1", "a2", "b0", "c0", "a3", "b1"]
+
+
+async def test_the_small_commands_of_a_step_stay_together() -> None:
+    devices = Devices()
+    for number in range(3):
+        devices.submit(f"x{number}", forward("x"))
+    for adapter in "ab":
+        for number in range(2):
+            devices.submit(f"{adapter}{number}", forward(adapter, tokens=MICROBATCH // 2))
+            devices.submit(f"{adapter}{number}o", OptimStep(adapter, AdamParams()))
+    assert await devices.run() == ["x0", "x1", "x2", *["a0", "a0o", "b0", "b0o", "a1", "a1o", "b1", "b1o"]]
+
+
+async def test_what_is_small_goes_together() -> None:
+    devices = Devices()
+    for number in range(6):
+        devices.submit(f"t{number}", forward(f"model {number}", tokens=MICROBATCH // 4))
+    assert len(devices.sent) == 5, "a micro-batch's worth, and one that is there when they end"
+    assert await devices.run() == [f"t{number}" for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        (1.0, "S T S T S T S T T"),
+        (2.0, "S T S S T S T T T"),
+        (0.5, "S T T S T T S T S"),
+    ],
+)
+async def test_chunks_follow_micro_batches(chunks: float, expected: str) -> None:
+    devices = Devices(chunks)
+    sampling = asyncio.create_task(devices.sample(4))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for adapter in ("a", "b", "a", "b", "a"):
+        devices.submit("T", forward(adapter))
+    assert " ".join(await devices.run()) == expected
+    await sampling
+
+
+async def test_a_sample_waits_for_one_micro_batch_between_two_of_its_steps() -> None:
+    devices = Devices()
+    devices.submit("T", forward())
+    devices.submit("S", SampleStep(), SampleProgress((), active=1, waiting=0))
+    devices.submit("T", forward())
+    devices.submit("T", forward())
+    assert devices.sent == ["T", "S"]
+    assert [await devices.execute(), await devices.execute()] == ["T", "S"]
+    assert devices.sent == ["T", "S", "T"], "the third one would be before the next step"
+    devices.submit("S", SampleStep(), SampleProgress((), active=0, waiting=0))
+    assert await devices.run() == ["T", "S", "T"]
+
+
+async def test_nobody_waits_for_who_is_not_there() -> None:
+    devices = Devices(chunks=0.25)
+    sampling = asyncio.create_task(devices.sample(3))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert await devices.run() == ["S", "S", "S"]
+    await sampling
+    devices.submit("load", LoadSnapshot("s", AdapterState(LoraSpec(1), 0, {})))
+    devices.submit("T", forward())
+    devices.submit("load", LoadSnapshot("t", AdapterState(LoraSpec(1), 0, {})))
+    assert await devices.run() == ["load", "T", "load"]
+
+
+async def test_training_goes_on_when_a_step_that_was_to_come_does_not() -> None:
+    devices = Devices()
+    devices.submit("S", SampleStep(), SampleProgress((), active=1, waiting=0))
+    devices.submit("T", forward())
+    last = devices.submit("T", forward())
+    assert await devices.run() == ["S", "T"]
+    assert devices.sent == ["S", "T"]
+    running = asyncio.create_task(wait_for(last))
+    await asyncio.sleep(4 * scheduler._STEP_SECONDS)
+    assert await devices.run() == ["T"]
+    assert await running == Done()
+
+
+async def test_what_a_caller_gives_up_goes_its_way() -> None:
+    devices = Devices()
+    replies = [devices.submit(f"f{number}", forward()) for number in range(4)]
+    replies[0].cancel()
+    replies[2].cancel()
+    assert await devices.run() == ["f0", "f1", "f2", "f3"]
+    assert [reply.cancelled() for reply in replies] == [True, False, True, False]
+
+
+async def test_what_cannot_be_sent_holds_up_nobody() -> None:
+    devices = Devices()
+
+    def no_group() -> asyncio.Future[Reply]:
+        raise GroupFailedError("worker group 1 serves no more")
+
+    failed = [devices.sharing.submit(command, no_group) for command in (forward(), SampleStep(), forward())]
+    devices.submit("T", forward())
+    assert await devices.run() == []
+    for reply in failed:
+        with pytest.raises(GroupFailedError, match="serves no more"):
+            await reply
+    assert await devices.run() == ["T"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 3)), max_size=40), st.integers())
+def test_an_adapters_commands_are_sent_as_they_were_submitted(commands: list[tuple[str, int, int]], seed: int) -> None:
+    """Whenever they come, and whatever is answered meanwhile."""
+    chance = random.Random(seed)
+
+    async def case() -> list[str]:
+        devices = Devices()
+        for number, (adapter, tokens, answered) in enumerate(commands):
+            devices.submit(f"{adapter}{number}", forward(adapter, tokens))
+            for _ in range(answered):
+                if devices.executing and chance.random() < 0.5:
+                    _, reply, executed = devices.executing.popleft()
+                    executed.set_result(reply)
+                if chance.random() < 0.5:
+                    await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await devices.run()
+        return devices.sent
+
+    sent = asyncio.run(case())
+    for adapter in "abc":
+        theirs = [f"{adapter}{number}" for number, command in enumerate(commands) if command[0] == adapter]
+        assert [name for name in sent if name.startswith(adapter)] == theirs
+
+
+def sizes() -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, 200), min_size=1, max_size=20)
+
+
+@given(sizes(), st.sampled_from(LOSSES), st.booleans(), st.sampled_from([1, 2]))
+def test_a_forward_has_a_part_for_each_micro_batch(lengths: list[int], loss: str, backward: bool, fsdp: int) -> None:
+    examples = tuple(next(iter(forward(tokens=length).examples)) for length in lengths)
+    command = replace(forward(), examples=examples, loss=loss, backward=backward)
+    first, *others = in_parts(command, MICROBATCH, fsdp)
+    passes = 2 if backward and loss not in TOKEN_LOSSES else 1
+    count = passes * len(pack(examples, microbatch_tokens=MICROBATCH, row_multiple=fsdp))
+    assert first == (command if count == 1 else replace(command, by_micro_batch=True))
+    assert others == [NextMicroBatch("a")] * (count - 1)
+
+
+def test_other_commands_are_one_part() -> None:
+    for command in (SampleStep(), OptimStep("a", AdamParams()), replace(forward(), examples=())):
+        assert in_parts(command, MICROBATCH, 1) == (command,)

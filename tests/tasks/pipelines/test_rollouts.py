@@ -1,0 +1,136 @@
+"""Conversations with environments, what they earn, and the data that is learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.flows.pipelines.rl import group_centred, kl_advantages
+from tinkerflow.tasks.pipelines import Renderer, Row, parse_row
+from tinkerflow.tasks.pipelines.environments import (
+    Asked,
+    Facts,
+    Message,
+    Reply,
+    environment_maker,
+    facts_of,
+    unrewarded,
+)
+from tinkerflow.tasks.pipelines.rewards import holds_answer, is_answer
+from tinkerflow.tasks.pipelines.rollouts import Rollouts, SampledTurn
+
+ROW = parse_row({"prompt": "Which colour is grass?", "answer": "Green"}, "prompt")
+
+
+class Echo:
+    """A sampler that answers each prompt with its number among the samples, and remembers what it was asked."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.asked: list[tuple[str, int, int]] = []
+
+    def sample(self, prompt: Any, num_samples: int, params: Any) -> Any:
+        self.asked.append((self.tokenizer.decode(prompt.to_ints()), num_samples, params.seed))
+        texts = [self.tokenizer.encode(f"{i}", add_special_tokens=False) for i in range(num_samples)]
+        sequences = [SimpleNamespace(tokens=text, logprobs=[-1.0] * len(text)) for text in texts]
+
+        async def answer() -> Any:
+            return SimpleNamespace(sequences=sequences)
+
+        return answer()
+
+
+class Counting:
+    """Asks again and again until the model has said 1; each answer earns what was asked so far."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.turn = 0
+
+    async def begin(self) -> Sequence[Message]:
+        return [Message(role="user", content="Count")]
+
+    async def answered(self, text: str) -> Reply:
+        self.turn += 1
+        again = [Message(role="user", content=f"Again, {self.turn}")]
+        return Reply(float(self.turn), () if text == "1" else again)
+
+
+def environment(facts: Facts) -> Any:
+    async def earns(facts: Facts, text: str) -> float:
+        assert facts["answer"] == "Green"
+        return float(text)
+
+    return Asked(facts, earns)
+
+
+async def test_a_group_is_one_request_and_each_answer_gets_its_reward(tokenizer: Any, renderer: Renderer) -> None:
+    sampler = Echo(tokenizer)
+    rollouts = Rollouts(renderer, environment, group_size=3, max_tokens=4)
+    groups = await rollouts.groups(sampler, [ROW, ROW], [7, 0])
+    assert [[one.reward for one in group] for group in groups] == [[0.0, 1.0, 2.0]] * 2
+    assert [asked[1] for asked in sampler.asked] == [3, 3]
+    assert len({asked[2] for asked in sampler.asked}) == 2  # rows have seeds of their own
+    again = Echo(tokenizer)
+    await rollouts.groups(again, [ROW, ROW], [7, 0])
+    assert again.asked == sampler.asked
+    await rollouts.groups(again, [ROW], [7, 1])
+    assert again.asked[-1][2] not in {asked[2] for asked in sampler.asked}
+
+
+async def test_an_environment_leads_several_turns(tokenizer: Any, renderer: Renderer) -> None:
+    sampler = Echo(tokenizer)
+    (group,) = await Rollouts(renderer, Counting, group_size=3, max_tokens=4, max_turns=3).groups(sampler, [ROW], [1])
+    # First turn: 0, 1 (ends), 2. The two others have said different things, so each is asked by itself: always "0".
+    assert [len(one.turns) for one in group] == [3, 1, 3]
+    assert [one.reward for one in group] == [6.0, 1.0, 6.0]
+    assert [asked[1] for asked in sampler.asked] == [3, 1, 1, 1, 1]
+    said = (
+        "<|im_start|>user\nCount<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\nAgain, 1<|im_end|>\n"
+    )
+    assert sampler.asked[2][0] == said + "<|im_start|>assistant\n"
+
+
+def test_only_the_answer_is_learnt() -> None:
+    datum = SampledTurn([5, 6, 7], [8, 9], np.array([-0.5, -1.5])).datum(np.array([2.0, -2.0]))
+    inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
+    assert datum.model_input.to_ints() == [5, 6, 7, 8]
+    assert inputs["target_tokens"] == [6, 7, 8, 9]
+    assert inputs["logprobs"] == [0.0, 0.0, -0.5, -1.5]
+    assert inputs["advantages"] == [0.0, 0.0, 2.0, -2.0]
+
+
+def test_advantages_are_what_is_better_than_the_group() -> None:
+    assert group_centred([1.0, 0.0, 0.0, 1.0]).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert group_centred([1.0, 1.0]).tolist() == [0.0, 0.0]
+    assert group_centred([1.0, 0.0, 0.0, 1.0], by_deviation=True) == pytest.approx([1, -1, -1, 1], rel=1e-5)
+    first, second = kl_advantages([np.array([1.0, 3.0]), np.array([2.0])], 0.5)
+    assert (first.tolist(), second.tolist()) == ([0.5, -0.5], [0.0])
+
+
+async def test_rewards_are_named_by_their_import_path() -> None:
+    make = environment_maker("tinkerflow.tasks.pipelines.rewards:holds_answer", "")
+    facts = facts_of(ROW)
+    assert facts == {"prompt": [{"role": "user", "content": "Which colour is grass?"}], "answer": "Green"}
+    assert (await make(facts).answered("It is green.")).reward == 1.0
+    assert (await unrewarded(facts).answered("It is green.")).reward == 0.0
+    assert (is_answer(facts, " Green\n"), is_answer(facts, "green"), holds_answer(facts, "red")) == (1.0, 0.0, 0.0)
+    assert facts_of(parse_row({"prompt": "a", "completion": "b"}, "prompt_completion"))["completion"] == "b"
+    with pytest.raises(UserError, match=r"reward 'no\.such:thing': cannot be imported"):
+        environment_maker("no.such:thing", "")
+    with pytest.raises(UserError, match=r"environment 'math:pi': must be a function or a class"):
+        environment_maker("", "math:pi")
+
+
+@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf")])
+async def test_a_reward_that_is_no_number_is_refused(tokenizer: Any, renderer: Renderer, value: object) -> None:
+    class Odd(Counting):
+        async def answered(self, text: str) -> Reply:
+            return Reply(value)  # type: ignore[arg-type]
+
+    with pytest.raises(UserError, match="must be a finite number"):
+        await Rollouts(renderer, Odd, 2, 4).groups(Echo(tokenizer), [Row(ROW.prompt)], [1])
