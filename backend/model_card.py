@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from tinkerflow.backend.compute.config import ModelConfig, parse_config
+from tinkerflow.backend.compute.config import ModelConfig, read_object
+from tinkerflow.backend.compute.families import family_of, load_config
+from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
 
 DEFAULT_MAX_CONTEXT = 32_768
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,7 @@ class ModelCard:
         max_context 0 = what the model allows, up to 32768. UserError says what is missing, unreadable or not supported.
         """
         folder = find_model(name)
-        config_fields = _read_object(name, folder / "config.json")
-        config = parse_config(config_fields, name=name)
+        config = load_config(folder, name=name)
         if not (folder / TOKENIZER).is_file():
             raise UserError(f"base model {name!r}: {folder} has no {TOKENIZER}; a fast tokenizer's file is needed")
         return cls(
@@ -114,7 +110,7 @@ def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """generation_config.json is what generation follows; config.json is the fallback, as in transformers."""
     for file in ("generation_config.json", "config.json"):
         path = folder / file
-        ids = _read_object(name, path).get("eos_token_id") if path.is_file() else None
+        ids = read_object(path, name).get("eos_token_id") if path.is_file() else None
         if ids is not None:
             found = tuple(ids) if isinstance(ids, list) else (ids,)
             if not all(isinstance(i, int) and 0 <= i < config.vocab for i in found):
@@ -126,42 +122,8 @@ def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _count_parameters(name: str, folder: Path, config: ModelConfig) -> int:
-    if (folder / INDEX).is_file():
-        weight_map = _read_object(name, folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"base model {name!r}: {folder / INDEX} has no object 'weight_map'")
-        files = sorted(set(weight_map.values()))
-    else:
-        files = [WEIGHTS]
-    total = 0
-    for file in files:
-        shapes = _tensor_shapes(name, folder / file)
-        if config.tied:
-            shapes.pop("lm_head.weight", None)  # some exports store the shared matrix twice
-        total += sum(math.prod(shape) for shape in shapes.values())
-    return total
-
-
-def _tensor_shapes(name: str, path: Path) -> dict[str, list[int]]:
-    """The shapes in a safetensors file, from its header alone: 8 bytes of length, then JSON."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(file.read(length))
-            return {key: value["shape"] for key, value in header.items() if key != "__metadata__"}
-    except FileNotFoundError as error:
-        raise UserError(f"base model {name!r}: there is no {path}; weights must be safetensors") from error
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"base model {name!r}: {path} is not a safetensors file ({error})") from error
-
-
-def _read_object(name: str, path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"base model {name!r}: {path} cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"base model {name!r}: {path} holds a {type(value).__name__}, not an object")
-    return value
+    shapes = {tensor: stored.get_shape() for tensor, stored in open_tensors(folder, name).items()}
+    if config.tied:
+        unembed = family_of(config).projections(config)["unembed"]
+        shapes.pop(f"{unembed.module}.weight", None)  # some exports store the shared matrix twice
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -95,8 +95,8 @@ class AdapterStore:
             if adapter.pending:
                 parts[".grad"] = adapter.grads
         host = to_host(parts)
-        moments = {name + end: array for end in parts if end for name, array in to_peft(host[end]).items()}
-        return AdapterState(adapter.spec, adapter.step, to_peft(host[""]), moments, adapter.optimizer)
+        moments = {name + end: array for end in parts if end for name, array in to_peft(self._cfg, host[end]).items()}
+        return AdapterState(adapter.spec, adapter.step, to_peft(self._cfg, host[""]), moments, adapter.optimizer)
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
         """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape.

@@ -47,7 +47,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, state_lora
 from tinkerflow.backend.compute.compiles import CompileCounter
-from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.logprobs import Scored
 from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.memory import training_budget

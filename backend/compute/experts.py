@@ -21,10 +21,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.grouped import Groups
-from tinkerflow.backend.compute.lora import MLP, LoraApply, LoraPair
+from tinkerflow.backend.compute.lora import LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
 from tinkerflow.backend.compute.quantized import Int8, Weight
+
+MLP = ("gate", "up", "down")
 
 
 def route(cfg: ModelConfig, y_BTD: jax.Array, router_ED: jax.Array) -> tuple[jax.Array, jax.Array]:

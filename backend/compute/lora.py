@@ -21,12 +21,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.decoder import Projection
+from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MAX_RANK
 
-ATTENTION = ("q", "k", "v", "o")
-MLP = ("gate", "up", "down")
+_PEFT = "base_model.model."  # what PEFT puts before a module's name
 
 
 @flax.struct.dataclass
@@ -90,31 +91,9 @@ def _update(x: jax.Array, pair: LoraPair, groups: Groups | None) -> jax.Array:
     return (low @ B).reshape(*x.shape[:-1], B.shape[-1])
 
 
-def projection_sizes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(in, out) of every projection in a layer, and of `unembed`."""
-    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    return {
-        "q": (cfg.hidden, queries),
-        "k": (cfg.hidden, keys),
-        "v": (cfg.hidden, keys),
-        "o": (queries, cfg.hidden),
-        "gate": (cfg.hidden, cfg.mlp),
-        "up": (cfg.hidden, cfg.mlp),
-        "down": (cfg.mlp, cfg.hidden),
-        "unembed": (cfg.hidden, cfg.vocab),
-    }
-
-
-def stack_shape(cfg: ModelConfig, name: str) -> tuple[int, ...]:
-    """What the shapes of a projection's matrices begin with: layers, and experts where it is theirs."""
-    if name == "unembed":
-        return ()
-    return (cfg.layers, cfg.experts) if cfg.experts and name in MLP else (cfg.layers,)
-
-
-def targets(spec: LoraSpec) -> tuple[str, ...]:
-    """The names of the layer projections that `spec` adapts (`unembed` is not among them)."""
-    return (ATTENTION if spec.train_attn else ()) + (MLP if spec.train_mlp else ())
+def targets(cfg: ModelConfig, spec: LoraSpec) -> tuple[str, ...]:
+    """The names of the projections that `spec` adapts."""
+    return tuple(name for name, projection in projections(cfg).items() if getattr(spec, projection.switch))
 
 
 def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
@@ -123,36 +102,32 @@ def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
     Every matrix draws from its own stream of (seed, name), so that a part's values do not depend on which others are
     adapted. NumPy, not JAX: the same on every backend, and nothing to compile.
     """
-    sizes = projection_sizes(cfg)
+    whole = projections(cfg)
 
     def pair(name: str) -> LoraPair:
-        (fan_in, fan_out), stack = sizes[name], stack_shape(cfg, name)
+        sizes = whole[name]
         stream = np.random.Generator(np.random.Philox([seed & (2**64 - 1), zlib.crc32(name.encode())]))
-        bound = 1 / np.sqrt(fan_in)
-        A = stream.random((*stack, spec.rank, fan_in), dtype=np.float32) * np.float32(2 * bound) - np.float32(bound)
-        return LoraPair(A=A, B=np.zeros((*stack, spec.rank, fan_out), np.float32))
+        bound, shape = 1 / np.sqrt(sizes.inputs), (*sizes.stack, spec.rank, sizes.inputs)
+        A = stream.random(shape, dtype=np.float32) * np.float32(2 * bound) - np.float32(bound)
+        return LoraPair(A=A, B=np.zeros((*sizes.stack, spec.rank, sizes.outputs), np.float32))
 
-    return Lora(
-        layers={name: pair(name) for name in targets(spec)},
-        unembed=pair("unembed") if spec.train_unembed else None,
-    )
+    return _lora({name: pair(name) for name in targets(cfg, spec)})
 
 
-def to_peft(lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
+def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
     """A host adapter by PEFT's tensor names: A [rank, in] and B [out, rank], contiguous, layer by layer.
 
-    Experts have tensors of their own, one by one, as PEFT names them for transformers before release 5, and vLLM; PEFT
-    itself fuses these when it loads them beside a transformers 5 model, whose experts are fused.
+    Each expert has tensors of its own, as PEFT names them for transformers before release 5, and as vLLM does. PEFT
+    fuses them when it loads them into a transformers 5 model, whose experts are fused.
     """
     named: dict[str, npt.NDArray[np.float32]] = {}
-    for projection, pair in lora.layers.items():
-        for place in np.ndindex(pair.A.shape[:-2]):
-            base = _layer_prefix(place, projection)
-            named[f"{base}.lora_A.weight"] = np.array(pair.A[place])
-            named[f"{base}.lora_B.weight"] = np.ascontiguousarray(pair.B[place].T)
-    if lora.unembed is not None:
-        named[f"{_UNEMBED}.lora_A.weight"] = np.array(lora.unembed.A)
-        named[f"{_UNEMBED}.lora_B.weight"] = np.ascontiguousarray(lora.unembed.B.T)
+    pairs = {**lora.layers, **({"unembed": lora.unembed} if lora.unembed is not None else {})}
+    for name, pair in pairs.items():
+        projection = projections(cfg)[name]
+        for place in np.ndindex(projection.stack):
+            module = _PEFT + projection.module.format(*place)
+            named[f"{module}.lora_A.weight"] = np.array(pair.A[place])
+            named[f"{module}.lora_B.weight"] = np.ascontiguousarray(pair.B[place].T)
     return named
 
 
@@ -160,30 +135,17 @@ def from_peft(
     cfg: ModelConfig, spec: LoraSpec, read: Callable[[str, tuple[int, int]], npt.NDArray[np.float32]]
 ) -> Lora:
     """The inverse of `to_peft`: `read(name, shape)` gives each tensor, and raises when it has none of that shape."""
-    sizes = projection_sizes(cfg)
 
-    def one(base: str, projection: str) -> LoraPair:
-        fan_in, fan_out = sizes[projection]
-        A = read(f"{base}.lora_A.weight", (spec.rank, fan_in))
-        return LoraPair(A=A, B=read(f"{base}.lora_B.weight", (fan_out, spec.rank)).T)
+    def pair(projection: Projection) -> LoraPair:
+        modules = [_PEFT + projection.module.format(*place) for place in np.ndindex(projection.stack)]
+        A_shape, B_shape = (spec.rank, projection.inputs), (projection.outputs, spec.rank)
+        both = [(read(f"{m}.lora_A.weight", A_shape), read(f"{m}.lora_B.weight", B_shape).T) for m in modules]
+        A, B = (np.stack(parts) for parts in zip(*both, strict=True))
+        return LoraPair(A=A.reshape(*projection.stack, *A_shape), B=B.reshape(*projection.stack, *B_shape[::-1]))
 
-    def stack(name: str) -> LoraPair:
-        shape = stack_shape(cfg, name)
-        pairs = [one(_layer_prefix(place, name), name) for place in np.ndindex(shape)]
-        A, B = np.stack([pair.A for pair in pairs]), np.stack([pair.B for pair in pairs])
-        return LoraPair(A=A.reshape(*shape, *A.shape[1:]), B=B.reshape(*shape, *B.shape[1:]))
-
-    return Lora(
-        layers={name: stack(name) for name in targets(spec)},
-        unembed=one(_UNEMBED, "unembed") if spec.train_unembed else None,
-    )
+    whole = projections(cfg)
+    return _lora({name: pair(whole[name]) for name in targets(cfg, spec)})
 
 
-_UNEMBED = "base_model.model.lm_head"
-
-
-def _layer_prefix(place: tuple[int, ...], projection: str) -> str:
-    """`place`: the layer, and the expert where there are any."""
-    layer, *expert = place
-    part = "self_attn" if projection in ATTENTION else ".".join(["mlp", *(f"experts.{number}" for number in expert)])
-    return f"base_model.model.model.layers.{layer}.{part}.{projection}_proj"
+def _lora(pairs: dict[str, LoraPair]) -> Lora:
+    return Lora(layers={name: pair for name, pair in pairs.items() if name != "unembed"}, unembed=pairs.get("unembed"))

@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute import memory
 from tinkerflow.backend.compute.attention import attend_segments
 from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
-from tinkerflow.backend.compute.lora import MLP, Lora, apply_one
+from tinkerflow.backend.compute.lora import Lora, apply_one
 from tinkerflow.backend.compute.losses import LossChoice, LossInputs
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
 from tinkerflow.backend.compute.optimizer import Array, OptimizerState, Stepped, step
@@ -139,6 +140,6 @@ def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> Batch:
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:
-    """Of all pairs of a layer; of those in a mixture of experts, once for each expert that a token goes to."""
-    experts = cfg.experts_per_token or 1
-    return sum(pair.A.shape[-2] * (experts if name in MLP else 1) for name, pair in lora.layers.items())
+    """The ranks of all pairs that one token goes through in a layer; an expert's pair counts once for each expert."""
+    matrices = projections(cfg)
+    return sum(pair.A.shape[-2] * matrices[name].per_token for name, pair in lora.layers.items())

@@ -38,8 +38,7 @@ from tests.benchmarks.service import at_once, cpu_seconds, datum, random_ids, se
 from tests.benchmarks.small_model import make_small
 from tinker import types
 
-from tinkerflow.backend.compute.config import load_config
-from tinkerflow.backend.compute.lora import projection_sizes
+from tinkerflow.backend.compute.families import load_config, projections
 from tinkerflow.deployments.tiny_model import make_tiny
 
 RANK = 32
@@ -127,7 +126,7 @@ class Bench:
         4 n back; a pair of tokens of which one sees the other, 4 H d a layer forward and 8 H d back.
         """
         cfg = load_config(self.model)
-        sizes = projection_sizes(cfg)
+        sizes = {name: (matrix.inputs, matrix.outputs) for name, matrix in projections(cfg).items()}
         times = {name: 1 if name == "unembed" else cfg.layers for name in sizes}
         frozen = sum(times[name] * rows * columns for name, (rows, columns) in sizes.items())
         adapter = sum(times[name] * RANK * (rows + columns) for name, (rows, columns) in sizes.items())

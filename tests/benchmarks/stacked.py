@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.optimizer import fresh_state, step

@@ -25,6 +25,7 @@ from tinkerflow.backend.commands import (
     SampleStep,
 )
 from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.compute.sampler import Sampler
 
 VOCAB = 96
@@ -52,6 +53,10 @@ LLAMA3 = {
 }
 
 
+# What the tiny model of a family has beside SHAPE. A family whose defaults do has no row.
+FAMILY_SHAPE: dict[str, dict[str, Any]] = {"llama": {"rope_parameters": LLAMA3}, "qwen3_moe": EXPERTS}
+
+
 @dataclass(frozen=True)
 class Reference:
     """A random model on disk and in torch."""
@@ -75,16 +80,9 @@ class Reference:
 def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
     torch.manual_seed(3)
     shape = {**SHAPE, "tie_word_embeddings": tied}
-    match architecture:
-        case "qwen2":
-            model: Any = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
-            biases_are_not_zero(model)
-        case "qwen3":
-            model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
-        case "qwen3_moe":
-            model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **EXPERTS))
-        case _:
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, rope_parameters=LLAMA3))
+    config = transformers.AutoConfig.for_model(architecture, **shape, **FAMILY_SHAPE.get(architecture, {}))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    biases_are_not_zero(model)
     model.eval().save_pretrained(folder)
     return Reference(folder, model)
 
@@ -97,14 +95,11 @@ def biases_are_not_zero(model: Any) -> None:
                 parameter.normal_(std=0.5)
 
 
-@pytest.fixture(
-    scope="session",
-    params=["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "llama-tied", "llama-untied"],
-)
+@pytest.fixture(scope="session", params=[f"{family}-{head}" for family in registered() for head in ("tied", "untied")])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Each architecture, with tied embeddings and without."""
-    architecture, tied = request.param.split("-")
-    return build(tmp_path_factory.mktemp(request.param), architecture, tied=tied == "tied")
+    """Every family, with tied embeddings and without."""
+    family, head = request.param.split("-")
+    return build(tmp_path_factory.mktemp(request.param), family, tied=head == "tied")
 
 
 @pytest.fixture(scope="session")

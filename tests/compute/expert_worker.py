@@ -17,9 +17,9 @@ def main() -> None:
     import numpy as np
     from jax.sharding import AxisType
 
-    from tinkerflow.backend.compute.config import load_config
-    from tinkerflow.backend.compute.experts import mixture
-    from tinkerflow.backend.compute.lora import MLP, LoraPair, apply_one, projection_sizes
+    from tinkerflow.backend.compute.experts import MLP, mixture
+    from tinkerflow.backend.compute.families import load_config, projections
+    from tinkerflow.backend.compute.lora import LoraPair, apply_one
     from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
     from tinkerflow.backend.compute.params import load_params
     from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
@@ -31,7 +31,8 @@ def main() -> None:
     columns_B2 = jnp.asarray([[0, 0], [0, 3], [3, 4], [0, 3]], jnp.int32)
 
     def random_pair(name: str) -> LoraPair:
-        A, B = (rng.normal(size=(cfg.experts, 4, n), scale=0.1).astype(np.float32) for n in projection_sizes(cfg)[name])
+        sizes = projections(cfg)[name].inputs, projections(cfg)[name].outputs
+        A, B = (rng.normal(size=(cfg.experts, 4, n), scale=0.1).astype(np.float32) for n in sizes)
         return LoraPair(A=A, B=B)
 
     pairs = {name: random_pair(name) for name in MLP}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,23 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.compute.conftest import Reference
 
 from tinkerflow.backend.compute import memory
-from tinkerflow.backend.compute.config import ModelConfig, load_config
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.transformer import Params
 
 GB = 10**9
 BFLOAT16 = Params(np.zeros((1, 1), jnp.bfloat16), {}, np.zeros(1), None)  # weights that are of that dtype
-
-
-@dataclass
-class Device:
-    """A GPU, as far as sizes go."""
-
-    bytes_limit: int
-
-    def memory_stats(self) -> dict[str, int]:
-        return {"bytes_limit": self.bytes_limit, "bytes_in_use": 3}
 
 
 @pytest.fixture
@@ -40,15 +31,11 @@ def qwen3_4b(qwen3: Reference) -> ModelConfig:
 
 
 @pytest.fixture
-def budget_of(qwen3_4b: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
+def budget_of(qwen3_4b: ModelConfig) -> Any:
     """budget_of(limit, weights, tokens): in GB, on a GPU."""
 
     def budget(limit: float, weights: float, tokens: int = 0) -> memory.Budget:
-        device = Device(int(limit * GB))
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        monkeypatch.setattr(memory, "held_bytes", lambda params: int(weights * GB))
-        return memory.training_budget(qwen3_4b, make_mesh(1, 1), BFLOAT16, tokens)
+        return memory.budget_for(qwen3_4b, jnp.bfloat16, 1, int(limit * GB) - int(weights * GB), tokens)
 
     return budget
 
@@ -91,14 +78,13 @@ def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
     assert memory.device_bytes() > memory.held_bytes(params)
 
 
-def test_processes_agree_on_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_agree_on_the_least() -> None:
     others = [5 * 2**31 + 7, 5 * 2**31 + 6, 6 * 2**31]
-    monkeypatch.setattr(jax, "process_count", lambda: 4)
 
     def gather(mine: np.ndarray) -> np.ndarray:
         assert mine.dtype == np.int32
         return np.stack([mine, *(np.array(divmod(other, 2**31), np.int32) for other in others)])
 
-    monkeypatch.setattr(memory.multihost_utils, "process_allgather", gather)
-    assert memory.least(9 * 2**31) == 5 * 2**31 + 6
-    assert memory.least(4) == 4
+    assert memory.least(9 * 2**31, gather) == 5 * 2**31 + 6
+    assert memory.least(4, gather) == 4
+    assert memory.least(9 * 2**31) == 9 * 2**31, "alone"

@@ -12,7 +12,7 @@ import pytest
 from tests.compute.conftest import Reference
 
 from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.params import by_layer, load_params

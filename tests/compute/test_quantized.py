@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.matmul import matmul
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import by_layer, count, load_params

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.config import load_config
+from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params

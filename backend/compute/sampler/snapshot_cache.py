@@ -24,8 +24,10 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.decoder import Projection
+from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
-from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, projection_sizes, scale, stack_shape
+from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, scale
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
 from tinkerflow.backend.compute.sampler.shapes import rank_columns
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
@@ -279,18 +281,17 @@ def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.
 def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: bool) -> Lora:
     """A stack of `width` columns of zeros: an adapter of all parts of the model; `by_layer`: see `params.by_layer`."""
 
-    def zeros(name: str, size: int) -> jax.Array | tuple[jax.Array, ...]:
-        stack = stack_shape(cfg, name)
+    def zeros(stack: tuple[int, ...], size: int) -> jax.Array | tuple[jax.Array, ...]:
         if by_layer and stack:
             return tuple(jnp.zeros((*stack[1:], width, size), dtype) for _ in range(stack[0]))
         return jnp.zeros((*stack, width, size), dtype)
 
-    def pair(name: str) -> LoraPair:
-        fan_in, fan_out = projection_sizes(cfg)[name]
-        return LoraPair(A=zeros(name, fan_in), B=zeros(name, fan_out))
+    def pair(projection: Projection) -> LoraPair:
+        return LoraPair(A=zeros(projection.stack, projection.inputs), B=zeros(projection.stack, projection.outputs))
 
-    layers = {name: pair(name) for name in projection_sizes(cfg) if name != "unembed"}
-    return _pinned(mesh, Lora(layers=layers, unembed=pair("unembed")))
+    layers = {name: pair(projection) for name, projection in projections(cfg).items()}
+    unembed = layers.pop("unembed")
+    return _pinned(mesh, Lora(layers=layers, unembed=unembed))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)

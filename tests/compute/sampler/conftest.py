@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
-from tinkerflow.backend.compute.config import ModelConfig, load_config
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.families import load_config, registered
 from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
@@ -68,31 +69,36 @@ def _save(folder: Path, architecture: str) -> None:
         "bos_token_id": None,
         "eos_token_id": None,  # else Hugging Face stops there
     }
+    own: dict[str, dict[str, Any]] = {
+        "llama": {
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        "qwen2": {"tie_word_embeddings": False},
+        "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+        "qwen3_moe": {
+            "head_dim": 16,
+            "num_hidden_layers": 2,  # its programs take long to compile
+            "moe_intermediate_size": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    }
     torch.manual_seed(0)
-    if architecture == "qwen3":
-        config = transformers.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True)
-        model: Any = transformers.Qwen3ForCausalLM(config)
-    elif architecture == "qwen3_moe":
-        experts = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
-        shape["num_hidden_layers"] = 2  # its programs take long to compile
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, head_dim=16, **experts))
-    elif architecture == "qwen2":
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape, tie_word_embeddings=False))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith(".bias"):  # zero at first
-                    parameter.normal_(std=0.5)
-    else:
-        scaling = {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-        config = transformers.LlamaConfig(**shape, tie_word_embeddings=False, rope_parameters=scaling)
-        model = transformers.LlamaForCausalLM(config)
+    config = transformers.AutoConfig.for_model(architecture, **(shape | own.get(architecture, {})))
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # zero at first
+                parameter.normal_(std=0.5)
     model.save_pretrained(folder)
 
 
@@ -115,9 +121,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return _tiny(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.fixture(scope="session", params=["qwen2", "qwen3_moe"])
+@pytest.fixture(scope="session", params=[name for name in registered() if name not in ("qwen3", "llama")])
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """The architectures beside those of `tiny`, for what differs between them."""
+    """The families beside those of `tiny`, for what differs between them."""
     return _tiny(tmp_path_factory.mktemp(request.param), request.param)
 
 

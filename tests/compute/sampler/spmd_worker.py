@@ -28,7 +28,7 @@ def main() -> None:
             shutdown_timeout_seconds=10,
         )
     from tinkerflow.backend.commands import GroupConfig, LoraSpec, SampleRequest, SampleStep
-    from tinkerflow.backend.compute.config import load_config
+    from tinkerflow.backend.compute.families import load_config
     from tinkerflow.backend.compute.lora import init_lora
     from tinkerflow.backend.compute.mesh import make_mesh
     from tinkerflow.backend.compute.params import load_params

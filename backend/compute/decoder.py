@@ -1,0 +1,145 @@
+"""The decoder that the families are variants of: its fields in `config.json`, its matrices and its other tensors.
+
+A family that is built alike takes these functions as they are, or changes what they return. No JAX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tinkerflow.backend.compute.config import ConfigFields, Llama3Rope, ModelConfig
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matrix that activations are multiplied by and that LoRA can adapt. Hugging Face stores it [outputs, inputs].
+
+    module: Hugging Face's name, with a `{}` for each axis of `stack`: the layer, then the expert.
+    switch: the field of LoraSpec that adapts it. stack: how many there are, by layer and by expert.
+    per_token: how many of a layer's matrices one token goes through.
+    """
+
+    module: str
+    inputs: int
+    outputs: int
+    switch: Literal["train_attn", "train_mlp", "train_unembed"]
+    stack: tuple[int, ...]
+    per_token: int = 1
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """A tensor that each layer has and that LoRA does not adapt: a norm, a bias, a router.
+
+    tensor: Hugging Face's name, with a `{}` for the layer. split: the mesh's tensor axis splits its first dimension.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    split: bool = False
+
+
+def decoder_config(
+    fields: ConfigFields,
+    *,
+    mlp: str = "intermediate_size",
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+) -> ModelConfig:
+    """The config of a dense decoder, its architecture the field `model_type`.
+
+    mlp: the field with the MLP's width. qk_norm and qkv_bias: as in ModelConfig. UserError names a field that is
+    missing, or the value of one that asks for something this decoder does not compute.
+    """
+    heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
+    config = ModelConfig(
+        architecture=fields["model_type"],
+        vocab=int(fields["vocab_size"]),
+        hidden=hidden,
+        layers=int(fields["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(fields.get("num_key_value_heads") or heads),
+        head_dim=int(fields.get("head_dim") or hidden // heads),
+        mlp=int(fields[mlp]),
+        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(fields.get("rope_theta") or _rope(fields).get("rope_theta") or 10_000.0),
+        rope_scaling=_rope_scaling(fields),
+        max_positions=int(fields["max_position_embeddings"]),
+        tied=bool(fields.get("tie_word_embeddings", False)),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+    )
+    fields.refuse_others(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
+    if config.heads % config.kv_heads or config.head_dim % 2:
+        raise fields.error(
+            f"{config.heads} heads, {config.kv_heads} key-value heads, head_dim {config.head_dim}; "
+            "key-value heads must divide heads and head_dim must be even"
+        )
+    return config
+
+
+def decoder_projections(cfg: ModelConfig, layer: str = "model.layers.{}.") -> dict[str, Projection]:
+    """Every matrix by the name that `transformer` uses. layer: what Hugging Face's names in a layer begin with."""
+    queries, keys, layers = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim, (cfg.layers,)
+
+    def attention(name: str, inputs: int, outputs: int) -> Projection:
+        return Projection(f"{layer}self_attn.{name}_proj", inputs, outputs, "train_attn", layers)
+
+    def mlp(name: str, inputs: int, outputs: int) -> Projection:
+        if not cfg.experts:
+            return Projection(f"{layer}mlp.{name}_proj", inputs, outputs, "train_mlp", layers)
+        module, stack = f"{layer}mlp.experts.{{}}.{name}_proj", (cfg.layers, cfg.experts)
+        return Projection(module, inputs, outputs, "train_mlp", stack, per_token=cfg.experts_per_token)
+
+    return {
+        "q": attention("q", cfg.hidden, queries),
+        "k": attention("k", cfg.hidden, keys),
+        "v": attention("v", cfg.hidden, keys),
+        "o": attention("o", queries, cfg.hidden),
+        "gate": mlp("gate", cfg.hidden, cfg.mlp),
+        "up": mlp("up", cfg.hidden, cfg.mlp),
+        "down": mlp("down", cfg.mlp, cfg.hidden),
+        "unembed": Projection("lm_head", cfg.hidden, cfg.vocab, "train_unembed", ()),
+    }
+
+
+def decoder_tensors(cfg: ModelConfig, layer: str = "model.layers.{}.") -> dict[str, LayerTensor]:
+    """Norms, biases and the router by the name that `transformer` uses. layer: as in `decoder_projections`."""
+    tensors = {
+        "attn_norm": LayerTensor(f"{layer}input_layernorm.weight", (cfg.hidden,)),
+        "mlp_norm": LayerTensor(f"{layer}post_attention_layernorm.weight", (cfg.hidden,)),
+    }
+    if cfg.qk_norm:
+        tensors |= {
+            f"{name}_norm": LayerTensor(f"{layer}self_attn.{name}_norm.weight", (cfg.head_dim,)) for name in "qk"
+        }
+    if cfg.qkv_bias:
+        heads = {"q": cfg.heads, "k": cfg.kv_heads, "v": cfg.kv_heads}
+        for name, count in heads.items():
+            size = count * cfg.head_dim
+            tensors[f"{name}_bias"] = LayerTensor(f"{layer}self_attn.{name}_proj.bias", (size,), split=True)
+    if cfg.experts:
+        tensors["router"] = LayerTensor(f"{layer}mlp.gate.weight", (cfg.experts, cfg.hidden))
+    return tensors
+
+
+def _rope(fields: ConfigFields) -> ConfigFields:
+    # transformers 5 writes rope_parameters; earlier releases wrote rope_scaling beside rope_theta.
+    values: Any = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    return ConfigFields(fields.name, values)
+
+
+def _rope_scaling(fields: ConfigFields) -> Llama3Rope | None:
+    rope = _rope(fields)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise fields.error(f"rope_type {kind!r} is not supported; supported: default, llama3")
+    return Llama3Rope(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_positions=int(rope["original_max_position_embeddings"]),
+    )

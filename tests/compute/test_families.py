@@ -1,0 +1,124 @@
+"""Every registered family, by what its file says; and a family in a file of its own, served without another edit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec
+from tinkerflow.backend.compute import families
+from tinkerflow.backend.compute.families import family_of, load_config, parse_config, projections, registered
+from tinkerflow.backend.compute.lora import targets
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.model_card import ModelCard
+
+TOY = """
+from tinkerflow.backend.compute.decoder import decoder_config, decoder_projections, decoder_tensors
+from tinkerflow.backend.compute.families import Family
+
+LAYER = "decoder.blocks.{}."
+
+FAMILY = Family(
+    model_type="toy",
+    title="Toy 1",
+    parse=lambda fields: decoder_config(fields, mlp="width", qk_norm=True),
+    projections=lambda cfg: decoder_projections(cfg, LAYER),
+    tensors=lambda cfg: decoder_tensors(cfg, LAYER),
+    embed="decoder.words.weight",
+    final_norm="decoder.norm.weight",
+)
+"""
+
+
+@pytest.fixture
+def toy(qwen3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tiny Qwen3 with the names and the config fields of a family that is one file in a folder of its own."""
+    package, folder = tmp_path / "more families", tmp_path / "model"
+    package.mkdir()
+    folder.mkdir()
+    (package / "toy.py").write_text(TOY)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(package)])
+    registered.cache_clear()
+    fields = json.loads((qwen3.folder / "config.json").read_text())
+    fields |= {"model_type": "toy", "width": fields.pop("intermediate_size")}
+    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "tokenizer.json").write_text("{}")
+    names = {"model.embed_tokens": "decoder.words", "model.norm": "decoder.norm", "model.layers": "decoder.blocks"}
+    tensors = load_file(qwen3.folder / "model.safetensors")
+    for old, new in names.items():
+        tensors = {name.replace(old, new): array for name, array in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    yield type(qwen3)(folder, qwen3.model)
+    registered.cache_clear()
+    sys.modules.pop("tinkerflow.backend.compute.families.toy", None)
+
+
+def test_a_family_is_one_file(toy, qwen3, shared_executor, examples, forward):
+    assert "toy" in registered()
+    card, plain = ModelCard.load(str(toy.folder)), load_config(qwen3.folder)
+    assert card.architecture == "toy"
+    assert card.parameters == sum(parameter.numel() for parameter in qwen3.model.parameters())
+    assert load_config(toy.folder) == type(plain)(**{**vars(plain), "architecture": "toy"})
+    with pytest.raises(UserError, match=r"supported: .*toy"):
+        parse_config({"model_type": "gpt2"}, name="m")
+    executor = toy.executor()
+    for each in (executor, shared_executor):
+        each.execute(CreateAdapter("family", LoraSpec(4), 0))
+    data = examples((7, 30))
+    found, wanted = (forward(each, "family", data).logprobs for each in (executor, shared_executor))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    state = executor.execute(ExportAdapter("family", optimizer=False))
+    assert "base_model.model.decoder.blocks.1.self_attn.q_proj.lora_A.weight" in state.weights
+
+
+@pytest.mark.parametrize("model", sorted(registered()))
+def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
+    from tests.compute.conftest import build
+
+    reference = build(tmp_path, model, tied=False)
+    cfg, stored = load_config(tmp_path), load_file(tmp_path / "model.safetensors")
+    family, wanted = family_of(cfg), {}
+    for matrix in family.projections(cfg).values():
+        for place in np.ndindex(matrix.stack):
+            wanted[f"{matrix.module.format(*place)}.weight"] = (matrix.outputs, matrix.inputs)
+    for tensor in family.tensors(cfg).values():
+        wanted |= {tensor.tensor.format(layer): tensor.shape for layer in range(cfg.layers)}
+    wanted |= {family.embed: (cfg.vocab, cfg.hidden), family.final_norm: (cfg.hidden,)}
+    assert {name: array.shape for name, array in stored.items()} == wanted
+    modules = dict(reference.model.named_modules())  # transformers fuses the experts of a layer
+    for matrix in family.projections(cfg).values():
+        place = tuple(size - 1 for size in matrix.stack)
+        assert matrix.module.format(*place).split(".experts.")[0] in modules
+
+
+@pytest.mark.parametrize("model", sorted(registered()))
+def test_each_switch_of_a_lora_adapts_some_matrices(model, tmp_path):
+    from tests.compute.conftest import build
+
+    cfg = load_config(build(tmp_path, model, tied=True).folder)
+    attention, mlp, unembed = (
+        set(targets(cfg, LoraSpec(4, **{name: name == switch for name in switches})))
+        for switches in [("train_attn", "train_mlp", "train_unembed")]
+        for switch in switches
+    )
+    assert attention and mlp and unembed == {"unembed"}
+    assert sorted([*attention, *mlp, *unembed]) == sorted(projections(cfg))
+
+
+def test_families_are_known_without_jax():
+    code = "import sys; from tinkerflow.backend import model_card; print({'jax', 'flax', 'torch'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+def test_the_readme_names_every_family():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    assert [family.title for family in registered().values() if family.title not in text] == []
