@@ -1,4 +1,4 @@
-"""Who is woken when: the bell's topics to the lanes, and the sweeps that nobody rings for."""
+"""Who is woken when: the bell's topics to the runners, and the sweeps that nobody rings for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Re
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, note_changes
 from tinkerflow.flows.groups import ServedModel
-from tinkerflow.flows.prefect.controls import Buttons
-from tinkerflow.flows.prefect.training_run import serve_model
-from tinkerflow.flows.runner import ModelRunner, Shared
+from tinkerflow.flows.prefect.controls import ControlsWatch
+from tinkerflow.flows.prefect.mirror import Mirror
+from tinkerflow.flows.runner import STOPPED, End, ModelRunner, Why
+from tinkerflow.tasks.execution.recovery import SnapshotPolicy
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +28,25 @@ OVER = "its session is over"
 
 
 class Dispatcher:
-    """One lane per model that has work, one per base model for samples, and the losses and sweeps around them."""
+    """One runner per model that has work, one per base model for samples, and the losses and sweeps around them."""
 
-    def __init__(self, settings: Settings, journal: Journal, shared: Shared, served: Sequence[ServedModel]) -> None:
-        """Nothing runs before `serve`."""
+    def __init__(
+        self,
+        settings: Settings,
+        journal: Journal,
+        mirror: Mirror,
+        served: Sequence[ServedModel],
+        snapshots: SnapshotPolicy | None = None,
+    ) -> None:
+        """Nothing runs before `serve`. snapshots: when a model's snapshot is due; None: as the settings say."""
         self._settings = settings
         self._journal = journal
-        self._shared = shared
+        self._mirror = mirror
+        self._snapshots = snapshots or SnapshotPolicy(settings.snapshot_steps, settings.snapshot_seconds)
         self._served = {model.card.name: model for model in served}
-        self._lanes: dict[str, ModelRunner | None] = {}  # None: it is being opened
-        self._group: asyncio.TaskGroup | None = None  # of the lanes
+        self._runners: dict[str, ModelRunner | None] = {}  # None: it is being opened
+        self._adopted: dict[str, UUID] = {}  # by model: the flow run that it is taken up again in
+        self._group: asyncio.TaskGroup | None = None  # of the runners
         self._sweep = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -46,37 +56,39 @@ class Dispatcher:
         async with heard as topics, asyncio.TaskGroup() as around:
             watches = [
                 around.create_task(self._sweep_often(), name="sweeps"),
-                around.create_task(self._shared.tracking.watch(), name="prefect health"),
-                *(around.create_task(self._mourn(model), name="losses") for model in self._served.values()),
+                around.create_task(self._mirror.connection.watch(), name="prefect health"),
+                *(around.create_task(self._on_group_lost(model), name="losses") for model in self._served.values()),
             ]
             try:
-                async with asyncio.TaskGroup() as lanes:
-                    self._group = lanes
+                async with asyncio.TaskGroup() as runners:
+                    self._group = runners
                     watches.append(around.create_task(self._listen(topics), name="bell"))
                     watches.append(around.create_task(self._look(), name="look"))
-                    watches.append(around.create_task(Buttons(self._shared.tracking, self).watch(), name="buttons"))
+                    watches.append(
+                        around.create_task(ControlsWatch(self._mirror.connection, self).watch(), name="controls")
+                    )
                     for model in self._served.values():
-                        lanes.create_task(model.sampling.serve_for_ever(), name="sampling")
+                        runners.create_task(model.sampling.serve(), name="sampling")
                     on_ready()
                     await self._stopping.wait()
-                    self._stop_lanes()
+                    self._stop_runners()
             finally:
                 for task in watches:
                     task.cancel()
 
     @property
     def models(self) -> frozenset[str]:
-        """Ids of the models that are being served: each has a lane."""
-        return frozenset(self._lanes)
+        """Ids of the models that are being served: each has a runner."""
+        return frozenset(self._runners)
 
     def stop(self) -> None:
         """Take nothing more from the journal."""
         self._stopping.set()
 
-    def _stop_lanes(self) -> None:
-        for lane in self._lanes.values():
-            if lane is not None:
-                lane.stop()
+    def _stop_runners(self) -> None:
+        for runner in self._runners.values():
+            if runner is not None:
+                runner.stop()
         for model in self._served.values():
             model.sampling.stop()
 
@@ -108,18 +120,18 @@ class Dispatcher:
                 model.sampling.wake()
             await asyncio.sleep(LOOK_SECONDS)
 
-    def wake(self, model_id: str, again: UUID | None = None) -> None:
-        """There may be work for the model. again: the flow run to open its lane in, if it is not open."""
+    def wake(self, model_id: str, *, again: bool = False) -> None:
+        """There may be work for the model. again: it is restored at once, and not when there is something to do."""
         if self._stopping.is_set() or self._group is None:
             return
-        lane = self._lanes.get(model_id)
-        if lane is not None:
-            lane.wake()
-        elif model_id not in self._lanes:
-            self._lanes[model_id] = None
-            self._group.create_task(self._serve_model(model_id, again), name=model_id)
+        runner = self._runners.get(model_id)
+        if runner is not None:
+            runner.wake()
+        elif model_id not in self._runners:
+            self._runners[model_id] = None
+            self._group.create_task(self._serve_model(model_id, again=again), name=model_id)
 
-    async def _serve_model(self, model_id: str, again: UUID | None) -> None:
+    async def _serve_model(self, model_id: str, *, again: bool) -> None:
         try:
             model = await asyncio.to_thread(self._journal.models.get, model_id, None)
             if model.state not in (ModelState.CREATING, ModelState.LIVE):
@@ -129,19 +141,32 @@ class Dispatcher:
                 names = ", ".join(sorted(self._served))
                 await self._give_up(model_id, UserError(f"base model {model.base_model!r} is not served here: {names}"))
                 return
-            held = model.held is not None and bool(self._shared.tracking.api_url)  # without Prefect, nobody can end it
-            lane = ModelRunner(served.context, self._shared, model_id, model.step, held=held, eager=again is not None)
-            self._lanes[model_id] = lane
-            if self._stopping.is_set():
-                return
-            end = await serve_model(lane, self._shared.tracking, model.base_model, again)
+            mirror = self._mirror.training_run(model_id, model.base_model, self._adopted.get(model_id))
+            end = STOPPED
+            try:
+                # without Prefect, nobody can end a hold
+                held = model.held is not None and bool(self._mirror.connection.api_url)
+                runner = ModelRunner(
+                    served.context, mirror, self._snapshots, model_id, model.step, held=held, eager=again
+                )
+                self._runners[model_id] = runner
+                verb = "is created" if model.state is ModelState.CREATING else "goes on"
+                mirror.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")
+                if not self._stopping.is_set():
+                    end = await runner.serve()
+            except Exception as error:
+                end = End(Why.FAILED, f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                mirror.ended(end.state, end.text)
             log.info("model %s: %s", model_id, end.text)
         except Exception as error:
             # One model's trouble must not end the others. When the journal itself is away, this fails too and ends us.
             log.exception("model %s cannot be served", model_id)
             await self._give_up(model_id, ServerError(f"the model cannot be served ({type(error).__name__}: {error})"))
         finally:
-            del self._lanes[model_id]
+            del self._runners[model_id]
+            self._adopted.pop(model_id, None)
 
     async def _give_up(self, model_id: str, error: TinkerflowError) -> None:
         """End a model, and fail all that waits for it."""
@@ -152,32 +177,33 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ what people ask for (buttons.py)
     def shown_in(self, model_id: str) -> UUID | None:
-        """The flow run that the model is served in now."""
-        lane = self._lanes.get(model_id)
-        return lane.flow_run if lane is not None else None
+        """The flow run that shows the model now, or will show it when the model is taken up again."""
+        runner = self._runners.get(model_id)
+        return runner.mirror.flow_run if runner is not None else self._adopted.get(model_id)
 
     async def hold(self, model_id: str, why: str | None) -> None:
         """Execute nothing of the model until it is called with None; its clients are told why."""
         await asyncio.to_thread(self._journal.models.pause, model_id, why)
-        if (lane := self._lanes.get(model_id)) is not None:
-            lane.hold(why is not None)
+        if (runner := self._runners.get(model_id)) is not None:
+            runner.hold(why is not None)
 
     async def cancel(self, model_id: str, why: str) -> None:
         """End the model now: what waits is failed with the reason."""
         await asyncio.to_thread(self._journal.models.end, model_id, ModelState.UNLOADED, why)
-        if (lane := self._lanes.get(model_id)) is not None:
-            lane.cancel()
+        if (runner := self._runners.get(model_id)) is not None:
+            runner.cancel()
 
     async def retry(self, model_id: str, flow_run: UUID) -> None:
         """Take up a model again that nobody serves, in this flow run; UserError when that cannot be."""
-        if model_id in self._lanes:
+        if model_id in self._runners:
             raise UserError(f"model {model_id} is served already")
         await asyncio.to_thread(self._journal.models.revive, model_id)
-        self.wake(model_id, flow_run)
+        self._adopted[model_id] = flow_run
+        self.wake(model_id, again=True)
 
     # ------------------------------------------------------------------ what is lost, and what is over
-    async def _mourn(self, model: ServedModel) -> None:
-        """A worker group ended, and all that it held: the next one begins empty, and the lanes restore into it."""
+    async def _on_group_lost(self, model: ServedModel) -> None:
+        """A worker group ended, and all that it held: the next one begins empty, and the runners restore into it."""
         back: asyncio.Task[None] | None = None
         name = model.card.name
         async for lost in model.pool.losses():
@@ -185,18 +211,18 @@ class Dispatcher:
             text = f"worker group {lost.generation} ended ({lost.cause}); another one is being started"
             log.error("%s: %s", name, text)
             await model.context.read(self._journal.base_models.note_progress, name, text)
-            self._shared.tracking.tell("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
+            self._mirror.connection.tell("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
             if back is None or back.done():
-                back = asyncio.create_task(self._cheer(model), name="next group")
+                back = asyncio.create_task(self._on_group_ready(model), name="next group")
 
-    async def _cheer(self, model: ServedModel) -> None:
+    async def _on_group_ready(self, model: ServedModel) -> None:
         generation = await model.pool.serving()
         await model.context.read(self._journal.base_models.note_progress, model.card.name, None)
         log.info("%s: worker group %d serves; models are restored as they are needed", model.card.name, generation)
-        self._shared.tracking.tell("tinkerflow.group.serves", model.card.name, generation=generation)
-        for lane in self._lanes.values():
-            if lane is not None:
-                lane.wake()
+        self._mirror.connection.tell("tinkerflow.group.serves", model.card.name, generation=generation)
+        for runner in self._runners.values():
+            if runner is not None:
+                runner.wake()
         model.sampling.wake()
 
     async def _sweep_often(self) -> None:
@@ -204,14 +230,14 @@ class Dispatcher:
             self._sweep.clear()
             try:
                 for model_id in await asyncio.to_thread(self._journal.recovery.unstored_models):
-                    if model_id not in self._lanes:  # an earlier engine did not come to it
+                    if model_id not in self._runners:  # an earlier engine did not come to it
                         self.wake(model_id)
                 abandoned = await asyncio.to_thread(self._sweep_journal)
-                for model_id, lane in list(self._lanes.items()):
-                    if lane is None:
+                for model_id, runner in list(self._runners.items()):
+                    if runner is None:
                         continue
-                    lane.look_at_snapshot()
-                    if lane.held and model_id in abandoned:  # it would never come to its unload
+                    runner.look_at_snapshot()
+                    if runner.held and model_id in abandoned:  # it would never come to its unload
                         await self.cancel(model_id, OVER)
                 for model in self._served.values():
                     await model.sampling.cancel_ended()

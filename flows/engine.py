@@ -26,13 +26,12 @@ from tinkerflow.flows.compile_status import note_warmth
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel, group_config
 from tinkerflow.flows.lease import hold_lease
+from tinkerflow.flows.prefect.connection import open_prefect
+from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect.tracking import open_tracking
-from tinkerflow.flows.runner import Shared
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.answers import AnswerWriter
 from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.recovery import SnapshotPolicy
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ async def _run(
             asyncio.create_task(_start_pool(settings, card, journal, hosts, on_progress, executor)) for card in cards
         ]
         try:
-            tracking = await stack.enter_async_context(open_tracking(settings, on_progress))
+            connection = await stack.enter_async_context(open_prefect(settings, on_progress))
         finally:
             pools = await _gather(pools_starting, stop)
             for pool in pools:
@@ -127,18 +126,17 @@ async def _run(
             if isinstance(pool, BaseException):
                 raise pool
         epoch = journal.leases.epoch or 0  # how many engines have held the lease of this journal
-        tracking.tell(
+        connection.tell(
             "tinkerflow.engine.restarted" if epoch > 1 else "tinkerflow.engine.started",
             str(settings.data_dir),
             of="engine",
             engine=epoch,
             base_models=[card.name for card in cards],
         )
-        snapshots = SnapshotPolicy(settings.snapshot_steps, settings.snapshot_seconds)
-        shared = Shared(Pacing(settings.tracked_runs_per_second, clock), tracking, snapshots)
+        mirror = Mirror(connection, Pacing(settings.tracked_runs_per_second, clock))
         store = Store.open(settings.store_url, clock=clock)
         served = [
-            _serve(settings, shared, card, pool, journal, answers, store, clock)
+            _serve(settings, mirror, card, pool, journal, answers, store, clock)
             for card, pool in zip(cards, pools, strict=True)
             if isinstance(pool, Pool)
         ]
@@ -148,7 +146,7 @@ async def _run(
         for model in served:
             noting = asyncio.create_task(note_warmth(journal, model.pool, model.card.name), name="warmth")
             stack.callback(noting.cancel)
-        dispatcher = Dispatcher(settings, journal, shared, served)
+        dispatcher = Dispatcher(settings, journal, mirror, served)
         await _serve_until(stop, dispatcher, on_ready, lease)
 
 
@@ -241,7 +239,7 @@ async def _start_pool(
 
 def _serve(
     settings: Settings,
-    shared: Shared,
+    mirror: Mirror,
     card: ModelCard,
     pool: Pool,
     journal: Journal,
@@ -250,7 +248,7 @@ def _serve(
     clock: Clock,
 ) -> ServedModel:
     context = ExecutionContext(journal, pool, store, card, clock, answers)
-    sampling = SamplingRunner(context, shared, most_waiting=4 * settings.sample_slots)
+    sampling = SamplingRunner(context, mirror.sampling(card.name), most_waiting=4 * settings.sample_slots)
     return ServedModel(card, context, pool, sampling)
 
 

@@ -1,31 +1,24 @@
-"""The lane of one model: its requests leave the journal in order, overlap in the pool, and are answered in order."""
+"""The runner of one model: its requests leave the journal in order, overlap in the pool, and are answered in order."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from uuid import UUID
-
-from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext
-from prefect.states import Paused, Running
 
 from tinkerflow.backend.commands import Done, DropAdapter
 from tinkerflow.backend.errors import GroupFailedError, SuspectError
-from tinkerflow.backend.journal import Kind, ModelState, Outcome, Pending
-from tinkerflow.flows.batching import Batch, batches, run_name, shared_name
-from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect.tracking import Tracking
-from tinkerflow.flows.prefect.window import MOST, STEPS, TASKS, Tracked, Window, track
+from tinkerflow.backend.journal import Kind, ModelState, Outcome, Pending, SnapshotTaken
+from tinkerflow.flows.prefect.mirror import RunMirror
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.crashes import MOST_CRASHES
 from tinkerflow.tasks.execution.operation import Operation, begin
 from tinkerflow.tasks.execution.recovery import SnapshotPolicy, SnapshotSchedule, take
-from tinkerflow.tasks.execution.restore import Restored, restore
+from tinkerflow.tasks.execution.restore import restore
 from tinkerflow.tasks.execution.sequencer import Slot
 from tinkerflow.tasks.operations.save_weights import SAVES
 
@@ -33,6 +26,7 @@ log = logging.getLogger(__name__)
 
 IN_FLIGHT = 16  # operations of one model on their way at once; their payloads are in memory
 _LOOK = 2 * IN_FLIGHT  # requests to ask the journal for: those in flight are among them
+_IN_CHUNKS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)  # the SDK cuts one call into several requests
 
 
 class Why(StrEnum):
@@ -40,7 +34,6 @@ class Why(StrEnum):
 
     DONE = "the model was unloaded"
     FAILED = "the model was lost, or could not be made"
-    ROLL_OVER = "it goes on in another flow run"
     STOPPED = "the engine was stopped"
     CANCELLED = "somebody cancelled it"
 
@@ -52,9 +45,44 @@ class End:
     why: Why
     text: str
 
+    @property
+    def state(self) -> str:
+        """The final state of a flow run that shows it."""
+        return {Why.DONE: "Completed", Why.FAILED: "Failed"}.get(self.why, "Cancelled")
 
-_ROLL_OVER = End(Why.ROLL_OVER, Why.ROLL_OVER.value)
-_STOPPED = End(Why.STOPPED, Why.STOPPED.value)
+
+STOPPED = End(Why.STOPPED, Why.STOPPED.value)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests of one kind that make up one operation for people; `step`: the optimizer step it belongs to, from 1."""
+
+    kind: Kind
+    requests: tuple[Pending, ...]
+    step: int
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether a step ends with it, so that a shared task run may end here too."""
+        return self.kind not in _IN_CHUNKS
+
+
+def batches(pending: Sequence[Pending], steps_made: int) -> list[Batch]:
+    """The batches that `pending` (in order) falls into; `steps_made`: optimizer steps before the first of them.
+
+    Neighbouring chunks of forward or of forward_backward are one batch; everything else is a batch by itself.
+    """
+    made: list[Batch] = []
+    for request in pending:
+        last = made[-1] if made else None
+        if last is not None and request.kind in _IN_CHUNKS and request.kind == last.kind:
+            made[-1] = Batch(last.kind, (*last.requests, request), last.step)
+        else:
+            made.append(Batch(request.kind, (request,), steps_made + 1))
+        if request.kind == Kind.OPTIM_STEP:
+            steps_made += 1
+    return made
 
 
 def _place(request: Pending) -> float:
@@ -62,22 +90,14 @@ def _place(request: Pending) -> float:
     return math.inf if request.seq_id is None else request.seq_id
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What the lanes of all models have in common."""
-
-    pacing: Pacing
-    tracking: Tracking
-    snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
-
-
 class ModelRunner:
-    """Serves one model until it takes no more work. Its state outlives the flow runs that it is served in."""
+    """Serves one model until it takes no more work."""
 
     def __init__(
         self,
         context: ExecutionContext,
-        shared: Shared,
+        mirror: RunMirror,
+        snapshots: SnapshotPolicy,
         model_id: str,
         steps_made: int,
         *,
@@ -89,7 +109,7 @@ class ModelRunner:
         held: it begins on hold. eager: the model is restored at once, and not when there is something to execute.
         """
         self.model_id = model_id
-        self.flow_run: UUID | None = None  # that we are served in
+        self.mirror = mirror
         self._held = held
         self._eager = eager
         self._cancelled = False
@@ -98,8 +118,7 @@ class ModelRunner:
         self._interrupted = False
         self._aside: set[str] = set()  # saves on their way to the store, which hold up nobody
         self._crashes = 0  # of groups that were restoring this model
-        self._schedule = SnapshotSchedule(shared.snapshots, context.clock.monotonic())
-        self._shared = shared
+        self._schedule = SnapshotSchedule(snapshots, context.clock.monotonic())
         self._steps_made = steps_made
         self._cursor = 0  # requests below this sequence id were taken
         self._unloading = False
@@ -111,10 +130,8 @@ class ModelRunner:
         self._look_again = False  # something changed while operations were in flight
         self._begins = True  # and looks for saves that an earlier worker group has answered, and not stored
         self._stopping = False
-        self._at_step_end = False
-        self._window: Window | None = None
-        self._first_step = 0
-        self._last_step = 0
+        if held:
+            mirror.hold("it was held already when this run began")
 
     def wake(self) -> None:
         """There may be work, or the model may have ended."""
@@ -133,6 +150,7 @@ class ModelRunner:
     def hold(self, held: bool) -> None:
         """Take nothing more from the journal until the hold ends; what is in flight is answered."""
         self._held = held
+        self.mirror.hold("it is held" if held else None)
         self._woken.set()
 
     def cancel(self) -> None:
@@ -140,43 +158,24 @@ class ModelRunner:
         self._cancelled = True
         self._woken.set()
 
-    async def serve(self, most_runs: int) -> End:
-        """Execute requests as they come. Ends after `most_runs` task runs, or when another flow run should begin."""
-        runs = 0
-        shown = FlowRunContext.get()
-        self.flow_run = shown.flow_run.id if shown is not None and shown.flow_run is not None else None
-        tracked = self.flow_run is not None
-        if self._held:
-            self._show(Paused(message="it was held already when this run began"))
-        async with asyncio.TaskGroup() as group:  # waits for what is in flight, and for the task runs
-            try:
-                while True:
-                    found = await self._next(tracked, group)
-                    if isinstance(found, End):
-                        return found
-                    for batch in found:
-                        runs += await self._dispatch(batch, group, tracked)
-                    if runs >= most_runs * (2 if self._storing else 1):
-                        return _ROLL_OVER
-            finally:
-                self._close_window()
-                self.flow_run = None
+    async def serve(self) -> End:
+        """Execute requests as they come, until the model takes no more or the engine stops."""
+        async with asyncio.TaskGroup() as group:  # waits for what is in flight
+            while True:
+                found = await self._next(group)
+                if isinstance(found, End):
+                    return found
+                for batch in found:
+                    await self._execute(batch, group)
 
-    @property
-    def _storing(self) -> bool:
-        """Whether anything is on its way to the store: a flow run ends only after that, so now is no time to end it."""
-        return bool(self._aside) or self._schedule.taking
-
-    async def _next(self, tracked: bool, group: asyncio.TaskGroup) -> list[Batch] | End:
+    async def _next(self, group: asyncio.TaskGroup) -> list[Batch] | End:
         while True:
             await self._woken.wait()
             if self._stopping:
                 self._take_snapshot(group)
-                return _STOPPED
+                return STOPPED
             self._woken.clear()
             holding = self._held and not self._cancelled
-            if holding and not tracked and self._shared.tracking.reachable:
-                return self._rolled()  # into a run with a button that ends the hold
             if holding and not (self._begins or self._interrupted):
                 continue
             if self._interrupted:
@@ -190,8 +189,6 @@ class ModelRunner:
             if self._schedule.due(self._context.clock.monotonic()):
                 self._take_snapshot(group)
             if fresh := await self._fresh(holding):
-                if not tracked and self._shared.tracking.reachable and not self._storing:
-                    return self._rolled()  # Prefect is back
                 if await self._is_ready_for(fresh):
                     return batches(fresh, self._steps_made)
                 self._woken.set()
@@ -220,10 +217,6 @@ class ModelRunner:
             self._begins = self._context.generation != bound  # what the replay has copied is to be stored
         return ready and not self._begins
 
-    def _rolled(self) -> End:
-        self._woken.set()
-        return _ROLL_OVER
-
     async def _is_ready(self, *, needed: bool) -> bool:
         """Have the model in the worker group that serves: restored, if an earlier group had it. False: look again.
 
@@ -238,8 +231,7 @@ class ModelRunner:
         context = replace(self._unbound, generation=generation, exported={})
         model = await context.read(context.journal.models.get, self.model_id, None)
         if model.state is ModelState.LIVE and needed:
-            text = f"in worker group {generation}, from its last snapshot and the journal"
-            self._show(Running(name="Restoring", message=text))
+            self.mirror.restoring(generation)
             try:
                 restored = await restore(context, self.model_id, frozenset(self._aside))
             except GroupFailedError as error:
@@ -253,32 +245,10 @@ class ModelRunner:
                 await self._fail(f"{type(error).__name__}: {error}")
                 return False
             self._schedule.restored(restored.steps, restored.last)
-            self._tell_restored(generation, restored)
+            self.mirror.restored(self.model_id, generation, restored)
         self._crashes = 0
         self._context = context
         return True
-
-    def _tell_restored(self, generation: int, restored: Restored) -> None:
-        text = f"restored in worker group {generation}: {restored.requests} requests replayed"
-        self._show(Running(message=text))
-        tracking, snapshot = self._shared.tracking, restored.snapshot
-        for why in restored.unreadable:
-            tracking.tell("tinkerflow.snapshot.unreadable", self.model_id, of="model", why=why)
-        tracking.tell(
-            "tinkerflow.model.restored",
-            self.model_id,
-            of="model",
-            generation=generation,
-            snapshot_at_request=None if snapshot is None else snapshot.seq_id,
-            replayed_requests=restored.requests,
-            replayed_steps=restored.steps,
-            seconds=round(restored.seconds, 3),
-        )
-
-    def _show(self, state: State[None]) -> None:
-        """Give the flow run that we are served in a state that people see."""
-        if self.flow_run is not None:
-            self._shared.tracking.show(self.flow_run, state)
 
     async def _fail(self, why: str) -> None:
         detail = f"it could not be restored after its worker group ended: {why}"
@@ -287,8 +257,7 @@ class ModelRunner:
 
     async def _begin_anew(self) -> None:
         """What was in flight went with its group: take it from the journal again."""
-        text = "its worker group ended; what was in flight is executed again by the next one"
-        self._show(Running(name="Interrupted", message=text))
+        self.mirror.interrupted()
         self._interrupted = False
         model = await self._unbound.read(self._unbound.journal.models.get, self.model_id, None)
         self._steps_made, self._cursor, self._unloading, self._begins = model.step, 0, False, True
@@ -305,8 +274,10 @@ class ModelRunner:
         taking = group.create_task(take(self._context, self.model_id, seq_id, self._slot), name="snapshot")
         taking.add_done_callback(self._taken)
 
-    def _taken(self, _: object) -> None:
+    def _taken(self, taking: asyncio.Task[SnapshotTaken | None]) -> None:
         self._schedule.taking = False
+        if not taking.cancelled() and taking.exception() is None and (taken := taking.result()) is not None:
+            self.mirror.log(f"snapshot taken at request {taken.seq_id}: {taken.size_bytes / 2**20:.1f} MiB")
 
     def look_at_snapshot(self) -> None:
         """Time has passed: a snapshot may be due."""
@@ -341,16 +312,13 @@ class ModelRunner:
         except GroupFailedError as error:
             log.info("model %s went with its worker group: %s", self.model_id, error)
 
-    async def _dispatch(self, batch: Batch, group: asyncio.TaskGroup, tracked: bool) -> int:
-        """Start the batch, and have a task run follow it; how many task runs were opened for that."""
+    async def _execute(self, batch: Batch, group: asyncio.TaskGroup) -> None:
+        """Start the operations of a batch, and let people see them."""
         operations = []
         for request in batch.requests:
             await self._room.acquire()
             operations.append(self._begin(request, group))
-        if not tracked or not self._shared.tracking.reachable:
-            self._shared.tracking.untracked += 1
-            return 0
-        return self._follow(batch, operations, group)
+        self.mirror.started(batch, operations)
 
     def _begin(self, request: Pending, group: asyncio.TaskGroup) -> Operation:
         self._flying += 1
@@ -394,41 +362,3 @@ class ModelRunner:
         if not self._flying and (self._interrupted or self._look_again):
             self._look_again = False
             self._woken.set()
-
-    def _follow(self, batch: Batch, operations: list[Operation], group: asyncio.TaskGroup) -> int:
-        pacing, window = self._shared.pacing, self._window
-        opened = 0
-        due = window is not None and self._at_step_end and pacing.seconds == 0
-        if window is None or not window.open or due or window.size >= MOST:
-            self._close_window()
-            pacing.open()
-            opened = 1
-            self._shared.tracking.tracked += 1
-            window = self._open(batch, group, shared=pacing.sharing)
-        for operation in operations:
-            window.add(operation)
-        self._last_step, self._at_step_end = batch.step, batch.ends_step
-        if window.shared:
-            window.final_name = shared_name(self.model_id, self._first_step, self._last_step)
-        else:
-            window.close()
-        return opened
-
-    def _open(self, batch: Batch, group: asyncio.TaskGroup, *, shared: bool) -> Window:
-        self._first_step = batch.step
-        if shared:
-            window = Window(shared_name(self.model_id, batch.step), linger=lambda: self._shared.pacing.seconds)
-            self._window = window
-            self._track(window, STEPS, group)
-        else:
-            window = Window(run_name(self.model_id, batch))
-            self._track(window, TASKS[batch.kind], group)
-        return window
-
-    def _track(self, window: Window, task: Tracked, group: asyncio.TaskGroup) -> None:
-        group.create_task(self._shared.tracking.guard(track(window, task)), name=window.name)
-
-    def _close_window(self) -> None:
-        if self._window is not None:
-            self._window.close()
-            self._window = None

@@ -1,4 +1,4 @@
-"""The flow run of one base model's sampling: all samplers share one decode batch, task runs are windows of it."""
+"""The runner of one base model's samples: all samplers share one decode batch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
-
-from prefect import flow
-from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext
-from prefect.states import Cancelled, Completed
 
 from tinkerflow.backend.journal import Outcome, Pending
-from tinkerflow.flows.prefect.tracking import run_body
-from tinkerflow.flows.prefect.training_run import MOST_RUNS
-from tinkerflow.flows.prefect.window import MOST, SAMPLE, Window, track
-from tinkerflow.flows.runner import End, Shared, Why
+from tinkerflow.flows.prefect.mirror import RunMirror
+from tinkerflow.flows.runner import STOPPED, End
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.operations.sample import SampleBatch
@@ -29,35 +21,19 @@ log = logging.getLogger(__name__)
 _LOOKS = 32  # into the journal while as many samples are answered as are taken at once, if more wait there
 
 
-@flow(
-    name="sampling",
-    flow_run_name="sampling {base_model}",
-    retries=0,
-    persist_result=False,
-    validate_parameters=False,
-    log_prints=False,
-)
-async def sampling(base_model: str) -> State[None]:
-    """Samples of one base model and of all adapters on it; a task run follows the requests of one window of time."""
-    end = cast(End, await run_body())
-    return Cancelled(message=end.text) if end.why is Why.STOPPED else Completed(message=end.text)
-
-
 class SamplingRunner:
     """Takes samples from the journal and keeps the decode batch going."""
 
-    def __init__(self, context: ExecutionContext, shared: Shared, most_waiting: int) -> None:
+    def __init__(self, context: ExecutionContext, mirror: RunMirror, most_waiting: int) -> None:
         """`most_waiting`: requests taken from the journal at once; more wait there."""
         self._context = context
-        self._shared = shared
+        self._mirror = mirror
         self._most = most_waiting
         self._woken = asyncio.Event()
         self._woken.set()
         self._stopping = False
         self._full = False  # more may wait in the journal than was taken
         self._batch: SampleBatch | None = None
-        self._window: Window | None = None
-        self._windows = 0
 
     def wake(self) -> None:
         """There may be samples, or a sampler may have ended."""
@@ -68,17 +44,8 @@ class SamplingRunner:
         self._stopping = True
         self._woken.set()
 
-    async def serve_for_ever(self) -> None:
-        """Serve until stopped, in as many flow runs as it takes."""
-        name = self._context.card.name
-        while not self._stopping:
-            labels = ("tinkerflow", name)
-            await self._shared.tracking.run(sampling, lambda: self.serve(MOST_RUNS), labels, base_model=name)
-
-    async def serve(self, most_runs: int) -> End:
-        """Answer samples as they come. Ends after `most_runs` task runs, or when another flow run should begin."""
-        tracked = FlowRunContext.get() is not None
-        first = self._windows
+    async def serve(self) -> End:
+        """Answer samples as they come, until stopped."""
         context = replace(self._context, generation=await self._context.pool.serving())
         async with asyncio.TaskGroup() as group:
             batch = self._batch = SampleBatch(context, group)
@@ -87,17 +54,13 @@ class SamplingRunner:
                 while True:
                     await self._woken.wait()
                     if self._stopping:
-                        return End(Why.STOPPED, Why.STOPPED.value)
-                    if self._windows - first >= most_runs or (not tracked and self._shared.tracking.reachable):
-                        return End(Why.ROLL_OVER, Why.ROLL_OVER.value)
+                        return STOPPED
                     self._woken.clear()
-                    await self._take(batch, group, tracked)
+                    await self._take(batch)
             finally:
-                if self._window is not None:
-                    self._window.close()
-                    self._window = None
                 await batch.drain()
                 decoding.cancel()
+                self._mirror.ended(STOPPED.state, STOPPED.text)
 
     def cancel(self, request_id: str) -> None:
         """The request was cancelled: its place in the decode batch is free after the chunk that runs now."""
@@ -111,7 +74,7 @@ class SamplingRunner:
         for request_id in await self._context.read(self._context.journal.requests.finished, taken):
             self._batch.cancel(request_id)
 
-    async def _take(self, batch: SampleBatch, group: asyncio.TaskGroup, tracked: bool) -> None:
+    async def _take(self, batch: SampleBatch) -> None:
         room = self._most - len(batch.requests)
         if room < max(1, self._most // _LOOKS if self._full else 0):
             self._full = True
@@ -125,7 +88,9 @@ class SamplingRunner:
                 shares = shared_out(room, taken, {owner: count - taken[owner] for owner, count in waiting.items()})
                 rows = [row for owner, share in shares.items() for row in await self._pending(batch, share, owner)]
         for row in rows:
-            self._follow(row, batch, group, tracked)
+            answered = batch.take(row)
+            answered.add_done_callback(self._left)
+            self._mirror.sampled(Operation(row, answered))
 
     async def _pending(self, batch: SampleBatch, limit: int, owner: str | None = None) -> list[Pending]:
         journal, base = self._context.journal, self._context.card.name
@@ -137,24 +102,6 @@ class SamplingRunner:
         interrupted = not answered.cancelled() and answered.exception() is None and answered.result() is None
         if self._full or interrupted:
             self._woken.set()
-
-    def _follow(self, row: Pending, batch: SampleBatch, group: asyncio.TaskGroup, tracked: bool) -> None:
-        answered = batch.take(row)
-        answered.add_done_callback(self._left)
-        tracking, pacing = self._shared.tracking, self._shared.pacing
-        if not tracked or not tracking.reachable:
-            tracking.untracked += 1
-            return
-        if self._window is None or not self._window.open or self._window.size >= MOST:
-            if self._window is not None:
-                self._window.close()
-            self._windows += 1
-            pacing.open()
-            tracking.tracked += 1
-            name = f"{self._context.card.name.rstrip('/').rsplit('/', 1)[-1]}/sample-{self._windows:06d}"
-            self._window = Window(name, linger=lambda: pacing.seconds)
-            group.create_task(tracking.guard(track(self._window, SAMPLE)), name=name)
-        self._window.add(Operation(row, answered))
 
 
 def shared_out(places: int, taken: Mapping[str, int], waiting: Mapping[str, int]) -> dict[str, int]:

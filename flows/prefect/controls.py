@@ -1,7 +1,7 @@
-"""What people ask of training runs in Prefect's UI: Cancel, Suspend, Resume, Retry.
+"""The buttons of Prefect's UI for training runs: Cancel, Suspend, Resume, Retry.
 
-Nobody but us acts on the buttons of runs that are executed in the engine. One request every LOOK_SECONDS finds the runs
-of this engine whose state somebody changed, however many there are.
+Prefect itself does not act on the buttons of runs that an engine of ours executes. One request every LOOK_SECONDS finds
+all runs of this engine whose state a person has changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Failed, Running
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.flows.prefect.tracking import BEGIN_SECONDS, Tracking
+from tinkerflow.flows.prefect.connection import PrefectConnection
 
 log = logging.getLogger(__name__)
 
@@ -32,49 +32,48 @@ CANCELLED = "the run was cancelled in Prefect"
 
 
 class RunControls(Protocol):
-    """Who can do what the buttons say."""
+    """Does what the buttons say."""
 
     def shown_in(self, model_id: str) -> UUID | None:
-        """The flow run that the model is served in now."""
+        """The flow run that shows the model now, or will show it when the model is taken up again."""
         ...
 
     async def hold(self, model_id: str, why: str | None) -> None:
-        """Execute nothing of the model until it is called with None."""
+        """Execute nothing of the model until this is called with None."""
         ...
 
     async def cancel(self, model_id: str, why: str) -> None:
-        """End the model: what waits is failed with the reason."""
+        """End the model: requests that wait fail with the reason."""
         ...
 
     async def retry(self, model_id: str, flow_run: UUID) -> None:
-        """Take up a model again that nobody serves, in this flow run; UserError when that cannot be."""
+        """Take up a model again that nobody serves, in this flow run; UserError when that is impossible."""
         ...
 
 
-class Buttons:
+class ControlsWatch:
     """Looks at the states of our flow runs, and has them obeyed."""
 
-    def __init__(self, tracking: Tracking, desk: RunControls) -> None:
+    def __init__(self, connection: PrefectConnection, controls: RunControls) -> None:
         """Nothing is looked at before `watch`."""
-        self._tracking = tracking
-        self._desk = desk
+        self._connection = connection
+        self._controls = controls
         self._held: dict[UUID, str] = {}  # flow run -> model
-        self._retried: dict[UUID, float] = {}  # flow run -> when; it takes a while until its model is shown in it
 
     async def watch(self) -> None:
         """Look every LOOK_SECONDS while Prefect can be reached; never returns."""
         while True:
-            if self._tracking.reachable:
+            if self._connection.reachable:
                 try:
                     async with get_client() as client:
                         await self.look(client)
                 except (httpx.HTTPError, PrefectException, TimeoutError) as error:
-                    log.warning("buttons of the UI wait: %s: %s", type(error).__name__, error)
+                    log.warning("the buttons of Prefect's UI wait: %s: %s", type(error).__name__, error)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self, client: PrefectClient) -> None:
         """Do what was asked since the last look."""
-        ours = {"tags": {"all_": [self._tracking.mark]}, "state": {"type": {"any_": _ASKED}}}
+        ours = {"tags": {"all_": [self._connection.mark]}, "state": {"type": {"any_": _ASKED}}}
         found = await client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))
         for run in found:
             await self._obey(client, run)
@@ -83,12 +82,12 @@ class Buttons:
 
     async def _obey(self, client: PrefectClient, run: FlowRun) -> None:
         model_id = str(run.parameters.get("model_id", ""))
-        held, now_shown = run.id in self._held, self._desk.shown_in(model_id) == run.id
+        held, now_shown = run.id in self._held, self._controls.shown_in(model_id) == run.id
         match run.state.type if run.state else None:
             case StateType.CANCELLING | StateType.CANCELLED:
                 self._held.pop(run.id, None)
                 log.info("model %s: %s", model_id, CANCELLED)
-                await self._desk.cancel(model_id, CANCELLED)
+                await self._controls.cancel(model_id, CANCELLED)
                 if not now_shown:  # otherwise the run itself says that it has ended
                     await _say(client, run, Cancelled(message=CANCELLED))
             case StateType.PAUSED if now_shown:
@@ -98,7 +97,7 @@ class Buttons:
                 elif not held:
                     self._held[run.id] = model_id
                     log.info("model %s: %s", model_id, HELD)
-                    await self._desk.hold(model_id, f"{HELD} (flow run {run.name}); Resume lets it go on")
+                    await self._controls.hold(model_id, f"{HELD} (flow run {run.name}); Resume lets it go on")
             case StateType.SCHEDULED if held and now_shown:  # a suspended run that is resumed
                 await _say(client, run, Running(message="resumed"))
                 await self._go_on(run.id, model_id)
@@ -110,18 +109,14 @@ class Buttons:
     async def _go_on(self, flow_run: UUID, model_id: str) -> None:
         self._held.pop(flow_run, None)
         log.info("model %s goes on", model_id)
-        await self._desk.hold(model_id, None)
+        await self._controls.hold(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
-        now = time.monotonic()
-        if now - self._retried.get(run.id, -BEGIN_SECONDS) < BEGIN_SECONDS:
-            return
-        if (shown := self._desk.shown_in(model_id)) is not None:
+        if (shown := self._controls.shown_in(model_id)) is not None:
             await _say(client, run, Cancelled(message=f"the model is served already, in flow run {shown}"))
             return
         try:
-            await self._desk.retry(model_id, run.id)
-            self._retried = {one: at for one, at in self._retried.items() if now - at < BEGIN_SECONDS} | {run.id: now}
+            await self._controls.retry(model_id, run.id)
         except UserError as error:
             await _say(client, run, Failed(message=error.message))
 

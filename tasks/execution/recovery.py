@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 from tinkerflow.backend.commands import AdapterState, ExportAdapter
 from tinkerflow.backend.errors import FencedError, GroupFailedError, TinkerflowError
-from tinkerflow.backend.journal import AWAY
+from tinkerflow.backend.journal import AWAY, SnapshotTaken
 from tinkerflow.tasks.execution.commit import commit, record
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
@@ -93,7 +93,7 @@ class SnapshotSchedule:
         return seq_id
 
 
-async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot) -> None:
+async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot) -> SnapshotTaken | None:
     """Take a snapshot of the model at this slot of its line. A failure is logged, and costs a longer replay."""
     began = context.clock.monotonic()
     try:
@@ -108,7 +108,7 @@ async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot
         taken = await commit(context, model_id, model.owner, seq_id, state)
         await slot.settled()
         if not await record(context, taken):
-            return
+            return None
         log.info(
             "snapshot of model %s at request %d: %.1f MiB, in %.2f s",
             model_id,
@@ -116,7 +116,9 @@ async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot
             taken.size_bytes / 2**20,
             context.clock.monotonic() - began,
         )
+        return taken
     except (GroupFailedError, FencedError) as error:
         log.info("no snapshot of model %s: %s", model_id, error)
     except (TinkerflowError, *AWAY):
         log.warning("no snapshot of model %s at request %d", model_id, seq_id, exc_info=True)
+    return None

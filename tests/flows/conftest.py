@@ -32,12 +32,14 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import GroupLost
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect.tracking import Tracking
-from tinkerflow.flows.runner import ModelRunner, Shared
+from tinkerflow.flows.runner import ModelRunner
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.answers import AnswerWriter
 from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.recovery import SnapshotPolicy
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -131,12 +133,12 @@ class Client:
     seqs: dict[str, int] = field(default_factory=dict)
     owner: str = "local"
 
-    async def ring(self, topic: str, lane: ModelRunner | SamplingRunner) -> None:
-        """Wake the lane whenever the journal's bell rings, as the dispatcher does; until cancelled."""
+    async def ring(self, topic: str, runner: ModelRunner | SamplingRunner) -> None:
+        """Wake the runner whenever the journal's bell rings, as the dispatcher does; until cancelled."""
         async with self.journal.notifier.subscribe(topic) as topics:
-            lane.wake()  # for what came before we listened
+            runner.wake()  # for what came before we listened
             async for _ in topics:
-                lane.wake()
+                runner.wake()
 
     async def create(self, number: int = 0) -> str:
         model, request = self.submit_create(number)
@@ -273,9 +275,20 @@ async def client(connect: ConnectClient, journal: Journal) -> Client:
 
 
 @pytest.fixture
-def untracked() -> Shared:
-    clock = SystemClock()
-    return Shared(Pacing(10.0, clock), Tracking(""))
+def mirror() -> Mirror:
+    """Without Prefect."""
+    return Mirror(PrefectConnection(""), Pacing(10.0, SystemClock()))
+
+
+@pytest.fixture
+def make_runner(context: ExecutionContext, mirror: Mirror) -> Callable[..., ModelRunner]:
+    """make_runner(model, snapshots=SnapshotPolicy(…)): the runner of a model, which nobody sees."""
+
+    def make(model: str, steps_made: int = 0, snapshots: SnapshotPolicy | None = None) -> ModelRunner:
+        shown = mirror.training_run(model, CARD.name)
+        return ModelRunner(context, shown, snapshots or SnapshotPolicy(), model, steps_made)
+
+    return make
 
 
 @pytest.fixture

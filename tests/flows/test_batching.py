@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkerflow.backend.journal import Kind, Pending
-from tinkerflow.flows.batching import Batch, batches, run_name, shared_name, short_name
+from tinkerflow.flows.prefect.mirror import run_name, shared_name, short_name, tag_of
+from tinkerflow.flows.runner import Batch, batches
 
 MODEL = "sess-abcdefgh1234ab12:train:0"
 KINDS = [kind for kind in Kind if kind is not Kind.SAMPLE]
@@ -41,9 +42,14 @@ def test_batches_keep_every_request_in_order_and_mix_no_kinds(kinds: list[Kind])
 
 
 def test_names_are_for_people() -> None:
-    batch = Batch(Kind.FORWARD_BACKWARD, (), 17)
-    assert short_name(MODEL) == "model-ab12-0"
-    assert run_name(MODEL, batch) == "model-ab12-0/step-000017/forward_backward"
-    assert run_name(MODEL, Batch(Kind.SAVE_FOR_SAMPLER, (), 3)).endswith("/step-000003/save_weights_for_sampler")
-    assert shared_name(MODEL, 17) == "model-ab12-0/steps-000017-onwards"
-    assert shared_name(MODEL, 17, 21) == "model-ab12-0/steps-000017-000021"
+    batch, short = Batch(Kind.FORWARD_BACKWARD, (), 17), short_name(MODEL)
+    assert short == "model-ab12-0"
+    assert run_name(short, batch) == "model-ab12-0/step-000017/forward_backward"
+    assert run_name(short, Batch(Kind.SAVE_FOR_SAMPLER, (), 3)).endswith("/step-000003/save_weights_for_sampler")
+    assert shared_name(short, 17) == "model-ab12-0/steps-000017-onwards"
+    assert shared_name(short, 17, 21) == "model-ab12-0/steps-000017-000021"
+
+
+def test_a_folder_s_tag_is_its_last_part_and_a_hub_id_stays() -> None:
+    assert tag_of("/data/models/tiny/") == "tiny"
+    assert tag_of("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"

@@ -15,15 +15,15 @@ from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.journal import Kind, Retention, access_hash
 from tinkerflow.backend.wire import hash_token
 from tinkerflow.flows.expiry import delete_checkpoints, note_changes
-from tinkerflow.flows.runner import ModelRunner, Shared
+from tinkerflow.flows.prefect.mirror import Mirror
 
 
 @pytest.fixture
-async def model(context: Any, untracked: Shared, client: Any, running: Any) -> AsyncIterator[str]:
+async def model(make_runner: Any, client: Any, running: Any) -> AsyncIterator[str]:
     """A model that is served, after one step."""
     name, request = client.submit_create()
-    lane = ModelRunner(context, untracked, name, 0)
-    async with running(lane.serve(2000)), running(client.ring("model:", lane)):
+    runner = make_runner(name)
+    async with running(runner.serve()), running(client.ring("model:", runner)):
         assert (await client.result(request)).error is None
         await client.results(client.forward_backward(name, [5, 5]), client.optim_step(name))
         yield name
@@ -134,7 +134,7 @@ async def test_what_is_not_kept_loses_its_files(model: str, client: Any, context
 
 
 async def test_a_token_lets_a_stranger_load(
-    model: str, client: Any, connect: Any, context: Any, untracked: Shared, running: Any
+    model: str, client: Any, connect: Any, context: Any, mirror: Mirror, running: Any
 ) -> None:
     saved = await client.result(client.submit(model, Kind.SAVE_WEIGHTS, {"path": "a"}))
     path = orjson.loads(saved.result)["path"]

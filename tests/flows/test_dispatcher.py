@@ -14,14 +14,16 @@ from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel
-from tinkerflow.flows.runner import Shared
+from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.sampling_runner import SamplingRunner
 
 
 @pytest.fixture
-async def dispatcher(context: Any, untracked: Shared, journal: Any, pool: Any, tmp_path: Path, running: Any) -> Any:
-    served = ServedModel(context.card, context, pool, SamplingRunner(context, untracked, most_waiting=8))
-    dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, untracked, [served])
+async def dispatcher(context: Any, mirror: Mirror, journal: Any, pool: Any, tmp_path: Path, running: Any) -> Any:
+    served = ServedModel(
+        context.card, context, pool, SamplingRunner(context, mirror.sampling(context.card.name), most_waiting=8)
+    )
+    dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, mirror, [served])
     ready = asyncio.Event()
     async with running(dispatcher.serve(ready.set)) as task:
         await ready.wait()

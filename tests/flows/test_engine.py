@@ -21,7 +21,7 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.deployments.tiny_model import make_tiny
 from tinkerflow.flows.engine import run_engine
 from tinkerflow.flows.lease import is_dead
-from tinkerflow.flows.prefect.tracking import Tracking
+from tinkerflow.flows.prefect.connection import PrefectConnection
 
 HERE = Path(__file__).parent
 Engine = Callable[..., Any]
@@ -100,10 +100,10 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
 ) -> None:
     told: list[tuple[str, str, dict[str, Any]]] = []
 
-    def tell(_: Tracking, event: str, name: str, of: str = "base-model", **payload: Any) -> None:
+    def tell(_: PrefectConnection, event: str, name: str, of: str = "base-model", **payload: Any) -> None:
         told.append((event, of, payload))
 
-    monkeypatch.setattr(Tracking, "tell", tell)
+    monkeypatch.setattr(PrefectConnection, "tell", tell)
     async with engine() as journal:
         client = await connect(journal, base_model)
         model = await client.create(0)

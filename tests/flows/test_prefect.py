@@ -23,13 +23,14 @@ from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel
+from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.controls import CANCELLED
+from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect.tracking import Tracking, open_tracking
-from tinkerflow.flows.prefect.training_run import serve_model, training_run
 from tinkerflow.flows.prefect_server import PrefectServer, start_server
-from tinkerflow.flows.runner import ModelRunner, Shared, Why
+from tinkerflow.flows.runner import End, ModelRunner, Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution.recovery import SnapshotPolicy
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,11 +59,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
 
 
 @pytest.fixture
-async def tracking(server: PrefectServer) -> AsyncIterator[Tracking]:
-    tracking = Tracking(server.url, "test")
-    with tracking.settings(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 5}):  # nobody looks whether it is back
-        yield tracking
-        await tracking.close()
+async def connection(server: PrefectServer) -> AsyncIterator[PrefectConnection]:
+    connection = PrefectConnection(server.url, "test")
+    with connection.settings(), temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 5}):  # nobody looks whether it is back
+        yield connection
+        await connection.close()
 
 
 async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict[str, Any]]:
@@ -80,22 +81,34 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
     return found
 
 
-async def serve(
-    tracking: Tracking, context: Any, client: Any, work: Any, rate: float = 1000.0
-) -> tuple[str, ModelRunner]:
+class Runner:
+    """A model's runner and its mirror, as the dispatcher puts them together."""
+
+    def __init__(self, context: Any, model: str, mirror: Mirror) -> None:
+        self.run = mirror.training_run(model, BASE)
+        self.runner = ModelRunner(context, self.run, SnapshotPolicy(), model, 0)
+        self.wake, self.stop = self.runner.wake, self.runner.stop
+
+    async def serve(self) -> End:
+        end = await self.runner.serve()
+        self.run.ended(end.state, end.text)
+        return end
+
+
+async def serve(connection: PrefectConnection, context: Any, client: Any, work: Any, rate: float = 1000.0) -> str:
     """Create a model, let `work(model)` submit requests, answer all, unload it; the model's id."""
     model, created = client.submit_create()
-    lane = ModelRunner(context, Shared(Pacing(rate, SystemClock()), tracking), model, 0)
-    serving = asyncio.create_task(serve_model(lane, tracking, BASE))
+    runner = Runner(context, model, Mirror(connection, Pacing(rate, SystemClock())))
+    serving = asyncio.create_task(runner.serve())
     await client.results(created, *work(model))
     client.journal.models.request_unload(model, "its session is over")
-    lane.wake()
+    runner.wake()
     assert (await asyncio.wait_for(serving, 60)).why is Why.DONE
-    return model, lane
+    return str(model)
 
 
 async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
-    tracking: Tracking, context: Any, client: Any
+    connection: PrefectConnection, context: Any, client: Any
 ) -> None:
     def work(model: str) -> list[str]:
         return [
@@ -106,13 +119,13 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
             client.optim_step(model),
         ]
 
-    model, _ = await serve(tracking, context, client, work)
-    (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    model = await serve(connection, context, client, work)
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
     assert flow_run["state_type"] == "COMPLETED"
     assert flow_run["state"]["message"] == "unloaded: its session is over"
     assert {"tinkerflow", BASE} < set(flow_run["tags"])
 
-    found = await runs(tracking.api_url, "task_runs", 6, flow_runs={"id": {"any_": [flow_run["id"]]}})
+    found = await runs(connection.api_url, "task_runs", 6, flow_runs={"id": {"any_": [flow_run["id"]]}})
     short = f"model-{model.partition(':')[0][-4:]}-0"
     by_name = {run["name"]: run for run in found}
     assert set(by_name) == {
@@ -129,111 +142,134 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
     assert all(run["tags"] == [] for run in found)  # a tag costs a round trip to the server before every task run
 
 
-async def test_above_the_rate_task_runs_are_shared(tracking: Tracking, context: Any, client: Any) -> None:
+async def test_above_the_rate_task_runs_are_shared(connection: PrefectConnection, context: Any, client: Any) -> None:
     steps = 60
 
     def work(model: str) -> list[str]:
         return [r for _ in range(steps) for r in (client.forward_backward(model, [1]), client.optim_step(model))]
 
-    model, _ = await serve(tracking, context, client, work, rate=2.0)
-    (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    model = await serve(connection, context, client, work, rate=2.0)
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
     found: list[dict[str, Any]] = []
     async with asyncio.timeout(120):
         while not any(f"-{steps + 1:06d}" in run["name"] for run in found):  # the unload comes after them
-            found = await runs(tracking.api_url, "task_runs", 5, flow_runs={"id": {"any_": [flow_run["id"]]}})
+            found = await runs(connection.api_url, "task_runs", 5, flow_runs={"id": {"any_": [flow_run["id"]]}})
     assert len(found) < steps
     assert client.journal.models.get(model, None).step == steps
 
 
-async def test_samples_share_a_task_run(tracking: Tracking, context: Any, client: Any) -> None:
-    lane = SamplingRunner(context, Shared(Pacing(1000.0, SystemClock()), tracking), most_waiting=8)
-    serving = asyncio.create_task(lane.serve_for_ever())
+async def test_samples_share_a_task_run(connection: PrefectConnection, context: Any, client: Any) -> None:
+    mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
+    runner = SamplingRunner(context, mirror.sampling(BASE), most_waiting=8)
+    serving = asyncio.create_task(runner.serve())
     sampler = client.sampler(0)
     requests = [client.sample(sampler) for _ in range(3)]
-    lane.wake()
+    runner.wake()
     await client.results(*requests)
-    lane.stop()
+    runner.stop()
     await asyncio.wait_for(serving, 60)
-    (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [f"sampling {BASE}"]}})
-    found = await runs(tracking.api_url, "task_runs", 1, flow_runs={"id": {"any_": [flow_run["id"]]}})
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [f"sampling {BASE}"]}})
+    found = await runs(connection.api_url, "task_runs", 1, flow_runs={"id": {"any_": [flow_run["id"]]}})
     assert [(run["name"], run["state"]["message"]) for run in found] == [("unigram/sample-000001", "sample x3")]
 
 
-async def test_a_lane_rolls_over_to_another_flow_run(tracking: Tracking, context: Any, client: Any) -> None:
+async def test_a_training_run_goes_on_in_another_flow_run_after_so_many_task_runs(
+    connection: PrefectConnection, context: Any, client: Any
+) -> None:
     model, created = client.submit_create()
-    lane = ModelRunner(context, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
-    served = tracking.run(training_run, lambda: lane.serve(1), (), model_id=model, base_model=BASE)
-    assert (await asyncio.wait_for(served, 120)).why is Why.ROLL_OVER
-    assert (await client.result(created)).error is None
-    rest = client.optim_step(model)
-    lane.stop()
-    assert (await lane.serve(1)).why is Why.STOPPED
-    assert client.journal.requests.result(rest, "local") is None
+    runner = Runner(context, model, Mirror(connection, Pacing(1000.0, SystemClock()), most_task_runs=2))
+    serving = asyncio.create_task(runner.serve())
+    await client.result(created)
+    for _ in range(3):
+        await client.result(submit_and_wake(client, runner, model))
+    runner.stop()
+    assert (await asyncio.wait_for(serving, 60)).why is Why.STOPPED
+    found = await runs(connection.api_url, "flow_runs", 2, flow_runs={"name": {"any_": [model]}})
+    said = sorted(run["state"]["message"] for run in found)
+    assert said == ["it goes on in another flow run", "the engine was stopped"]
+    ids = [run["id"] for run in found]
+    shown = await runs(connection.api_url, "task_runs", 4, flow_runs={"id": {"any_": ids}})
+    assert sorted(run["flow_run_id"] for run in shown) == sorted([*ids, *ids])
 
 
 async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(server: PrefectServer) -> None:
-    tracking = Tracking(server.url, "another deployment")
-    forever = asyncio.Event()
-
-    async def body() -> None:
-        forever.set()
-        await asyncio.Event().wait()
-
-    with tracking.settings():
-        left = asyncio.create_task(tracking.run(training_run, body, (), model_id="left", base_model=BASE))
-        await asyncio.wait_for(forever.wait(), 120)
-        assert await Tracking(server.url, "a third one").reconcile() == 0
-        assert await Tracking(server.url, "another deployment").reconcile() == 1
+    connection = PrefectConnection(server.url, "another deployment")
+    with connection.settings():
+        left = Mirror(connection, Pacing(1000.0, SystemClock())).training_run("left", BASE)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            await in_state(http, await shown(http, "left"), "Running")
+        assert left.flow_run is not None
+        assert await PrefectConnection(server.url, "a third one").reconcile() == 0
+        assert await PrefectConnection(server.url, "another deployment").reconcile() == 1
         (run,) = await runs(server.url, "flow_runs", 1, flow_runs={"name": {"any_": ["left"]}})
         state = State.model_validate(run["state"])
         assert state.is_crashed() and "ended without a word" in str(state.message)
-        left.cancel()
-        await asyncio.gather(left, return_exceptions=True)
-        await tracking.close()
+        await connection.close()
+
+
+async def test_the_logs_of_a_flow_run_tell_its_story(
+    connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
+) -> None:
+    mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
+    dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
+    async with running(dispatcher.serve(lambda: None)):
+        model = await client.create()
+        await client.result(client.optim_step(model))
+        pool.die()
+        assert (await client.result(client.optim_step(model))).error is None
+        dispatcher.stop()
+    async with httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http, asyncio.timeout(120):
+        (run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
+        asked = {"logs": {"flow_run_id": {"any_": [run["id"]]}}, "sort": "TIMESTAMP_ASC"}
+        lines: list[str] = []
+        while not any(line.startswith("ended") for line in lines):
+            lines = [line["message"] for line in await post(http, "/logs/filter", json=asked)]
+    assert lines[0] == f"model {model} of {BASE} is created at optimizer step 0"
+    assert any("restored in worker group 2: 2 requests replayed (1 optimizer steps)" in line for line in lines)
+    assert lines[-1].startswith("ended after ") and "the engine was stopped" in lines[-1]
 
 
 async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
     tmp_path: Path, context: Any, client: Any, caplog: pytest.LogCaptureFixture, until: Any
 ) -> None:
     settings = Settings(data_dir=tmp_path, prefect_port=free_port())
-    async with open_tracking(settings, print) as tracking:
-        watching = asyncio.create_task(tracking.watch())
+    async with open_prefect(settings, print) as connection:
+        watching = asyncio.create_task(connection.watch())
         model, created = client.submit_create()
-        lane = ModelRunner(context, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
-        serving = asyncio.create_task(serve_model(lane, tracking, BASE))
+        runner = Runner(context, model, Mirror(connection, Pacing(1000.0, SystemClock())))
+        serving = asyncio.create_task(runner.serve())
         await client.result(created)
-        assert tracking.tracked == 1
+        assert connection.tracked == 1
 
         server = next(p for p in children(os.getpid()) if f" {settings.prefect_port} " in cmdline(p))
         os.kill(server, signal.SIGKILL)
         for _ in range(100):
             request = client.optim_step(model)
-            lane.wake()
+            runner.wake()
             assert (await client.result(request, seconds=20.0)).error is None  # never waits for Prefect
             await asyncio.sleep(0.05)
-            if tracking.untracked:
+            if connection.untracked:
                 break
-        assert tracking.untracked
+        assert connection.untracked
 
-        await until(lambda: tracking.reachable)  # the embedded server is started again
-        before = tracking.tracked
-        await client.result(submit_and_wake(client, lane, model))
-        assert tracking.tracked > before
+        await until(lambda: connection.reachable)  # the embedded server is started again
+        before = connection.tracked
+        await client.result(submit_and_wake(client, runner, model))
+        assert connection.tracked > before
         client.journal.models.request_unload(model, "over")
-        lane.wake()
+        runner.wake()
         assert (await asyncio.wait_for(serving, 60)).why is Why.DONE
         watching.cancel()
-        (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+        (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
         assert flow_run["state_type"] == "COMPLETED"
     assert any("is back" in record.message for record in caplog.records)
 
 
 async def test_the_end_of_a_group_and_the_recovery_are_seen(
-    tracking: Tracking, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
+    connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
 ) -> None:
-    shared = Shared(Pacing(1000.0, SystemClock()), tracking)
-    served = ServedModel(context.card, context, pool, SamplingRunner(context, shared, most_waiting=8))
-    dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
+    mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
+    dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
     async with running(dispatcher.serve(lambda: None)):
         model = await client.create()
         await client.result(client.optim_step(model))
@@ -241,14 +277,13 @@ async def test_the_end_of_a_group_and_the_recovery_are_seen(
         assert (await client.result(client.optim_step(model))).error is None
 
         async def found() -> tuple[list[str], dict[str, Any]]:
-            (run,) = await post(http, f"{url}/flow_runs/filter", json=named(model))
-            states = await ask(http, "GET", f"{url}/flow_run_states/", params={"flow_run_id": run["id"]})
-            events = await post(http, f"{url}/events/filter", json={"filter": {"event": {"prefix": ["tinkerflow."]}}})
+            run = await shown(http, model)
+            states = await ask(http, "GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
+            events = await post(http, "/events/filter", json={"filter": {"event": {"prefix": ["tinkerflow."]}}})
             told = {event["event"]: event for event in events["events"]}
             return [state["name"] for state in states], dict(sorted(told.items()))
 
-        url = tracking.api_url
-        async with httpx.AsyncClient(timeout=60) as http, asyncio.timeout(120):
+        async with httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http, asyncio.timeout(120):
             while True:
                 states, events = await found()
                 if states[-2:] == ["Restoring", "Running"] and len(events) == 3:
@@ -264,6 +299,12 @@ async def test_the_end_of_a_group_and_the_recovery_are_seen(
         "replayed_requests": 2,
         "replayed_steps": 1,
     }
+
+
+def dispatcher_of(context: Any, client: Any, pool: Any, mirror: Mirror, tmp_path: Path) -> Dispatcher:
+    sampling = SamplingRunner(context, mirror.sampling(BASE), most_waiting=8)
+    served = ServedModel(context.card, context, pool, sampling)
+    return Dispatcher(Settings(data_dir=tmp_path), client.journal, mirror, [served])
 
 
 def named(model: str) -> dict[str, Any]:
@@ -283,26 +324,26 @@ async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
 
 
 async def test_what_began_untracked_gets_a_flow_run_when_prefect_is_back(
-    tracking: Tracking, context: Any, client: Any
+    connection: PrefectConnection, context: Any, client: Any
 ) -> None:
-    tracking.reachable = False
+    connection.found(False, "it is away")
     model, created = client.submit_create()
-    lane = ModelRunner(context, Shared(Pacing(1000.0, SystemClock()), tracking), model, 0)
-    serving = asyncio.create_task(serve_model(lane, tracking, BASE))
+    runner = Runner(context, model, Mirror(connection, Pacing(1000.0, SystemClock())))
+    serving = asyncio.create_task(runner.serve())
     assert (await client.result(created)).error is None
-    assert (tracking.tracked, tracking.untracked) == (0, 1)
-    tracking.reachable = True
-    assert (await client.result(submit_and_wake(client, lane, model))).error is None
-    lane.stop()
+    assert (connection.tracked, connection.untracked) == (0, 1)
+    connection.found(True, "")
+    assert (await client.result(submit_and_wake(client, runner, model))).error is None
+    runner.stop()
     assert (await asyncio.wait_for(serving, 60)).why is Why.STOPPED
-    assert (tracking.tracked, tracking.untracked) == (1, 1)
-    (flow_run,) = await runs(tracking.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    assert (connection.tracked, connection.untracked) == (1, 1)
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
     assert flow_run["state_type"] == "CANCELLED" and flow_run["state"]["message"] == "the engine was stopped"
 
 
-def submit_and_wake(client: Any, lane: ModelRunner, model: str) -> str:
+def submit_and_wake(client: Any, runner: Runner, model: str) -> str:
     request: str = client.optim_step(model)
-    lane.wake()
+    runner.wake()
     return request
 
 
@@ -332,6 +373,15 @@ async def ask(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> A
     return answer.raise_for_status().json()
 
 
+async def shown(http: httpx.AsyncClient, model: str) -> dict[str, Any]:
+    """The model's flow run, as soon as the server has it: no operation waits for that."""
+    async with asyncio.timeout(120):
+        while not (found := await post(http, "/flow_runs/filter", json=named(model))):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    (run,) = found
+    return dict(run)
+
+
 async def in_state(http: httpx.AsyncClient, run: dict[str, Any], name: str) -> dict[str, Any]:
     state: dict[str, Any] = {}
     async with asyncio.timeout(120):
@@ -342,17 +392,16 @@ async def in_state(http: httpx.AsyncClient, run: dict[str, Any], name: str) -> d
 
 
 async def test_the_buttons_of_the_ui_are_obeyed(
-    tracking: Tracking, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
+    connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
 ) -> None:
-    shared = Shared(Pacing(1000.0, SystemClock()), tracking)
-    served = ServedModel(context.card, context, pool, SamplingRunner(context, shared, most_waiting=8))
-    dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
+    mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
+    dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
     async with (
         running(dispatcher.serve(lambda: None)),
-        httpx.AsyncClient(base_url=tracking.api_url, timeout=60) as http,
+        httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http,
     ):
         model = await client.create()
-        (run,) = await post(http, "/flow_runs/filter", json=named(model))
+        run = await shown(http, model)
         assert run["deployment_id"] is not None  # else the UI has no buttons
 
         later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
@@ -393,33 +442,30 @@ async def test_the_buttons_of_the_ui_are_obeyed(
 
 
 async def test_a_hold_outlives_the_engine_and_ends_with_the_session(
-    tracking: Tracking, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
+    connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any, until: Any
 ) -> None:
-    shared = Shared(Pacing(1000.0, SystemClock()), tracking)
-    served = ServedModel(context.card, context, pool, SamplingRunner(context, shared, most_waiting=8))
+    mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
     model = await created_by_another_engine(context, client)
     client.journal.models.pause(model, "for the night")
     request = client.optim_step(model)
-    dispatcher = Dispatcher(Settings(data_dir=tmp_path), client.journal, shared, [served])
+    dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
     async with (
         running(dispatcher.serve(lambda: None)),
-        httpx.AsyncClient(base_url=tracking.api_url, timeout=60) as http,
+        httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http,
     ):
-        async with asyncio.timeout(120):
-            while not (found := await post(http, "/flow_runs/filter", json=named(model))):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        await in_state(http, found[0], "Paused")
+        run = await shown(http, model)
+        await in_state(http, run, "Paused")
         assert "OptimStep" not in pool.names
         client.journal.sessions.finish(client.session, "local", "success")
         assert "its session is over" in (await client.result(request)).error
-        await in_state(http, found[0], "Cancelled")
+        await in_state(http, run, "Cancelled")
 
 
 async def created_by_another_engine(context: Any, client: Any) -> str:
     model, created = client.submit_create()
-    lane = ModelRunner(context, Shared(Pacing(1000.0, SystemClock()), Tracking("")), model, 0)
-    serving = asyncio.create_task(lane.serve(1000))
+    runner = Runner(context, model, Mirror(PrefectConnection(""), Pacing(1000.0, SystemClock())))
+    serving = asyncio.create_task(runner.serve())
     await client.result(created)
-    lane.stop()
+    runner.stop()
     await asyncio.wait_for(serving, 60)
     return str(model)

@@ -23,17 +23,16 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel
-from tinkerflow.flows.prefect.tracking import Tracking
-from tinkerflow.flows.runner import Shared
+from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution import operation, restore
-from tinkerflow.tasks.execution.recovery import SnapshotPolicy
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 
 @pytest.fixture
 def serve(
-    context: Any, untracked: Shared, journal: Any, tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
+    context: Any, mirror: Mirror, journal: Any, tmp_path: Path, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
     """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own.
 
@@ -42,12 +41,14 @@ def serve(
 
     def serve(pool: Any, *, steps: int = 1000, prefect: str = "") -> Any:
         own = replace(context, pool=pool, snapshots=Snapshots())
-        shared = replace(untracked, snapshots=SnapshotPolicy(steps, 1000.0), tracking=Tracking(prefect))
-        shared.tracking.reachable = False
+        connection = PrefectConnection(prefect)
+        connection.found(False, "it is away")
         if prefect:  # with an address, an event that finds no server would start one
-            monkeypatch.setattr(shared.tracking, "tell", lambda *_, **__: None)
-        served = ServedModel(own.card, own, pool, SamplingRunner(own, shared, most_waiting=8))
-        dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, shared, [served])
+            monkeypatch.setattr(connection, "tell", lambda *_, **__: None)
+        shown = Mirror(connection, mirror.pacing)
+        served = ServedModel(own.card, own, pool, SamplingRunner(own, shown.sampling(own.card.name), most_waiting=8))
+        settings = Settings(data_dir=tmp_path, prefect="off", snapshot_steps=steps, snapshot_seconds=1000.0)
+        dispatcher = Dispatcher(settings, journal, shown, [served])
         return running(dispatcher.serve(lambda: None))
 
     return serve
@@ -465,7 +466,9 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
     monkeypatch: Any,
 ) -> None:
     told: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(Tracking, "tell", lambda _, event, name, of="", **payload: told.update({event: payload}))
+    monkeypatch.setattr(
+        PrefectConnection, "tell", lambda _, event, name, of="", **payload: told.update({event: payload})
+    )
     times = 2 if older == "snapshot" else 1
     async with serve(pool, steps=3):
         model = await client.create(0)
@@ -638,10 +641,12 @@ async def test_clients_are_told_why_they_wait(serve: Any, client: Any, pool: Any
 
 
 async def test_a_planned_stop_takes_snapshots(
-    context: Any, untracked: Shared, client: Any, pool: Any, journal: Any, tmp_path: Path
+    context: Any, mirror: Mirror, client: Any, pool: Any, journal: Any, tmp_path: Path
 ) -> None:
-    served = ServedModel(context.card, context, pool, SamplingRunner(context, untracked, most_waiting=8))
-    dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, untracked, [served])
+    served = ServedModel(
+        context.card, context, pool, SamplingRunner(context, mirror.sampling(context.card.name), most_waiting=8)
+    )
+    dispatcher = Dispatcher(Settings(data_dir=tmp_path, prefect="off"), journal, mirror, [served])
     serving = asyncio.create_task(dispatcher.serve(lambda: None))
     model = await client.create()
     await answers(client, work(client, model, 1))

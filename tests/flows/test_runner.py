@@ -13,19 +13,17 @@ import pytest
 from tinkerflow.backend.errors import StateLostError
 from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.flows.runner import ModelRunner, Shared, Why
-
-MOST = 2000
+from tinkerflow.flows.runner import Why
 
 
 @pytest.fixture
-async def served(context: Any, untracked: Shared, client: Any, running: Any) -> Any:
+async def served(make_runner: Any, client: Any, running: Any) -> Any:
     """A model that is created and served."""
     model, request = client.submit_create()
-    lane = ModelRunner(context, untracked, model, 0)
-    async with running(lane.serve(MOST)) as task, running(client.ring("model:", lane)):
+    runner = make_runner(model)
+    async with running(runner.serve()) as task, running(client.ring("model:", runner)):
         assert (await client.result(request)).error is None
-        yield model, lane, task
+        yield model, runner, task
 
 
 def logprobs(result: Any) -> list[np.ndarray]:
@@ -67,11 +65,11 @@ async def test_many_operations_are_in_flight_and_stay_in_order(served: Any, clie
 async def test_every_operation_is_executed_once_even_when_woken_all_the_time(
     served: Any, client: Any, pool: Any
 ) -> None:
-    model, lane, _ = served
+    model, runner, _ = served
 
     async def wake() -> None:
         while True:
-            lane.wake()
+            runner.wake()
             await asyncio.sleep(0)
 
     waker = asyncio.create_task(wake())
@@ -107,9 +105,7 @@ async def test_lost_state_ends_the_model_and_its_lane(served: Any, client: Any, 
     assert client.journal.models.get(model, None).state == ModelState.LOST
 
 
-async def test_save_load_and_create_from_it(
-    served: Any, client: Any, context: Any, untracked: Shared, running: Any
-) -> None:
+async def test_save_load_and_create_from_it(served: Any, client: Any, make_runner: Any, running: Any) -> None:
     model, _, _ = served
     client.forward_backward(model, [5, 5])
     client.optim_step(model)
@@ -130,8 +126,8 @@ async def test_save_load_and_create_from_it(
     assert again.category == "user" and "one" in again.error
 
     copy, request = client.load_model(1, path, optimizer=True)
-    lane = ModelRunner(context, untracked, copy, 0)
-    async with running(lane.serve(MOST)), running(client.ring("model:", lane)):
+    runner = make_runner(copy)
+    async with running(runner.serve()), running(client.ring("model:", runner)):
         assert (await client.result(request)).error is None
         assert client.journal.models.get(copy, None).step == 1
         results = []
@@ -145,10 +141,10 @@ async def test_save_load_and_create_from_it(
         assert client.journal.models.get(copy, None).step == 0
 
 
-async def test_loading_what_does_not_exist_fails_the_creation(client: Any, context: Any, untracked: Shared) -> None:
+async def test_loading_what_does_not_exist_fails_the_creation(client: Any, make_runner: Any) -> None:
     model, request = client.load_model(0, "tinker://nobody/weights/none", optimizer=False)
-    lane = ModelRunner(context, untracked, model, 0)
-    end = await asyncio.wait_for(lane.serve(MOST), 60)
+    runner = make_runner(model)
+    end = await asyncio.wait_for(runner.serve(), 60)
     result = await client.result(request)
     assert result.category == "user" and "tinker://nobody/weights/none" in result.error
     assert end.why is Why.FAILED
@@ -187,11 +183,11 @@ async def test_a_lane_ends_after_unload(served: Any, client: Any, pool: Any) -> 
 async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
     served: Any, client: Any, pool: Any, until: Any
 ) -> None:
-    model, lane, task = served
+    model, runner, task = served
     pool.hold = asyncio.Event()
     flying = client.optim_step(model)
     await until(lambda: "OptimStep" in pool.names)
-    lane.stop()
+    runner.stop()
     waiting = client.optim_step(model)
     pool.hold.set()
     assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED

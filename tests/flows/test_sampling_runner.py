@@ -13,16 +13,17 @@ import pytest
 from tinkerflow.backend.commands import MoveSnapshot, SampleStep
 from tinkerflow.backend.journal import Kind, UsageKind
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.flows.runner import ModelRunner, Shared, Why
+from tinkerflow.flows.prefect.mirror import Mirror
+from tinkerflow.flows.runner import Why
 from tinkerflow.flows.sampling_runner import SamplingRunner, shared_out
 from tinkerflow.tasks.execution.context import ExecutionContext
 
 
 @pytest.fixture
-async def sampling(context: Any, untracked: Shared, client: Any, running: Any) -> Any:
-    lane = SamplingRunner(context, untracked, most_waiting=8)
-    async with running(client.ring("sample", lane)), running(lane.serve(2000)) as task:
-        yield lane, task
+async def sampling(context: Any, mirror: Mirror, client: Any, running: Any) -> Any:
+    runner = SamplingRunner(context, mirror.sampling(context.card.name), most_waiting=8)
+    async with running(client.ring("sample", runner)), running(runner.serve()) as task:
+        yield runner, task
 
 
 def tokens(result: Any) -> list[list[int]]:
@@ -31,25 +32,25 @@ def tokens(result: Any) -> list[list[int]]:
     return [np.frombuffer(sequence.tokens, np.int32).tolist() for sequence in response.sequences]
 
 
-async def trained(context: Any, untracked: Shared, client: Any, number: int, token: int) -> tuple[str, str]:
+async def trained(make_runner: Any, client: Any, number: int, token: int) -> tuple[str, str]:
     """A model that has learnt to say `token`, and its sampler checkpoint."""
     model, created = client.submit_create(number)
     requests = [created, client.forward_backward(model, [token]), client.optim_step(model)]
     requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"path": f"says-{token}"}))
     requests.append(client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 100 + number}))
-    lane = ModelRunner(context, untracked, model, 0)
-    serving = asyncio.create_task(lane.serve(2000))
+    runner = make_runner(model)
+    serving = asyncio.create_task(runner.serve())
     results = await client.results(*requests)
-    lane.stop()
+    runner.stop()
     await serving
     return orjson.loads(results[-1].result)["sampling_session_id"], orjson.loads(results[-2].result)["path"]
 
 
 async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
-    sampling: Any, context: Any, untracked: Shared, client: Any, pool: Any
+    sampling: Any, context: Any, make_runner: Any, client: Any, pool: Any
 ) -> None:
-    first, path = await trained(context, untracked, client, 0, 5)
-    second, _ = await trained(context, untracked, client, 1, 9)
+    first, path = await trained(make_runner, client, 0, 5)
+    second, _ = await trained(make_runner, client, 1, 9)
     loaded, base = client.sampler(0, path), client.sampler(1)
     results = await client.results(*(client.sample(one) for one in (first, second, loaded, base, loaded)))
     assert [tokens(result)[0] for result in results] == [[5] * 6, [9] * 6, [5] * 6, [0] * 6, [5] * 6]
@@ -59,17 +60,17 @@ async def test_snapshots_checkpoints_and_the_base_model_share_a_batch(
 
 
 async def test_inflight_samplers_take_up_what_is_published_later_and_so_do_their_requests(
-    sampling: Any, context: Any, untracked: Shared, client: Any, pool: Any, running: Any, monkeypatch: Any
+    sampling: Any, make_runner: Any, client: Any, pool: Any, running: Any, monkeypatch: Any
 ) -> None:
     model, created = client.submit_create(0)
-    lane = ModelRunner(context, untracked, model, 0)
+    runner = make_runner(model)
 
     async def publish(token: int, *samplers: tuple[int, str]) -> None:
         """Teach the model to say `token`, then save it: (number, kind) of the samplers."""
         requests = [client.forward_backward(model, [token] * 4), client.optim_step(model)]
         bodies = [{"sampling_session_seq_id": number, "kind": kind} for number, kind in samplers]
         requests += [client.submit(model, Kind.SAVE_FOR_SAMPLER, body) for body in bodies]
-        lane.wake()
+        runner.wake()
         assert [result.error for result in await client.results(*requests)] == [None] * len(requests)
 
     began, moved, submit = asyncio.Event(), asyncio.Event(), pool.submit
@@ -87,7 +88,7 @@ async def test_inflight_samplers_take_up_what_is_published_later_and_so_do_their
         return reply
 
     old, fixed, new = (f"{client.session}:sample:{number}" for number in (100, 101, 102))
-    async with running(lane.serve(2000)):
+    async with running(runner.serve()):
         assert (await client.result(created)).error is None
         await publish(5, (100, "inflight"))
         assert tokens(await client.result(client.sample(old)))[0] == [5] * 6
@@ -101,7 +102,7 @@ async def test_inflight_samplers_take_up_what_is_published_later_and_so_do_their
         await publish(3, (103, "inflight"), (104, "inflight"))
         said = await client.results(*(client.sample(one) for one in (old, fixed, new)))
         assert [tokens(result)[0][0] for result in said] == [3, 9, 3]
-        lane.stop()
+        runner.stop()
 
 
 async def test_samples_of_one_prompt_are_counted_as_one_prefill_and_hits(sampling: Any, client: Any) -> None:
@@ -117,14 +118,14 @@ async def test_samples_of_one_prompt_are_counted_as_one_prefill_and_hits(samplin
 async def test_a_large_request_that_is_read_while_its_group_ends_is_taken_again(
     sampling: Any,
     context: Any,
-    untracked: Shared,
+    make_runner: Any,
     client: Any,
     pool: Any,
     until: Any,
     running: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, path = await trained(context, untracked, client, 0, 5)
+    _, path = await trained(make_runner, client, 0, 5)
     loaded = client.sampler(0, path)
     assert tokens(await client.result(client.sample(loaded)))[0][0] == 5
     decode, entered, release = ExecutionContext.decode, asyncio.Event(), asyncio.Event()
@@ -249,13 +250,13 @@ async def test_what_a_sampler_forgot_is_failed_by_name(sampling: Any, client: An
 
 
 async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, client: Any, pool: Any, until: Any) -> None:
-    lane, _ = sampling
+    runner, _ = sampling
     pool.hold = asyncio.Event()
     request = client.sample(client.sampler(0), max_tokens=60)
     await until(lambda: pool.log)
     client.journal.sessions.finish(client.session, "local", None)
     assert (await client.result(request)).category == "user"
-    await lane.cancel_ended()
+    await runner.cancel_ended()
     pool.hold.set()
     await until(lambda: any(getattr(command, "cancel", None) == (request,) for command in pool.log))
     assert pool.executor.batch == {}
@@ -264,17 +265,17 @@ async def test_requests_of_an_ended_session_leave_the_batch(sampling: Any, clien
 async def test_a_cancelled_request_leaves_with_the_next_chunk(
     sampling: Any, client: Any, pool: Any, until: Any
 ) -> None:
-    lane, _ = sampling
+    runner, _ = sampling
     pool.hold = asyncio.Event()
     sampler = client.sampler(0)
     request = client.sample(sampler, max_tokens=60)
     await until(lambda: pool.log)
     joining = client.sample(sampler, max_tokens=60)
-    await until(lambda: joining in lane._batch._answers)
+    await until(lambda: joining in runner._batch._answers)
     for one in (request, joining):
         client.journal.requests.cancel(one, "local")
-        lane.cancel(one)
-        lane.cancel(one)
+        runner.cancel(one)
+        runner.cancel(one)
     chunks = len(pool.log)
     pool.hold.set()
     await until(lambda: len(pool.log) > chunks)
@@ -289,12 +290,12 @@ async def test_a_cancelled_request_leaves_with_the_next_chunk(
 
 
 async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: Any, until: Any) -> None:
-    lane, task = sampling
+    runner, task = sampling
     sampler = client.sampler(0)
     pool.hold = asyncio.Event()
     taken = client.sample(sampler)
     await until(lambda: pool.log)
-    lane.stop()
+    runner.stop()
     await asyncio.sleep(0.05)
     waiting = client.sample(sampler)
     pool.hold.set()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from tinkerflow.backend.commands import ExportAdapter
 from tinkerflow.backend.journal import Kind
-from tinkerflow.flows.runner import IN_FLIGHT, ModelRunner, Shared
+from tinkerflow.flows.runner import IN_FLIGHT
 from tinkerflow.tasks.execution.recovery import SnapshotPolicy
 from tinkerflow.tasks.operations.save_weights import SAVES
 
@@ -44,20 +44,30 @@ def gate(context: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-async def serve(stack: AsyncExitStack, running: Any, client: Any, context: Any, shared: Shared, name: str) -> None:
-    """The model in a lane of its own."""
-    lane = ModelRunner(context, shared, name, client.journal.models.get(name, None).step)
-    await stack.enter_async_context(running(lane.serve(2000)))
-    await stack.enter_async_context(running(client.ring("model:", lane)))
+@pytest.fixture
+def serve(make_runner: Any, client: Any, running: Any) -> Callable[..., Any]:
+    """`await serve(stack, model, snapshots)`: the model has a runner of its own until the stack ends."""
+
+    async def serve(stack: AsyncExitStack, model: str, snapshots: SnapshotPolicy | None = None) -> None:
+        runner = make_runner(model, client.journal.models.get(model, None).step, snapshots)
+        await stack.enter_async_context(running(runner.serve()))
+        await stack.enter_async_context(running(client.ring("model:", runner)))
+
+    return serve
 
 
-async def create(stack: AsyncExitStack, running: Any, client: Any, context: Any, shared: Shared) -> str:
-    """A model that is served, after its first step."""
-    name, request = client.submit_create(0)
-    await serve(stack, running, client, context, shared, name)
-    assert (await client.result(request)).error is None
-    await done(client, *step(client, name, 5))
-    return name
+@pytest.fixture
+def create(serve: Any, client: Any) -> Callable[..., Any]:
+    """`await create(stack, snapshots)`: a model that is served, after its first step."""
+
+    async def create(stack: AsyncExitStack, snapshots: SnapshotPolicy | None = None) -> str:
+        name, request = client.submit_create(0)
+        await serve(stack, name, snapshots)
+        assert (await client.result(request)).error is None
+        await done(client, *step(client, name, 5))
+        return str(name)
+
+    return create
 
 
 def step(client: Any, model: str, token: int) -> list[str]:
@@ -73,10 +83,10 @@ def weights(pool: Any, model: str) -> dict[str, bytes]:
 
 
 async def test_steps_are_answered_while_saves_are_uploaded(
-    context: Any, untracked: Shared, client: Any, running: Any, gate: Gate
+    context: Any, client: Any, create: Any, serve: Any, gate: Gate
 ) -> None:
     async with AsyncExitStack() as stack:
-        model = await create(stack, running, client, context, untracked)
+        model = await create(stack)
         saves = [client.submit(model, kind, {"path": "slow", "name": "slow"}) for kind in sorted(SAVES)]
         for _ in range(IN_FLIGHT):
             await done(client, *step(client, model, 6))
@@ -91,11 +101,10 @@ async def test_steps_are_answered_while_saves_are_uploaded(
 
 
 async def test_what_depends_on_a_save_waits_for_it(
-    context: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+    context: Any, client: Any, create: Any, serve: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
     async with AsyncExitStack() as stack:
-        shared = replace(untracked, snapshots=SnapshotPolicy(1, 1000.0))
-        model = await create(stack, running, client, context, shared)
+        model = await create(stack, SnapshotPolicy(1, 1000.0))
         saves = [client.submit(model, Kind.SAVE_WEIGHTS, {"path": f"slow-{number}"}) for number in range(6)]
         await until(gate.arrived.is_set)
         assert client.journal.recovery.snapshots(model) == []
@@ -107,11 +116,11 @@ async def test_what_depends_on_a_save_waits_for_it(
 
 
 async def test_a_save_that_was_overtaken_goes_on_when_its_group_ends(
-    context: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+    context: Any, client: Any, create: Any, serve: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
     pool = context.pool
     async with AsyncExitStack() as stack:
-        model = await create(stack, running, client, context, replace(untracked, snapshots=SnapshotPolicy(1, 1000.0)))
+        model = await create(stack, SnapshotPolicy(1, 1000.0))
         expected = weights(pool, model)
         saved = client.submit(model, Kind.SAVE_WEIGHTS, {"path": "slow"})
         await done(client, *step(client, model, 6), *step(client, model, 7))
@@ -129,11 +138,11 @@ async def test_a_save_that_was_overtaken_goes_on_when_its_group_ends(
 
 
 async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_place(
-    context: Any, untracked: Shared, client: Any, running: Any, gate: Gate, until: Callable[..., Any]
+    context: Any, client: Any, create: Any, serve: Any, gate: Gate, until: Callable[..., Any]
 ) -> None:
-    pool, shared = context.pool, replace(untracked, snapshots=SnapshotPolicy(1, 1000.0))
+    pool = context.pool
     async with AsyncExitStack() as stack:
-        model = await create(stack, running, client, context, shared)
+        model = await create(stack, SnapshotPolicy(1, 1000.0))
         expected = weights(pool, model)
         saves = [client.submit(model, Kind.SAVE_WEIGHTS, {"path": "first"})]
         await done(client, *step(client, model, 6))
@@ -151,7 +160,7 @@ async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_pl
     assert client.journal.queue.pending_models() == [model]
     replayed = client.seqs[model] - 1
     async with AsyncExitStack() as stack:
-        await serve(stack, running, client, context, shared, model)
+        await serve(stack, model, SnapshotPolicy(1, 1000.0))
         await done(client, *saves)
         assert weights(pool, model) == after
         await done(client, *step(client, model, 8))
@@ -172,10 +181,10 @@ def stored(context: Any, model: str, name: str) -> dict[str, bytes]:
 
 
 async def test_steps_are_answered_while_a_recovery_snapshot_is_uploaded(
-    context: Any, untracked: Shared, client: Any, running: Any, until: Callable[..., Any], gate: Gate
+    context: Any, client: Any, create: Any, serve: Any, until: Callable[..., Any], gate: Gate
 ) -> None:
     async with AsyncExitStack() as stack:
-        model = await create(stack, running, client, context, replace(untracked, snapshots=SnapshotPolicy(1, 1000.0)))
+        model = await create(stack, SnapshotPolicy(1, 1000.0))
         await done(client, *step(client, model, 5))
         await until(gate.arrived.is_set)
         for _ in range(3):

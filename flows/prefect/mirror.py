@@ -1,0 +1,264 @@
+"""The mirror: what the runners do, shown as flow runs and task runs. Nothing waits for it, and nothing depends on it.
+
+A runner tells its `RunMirror` what begins, what it waits for, and how it ends. The mirror alone decides which flow run
+and which task run show that: above a rate many operations share a task run (pacing.py), after MOST_TASK_RUNS task runs
+the story goes on in another flow run, and while Prefect is away operations are only counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from prefect.client.schemas.actions import LogCreate
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Completed, Failed, Paused, Running
+
+from tinkerflow.backend.journal import Kind
+from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, TaskRunRecord, sampling, training_run
+from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.prefect.window import Window
+from tinkerflow.tasks.execution.operation import Operation
+from tinkerflow.tasks.execution.restore import Restored
+
+if TYPE_CHECKING:
+    from tinkerflow.flows.runner import Batch
+
+# Task runs of one flow run: with 500, its page takes more than six seconds to open (tests/benchmarks/RESULTS.md).
+MOST_TASK_RUNS = 150
+_MOST_LINES = 200  # of logs that wait for a flow run
+_FINAL_STATES = {"Completed": Completed, "Failed": Failed, "Cancelled": Cancelled}
+
+
+class Mirror:
+    """What all runs share: the connection to Prefect, and the pace of task runs."""
+
+    def __init__(self, connection: PrefectConnection, pacing: Pacing, most_task_runs: int = MOST_TASK_RUNS) -> None:
+        """`most_task_runs`: how many task runs one flow run shows."""
+        self.connection = connection
+        self.pacing = pacing
+        self.most_task_runs = most_task_runs
+
+    def training_run(self, model_id: str, base_model: str, adopted: UUID | None = None) -> RunMirror:
+        """The mirror of one model's training run. adopted: the flow run to go on in, which somebody has retried."""
+        parameters = {"model_id": model_id, "base_model": base_model}
+        heading = Heading(training_run, model_id, parameters, self._tags(base_model), deployed=True)
+        return RunMirror(self, heading, short_name(model_id), adopted)
+
+    def sampling(self, base_model: str) -> RunMirror:
+        """The mirror of the sampling of one base model."""
+        heading = Heading(sampling, f"sampling {base_model}", {"base_model": base_model}, self._tags(base_model))
+        return RunMirror(self, heading, _last_part(base_model))
+
+    def _tags(self, base_model: str) -> tuple[str, ...]:
+        return ("tinkerflow", tag_of(base_model), self.connection.mark)
+
+
+class RunMirror:
+    """One runner's story, in as many flow runs as it takes. Every method returns immediately."""
+
+    def __init__(self, mirror: Mirror, heading: Heading, short: str, adopted: UUID | None = None) -> None:
+        """The first flow run begins now, or as soon as Prefect is back and there is something to show.
+
+        short: what the names of task runs begin with. adopted: the flow run to go on in.
+        """
+        self._mirror = mirror
+        self._connection = mirror.connection
+        self._heading = heading
+        self._short = short
+        self._flow_run: FlowRunRecord | None = None
+        self._held = False
+        self._window: Window | None = None  # a shared one
+        self._task_run: TaskRunRecord | None = None  # that shows the shared window
+        self._windows = 0
+        self._first_step = 0
+        self._may_split = False
+        self._operations = 0
+        self._lines: deque[LogCreate] = deque(maxlen=_MOST_LINES)  # for the first flow run, until there is one
+        if adopted is not None or self._connection.reachable:
+            self._begin_flow_run(adopted)
+        self._connection.when_back(self._on_back)
+
+    @property
+    def flow_run(self) -> UUID | None:
+        """The flow run that shows the runner's work now."""
+        return self._flow_run.id if self._flow_run is not None else None
+
+    # ------------------------------------------------------------------ what runners report
+    def started(self, batch: Batch, operations: Sequence[Operation]) -> None:
+        """The operations of a batch of one model were started."""
+        self._operations += len(operations)
+        if not self._shows():
+            return
+        pacing, window = self._mirror.pacing, self._window
+        if window is not None and self._may_split and pacing.seconds == 0:
+            window.close()
+        if window is None or not window.open or window.full:
+            pacing.open()
+            self._first_step = batch.step
+            if pacing.sharing:
+                window = self._share(shared_name(self._short, batch.step), "steps")
+            else:
+                window = self._open(run_name(self._short, batch), kind_name(batch.kind))
+        for operation in operations:
+            window.add(operation)
+        if window is not self._window:
+            window.close()
+        elif self._task_run is not None:
+            self._task_run.name = shared_name(self._short, self._first_step, batch.step)
+        self._may_split = batch.ends_step
+
+    def sampled(self, operation: Operation) -> None:
+        """A sampling request was taken."""
+        self._operations += 1
+        if not self._shows():
+            return
+        if self._window is None or not self._window.open or self._window.full:
+            self._windows += 1
+            self._mirror.pacing.open()
+            self._share(f"{self._short}/sample-{self._windows:06d}", "sample")
+        assert self._window is not None
+        self._window.add(operation)
+
+    def hold(self, text: str | None) -> None:
+        """The runner takes nothing more from the journal; None: it goes on. Prefect's UI shows its own holds itself."""
+        begins = text is not None and not self._held
+        self._held = text is not None
+        if begins and self._flow_run is None:
+            self._on_back()
+        elif begins and text:
+            self._show(Paused(message=text))
+
+    def restoring(self, generation: int) -> None:
+        """The model is being restored in the worker group of this generation."""
+        text = f"in worker group {generation}, from its last snapshot and the journal"
+        self._show(Running(name="Restoring", message=text))
+
+    def restored(self, model_id: str, generation: int, restored: Restored) -> None:
+        """The model was restored."""
+        snapshot, seconds = restored.snapshot, round(restored.seconds, 3)
+        text = f"restored in worker group {generation}: {restored.requests} requests replayed"
+        self._show(Running(message=text))
+        source = "its creation" if snapshot is None else f"its snapshot at request {snapshot.seq_id}"
+        self.log(f"{text} ({restored.steps} optimizer steps) after {source}, in {seconds} s")
+        for why in restored.unreadable:
+            self.log(f"a newer snapshot cannot be read: {why}", logging.ERROR)
+            self._connection.tell("tinkerflow.snapshot.unreadable", model_id, of="model", why=why)
+        self._connection.tell(
+            "tinkerflow.model.restored",
+            model_id,
+            of="model",
+            generation=generation,
+            snapshot_at_request=None if snapshot is None else snapshot.seq_id,
+            replayed_requests=restored.requests,
+            replayed_steps=restored.steps,
+            seconds=seconds,
+        )
+
+    def interrupted(self) -> None:
+        """The worker group ended, and what was in flight with it."""
+        text = "its worker group ended; what was in flight is executed again by the next one"
+        self._show(Running(name="Interrupted", message=text))
+        self.log(text, logging.WARNING)
+
+    def log(self, text: str, level: int = logging.INFO) -> None:
+        """Add a line to the logs of the flow run, or of the next one when there is none now."""
+        line = LogCreate(name="tinkerflow", level=level, message=text, timestamp=datetime.now(UTC))
+        if self._flow_run is not None:
+            self._flow_run.log(line)
+        else:
+            self._lines.append(line)
+
+    def ended(self, state: str, text: str) -> None:
+        """The runner has ended: `Completed`, `Failed` or `Cancelled`."""
+        self._connection.forget(self._on_back)
+        self.log(
+            f"ended after {self._operations} operations: {text}", logging.ERROR if state == "Failed" else logging.INFO
+        )
+        self._finish(_FINAL_STATES[state](message=text))
+
+    # ------------------------------------------------------------------ which flow run and which task run
+    def _shows(self) -> bool:
+        """Whether what happens now is shown; if so there is a flow run for it."""
+        if not self._connection.reachable:
+            self._connection.untracked += 1
+            return False
+        if self._flow_run is None:
+            self._begin_flow_run()
+        return True
+
+    def _begin_flow_run(self, adopted: UUID | None = None) -> FlowRunRecord:
+        self._flow_run = FlowRunRecord(self._connection, self._heading, adopted)
+        while self._lines:
+            self._flow_run.log(self._lines.popleft())
+        return self._flow_run
+
+    def _on_back(self) -> None:
+        """A held run needs a flow run at once: its Resume button is the only way to let it go on."""
+        if self._held and self._flow_run is None and self._connection.reachable:
+            self._begin_flow_run()
+            self._show(Paused(message="it was held already when this run began"))
+
+    def _show(self, state: State[None]) -> None:
+        if self._flow_run is not None:
+            self._flow_run.show(state)
+
+    def _share(self, name: str, task: str) -> Window:
+        if self._window is not None:
+            self._window.close()
+        self._window = self._open(name, task, shared=True)
+        return self._window
+
+    def _open(self, name: str, task: str, *, shared: bool = False) -> Window:
+        if self._flow_run is not None and self._flow_run.task_runs >= self._mirror.most_task_runs:
+            self._finish(Completed(message="it goes on in another flow run"))
+        self._connection.tracked += 1
+        task_run = (self._flow_run or self._begin_flow_run()).open_task_run(name, task)
+        if not shared:
+            return Window(task_run.end)
+        self._task_run = task_run
+        return Window(task_run.end, linger=lambda: self._mirror.pacing.seconds)
+
+    def _finish(self, state: State[None]) -> None:
+        if self._window is not None:
+            self._window.close()
+        if self._flow_run is not None:
+            self._flow_run.finish(state)
+        self._window = self._flow_run = self._task_run = None
+
+
+def kind_name(kind: Kind) -> str:
+    """The name that clients know a kind of operation by."""
+    return "save_weights_for_sampler" if kind is Kind.SAVE_FOR_SAMPLER else kind.value
+
+
+def tag_of(base_model: str) -> str:
+    """The base model's name as a tag: a folder's last part, and a hub id as it is."""
+    is_folder = base_model.startswith(("/", ".", "~")) or base_model.count("/") > 1
+    return _last_part(base_model) if is_folder else base_model
+
+
+def _last_part(base_model: str) -> str:
+    return base_model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def short_name(model_id: str) -> str:
+    """`model-ab12-0` for `sess-…ab12:train:0`: the end of the session's id, and the model's number in it."""
+    session, _, number = model_id.partition(":train:")
+    return f"model-{session[-4:]}-{number}"
+
+
+def run_name(short: str, batch: Batch) -> str:
+    """The name of a batch's task run: `model-ab12-0/step-000017/forward_backward`."""
+    return f"{short}/step-{batch.step:06d}/{kind_name(batch.kind)}"
+
+
+def shared_name(short: str, first_step: int, last_step: int | None = None) -> str:
+    """The name of a task run that many batches share; while it is open, its last step is not known."""
+    end = "onwards" if last_step is None else f"{last_step:06d}"
+    return f"{short}/steps-{first_step:06d}-{end}"
