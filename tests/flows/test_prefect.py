@@ -207,28 +207,6 @@ async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(serve
         await connection.close()
 
 
-async def test_the_logs_of_a_flow_run_tell_its_story(
-    connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
-) -> None:
-    mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
-    dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
-    async with running(dispatcher.serve(lambda: None)):
-        model = await client.create()
-        await client.result(client.optim_step(model))
-        pool.die()
-        assert (await client.result(client.optim_step(model))).error is None
-        dispatcher.stop()
-    async with httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http, asyncio.timeout(120):
-        (run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
-        asked = {"logs": {"flow_run_id": {"any_": [run["id"]]}}, "sort": "TIMESTAMP_ASC"}
-        lines: list[str] = []
-        while not any(line.startswith("ended") for line in lines):
-            lines = [line["message"] for line in await post(http, "/logs/filter", json=asked)]
-    assert lines[0] == f"model {model} of {BASE} is created at optimizer step 0"
-    assert any("restored in worker group 2: 2 requests replayed (1 optimizer steps)" in line for line in lines)
-    assert lines[-1].startswith("ended after ") and "the engine was stopped" in lines[-1]
-
-
 async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
     tmp_path: Path, context: Any, client: Any, caplog: pytest.LogCaptureFixture, until: Any
 ) -> None:
@@ -469,3 +447,25 @@ async def created_by_another_engine(context: Any, client: Any) -> str:
     runner.stop()
     await asyncio.wait_for(serving, 60)
     return str(model)
+
+
+async def test_the_logs_of_a_flow_run_tell_its_story(
+    connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
+) -> None:
+    mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
+    dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
+    async with running(dispatcher.serve(lambda: None)):
+        model = await client.create()
+        await client.result(client.optim_step(model))
+        pool.die()
+        assert (await client.result(client.optim_step(model))).error is None
+        dispatcher.stop()
+    async with httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http, asyncio.timeout(120):
+        (run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
+        asked = {"logs": {"flow_run_id": {"any_": [run["id"]]}}, "sort": "TIMESTAMP_ASC"}
+        lines: list[str] = []
+        while not any(line.startswith("ended") for line in lines):
+            lines = [line["message"] for line in await post(http, "/logs/filter", json=asked)]
+    assert lines[0] == f"model {model} of {BASE} is created at optimizer step 0"
+    assert any("restored in worker group 2: 2 requests replayed (1 optimizer steps)" in line for line in lines)
+    assert lines[-1].startswith("ended after ") and "the engine was stopped" in lines[-1]
