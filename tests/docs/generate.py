@@ -20,6 +20,7 @@ from tests.docs import sizing
 from tests.docs.metrics import families
 from tests.docs.pages import DOCS
 
+from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.cli import app
 from tinkerflow.flows.pipelines import pipelines
@@ -208,10 +209,18 @@ def _pipeline_default(field: FieldInfo) -> str:
     return "required" if field.is_required() else _default(field)
 
 
+# ---------------------------------------------------------------------- base models
+def model_families() -> str:
+    """Every model family that is served, by the name that its config.json has."""
+    rows = [(family.title, f"`{kind}`") for kind, family in registered().items()]
+    return table(("family", "`model_type` in `config.json`"), rows)
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "settings": settings,
     "commands": commands,
     "metrics": metrics,
+    "families": model_families,
     "pipelines": pipeline_table,
     "pipeline-parameters": pipeline_parameters,
     "compatibility": compatible,
