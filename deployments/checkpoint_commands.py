@@ -19,7 +19,7 @@ from tinkerflow.backend.store.upkeep import Snapshot
 from tinkerflow.deployments.options import setting, settings_with
 from tinkerflow.deployments.parts import open_journal
 
-app = typer.Typer(help="Checkpoints: look after the store, and let others load or copy one.", no_args_is_help=True)
+app = typer.Typer(help="Look after stored checkpoints, and let others load or copy one.", no_args_is_help=True)
 
 DataDir = Annotated[Path | None, setting("data_dir")]
 StoreUrl = Annotated[str | None, setting("store")]
@@ -28,7 +28,7 @@ Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this
 
 @app.command("list")
 def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
-    """List what is committed in the store, whether or not the database knows of it."""
+    """List the checkpoints that the store holds, also those that the database does not know."""
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
     for saved in Store.open(settings_with(data_dir=data_dir, store=store).store_url).checkpoints(run):
         meta, until = saved.meta, saved.meta.expires_at
@@ -42,19 +42,19 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
             f"{until:%Y-%m-%d %H:%M} UTC" if until else "",
             "yes" if meta.public else "",
         )
-    # A path must come out whole, to be copied or piped: a narrow table would fold it.
+    # A path must stay on one line, to be copied or piped: a narrow table would fold it.
     Console(width=max(Console().width, 240)).print(table)
 
 
 @app.command()
 def verify(
     paths: Annotated[
-        list[str] | None, typer.Argument(help="tinker://run/kind/name (default: all in the store)")
+        list[str] | None, typer.Argument(help="tinker://run/kind/name (default: every checkpoint of the store)")
     ] = None,
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Read every byte of what is committed, and compare it with what was saved; exit status 1 when one differs."""
+    """Read every byte of checkpoints and compare sizes and checksums; exit status 1 when a checkpoint is damaged."""
     opened = Store.open(settings_with(data_dir=data_dir, store=store).store_url)
     found = whole = 0
     for path in paths or opened.paths():
@@ -72,18 +72,16 @@ def verify(
 @app.command()
 def gc(
     older_than: Annotated[
-        float, typer.Option(min=1, help="hours without a write after which a save that was not committed is dead")
+        float, typer.Option(min=1, help="hours without a write after which an uncommitted save counts as dead")
     ] = 24,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="remove them, instead of only saying what would be removed")
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="remove the files; without it, they are only listed")] = False,
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:
     """Find files that belong to no checkpoint, and recovery snapshots of models that are not live.
 
-    The files are of saves and deletions that were interrupted. Whether a model is live the journal says: without one,
-    recovery snapshots are left alone. Use the journal of all that this store holds.
+    Interrupted saves and deletions leave such files. The journal says whether a model is live: run this where the
+    journal database of this store is. Without a journal, recovery snapshots are not touched.
     """
     settings = settings_with(data_dir=data_dir, store=store)
     opened, before = Store.open(settings.store_url), SystemClock().now() - timedelta(hours=older_than)
@@ -95,7 +93,7 @@ def gc(
         print(f"{snapshot.path}: recovery snapshot of {whose}, written {snapshot.written_at:%Y-%m-%d %H:%M} UTC")
         dropped += yes and opened.delete(snapshot.path)
     if not yes:
-        print("nothing was removed: to do it, give --yes")
+        print("nothing was removed: give --yes to remove it")
         return
     drafts = opened.clear_drafts(before)
     print(f"removed {removed} attempt(s), {dropped} recovery snapshot(s) and {drafts} draft(s)")
@@ -111,9 +109,9 @@ def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapsho
 
 @app.command("rebuild-index")
 def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
-    """Make the database know every checkpoint of the store again, as after its loss; what it knows stays as it is.
+    """Add every checkpoint of the store to the database, as after its loss; existing rows stay as they are.
 
-    Lost with a database: keys, tokens that were made for checkpoints, names and labels of sessions, usage, audit log.
+    The store does not hold keys, tokens for checkpoints, names and labels of sessions, usage and the audit log.
     """
     from tinkerflow.backend.index import rebuild
 
@@ -130,10 +128,10 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
 @app.command()
 def share(
     path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
-    ttl: Annotated[float | None, typer.Option(min=1, help="seconds it is good for (default: until revoked)")] = None,
+    ttl: Annotated[float | None, typer.Option(min=1, help="seconds until the token expires (default: never)")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Make a weights_access_token for a checkpoint as it is now; it is shown once."""
+    """Make a weights_access_token for a checkpoint as it is now; the token is shown once."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         made, token = journal.shares.create(path, None, ttl)
         print(f"{made.id}: {token}")
@@ -144,7 +142,7 @@ def shares(
     path: Annotated[str | None, typer.Argument(help="tinker://run/kind/name (default: of all checkpoints)")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """List the tokens that were made, without the tokens themselves."""
+    """List the tokens that were made: their ids and checkpoints, not the tokens themselves."""
     table = Table("id", "checkpoint", "made", "expires", "revoked")
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         found = journal.shares.all(path)
@@ -158,6 +156,6 @@ def shares(
 def unshare(
     share_id: Annotated[str, typer.Argument(help="the id that `checkpoint shares` shows")], data_dir: DataDir = None
 ) -> None:
-    """Make a token useless."""
+    """Revoke a token."""
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         print(f"revoked the token for {journal.shares.revoke(share_id).path}")

@@ -1,4 +1,4 @@
-"""`tinkerflow serve`: the deployments of a prefect.yaml on this machine, with their schedules, without a work pool."""
+"""`tinkerflow serve`: run the deployments of a prefect.yaml on this machine, by their schedules, with no work pool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESULTS = "tinkerflow-results"
 
 
 class Deployment(BaseModel):
-    """One deployment of a prefect.yaml, as far as we serve it; what is for work pools is `prefect deploy`'s."""
+    """One deployment of a prefect.yaml, as far as `serve` uses it; it ignores the fields that are for work pools."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -41,34 +41,40 @@ class Deployment(BaseModel):
     tags: list[str] = []
     schedules: list[dict[str, Any]] = []
     concurrency_limit: int | dict[str, Any] | None = None
-    paused: bool = Field(False, description="whether its schedules wait until somebody resumes them")
+    paused: bool = Field(False, description="whether the schedules wait until somebody resumes them")
 
 
 def read_deployments(file: Path) -> list[Deployment]:
-    """The deployments of a prefect.yaml; relative paths of data in their parameters are relative to the file."""
+    """The deployments of a prefect.yaml; relative paths of data in their parameters are relative to the file.
+
+    Raises UserError when the file cannot be read or has no deployments.
+    """
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]
+        entries = yaml.safe_load(file.read_text(encoding="utf-8"))["deployments"]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UserError(f"serve {file}: must be a prefect.yaml with deployments ({error!r})") from error
-    deployments = [Deployment.model_validate(one) for one in found]
-    for one in deployments:
-        make_absolute(file.resolve().parent, one.parameters)
+    deployments = [Deployment.model_validate(entry) for entry in entries]
+    for deployment in deployments:
+        make_absolute(file.resolve().parent, deployment.parameters)
     return deployments
 
 
 def read_tag_limits(file: Path) -> dict[str, int]:
-    """What the file says at `tag_limits`: how many task runs of a tag may run at a time, over all flow runs with it."""
-    found = yaml.safe_load(file.read_text(encoding="utf-8")).get("tag_limits", {})
-    if not isinstance(found, dict) or not all(isinstance(most, int) and most > 0 for most in found.values()):
-        raise UserError(f"serve {file}: tag_limits is {found!r}: must give a number of at least 1 for each tag")
-    return found
+    """The file's `tag_limits`: tag -> how many task runs with the tag may run at the same time, over all flow runs.
+
+    Raises UserError when a limit is not a number of at least 1.
+    """
+    limits = yaml.safe_load(file.read_text(encoding="utf-8")).get("tag_limits", {})
+    if not isinstance(limits, dict) or not all(isinstance(most, int) and most > 0 for most in limits.values()):
+        raise UserError(f"serve {file}: tag_limits is {limits!r}: must give a number of at least 1 for each tag")
+    return limits
 
 
 def serve(file: Path, settings: Settings, *, limit: int) -> None:
-    """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at a time, each in a process of its own.
+    """Serve until SIGTERM or Ctrl-C: at most `limit` flow runs at the same time, each in its own process.
 
-    Those that run then are cancelled, and the schedules paused until somebody serves the deployments again. The Prefect
-    server is the one at PREFECT_API_URL, or of this machine.
+    The end cancels the runs that are running, and pauses the schedules until the deployments are served again. The
+    Prefect server is the one at PREFECT_API_URL, or else the one on this machine.
     """
     os.environ.setdefault("PREFECT_API_URL", f"http://127.0.0.1:{settings.prefect_port}/api")
     os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
@@ -82,12 +88,12 @@ async def _serve(file: Path, results: str, limit: int) -> None:
     await ensure_automation()
     await ensure_tag_limits(read_tag_limits(file))
     runner = Runner(limit=limit)
-    for one in read_deployments(file):
-        await runner.aadd_deployment(await make_deployment(one))
-        print(f"serving {one.entrypoint.rsplit('.', 1)[-1]}/{one.name}", flush=True)
+    for deployment in read_deployments(file):
+        await runner.aadd_deployment(await make_deployment(deployment))
+        print(f"serving {deployment.entrypoint.rsplit('.', 1)[-1]}/{deployment.name}", flush=True)
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     working, asking = asyncio.create_task(runner.start()), asyncio.create_task(asked.wait())
-    await asyncio.sleep(0)  # the runner has set its own handler now, which raises in the middle of whatever runs
+    await asyncio.sleep(0)  # by now the runner has set its own handler, which would raise in the middle of a step
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, asked.set)
     await asyncio.wait((working, asking), return_when=asyncio.FIRST_COMPLETED)
@@ -102,9 +108,9 @@ async def _serve(file: Path, results: str, limit: int) -> None:
 
 
 async def ensure_automation(name: str = AUTOMATION, *, silent: int = SILENT_SECONDS) -> bool:
-    """Let Prefect say of a run that was heard and falls silent that it crashed; whether that was new to it.
+    """Make the automation that sets a run to Crashed when its heartbeats stop; whether it was new to Prefect.
 
-    silent: seconds; a run is heard every HEARTBEAT_SECONDS.
+    name: of the automation. silent: seconds without a heartbeat; a run sends one every HEARTBEAT_SECONDS.
     """
     from prefect.automations import Automation
     from prefect.client.orchestration import get_client
@@ -132,9 +138,9 @@ async def ensure_automation(name: str = AUTOMATION, *, silent: int = SILENT_SECO
 
 
 async def ensure_results(url: str) -> dict[str, str]:
-    """Let Prefect know a folder, local or of any fsspec URL, for what flows return; the variables by which it is used.
+    """Register a folder, local or at any fsspec URL, for the results of flows; the variables with which runs use it.
 
-    It holds a file of JSON for each flow run. What tasks return is not kept: see `tinkerflow.tasks.pipelines.progress`.
+    Each flow run has a JSON file there. Results of tasks are not stored: see `tinkerflow.tasks.pipelines.progress`.
     """
     from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 
@@ -150,7 +156,7 @@ async def ensure_results(url: str) -> dict[str, str]:
 
 
 async def ensure_tag_limits(limits: Mapping[str, int]) -> None:
-    """Let Prefect limit how many task runs of these tags run at a time: tag -> how many."""
+    """Let Prefect limit how many task runs with a tag run at the same time: tag -> how many."""
     from prefect.client.orchestration import get_client
 
     async with get_client() as client:
@@ -159,7 +165,7 @@ async def ensure_tag_limits(limits: Mapping[str, int]) -> None:
 
 
 def _schedule(wanted: dict[str, Any]) -> Schedule:
-    """A schedule as prefect.yaml writes it: `{cron: ..., timezone: ...}` or `{interval: SECONDS}`."""
+    """Prefect's schedule for `{cron: ..., timezone: ...}` or `{interval: SECONDS}` of a prefect.yaml."""
     from prefect.schedules import Cron, Interval
 
     match wanted:
@@ -190,7 +196,7 @@ async def make_deployment(wanted: Deployment) -> RunnerDeployment:
         description=wanted.description,
         parameters=wanted.parameters,
         tags=wanted.tags,
-        schedules=[_schedule(one) for one in wanted.schedules],
+        schedules=[_schedule(schedule) for schedule in wanted.schedules],
         paused=wanted.paused,
         concurrency_limit=ConcurrencyLimitConfig.model_validate(limit) if isinstance(limit, dict) else limit,
         entrypoint_type=EntrypointType.MODULE_PATH,

@@ -1,9 +1,8 @@
-"""Pytest fixtures for tests of your own flows; conftest.py says `pytest_plugins = ["tinkerflow.deployments.testing"]`.
+"""Pytest fixtures for tests of your own flows: `pytest_plugins = ["tinkerflow.deployments.testing"]` in conftest.py.
 
-`tiny_service`: the whole service in this process, on the embedded tiny model; nothing is tracked, no Prefect server is
-needed. `plain_calls`: tasks and flows are called as the functions they are (`task.fn`). Together they test a flow in
-seconds. `prefect_harness`: a real Prefect server on a database of its own, for what is about Prefect: retries, states,
-artifacts.
+`tiny_service`: the whole service in this process, on the embedded tiny model; nothing is tracked, and no Prefect server
+is needed. `plain_calls`: calls of tasks and flows are plain function calls (`task.fn`). Together these two test a flow
+in seconds. `prefect_harness`: a real Prefect server with its own database, for tests of retries, states and artifacts.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _PREFECTS_OWN = ("wait_for", "return_state", "deferred")
 
 @dataclass(frozen=True)
 class TinyService:
-    """A service that answers at `url`; `base_model` is what it serves, `store` where its checkpoints are."""
+    """A running service. url: of its API. base_model: the name of its only model. store: URL of its checkpoints."""
 
     url: str
     base_model: str
     store: str
 
     def client(self) -> tinker.ServiceClient:
-        """A client of the SDK; close it, or use it in a `with`."""
+        """A new client of the SDK; close it, or use it in a `with`."""
         import tinker
 
         return tinker.ServiceClient(base_url=self.url, api_key=KEY)
@@ -49,10 +48,10 @@ class TinyService:
 
 @contextmanager
 def serve_tiny(data_dir: Path, **settings: Any) -> Iterator[TinyService]:
-    """The API and the engine in threads of this process, until the block ends; a worker process computes.
+    """The API and the engine in a thread of this process until the block ends; a worker process computes.
 
-    data_dir: for everything that it keeps; one that is used again has its programs compiled. settings: as in Settings.
-    TINKER_BASE_URL and TINKER_API_KEY name the service meanwhile, so that flows find it.
+    data_dir: for everything that the service stores; a folder that is used again has the programs compiled. settings:
+    as in Settings. In the block, TINKER_BASE_URL and TINKER_API_KEY name the service, so that flows find it.
     """
     from tinkerflow.api.serve import serve_until
     from tinkerflow.deployments.parts import with_base_models
@@ -86,9 +85,9 @@ def serve_tiny(data_dir: Path, **settings: Any) -> Iterator[TinyService]:
 
 @contextmanager
 def calls_as_functions() -> Iterator[None]:
-    """Calls of tasks and flows are calls of their functions: no server, no states, no retries, no checked parameters.
+    """Make calls of tasks and flows plain function calls: no server, states, retries or parameter checks.
 
-    For tasks that are called, not for those that are submitted or mapped to a task runner.
+    This is for tasks that are called, not for tasks that are submitted or mapped to a task runner.
     """
 
     def call(self: Task[..., Any] | Flow[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +103,7 @@ def _for_the_function(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _in_thread(main: Callable[[Callable[[], None], asyncio.Event], Any]) -> Iterator[None]:
-    """`main(ready, stop)` in an event loop of another thread, from its call of `ready` until the block ends."""
+    """Run `main(ready, stop)` in an event loop of another thread; the block begins when it calls `ready`."""
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
     ended: Future[None] = Future()
 
@@ -115,7 +114,7 @@ def _in_thread(main: Callable[[Callable[[], None], asyncio.Event], Any]) -> Iter
     def thread() -> None:
         try:
             asyncio.run(run())
-        except BaseException as error:  # noqa: BLE001  it belongs to whoever opened the block
+        except BaseException as error:  # noqa: BLE001  the thread that opened the block raises it
             ended.set_exception(error)
             if not begun.done():
                 begun.set_exception(error)
@@ -133,7 +132,7 @@ def _in_thread(main: Callable[[Callable[[], None], asyncio.Event], Any]) -> Iter
 
 @pytest.fixture(scope="session")
 def tiny_service(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[TinyService]:
-    """The service on the embedded tiny model, for the whole session. Compiled programs stay in pytest's cache."""
+    """The service on the embedded tiny model, for the whole session. Compiled programs are kept in pytest's cache."""
     folder = tmp_path_factory.mktemp("tinkerflow")
     if pytestconfig.cache is not None:
         (folder / "jax-cache").symlink_to(pytestconfig.cache.mkdir("jax"))
@@ -143,14 +142,14 @@ def tiny_service(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.
 
 @pytest.fixture
 def plain_calls() -> Iterator[None]:
-    """Tasks and flows are called as the functions they are."""
+    """Calls of tasks and flows are plain function calls."""
     with calls_as_functions():
         yield
 
 
 @pytest.fixture(scope="module")
 def prefect_harness() -> Iterator[None]:
-    """A real Prefect server with a database of its own, which the flows of a module's tests run on."""
+    """A real Prefect server with its own database, for the flows of one module's tests."""
     from prefect.testing.utilities import prefect_test_harness
 
     with prefect_test_harness(server_startup_timeout=900):

@@ -1,4 +1,4 @@
-"""The way to the server: a Prefect block, or the environment."""
+"""The connection to a Tinkerflow server, from a Prefect block or from the environment."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tinkerflow.backend.settings import Settings
 if TYPE_CHECKING:
     import tinker
 
-API_KEY = "tml-local"  # what a server on loopback without keys takes
+API_KEY = "tml-local"  # accepted by a server on loopback that has no keys
 
 
 class TinkerflowConnection(Block):
-    """Where a Tinkerflow server is, and the key for it; kept by Prefect, the key encrypted."""
+    """URL and key of a Tinkerflow server, stored by Prefect; the key is encrypted."""
 
     _block_type_name = "Tinkerflow Connection"
     _block_type_slug = "tinkerflow-connection"
 
-    base_url: str = Field(description="URL of the API, as `tinkerflow up` says it.")
-    api_key: SecretStr = Field(description="A key by `tinkerflow key create`.")
+    base_url: str = Field(description="URL of the API, as `tinkerflow up` prints it.")
+    api_key: SecretStr = Field(description="A key that `tinkerflow key create` made.")
 
 
 @dataclass(frozen=True)
 class ServerClients:
-    """A Tinkerflow server, by the two clients that the SDK has for one."""
+    """The SDK's two clients of one Tinkerflow server."""
 
     service: tinker.ServiceClient
     rest: tinker.RestClient
@@ -49,16 +49,16 @@ class ServerClients:
 
 @asynccontextmanager
 async def connect(block: str = "") -> AsyncIterator[ServerClients]:
-    """Clients of the server that the block `block` names; without a block, of TINKER_BASE_URL and TINKER_API_KEY.
+    """Clients of the server that the Prefect block `block` names, or else of TINKER_BASE_URL and TINKER_API_KEY.
 
-    Where these are not set: the server on this machine, at the port of the settings.
+    Without these variables: the server on this machine, at the host and port of the settings.
     """
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
 
     if block:
-        found: TinkerflowConnection = await TinkerflowConnection.aload(block)
-        url, key = found.base_url, found.api_key.get_secret_value()
+        loaded: TinkerflowConnection = await TinkerflowConnection.aload(block)
+        url, key = loaded.base_url, loaded.api_key.get_secret_value()
     else:
         settings = Settings()
         url = os.environ.get("TINKER_BASE_URL") or f"http://{settings.host}:{settings.port}"

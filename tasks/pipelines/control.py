@@ -1,11 +1,12 @@
-"""What people ask of a run while it goes: cancel, pause, resume.
+"""The buttons of a run's page while the run goes: cancel, pause, suspend, resume.
 
-A runner (`tinkerflow serve`, a worker) cancels with SIGTERM. Prefect's own handler would raise in the middle of
-whatever runs; here it only asks, and the run stops at the end of a step, with its state saved. In a process without a
-runner nobody acts on the buttons at all, and nowhere does anybody act on Pause, so the run looks at its own state, too.
+A runner (`tinkerflow serve`, a Prefect worker) cancels a run with SIGTERM. Prefect's own handler would raise in the
+middle of a step. The handler here only sets a flag: the run stops at the end of a step, with its state saved. In a
+process without a runner Prefect acts on no button, and on Pause it acts nowhere. Therefore the run also reads its own
+state.
 
-Suspend, as the UI calls its pause, ends the run in this process: when somebody presses Resume, a runner starts another
-one. So it, too, stops at the end of a step with its state saved, and the other process goes on from there.
+Suspend ends the run in this process, at the end of a step with its state saved. When somebody presses Resume, a runner
+starts another process, which continues from that state.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ LOOK_SECONDS = 2.0
 
 
 class StoppedError(Exception):
-    """The run was asked to stop and did: the message says after which step."""
+    """The run has stopped because somebody asked it to; the message says after which step."""
 
 
 class Control:
-    """Whether the run may go on. All of it belongs to one event loop."""
+    """Whether the run may continue. All calls come from one event loop."""
 
     def __init__(self) -> None:
-        """It may."""
+        """Allow the run to continue."""
         self._stop = asyncio.Event()
         self._go = asyncio.Event()
         self._go.set()
@@ -49,7 +50,7 @@ class Control:
 
     @contextmanager
     def over(self, part: Control) -> Iterator[None]:
-        """For the block, asking for an end of this run asks for one of `part`, a run that is a part of it."""
+        """For the block: when this run is stopped, stop `part` too, the control of a subflow run."""
         self._parts.append(part)
         if self.stopping:
             part.stop()
@@ -60,43 +61,43 @@ class Control:
 
     @property
     def stopping(self) -> bool:
-        """Whether somebody asked for an end."""
+        """Whether somebody asked the run to stop."""
         return self._stop.is_set()
 
     @property
     def paused(self) -> bool:
-        """Whether somebody asked for a pause."""
+        """Whether the run is paused."""
         return not self._go.is_set()
 
     def stop(self) -> None:
-        """Ask for an end; a pause ends, too."""
+        """Ask the run to stop; this also ends a pause."""
         self._stop.set()
         self._go.set()
         for part in self._parts:
             part.stop()
 
     def suspend(self, state: State[Any]) -> None:
-        """Ask for an end after which another process goes on; `state` is the run's."""
+        """Ask the run to stop, so that another process can continue it; `state` is the run's suspended state."""
         self._suspended = state
         self.stop()
 
     def stopped(self, text: str) -> NoReturn:
-        """Raise what ends the run now that it has stopped: StoppedError, or Prefect's own when it is suspended."""
+        """End the run after its last step: raise StoppedError, or Prefect's Pause when the run is suspended."""
         if self._suspended is not None:
             raise Pause(text, state=self._suspended)
         raise StoppedError(text)
 
     def pause(self) -> None:
-        """Ask for a pause."""
+        """Pause the run, unless it is stopping."""
         if not self.stopping:
             self._go.clear()
 
     def resume(self) -> None:
-        """End a pause."""
+        """End the pause."""
         self._go.set()
 
     async def may_go_on(self) -> bool:
-        """Wait while paused; False when the run shall end."""
+        """Wait while the run is paused; return False when the run must stop."""
         await self._go.wait()
         return not self.stopping
 
@@ -106,9 +107,9 @@ _current: ContextVar[Control | None] = ContextVar("control", default=None)
 
 @asynccontextmanager
 async def controlled() -> AsyncIterator[Control]:
-    """Control of the flow run that this is called in; outside of one it listens to SIGTERM alone.
+    """The control of the current flow run; outside of a flow run only SIGTERM stops it.
 
-    Within the block of another one it is a part of that one, which hears the signal for all its parts.
+    A control within the block of another one belongs to a subflow run; the outer control hears the signal for both.
     """
     control, outer = Control(), _current.get()
     context = FlowRunContext.get()
@@ -129,11 +130,11 @@ async def controlled() -> AsyncIterator[Control]:
 
 
 async def _watch(control: Control, flow_runs: set[UUID]) -> None:
-    """Look at the states of the run and of the one that it is a part of; never returns."""
+    """Read the states of the run and of its root run every LOOK_SECONDS, and obey them; never returns."""
     async with get_client() as client:
         while True:
             try:
-                states = [run.state for run in [await client.read_flow_run(one) for one in flow_runs] if run.state]
+                states = [run.state for run in [await client.read_flow_run(id_) for id_ in flow_runs] if run.state]
             except (httpx.HTTPError, PrefectException) as error:
                 log.warning("the run's state cannot be read, so its buttons wait: %s: %s", type(error).__name__, error)
             else:
@@ -142,7 +143,7 @@ async def _watch(control: Control, flow_runs: set[UUID]) -> None:
 
 
 def obey(control: Control, states: list[State[Any]]) -> None:
-    """Do what the states of a run, and of the one that it is a part of, ask for."""
+    """Stop, suspend, pause or resume the run, as the states of the run and of its root run say."""
     if any(state.is_cancelling() or state.is_cancelled() for state in states):
         control.stop()
     elif suspended := [state for state in states if state.is_paused() and state.state_details.pause_reschedule]:
@@ -156,7 +157,7 @@ def obey(control: Control, states: list[State[Any]]) -> None:
 @contextmanager
 def _on_sigterm(control: Control) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals belong to whoever has the main thread
+        yield  # only the main thread can handle signals
         return
     before = signal.getsignal(signal.SIGTERM)
     loop = asyncio.get_running_loop()

@@ -30,7 +30,7 @@ def picture(panels: Mapping[str, Mapping[str, Points]]) -> str:
 
 
 def data_url(svg: str) -> str:
-    """The picture as a URL that holds it: nothing needs to be kept or served for it."""
+    """The picture as a data URL, which needs no file and no server."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
@@ -61,9 +61,9 @@ def _panel(title: str, lines: Mapping[str, Points]) -> str:
         path = " ".join(place(x, y) for x, y in points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>')
         parts += [
-            f'<circle cx="{one.split(",")[0]}" cy="{one.split(",")[1]}" r="2.5" fill="{colour}"/>'
-            for one in (path.split(" ") if len(points) <= 20 else [])
-            if one
+            f'<circle cx="{dot.split(",")[0]}" cy="{dot.split(",")[1]}" r="2.5" fill="{colour}"/>'
+            for dot in (path.split(" ") if len(points) <= 20 else [])
+            if dot
         ]
         if len(kept) > 1:
             at = WIDTH - _RIGHT - 100 * (len(kept) - 1 - i)
@@ -72,6 +72,6 @@ def _panel(title: str, lines: Mapping[str, Points]) -> str:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest, never the same."""
+    """The lowest and the highest value, moved apart when they are equal."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5 * abs(low) - 1e-9, high + 0.5 * abs(high) + 1e-9)

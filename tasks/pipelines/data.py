@@ -1,4 +1,4 @@
-"""The data check: rows are read, validated and named by their content; bad ones go to quarantine with their errors."""
+"""The data check: read and validate rows, store the good ones under a digest, and quarantine bad ones with errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class DataSource(BaseModel):
-    """Where rows come from, and what is asked of them."""
+    """Where rows come from, and the checks that they must pass."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,15 +31,15 @@ class DataSource(BaseModel):
         description="A .jsonl or .parquet file, a folder of them, or a folder by datasets' save_to_disk; a path or any "
         "fsspec URL (gs://, s3://, hf://, https://).",
     )
-    split: str = Field("", description="Of a folder: only what is named for this split, 'train' for example.")
+    split: str = Field("", description="In a folder: read only what is named for this split, such as 'train'.")
     kind: Literal["auto", "chat", "prompt_completion", "preference", "prompt"] = Field(
-        "auto", title="Schema", description="What a row looks like; auto: as the first row that fits any schema."
+        "auto", title="Schema", description="The fields of a row; auto: the schema of the first row that fits any."
     )
-    limit: int = Field(0, ge=0, description="Read this many rows at most; 0 = all.")
+    limit: int = Field(0, ge=0, description="Most rows to read; 0 = all.")
     max_bad_fraction: float = Field(
-        0.02, ge=0, le=1, description="Share of rows that may be wrong; they are left out. More, and the check fails."
+        0.02, ge=0, le=1, description="Share of rows that may be wrong and are left out; the check fails when more are."
     )
-    min_rows: int = Field(1, ge=1, description="Rows that must be left, or the check fails.")
+    min_rows: int = Field(1, ge=1, description="The check fails when fewer good rows than this are left.")
 
 
 class BadRow(BaseModel):
@@ -50,7 +50,7 @@ class BadRow(BaseModel):
 
 
 class DataReport(BaseModel):
-    """What the check found. digest names the good rows by content; `load_rows` reads them from the work folder."""
+    """The result of a check. digest: names the good rows by content; `load_rows` reads them from the work folder."""
 
     url: str
     schema_name: str
@@ -64,7 +64,7 @@ class DataReport(BaseModel):
 
 
 class DataCheckError(UserError):
-    """The data is too bad to train on; `report` says how bad."""
+    """More rows are wrong, or fewer good, than the source allows; `report` has the figures."""
 
     def __init__(self, message: str, report: DataReport) -> None:
         """`message` names the data, the value and the limit."""
@@ -81,9 +81,10 @@ class _Sorted:
 
 @task(name="check data", task_run_name="check data: {source.url}", cache_policy=NO_CACHE)
 def check_data(source: DataSource, work_url: str, forbidden: Sequence[str] = ()) -> DataReport:
-    """Read and validate all rows, and keep them in the work folder.
+    """Read and validate all rows, and store the good ones in the work folder.
 
-    forbidden: strings that no text may hold. Raises DataCheckError when more rows are wrong than the source allows.
+    forbidden: strings that no text may contain. Raises DataCheckError when more rows are wrong than the source allows,
+    or fewer are good.
     """
     work = open_work(work_url)
     found = _sort(source, forbidden)
@@ -106,7 +107,7 @@ def check_data(source: DataSource, work_url: str, forbidden: Sequence[str] = ())
 
 
 def load_rows(work_url: str, data_digest: str) -> list[Row]:
-    """The rows that a check kept."""
+    """The good rows that a check stored."""
     return [Row.from_json(orjson.loads(line)) for line in open_work(work_url).read(_key(data_digest)).splitlines()]
 
 

@@ -1,6 +1,6 @@
-"""What answers are rewarded by: a function of the user's, or an environment that leads a conversation.
+"""How answers are rewarded: by a function of the user, or by an environment that leads a conversation.
 
-Both are named by import path, `package.module:name`, and run with the rights of the flow's process.
+Both are given by import path, `package.module:name`, and run with the rights of the flow's process.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any, Protocol
 from tinkerflow.backend.errors import UserError
 from tinkerflow.tasks.pipelines.rows import Message, Row
 
-Facts = Mapping[str, Any]  # of a row: its own fields, `prompt` as messages, `completion` as a text when it has one
+Facts = Mapping[str, Any]  # a row's fields, with `prompt` as messages and `completion`, if any, as a text
 Reward = Callable[[Facts, str], float | Awaitable[float]]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What an answer brings: a reward, and the messages that follow it; none of them ends the conversation."""
+    """The environment's reply to an answer: a reward, and the next messages; no messages end the conversation."""
 
     reward: float
     messages: Sequence[Message] = ()
 
 
 class Environment(Protocol):
-    """One conversation with the model. It is made of a row's facts, once for each conversation."""
+    """One conversation with the model; a new object, made from a row's facts, for each conversation."""
 
     async def begin(self) -> Sequence[Message]:
-        """What the model is asked first."""
+        """The first messages to the model."""
         ...
 
     async def answered(self, text: str) -> Reply:
-        """How it goes on after the model's answer. The rewards of a conversation are added up."""
+        """The reply to the model's answer `text`. The rewards of a conversation are added up."""
         ...
 
 
@@ -44,46 +44,49 @@ EnvironmentMaker = Callable[[Facts], Environment]
 
 @dataclass(frozen=True)
 class Asked:
-    """One question, one answer, a reward by a function."""
+    """A conversation of one question and one answer, which a function rewards."""
 
     facts: Facts
     reward: Reward
 
     async def begin(self) -> Sequence[Message]:
-        """The row's prompt."""
+        """Ask the row's prompt."""
         return tuple(self.facts["prompt"])
 
     async def answered(self, text: str) -> Reply:
-        """The end."""
-        found = self.reward(self.facts, text)
-        return Reply(await found if inspect.isawaitable(found) else found)
+        """Reward the answer and end the conversation."""
+        reward = self.reward(self.facts, text)
+        return Reply(await reward if inspect.isawaitable(reward) else reward)
 
 
 def unrewarded(facts: Facts) -> Environment:
-    """One question, one answer, and nothing for it."""
+    """A conversation of one question and one answer, with the reward 0."""
     return Asked(facts, lambda _facts, _text: 0.0)
 
 
 def facts_of(row: Row) -> Facts:
-    """A row as environments and rewards see it."""
+    """The facts of a row, for environments and rewards."""
     completion = {"completion": row.chosen[0]["content"]} if row.chosen else {}
     return {**row.extra, **completion, "prompt": list(row.prompt)}
 
 
 def load(field: str, path: str) -> Callable[..., Any]:
-    """What `package.module:name` names; UserError, which names `field`, when it cannot be had or not be called."""
+    """Import `package.module:name`; UserError, which names `field`, when that fails or the object is not callable."""
     module, _, name = path.partition(":")
     try:
-        found: object = getattr(importlib.import_module(module), name)
+        loaded: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UserError(f"{field} {path!r}: cannot be imported ({error})") from error
-    if not callable(found):
+    if not callable(loaded):
         raise UserError(f"{field} {path!r}: must be a function or a class")
-    return found
+    return loaded
 
 
 def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
-    """Conversations by the environment of one import path, or of a single turn by the reward function of the other."""
+    """What makes conversations: the class at the import path `environment`, or one turn with the function `reward`.
+
+    Raises UserError when an import path is wrong.
+    """
     if environment:
         return load("environment", environment)
     function = load("reward", reward)
@@ -91,7 +94,7 @@ def environment_maker(reward: str, environment: str) -> EnvironmentMaker:
 
 
 def checked_reward(value: object) -> float:
-    """A reward as a number; UserError when it is none."""
+    """The reward as a number; UserError when it is not a finite number."""
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
     raise UserError(f"reward {value!r}: must be a finite number")

@@ -1,4 +1,4 @@
-"""The record of a segmented training: what is done, and the saved state from which it goes on."""
+"""The record of a training run: the segments that are done, and the saved state of each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tinkerflow.tasks.pipelines.work import checked_name, create_json, create_on
 
 
 class StepMetrics(BaseModel):
-    """One optimizer step (counted from 1). values: `loss`, `learning_rate`, `grad_norm`, and what the pipeline adds."""
+    """An optimizer step, counted from 1. values: `loss`, `learning_rate`, `grad_norm` and the pipeline's metrics."""
 
     step: int
     values: dict[str, float]
 
 
 class Sample(BaseModel):
-    """What the model answered."""
+    """The model's answer to a prompt. wanted: the expected answer, empty when the row has none."""
 
     prompt: str
     answer: str
@@ -24,7 +24,7 @@ class Sample(BaseModel):
 
 
 class SegmentRecord(BaseModel):
-    """Steps first_step..last_step, done and saved. state: the training checkpoint after the last of them."""
+    """The steps first_step..last_step, done and saved. state: the training checkpoint after last_step."""
 
     first_step: int
     last_step: int
@@ -37,14 +37,14 @@ class SegmentRecord(BaseModel):
 class RunProgress:
     """The segments of one run of one pipeline, in the work folder.
 
-    A segment is written when its state is saved, under the number of its last step, once: of two processes that both
-    believe to be this run, one gets a UserError and stops.
+    A segment is written once, after its state is saved, under the number of its last step. When two processes continue
+    the same run, one of them gets a UserError and stops.
     """
 
     def __init__(self, work_url: str, run: str, plan: str) -> None:
-        """`run`: the name that a retry shares. `plan`: digest of all that decides the outcome.
+        """Open the record of `run`, the name that retries share. plan: digest of all that decides the outcome.
 
-        UserError when the run was begun with another plan: its steps would not fit.
+        Raises UserError when the run was begun with another plan: its steps would not fit.
         """
         self._work = open_work(work_url)
         self._folder = f"progress/{checked_name('run', run)}"
@@ -56,7 +56,7 @@ class RunProgress:
             ) from None
 
     def segments(self) -> list[SegmentRecord]:
-        """What is done, in order of steps. ServerError when a piece is missing."""
+        """The segments that are done, in order of steps. ServerError when one is missing."""
         names = sorted(self._work.children(f"{self._folder}/segments"))
         found = [
             SegmentRecord.model_validate(read_json(self._work, f"{self._folder}/segments/{name}")) for name in names
@@ -69,7 +69,7 @@ class RunProgress:
         return found
 
     def add(self, segment: SegmentRecord) -> None:
-        """Record a segment that follows the last one; UserError when another process has gone on from there, too."""
+        """Record the next segment; UserError when another process has recorded it already."""
         done = self.segments()
         if segment.first_step != (done[-1].last_step + 1 if done else 1):
             raise UserError(f"{self._folder}: step {segment.first_step} was made by another process meanwhile")
@@ -81,13 +81,13 @@ class RunProgress:
             raise UserError(f"{self._folder}: step {segment.last_step} was made by another process meanwhile") from None
 
     def kept(self, name: str) -> bytes | None:
-        """What a process of this run has kept under `name`, None when none has."""
+        """The bytes that a process of this run stored under `name`; None when none did."""
         try:
             return self._work.read(f"{self._folder}/kept/{name}")
         except FileNotFoundError:
             return None
 
     def keep(self, name: str, data: bytes) -> bytes:
-        """Keep what all processes of this run shall use alike: what is kept now, the first one's when there are two."""
+        """Store bytes that all processes of this run use; the bytes of the first process that stored some."""
         create_once(self._work, f"{self._folder}/kept/{name}", data)
         return self._work.read(f"{self._folder}/kept/{name}")

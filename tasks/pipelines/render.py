@@ -1,4 +1,4 @@
-"""Rows as tokens, by the model's own chat template; cached in the work folder by what they are made from."""
+"""Rows as tokens, by the model's own chat template; cached in the work folder by their content."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Format = Literal["chat", "text"]
-_VERSION = "2"  # of the rules below: it is part of the cache's keys
+_VERSION = "2"  # of the rules below; part of the cache's keys
 
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """Tokens of one sequence [T], and the weight [T] with which each of them is learnt (0: only read)."""
+    """The tokens [T] of one sequence, and the weight [T] with which each token is learnt (0: not learnt)."""
 
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
@@ -52,9 +52,9 @@ class TokenizedExample:
 
 
 class Rendered(BaseModel):
-    """A data set as tokens. key: where it is in the work folder; `load_examples` reads it.
+    """A data set as tokens. key: its place in the work folder, for `load_examples`.
 
-    Of preferences, each makes two examples, the chosen and the rejected answer, which follow one another.
+    A preference makes two successive examples: the chosen and the rejected answer.
     """
 
     key: str
@@ -68,12 +68,12 @@ class Rendered(BaseModel):
 class Renderer:
     """A tokenizer with the rules by which conversations become tokens.
 
-    chat: the tokenizer's chat template. text: the messages' texts one after another, the end of text at the end, for
-    models without a template.
+    Format chat: the tokenizer's chat template. Format text, for models without a template: the messages' texts one
+    after another, then the end-of-text token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format_: Format = "chat") -> None:
-        """UserError when the format is chat and the tokenizer has no chat template."""
+        """Raise UserError when the format is chat and the tokenizer has no chat template."""
         if format_ == "chat" and not tokenizer.chat_template:
             raise UserError(f"format 'chat': the tokenizer {tokenizer.name_or_path} has no chat template; use 'text'")
         self._tokenizer = tokenizer
@@ -81,7 +81,7 @@ class Renderer:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """What no text of a data set may hold."""
+        """Strings that no text of a data set may contain."""
         return tuple(sorted({str(token) for token in self._tokenizer.all_special_tokens}))
 
     @property
@@ -111,26 +111,28 @@ class Renderer:
         return self._tokens(self._text(messages, asking=True))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What sampled tokens say, special tokens left out."""
+        """Sampled tokens as text, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
     def examples(self, prompt: Sequence[Message], answer: Sequence[Message]) -> list[TokenizedExample]:
         """The conversation as sequences in which the assistant's messages of `answer` are learnt.
 
-        One sequence, unless the template writes earlier turns otherwise once there are later ones (as those do that
-        drop thoughts): then one for each assistant message, with exactly the tokens before it that sampling sees.
-        Each part between two borders is tokenized by itself, as it is when the model is asked.
+        Usually this is one sequence. Some templates rewrite earlier turns once there are later ones, for example to
+        drop thoughts. Then there is one sequence for each assistant message, with exactly the tokens before it that
+        sampling sees. Each part between two borders is tokenized separately, as it is when the model is sampled.
         """
         turns = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
         asked = [self._text([*prompt, *answer[:i]], asking=True) for i in turns]
-        told = [self._text([*prompt, *answer[: i + 1]]) for i in turns]
-        for before, after in zip(asked, told, strict=True):
+        answered = [self._text([*prompt, *answer[: i + 1]]) for i in turns]
+        for before, after in zip(asked, answered, strict=True):
             if not after.startswith(before):
                 raise UserError("format 'chat': the chat template writes an answer otherwise than it asks for it")
-        if all(later.startswith(earlier) for earlier, later in zip(told, asked[1:], strict=False)):
-            borders = [0, *(len(text) for pair in zip(asked, told, strict=True) for text in pair)]
-            return [self._example(told[-1], borders)]
-        return [self._example(after, [0, len(before), len(after)]) for before, after in zip(asked, told, strict=True)]
+        if all(later.startswith(earlier) for earlier, later in zip(answered, asked[1:], strict=False)):
+            borders = [0, *(len(text) for pair in zip(asked, answered, strict=True) for text in pair)]
+            return [self._example(answered[-1], borders)]
+        return [
+            self._example(after, [0, len(before), len(after)]) for before, after in zip(asked, answered, strict=True)
+        ]
 
     def _example(self, text: str, borders: Sequence[int]) -> TokenizedExample:
         tokens: list[int] = []
@@ -154,9 +156,10 @@ class Renderer:
 
 @task(name="render", task_run_name="render {data_digest}", cache_policy=NO_CACHE)
 def render(data_digest: str, work_url: str, renderer: Renderer, max_tokens: int) -> Rendered:
-    """The data set as tokens; made once for each content, tokenizer and length.
+    """Make tokens of a data set, once for each content, tokenizer and length.
 
-    Sequences longer than `max_tokens` are left out, a preference when either is; UserError when none is left.
+    Sequences longer than `max_tokens` are left out; a preference is left out when one of its two is longer. Raises
+    UserError when none is left.
     """
     work = open_work(work_url)
     key = f"rendered/{digest(data_digest, renderer.fingerprint, str(max_tokens))}.npz"
@@ -181,7 +184,7 @@ def render(data_digest: str, work_url: str, renderer: Renderer, max_tokens: int)
 
 
 def load_examples(work_url: str, key: str) -> list[TokenizedExample]:
-    """The sequences that `render` kept."""
+    """The sequences that `render` stored."""
     with np.load(io.BytesIO(open_work(work_url).read(key))) as arrays:
         tokens, weights, ends = arrays["tokens"], arrays["weights"], np.cumsum(arrays["lengths"])
     starts = [0, *ends[:-1]]
@@ -189,7 +192,7 @@ def load_examples(work_url: str, key: str) -> list[TokenizedExample]:
 
 
 def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[TokenizedExample]]:
-    """Groups of sequences that stay together: the two of a preference, chosen and rejected; else one each."""
+    """Groups of sequences that stay together: the two of a preference; otherwise one sequence each."""
     groups = []
     for row in rows:
         if row.rejected:
@@ -200,21 +203,21 @@ def _render(rows: Sequence[Row], renderer: Renderer) -> list[list[TokenizedExamp
 
 
 def _only(renderer: Renderer, prompt: Sequence[Message], answer: Sequence[Message]) -> TokenizedExample:
-    found = renderer.examples(prompt, answer)
-    if len(found) > 1:
+    examples = renderer.examples(prompt, answer)
+    if len(examples) > 1:
         raise UserError("preference: the chat template needs a sequence for each turn; give answers of one message")
-    return found[0]
+    return examples[0]
 
 
 def _pack(groups: Sequence[Sequence[TokenizedExample]], max_tokens: int) -> bytes:
-    fit = [group for group in groups if max(len(one.tokens) for one in group) <= max_tokens]
+    fit = [group for group in groups if max(len(example.tokens) for example in group) <= max_tokens]
     kept = [example for group in fit for example in group]
     out = io.BytesIO()
     np.savez_compressed(
         out,
-        tokens=np.concatenate([np.zeros(0, np.int32), *(one.tokens for one in kept)]),
-        weights=np.concatenate([np.zeros(0, np.float32), *(one.weights for one in kept)]),
-        lengths=np.array([len(one.tokens) for one in kept], np.int64),
+        tokens=np.concatenate([np.zeros(0, np.int32), *(example.tokens for example in kept)]),
+        weights=np.concatenate([np.zeros(0, np.float32), *(example.weights for example in kept)]),
+        lengths=np.array([len(example.tokens) for example in kept], np.int64),
         left_out=np.int64(len(groups) - len(fit)),
     )
     return out.getvalue()

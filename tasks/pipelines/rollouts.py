@@ -1,4 +1,4 @@
-"""Conversations of the model that is trained with its environments, in groups of the same row."""
+"""Conversations of the trained model with environments, in groups that begin from the same row."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """One answer: the tokens that asked for it, its own [N], and their log probabilities [N] when they were sampled."""
+    """One sampled answer: its prompt's tokens, its own tokens [N], and the log probabilities [N] of their sampling."""
 
     prompt: Sequence[int]
     answer: Sequence[int]
     logprobs: npt.NDArray[np.float64]
 
     async def logprobs_by(self, sampler: tinker.SamplingClient) -> npt.NDArray[np.float64]:
-        """What another model gives the answer's tokens [N]."""
+        """The log probabilities [N] of the answer's tokens under another model."""
         import tinker
 
         tokens = tinker.ModelInput.from_ints([*self.prompt, *self.answer])
-        found = await sampler.compute_logprobs(tokens, prompt_logprobs_last_n=len(self.answer))
-        return np.array(found[-len(self.answer) :], np.float64)
+        logprobs = await sampler.compute_logprobs(tokens, prompt_logprobs_last_n=len(self.answer))
+        return np.array(logprobs[-len(self.answer) :], np.float64)
 
     def datum(self, advantages_N: npt.NDArray[np.float64]) -> tinker.Datum:
-        """For `importance_sampling` and `ppo`: the prompt is only read."""
+        """The input of `importance_sampling` and `ppo`; only the answer's tokens are learnt."""
         import tinker
 
         tokens = [*self.prompt, *self.answer]
@@ -52,7 +52,7 @@ class SampledTurn:
 
 @dataclass
 class Episode:
-    """One conversation: what the model answered in it, and the rewards together."""
+    """One conversation: the messages so far, the model's answers, and the sum of the rewards."""
 
     environment: Environment
     messages: list[Message]
@@ -63,9 +63,9 @@ class Episode:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """How conversations go: `group_size` for each row, `max_turns` answers of at most `max_tokens` each.
+    """How conversations go: `group_size` for each row, with at most `max_turns` answers of at most `max_tokens` tokens.
 
-    Tokens are sampled at temperature 1 from the model's whole distribution, because that is what the losses assume.
+    Tokens are sampled at temperature 1 from the model's whole distribution, as the losses assume.
     """
 
     renderer: Renderer
@@ -77,25 +77,25 @@ class Rollouts:
     async def groups(
         self, sampler: tinker.SamplingClient, rows: Sequence[Row], seed: Sequence[int]
     ) -> list[list[Episode]]:
-        """A group for each row, all at once. Equal seeds give the same samples of the same model."""
+        """A group of conversations for each row, all concurrent. Equal seeds give equal samples of the same model."""
         return list(await asyncio.gather(*(self._group(sampler, row, [*seed, i]) for i, row in enumerate(rows))))
 
     async def _group(self, sampler: tinker.SamplingClient, row: Row, seed: Sequence[int]) -> list[Episode]:
         environments = [self.make(facts_of(row)) for _ in range(self.group_size)]
-        episodes = [Episode(one, list(await one.begin())) for one in environments]
+        episodes = [Episode(environment, list(await environment.begin())) for environment in environments]
         for turn in range(self.max_turns):
-            going = [one for one in episodes if not one.ended]
+            going = [episode for episode in episodes if not episode.ended]
             answers = await self._answers(sampler, going, [*seed, turn])
-            await asyncio.gather(*(self._take(one, answer) for one, answer in zip(going, answers, strict=True)))
+            await asyncio.gather(*(self._take(episode, answer) for episode, answer in zip(going, answers, strict=True)))
         return episodes
 
     async def _answers(
         self, sampler: tinker.SamplingClient, going: Sequence[Episode], seed: Sequence[int]
     ) -> list[SampledTurn]:
-        """An answer for each; equal prompts are one request."""
+        """One answer for each conversation; equal prompts share one request."""
         import tinker
 
-        prompts = [tuple(self.renderer.prompt(one.messages)) for one in going]
+        prompts = [tuple(self.renderer.prompt(episode.messages)) for episode in going]
         waiting = {}
         for number, prompt in enumerate(dict.fromkeys(prompts)):
             params = tinker.SamplingParams(
@@ -105,10 +105,10 @@ class Rollouts:
                 seed=int(np.random.SeedSequence([*seed, number]).generate_state(1)[0]),
             )
             waiting[prompt] = sampler.sample(tinker.ModelInput.from_ints(list(prompt)), prompts.count(prompt), params)
-        told = {prompt: iter((await future).sequences) for prompt, future in waiting.items()}
+        sequences = {prompt: iter((await future).sequences) for prompt, future in waiting.items()}
         return [
-            SampledTurn(prompt, found.tokens, np.array(found.logprobs, np.float64))
-            for prompt, found in ((prompt, next(told[prompt])) for prompt in prompts)
+            SampledTurn(prompt, sampled.tokens, np.array(sampled.logprobs, np.float64))
+            for prompt, sampled in ((prompt, next(sequences[prompt])) for prompt in prompts)
         ]
 
     async def _take(self, episode: Episode, turn: SampledTurn) -> None:

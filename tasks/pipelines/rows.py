@@ -1,11 +1,11 @@
-"""Rows of training data: what a row may look like, and what is said about one that does not.
+"""Rows of training data: the schemas of rows, and the errors of rows that fit none.
 
     chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     prompt_completion  {"prompt": TEXT_OR_MESSAGES, "completion": TEXT_OR_MESSAGES}
     preference         {"prompt": TEXT_OR_MESSAGES, "chosen": TEXT_OR_MESSAGES, "rejected": TEXT_OR_MESSAGES}
-    prompt             {"prompt": TEXT_OR_MESSAGES, ...}      what else it holds is for the reward ("answer", say)
+    prompt             {"prompt": TEXT_OR_MESSAGES, ...}      other fields are for the reward, for example "answer"
 
-A text is one message: of the user as a prompt, of the assistant otherwise.
+A text is one message: of the user in a prompt, of the assistant elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELDS: Mapping[Schema, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "prompt": ("prompt",),
 }
-_SHOWN = 80  # characters of a wrong value that a message shows
+_SHOWN = 80  # characters of a wrong value that an error shows
 
 
 class Message(TypedDict):
@@ -35,7 +35,7 @@ class Message(TypedDict):
 
 
 class RowError(UserError):
-    """A row does not fit: the message names the field, the value and the rule."""
+    """A row fits no schema, or not the given one; the message names the field, the value and the rule."""
 
     def __init__(self, name: str, value: object, rule: str) -> None:
         """`name`: the field, as in messages[2].content."""
@@ -45,10 +45,10 @@ class RowError(UserError):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of any schema: the conversation so far, and how it goes on.
+    """A row of any schema: a conversation, and how it continues.
 
-    prompt: never trained on. chosen: its assistant messages are; empty where the model is to answer. rejected: the
-    worse continuation of a preference. extra: all other fields of the row.
+    prompt: never trained on. chosen: the continuation, whose assistant messages are learnt; empty when the model
+    answers. rejected: the worse continuation of a preference. extra: all other fields of the row.
     """
 
     prompt: tuple[Message, ...]
@@ -57,7 +57,7 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; `from_json` reads them."""
+        """The row as plain values, for `from_json`."""
         return asdict(self)
 
     @staticmethod
@@ -77,10 +77,10 @@ def guess_schema(raw: object) -> Schema:
 
 
 def parse_row(raw: object, schema: Schema, *, forbidden: Sequence[str] = ()) -> Row:
-    """A row's content, checked.
+    """Check a row and return its content. Raises RowError when the row does not fit the schema.
 
-    forbidden: strings that no text may hold: the tokenizer's special tokens, by which data could end a turn and speak
-    as somebody else. RowError names what is wrong.
+    forbidden: strings that no text may contain: the tokenizer's special tokens, with which data could end a turn and
+    speak in another role.
     """
     assert schema in get_args(Schema), schema
     if not isinstance(raw, dict):
@@ -111,7 +111,7 @@ def _messages(name: str, value: object, role: str, forbidden: Sequence[str]) -> 
         return (Message(role=role, content=_text(name, value, forbidden)),)
     if not isinstance(value, Sequence) or not value:
         raise RowError(name, value, "must be a text or a list of messages, not empty")
-    return tuple(_message(f"{name}[{i}]", one, forbidden) for i, one in enumerate(value))
+    return tuple(_message(f"{name}[{i}]", message, forbidden) for i, message in enumerate(value))
 
 
 def _message(name: str, value: object, forbidden: Sequence[str]) -> Message:
@@ -139,10 +139,12 @@ def _answer(name: str, value: object, forbidden: Sequence[str]) -> tuple[Message
 
 
 def _split(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """A conversation before and from its first assistant message."""
-    first = next((i for i, one in enumerate(messages) if one["role"] == "assistant"), None)
+    """The messages before the first assistant message, and those from it on."""
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
     if first is None:
-        raise RowError("messages", [one["role"] for one in messages], "must hold an assistant message to learn from")
+        raise RowError(
+            "messages", [message["role"] for message in messages], "must hold an assistant message to learn from"
+        )
     if first == 0:
         raise RowError("messages[0].role", "assistant", "must be another one: the assistant answers somebody")
     return messages[:first], messages[first:]

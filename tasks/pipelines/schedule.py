@@ -1,4 +1,4 @@
-"""Which rows a step takes, and how large it is: pure functions of the step, so that a resumed run takes the same."""
+"""The rows and the learning rate of a step: pure functions of its number, so that a resumed run does the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tinkerflow.tasks.pipelines.parameters import TrainingParameters
 
 
 def batch_of(step: int, *, size: int, rows: int, seed: int) -> list[int]:
-    """The rows [size] of step `step` (from 0): each epoch takes every row once, in an order of its own."""
+    """The indices of the rows [size] of step `step` (from 0).
+
+    Each epoch takes every row once, in a new order. rows: how many there are. seed: of the orders.
+    """
     picked = []
     for position in range(step * size, (step + 1) * size):
         epoch, index = divmod(position, rows)

@@ -1,7 +1,7 @@
 """Where rows come from: files and folders behind any fsspec URL, read one row at a time.
 
-A file ends in .jsonl, .ndjson (also .gz, .bz2, .xz, .zst) or .parquet. A folder holds such files, in itself or below
-it, or is what `datasets` writes with `save_to_disk`.
+A file ends in .jsonl or .ndjson (also compressed: .gz, .bz2, .xz, .zst), .parquet or .arrow. A folder contains such
+files at any depth, or was written by `save_to_disk` of `datasets`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _BATCH = 1024  # rows of a Parquet file in memory at a time
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as it was read. where: `file:line` for people, lines and rows counted from 1."""
+    """A row as it was read. where: `file:line` for people; lines and rows count from 1."""
 
     where: str
     value: object
 
 
 def read_rows(url: str, split: str = "") -> Iterator[RawRow | tuple[RawRow, RowError]]:
-    """All rows behind `url`, in the order of the files' names; with its error, a line that is no JSON.
+    """All rows behind `url`, in the order of the files' names; a line that is not JSON comes with its error.
 
-    split: of a folder, only files and folders that are named for it (`train`, `train-00000-of-00001.parquet`).
-    UserError when there is nothing to read.
+    split: in a folder, read only files and folders that are named for it (`train`, `train-00000-of-00001.parquet`).
+    Raises UserError when there is nothing to read.
     """
     filesystem, path = url_to_fs(url)
     if not filesystem.exists(path):
         raise UserError(f"data.url {url!r}: does not exist")
     files = [path] if filesystem.isfile(path) else _files(filesystem, path, split)
     if not files:
-        of = f" of the split {split!r}" if split else ""
-        raise UserError(f"data.url {url!r}: holds no .jsonl, .parquet or .arrow file{of}")
+        named = f" of the split {split!r}" if split else ""
+        raise UserError(f"data.url {url!r}: holds no .jsonl, .parquet or .arrow file{named}")
     for file in files:
         yield from _read(filesystem, file)
 
@@ -78,7 +78,7 @@ def _saved_to_disk(filesystem: AbstractFileSystem, folder: str, split: str) -> l
 
 
 def _kind(path: str) -> str:
-    """`lines`, `parquet`, `arrow`, or nothing that we read."""
+    """The kind of a file: `lines`, `parquet`, `arrow`; empty for a file that we do not read."""
     name = PurePosixPath(path)
     ending = PurePosixPath(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
     return "lines" if ending in _LINES else {".parquet": "parquet", ".arrow": "arrow"}.get(name.suffix, "")
@@ -105,13 +105,13 @@ def _lines(filesystem: AbstractFileSystem, path: str, name: str) -> Iterator[Raw
             where = f"{name}:{number}"
             try:
                 yield RawRow(where, json.loads(line))
-            except ValueError as error:  # also bytes that are no UTF-8
+            except ValueError as error:  # also when the bytes are not UTF-8
                 text = line.decode(errors="replace").rstrip("\n")
                 yield RawRow(where, text), RowError("line", text, f"must be JSON ({error})")
 
 
 def _table(filesystem: AbstractFileSystem, path: str, kind: str) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa  # here, because it costs half a second that readers of lines need not pay
+    import pyarrow as pa  # here: the import takes half a second, which readers of lines need not wait
     import pyarrow.parquet as pq
 
     with filesystem.open(path, "rb") as file:

@@ -1,13 +1,13 @@
-"""The work folder: what pipelines keep between runs, on any store that `backend/store` can write (file, gs, memory).
+"""The work folder: what pipelines store between runs, at any URL that `backend/store` can write (file, gs, memory).
 
     data/<digest>.jsonl           rows that passed their check
-    quarantine/<digest>.jsonl     rows that did not, each with its error
+    quarantine/<digest>.jsonl     rows that failed it, each with its error
     rendered/<key>.npz            rows as tokens
-    progress/<run>/segments/<n>   what a segmented training has done
-    progress/<run>/kept/<name>    what it measured before its first step
-    champions/<name>/<n>.json     which checkpoint is served under a name, and was before
+    progress/<run>/segments/<n>   the segments that a training run has done
+    progress/<run>/kept/<name>    measurements before its first step
+    champions/<name>/<n>.json     the champions of a name, one after another
 
-Objects are written once and never change, so a second writer of equal content does no harm.
+Objects are written once and never change; a second write of the same content does nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def open_work(url: str) -> Blobs:
 
 
 def read_json(work: Blobs, key: str) -> Any | None:
-    """The value that was written as `key`, None when nothing was."""
+    """The value that was written as `key`; None when none was."""
     try:
         return orjson.loads(work.read(key))
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def read_json(work: Blobs, key: str) -> Any | None:
 
 
 def create_json(work: Blobs, key: str, value: object) -> None:
-    """Write a value as a new object; FileExistsError when there is one with other content."""
+    """Write a value as a new object; FileExistsError when the object exists with other content."""
     data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     try:
         work.create(key, data)
@@ -56,7 +56,7 @@ def create_json(work: Blobs, key: str, value: object) -> None:
 
 
 def create_once(work: Blobs, key: str, data: bytes) -> None:
-    """Write an object whose key says what it holds; one that is there already is as good."""
+    """Write an object, unless it exists; the key must imply the content."""
     try:
         work.create(key, data)
     except FileExistsError:
@@ -73,7 +73,7 @@ def digest(*parts: bytes | str) -> str:
 
 
 def checked_name(field: str, value: str) -> str:
-    """A name that is used as a key's part; UserError when it could mean another place."""
+    """The name `value`, which becomes a part of a key; UserError when it could lead to another folder."""
     if not _KEY.fullmatch(value):
         raise UserError(f"{field} {value!r}: must be 1 to 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")
     return value
