@@ -7,16 +7,14 @@ from typing import Any
 from pydantic import BaseModel
 
 
-def takes(model: type[BaseModel]) -> dict[str, Any]:
-    """A route's `openapi_extra` when its body is JSON that is parsed as `model`."""
-    schema = model.model_json_schema()
-    defined = schema.pop("$defs", {})
-    return _body("application/json", _inlined(schema, defined))
-
-
-def takes_object() -> dict[str, Any]:
-    """A route's `openapi_extra` when its body is a JSON object that tinkerflow.backend.wire reads, field by field."""
-    return _body("application/json", {"type": "object"})
+def takes(*models: type[BaseModel]) -> dict[str, Any]:
+    """A route's `openapi_extra` when its body is JSON with the fields of all `models`."""
+    schemas = [model.model_json_schema() for model in models]
+    properties: dict[str, Any] = {}
+    for schema in schemas:
+        properties |= _inlined(schema.get("properties", {}), schema.get("$defs", {}))
+    required = sorted({name for schema in schemas for name in schema.get("required", [])})
+    return _body("application/json", {"type": "object", "properties": properties, "required": required})
 
 
 def takes_protobuf() -> dict[str, Any]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
-from tinkerflow.api.openapi import takes_object
+from tinkerflow.api.openapi import takes
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.ids import model_id
 from tinkerflow.backend.index import row_of
 from tinkerflow.backend.journal import CopyMade, access_hash
 from tinkerflow.backend.store import CheckpointPath
-from tinkerflow.backend.wire import Fields, ttl_seconds
+from tinkerflow.backend.wire import CopyWeights, parse
 
 router = Router()
 
@@ -29,18 +29,18 @@ class WeightsCopied(Wire):
     tinker_path: str
 
 
-@router.post("/copy_weights", openapi_extra=takes_object())
+@router.post("/copy_weights", openapi_extra=takes(CopyWeights))
 async def copy_weights(call: Authorised) -> WeightsCopied:
     """Copy a checkpoint of one's own, a public one, or one that a weights access token opens; the copy's path.
 
     The copy is in a run made for it, which takes no work. All attempts under one X-Idempotency-Key make one copy.
     """
-    body = Fields.parse(await call.body())
+    body = CopyWeights.read(parse(await call.body()))
     wanted = _WantedCopy(
-        source=str(CheckpointPath.parse(body.text("source_path"))),
-        project_id=body.optional_text("destination_project_id"),
-        ttl_seconds=ttl_seconds(body),
-        token=call.request.headers.get(_TOKEN) or body.optional_text("weights_access_token"),
+        source=str(CheckpointPath.parse(body.source_path)),
+        project_id=body.destination_project_id,
+        ttl_seconds=body.ttl_seconds,
+        token=call.request.headers.get(_TOKEN) or body.weights_access_token,
     )
     return WeightsCopied(tinker_path=await asyncio.to_thread(_copy, call, wanted))
 

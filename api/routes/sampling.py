@@ -9,17 +9,15 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
-from tinkerflow.api.openapi import takes, takes_object
+from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.futures import accepted
 from tinkerflow.api.submit import content_hash
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
-from tinkerflow.backend.wire import Fields, num_samples, with_seed
+from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse, with_seed
 
 router = Router(busy=7)
-
-_MAX_SAMPLE_SEQ = 2**63 - 1  # clones count from clone id times a billion
 
 
 class CreateSamplingSession(Wire):
@@ -59,7 +57,7 @@ class SamplerDetails(Wire):
     model_path: str | None = None
 
 
-@router.post("/asample", openapi_extra=takes_object())
+@router.post("/asample", openapi_extra=takes(OnSampler, SampleBody))
 async def asample(call: Authorised) -> Response:
     """Store a sample request, and name every sequence to come: without those names the SDK refuses the result.
 
@@ -69,20 +67,21 @@ async def asample(call: Authorised) -> Response:
 
 
 def _submit_sample(call: Call, body: bytes) -> Response:
-    values = Fields.parse(body)
+    values = parse(body)
+    address = OnSampler.read(values)
     error, count = None, 0
     try:
-        count = num_samples(values)
+        count = NumSamples.read(values).num_samples
     except UserError as e:
         error = e.message
     request = NewRequest(
         kind=Kind.SAMPLE,
         owner=call.owner,
-        payload=with_seed(body),
+        payload=with_seed(body, values),
         payload_type="json",
-        content_hash=content_hash(body),
-        sampler_id=values.text("sampling_session_id"),
-        seq_id=values.whole("seq_id", 0, _MAX_SAMPLE_SEQ),
+        content_hash=content_hash(values),
+        sampler_id=address.sampling_session_id,
+        seq_id=address.seq_id,
         error=error,
     )
     request_id = call.journal.requests.submit(request, call.services.limits)

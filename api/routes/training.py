@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 import secrets
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi.responses import Response
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
-from tinkerflow.api.openapi import takes, takes_object, takes_protobuf
+from tinkerflow.api.openapi import takes, takes_protobuf
 from tinkerflow.api.routes.futures import accepted, refuse
 from tinkerflow.api.routes.weights import optimizer_config
 from tinkerflow.api.submit import content_hash, submit_for_model
@@ -20,18 +20,20 @@ from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
 from tinkerflow.backend.model_card import ModelCard
-from tinkerflow.backend.spec.limits import MAX_SEQ
 from tinkerflow.backend.wire import (
-    Fields,
-    custom_loss_header,
-    decode_create_model,
-    decode_custom_loss,
-    decode_load_model,
-    decode_load_weights,
-    decode_optim_step,
+    CreateCustomLoss,
+    CreateModel,
+    CustomLossAddress,
+    LoadModel,
+    LoadWeights,
+    OnModel,
+    OnNewModel,
+    OptimStepBody,
     dump_custom_loss,
     forward_backward_header,
     hash_token,
+    parse,
+    read_custom_loss,
     training_tokens,
 )
 
@@ -96,52 +98,57 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
     return accepted(call.journal.requests.submit(new, limits), model_id=header.model_id)
 
 
-@router.post("/optim_step", openapi_extra=takes_object())
+@router.post("/optim_step", openapi_extra=takes(OnModel, OptimStepBody))
 async def optim_step(call: Authorised) -> Response:
     """Store an optimizer step."""
-    return await asyncio.to_thread(submit_for_model, call, Kind.OPTIM_STEP, await call.body(), decode_optim_step)
+    return await asyncio.to_thread(submit_for_model, call, Kind.OPTIM_STEP, await call.body(), _step_params)
 
 
-@router.post("/create_custom_loss", openapi_extra=takes_object())
+def _step_params(values: dict[str, Any]) -> object:
+    return OptimStepBody.read(values).params
+
+
+@router.post("/create_custom_loss", openapi_extra=takes(CustomLossAddress, CreateCustomLoss))
 async def create_custom_loss(call: Authorised) -> Response:
     """Keep a traced loss for its session; what is wrong with the graph fails the future."""
     return await asyncio.to_thread(_keep_loss, call, await call.body())
 
 
 def _keep_loss(call: Call, body: bytes) -> Response:
-    header = custom_loss_header(body)
+    values = parse(body)
+    address = CustomLossAddress.read(values)
     name, definition, error = "", "", None
     try:
-        loss = decode_custom_loss(body)
+        loss = read_custom_loss(values)
         name, definition = loss.name, dump_custom_loss(loss)
     except UserError as e:
         error = e.message
     new = NewCustomLoss(
-        session_id=header.session_id,
+        session_id=address.session_id,
         owner=call.owner,
-        seq_id=header.seq_id,
+        seq_id=address.custom_loss_seq_id,
         name=name,
         definition=definition,
         payload=body,
-        content_hash=content_hash(body),
+        content_hash=content_hash(values),
         error=error,
     )
     return accepted(call.journal.losses.submit(new))
 
 
-@router.post("/create_model", openapi_extra=takes_object())
+@router.post("/create_model", openapi_extra=takes(OnNewModel, CreateModel))
 async def create_model(call: Authorised) -> Response:
     """Make a model with a fresh adapter; its id is `{session}:train:{n}`."""
     return await asyncio.to_thread(_create, call, await call.body(), Kind.CREATE_MODEL)
 
 
-@router.post("/load_weights", openapi_extra=takes_object())
+@router.post("/load_weights", openapi_extra=takes(OnNewModel, LoadModel, OnModel))
 async def load_weights(call: Authorised) -> Response:
     """With session_id, make a model from a checkpoint (the client works out its id); with model_id, load into that."""
     body = hash_token(await call.body(), access_hash)
-    if Fields.parse(body).has("session_id"):
+    if parse(body).get("session_id") is not None:
         return await asyncio.to_thread(_create, call, body, Kind.LOAD_MODEL)
-    return await asyncio.to_thread(submit_for_model, call, Kind.LOAD_WEIGHTS, body, decode_load_weights)
+    return await asyncio.to_thread(submit_for_model, call, Kind.LOAD_WEIGHTS, body, LoadWeights.read)
 
 
 @dataclass(frozen=True)
@@ -157,22 +164,22 @@ class _WantedModel:
 
 def _create(call: Call, body: bytes, kind: Kind) -> Response:
     journal, owner = call.journal, call.owner
-    values = Fields.parse(body)
-    session_id = values.text("session_id")
-    new_id = model_id(session_id, values.whole("model_seq_id", 0, MAX_SEQ))
+    values = parse(body)
+    address = OnNewModel.read(values)
+    new_id = model_id(address.session_id, address.model_seq_id)
     describe = _fresh if kind is Kind.CREATE_MODEL else _from_checkpoint
     error = None
     try:
-        wanted = describe(journal, owner, body)
+        wanted = describe(journal, owner, values)
         _must_be_served(journal, wanted.base_model)
     except UserError as e:
         # The row says what can be said of a model that never came to be; the request says why.
-        base_model = values.get("base_model")
+        base_model = address.base_model
         wanted = _WantedModel(base_model if isinstance(base_model, str) else "", LoraSpec(rank=0), {})
         error = e.message
     model = NewModel(
         id=new_id,
-        session_id=session_id,
+        session_id=address.session_id,
         owner=owner,
         base_model=wanted.base_model,
         rank=wanted.spec.rank,
@@ -188,7 +195,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
         owner=owner,
         payload=body,
         payload_type="json",
-        content_hash=content_hash(body),
+        content_hash=content_hash(values),
         model_id=new_id,
         seq_id=0,
         error=error,
@@ -196,14 +203,14 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
     return accepted(journal.models.create(model, request, call.services.limits), model_id=new_id)
 
 
-def _fresh(journal: Journal, owner: str, body: bytes) -> _WantedModel:
-    asked = decode_create_model(body)
-    seed = secrets.randbits(_SEED_BITS) if asked.seed is None else asked.seed
+def _fresh(journal: Journal, owner: str, values: dict[str, Any]) -> _WantedModel:
+    asked = CreateModel.read(values)
+    seed = secrets.randbits(_SEED_BITS) if asked.lora.seed is None else asked.lora.seed
     return _WantedModel(asked.base_model, asked.spec, asked.user_metadata, seed, asked.optimizer)
 
 
-def _from_checkpoint(journal: Journal, owner: str, body: bytes) -> _WantedModel:
-    asked = decode_load_model(body)
+def _from_checkpoint(journal: Journal, owner: str, values: dict[str, Any]) -> _WantedModel:
+    asked = LoadModel.read(values)
     saved = journal.checkpoints.get(asked.path, owner, access=asked.access)
     spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed)
     optimizer = saved.optimizer if asked.optimizer else asked.fresh

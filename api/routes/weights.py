@@ -9,20 +9,14 @@ from typing import Literal
 from fastapi.responses import Response
 
 from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router, Wire
-from tinkerflow.api.openapi import takes, takes_object
+from tinkerflow.api.openapi import takes
 from tinkerflow.api.submit import submit_for_model
 from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.store import CheckpointPath
-from tinkerflow.backend.wire import (
-    Fields,
-    decode_save_external,
-    decode_save_for_sampler,
-    decode_save_weights,
-    ttl_seconds,
-)
+from tinkerflow.backend.wire import OnModel, SaveExternal, SaveForSampler, SaveWeights, TtlSeconds, parse
 
 router = Router(busy=4)
 
@@ -83,25 +77,25 @@ class WeightsInfo(Wire):
     optimizer_config: dict[str, str | int]
 
 
-@router.post("/save_weights", openapi_extra=takes_object())
+@router.post("/save_weights", openapi_extra=takes(OnModel, SaveWeights))
 async def save_weights(call: Authorised) -> Response:
     """Store a save of the training state."""
-    return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_WEIGHTS, await call.body(), decode_save_weights)
+    return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_WEIGHTS, await call.body(), SaveWeights.read)
 
 
-@router.post("/save_weights_for_sampler", openapi_extra=takes_object())
+@router.post("/save_weights_for_sampler", openapi_extra=takes(OnModel, SaveForSampler))
 async def save_weights_for_sampler(call: Authorised) -> Response:
     """Store a save for sampling: named, or unnamed and then opening a sampling session."""
     body = await call.body()
     return await asyncio.to_thread(
-        submit_for_model, call, Kind.SAVE_FOR_SAMPLER, body, decode_save_for_sampler, not_content=_RENUMBERED
+        submit_for_model, call, Kind.SAVE_FOR_SAMPLER, body, SaveForSampler.read, not_content=_RENUMBERED
     )
 
 
-@router.post("/save_weights_external", openapi_extra=takes_object())
+@router.post("/save_weights_external", openapi_extra=takes(OnModel, SaveExternal))
 async def save_weights_external(call: Authorised) -> Response:
     """Store an export of the weights, to be downloaded."""
-    return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_EXTERNAL, await call.body(), decode_save_external)
+    return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_EXTERNAL, await call.body(), SaveExternal.read)
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)
@@ -143,13 +137,14 @@ async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authoris
     await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner, False)
 
 
-@router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes_object())
+@router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes(TtlSeconds))
 async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
     """Let a checkpoint expire `ttl_seconds` from now; null: never."""
-    body = Fields.parse(await call.body())
-    if not body.present("ttl_seconds"):
+    values = parse(await call.body())
+    if "ttl_seconds" not in values:
         raise UserError("ttl_seconds is absent: must be a number of seconds, or null for never")
-    await asyncio.to_thread(call.journal.checkpoints.set_ttl, _path(run_id, kind, name), call.owner, ttl_seconds(body))
+    seconds = TtlSeconds.read(values).ttl_seconds
+    await asyncio.to_thread(call.journal.checkpoints.set_ttl, _path(run_id, kind, name), call.owner, seconds)
 
 
 @router.post("/weights_info", openapi_extra=takes(WeightsPath))

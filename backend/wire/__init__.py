@@ -1,15 +1,16 @@
 """The tinker wire protocol: requests to the pool's commands, results to wire bytes.
 
-Pure functions on bytes: no HTTP, no database, no model. All checks of a request's content are here, so that every
-caller words them alike; they raise UserError, which names the field, its value and the rule.
+Pure functions on bytes: no HTTP, no database, no model. Every check of a request's content is here, so that the API and
+the engine word it alike. A check raises UserError, which names the field, its value and the rule.
 `tinker.proto` is compiled by `python -m tinkerflow.backend.wire.generate`.
 """
 
 from tinkerflow.backend.wire.custom_losses import (
-    custom_loss_header,
+    CreateCustomLoss,
     decode_custom_loss,
     dump_custom_loss,
     load_custom_loss,
+    read_custom_loss,
 )
 from tinkerflow.backend.wire.decode import (
     ForwardHeader,
@@ -29,47 +30,50 @@ from tinkerflow.backend.wire.encode import (
     encode_sampler_opened,
     encode_saved,
 )
-from tinkerflow.backend.wire.fields import Fields
-from tinkerflow.backend.wire.operations import (
+from tinkerflow.backend.wire.requests import (
+    Body,
+    CopyWeights,
     CreateModel,
+    CustomLossAddress,
     LoadModel,
     LoadWeights,
+    NumSamples,
+    OnModel,
+    OnNewModel,
+    OnSampler,
+    OptimStepBody,
+    SampleBody,
     SaveExternal,
     SaveForSampler,
     SaveWeights,
-    decode_create_model,
-    decode_load_model,
-    decode_load_weights,
-    decode_save_external,
-    decode_save_for_sampler,
-    decode_save_weights,
+    TtlSeconds,
     hash_token,
-    ttl_seconds,
+    parse,
 )
-from tinkerflow.backend.wire.optimizers import decode_optim_step
-from tinkerflow.backend.wire.sample import decode_sample, num_samples, records_stability, with_seed
+from tinkerflow.backend.wire.sample import sample_request, with_seed
 
 __all__ = [
+    "Body",
+    "CopyWeights",
+    "CreateCustomLoss",
     "CreateModel",
-    "Fields",
+    "CustomLossAddress",
     "ForwardHeader",
     "ForwardRead",
     "LoadModel",
     "LoadWeights",
+    "NumSamples",
+    "OnModel",
+    "OnNewModel",
+    "OnSampler",
+    "OptimStepBody",
+    "SampleBody",
     "SaveExternal",
     "SaveForSampler",
     "SaveWeights",
-    "custom_loss_header",
-    "decode_create_model",
+    "TtlSeconds",
     "decode_custom_loss",
     "decode_forward",
-    "decode_load_model",
-    "decode_load_weights",
-    "decode_optim_step",
-    "decode_sample",
-    "decode_save_external",
-    "decode_save_for_sampler",
-    "decode_save_weights",
     "dump_custom_loss",
     "encode_forward",
     "encode_json",
@@ -82,10 +86,10 @@ __all__ = [
     "forward_backward_header",
     "hash_token",
     "load_custom_loss",
-    "num_samples",
+    "parse",
+    "read_custom_loss",
     "read_forward",
-    "records_stability",
+    "sample_request",
     "training_tokens",
-    "ttl_seconds",
     "with_seed",
 ]

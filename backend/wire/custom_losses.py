@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 
 from tinkerflow.backend.commands import CustomLoss
 from tinkerflow.backend.errors import UserError, broken, shown
-from tinkerflow.backend.spec.limits import MAX_SEQ
-from tinkerflow.backend.wire.fields import Fields
+from tinkerflow.backend.wire.requests import GIVEN, Body, Text, parse, whole
 from tinkerflow.backend.wire.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
 
 MAX_NODES = 2000
@@ -27,31 +25,51 @@ _LOSS_NAME = re.compile(r"[^\0]{1,200}")
 _FLOATS = ("inf", "-inf", "nan")
 
 
-@dataclass(frozen=True)
-class CreateCustomLoss:
-    """Whose loss it is; the loss itself is checked by decode_custom_loss."""
+class _Graph(Body):
+    """The traced graph. format: 1."""
 
-    session_id: str
-    seq_id: int
+    format: Any = None
+    nodes: Any = None
 
 
-def custom_loss_header(payload: bytes) -> CreateCustomLoss:
-    """The address of a create_custom_loss body; UserError when it has none."""
-    body = Fields.parse(payload)
-    return CreateCustomLoss(body.text("session_id"), body.whole("custom_loss_seq_id", 0, MAX_SEQ))
+class CreateCustomLoss(Body):
+    """create_custom_loss, apart from its address."""
+
+    name: Text = GIVEN
+    inputs: Any = None
+    graph: _Graph = _Graph()
+
+
+class _Input(Body):
+    """A tensor that the loss reads, and its rank."""
+
+    name: Text = GIVEN
+    rank: Annotated[int, whole(0, 2)] = GIVEN
+
+
+class _Node(Body):
+    """A node of the graph; its arguments are checked by `_argument`."""
+
+    op: Text = GIVEN
+    name: Text = GIVEN
+    target: Text = GIVEN
 
 
 def decode_custom_loss(payload: bytes) -> CustomLoss:
     """A create_custom_loss body; UserError names the node, its target, and the rule that it breaks."""
-    body = Fields.parse(payload)
-    name = body.text("name")
+    return read_custom_loss(parse(payload))
+
+
+def read_custom_loss(values: Mapping[str, Any]) -> CustomLoss:
+    """The same for a body that is parsed already."""
+    body = CreateCustomLoss.read(values)
+    name = body.name
     if not _LOSS_NAME.fullmatch(name):
         raise broken("name", name, "1 to 200 characters")
-    inputs = _inputs(body.get("inputs"))
-    graph = body.object("graph")
-    if graph is None or graph.get("format") != 1:
-        raise broken("graph.format", None if graph is None else graph.get("format"), "1")
-    nodes = graph.get("nodes")
+    inputs = _inputs(body.inputs)
+    if body.graph.format != 1:
+        raise broken("graph.format", body.graph.format, "1")
+    nodes = body.graph.nodes
     if not isinstance(nodes, list) or not 2 <= len(nodes) <= MAX_NODES:
         count = len(nodes) if isinstance(nodes, list) else nodes
         raise broken("graph.nodes", count, f"a list of 2 to {MAX_NODES} nodes")
@@ -81,9 +99,9 @@ def _inputs(given: object) -> dict[str, int]:
     if not isinstance(given, list) or not 1 <= len(given) <= MAX_INPUTS:
         raise broken("inputs", given, f"a list of 1 to {MAX_INPUTS} inputs")
     inputs: dict[str, int] = {}
-    for i, one in enumerate(given):
-        fields = Fields(one if isinstance(one, dict) else {}, f"inputs[{i}].")
-        name, rank = fields.text("name"), fields.whole("rank", 0, 2)
+    for i, entry in enumerate(given):
+        declared = _Input.read(entry if isinstance(entry, dict) else {}, f"inputs[{i}].")
+        name, rank = declared.name, declared.rank
         if not _INPUT_NAME.fullmatch(name) or name in inputs:
             raise broken(f"inputs[{i}].name", name, "a name [a-z_][a-z0-9_]{0,63} that no other input has")
         inputs[name] = rank
@@ -96,8 +114,8 @@ def _node(node: object, index: int, known: set[str], *, last: bool) -> dict[str,
     where = f"graph.nodes[{index}]"
     if not isinstance(node, dict):
         raise broken(where, node, "an object")
-    fields = Fields(node, f"{where}.")
-    op, name, target = fields.text("op"), fields.text("name"), fields.text("target")
+    read = _Node.read(node, f"{where}.")
+    op, name, target = read.op, read.name, read.target
     where = f"{where} {shown(name)} ({shown(target)})"
     if name in known:
         raise UserError(f"{where}: another node has this name")

@@ -15,6 +15,7 @@ import orjson
 
 from tinkerflow.backend.commands import Candidates, Float32, ForwardResult, Int32, OptimResult, SampleResult
 from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.requests import TargetTensor
 from tinkerflow.backend.wire.targets import encode_targets
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
@@ -41,10 +42,10 @@ def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arr
     field.offsets = np.cumsum([0, *(4 * array.size for array in arrays)], dtype="<i8").tobytes()
 
 
-def encode_sample(result: SampleResult, payload: bytes) -> bytes:
+def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> bytes:
     """A SampleResponse: every sequence with its logprobs; prompt logprobs (NaN first) and more when there are any.
 
-    payload: the request's body, whose layout the logprobs of given tokens repeat.
+    targets: the request's target_prompt_logprobs; the logprobs of these tokens are answered in the same layout.
     """
     response = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
     for sequence in result.sequences:
@@ -59,7 +60,8 @@ def encode_sample(result: SampleResult, payload: bytes) -> bytes:
     if result.top is not None:
         response.topk_prompt_logprobs.CopyFrom(_top(result.top))
     if result.targets_TK is not None:
-        response.target_prompt_logprobs.CopyFrom(encode_targets(payload, result.targets_TK))
+        assert targets is not None, "logprobs of given tokens without a question"
+        response.target_prompt_logprobs.CopyFrom(encode_targets(targets, result.targets_TK))
     if result.alternatives is not None:
         response.prompt_alt_tokens.tokens.CopyFrom(_dense(result.alternatives.tokens_Nk, pb.DTYPE_INT32, "<i4"))
         response.prompt_alt_tokens.logprobs.CopyFrom(_dense(result.alternatives.logprobs_Nk, pb.DTYPE_FLOAT32, "<f4"))

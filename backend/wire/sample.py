@@ -1,4 +1,4 @@
-"""sample: from the request's JSON to the pool's SampleRequest, with every check of its content."""
+"""sample: from a request's body to the pool's SampleRequest, with every check that needs the model card."""
 
 from __future__ import annotations
 
@@ -11,32 +11,24 @@ import orjson
 
 from tinkerflow.backend.commands import Int32, PromptWishes, SampleRequest
 from tinkerflow.backend.errors import UserError, broken, shown
-from tinkerflow.backend.wire.fields import Fields
-from tinkerflow.backend.wire.targets import MAX_LISTED, target_tokens
+from tinkerflow.backend.wire.requests import MAX_LISTED, SampleBody
+from tinkerflow.backend.wire.targets import target_tokens
 
-MAX_SAMPLES = 1024  # sequences of one request
 MAX_STOPS = 256  # stop tokens or stop strings of one request
-_SEED_BITS = 64
 MAX_STOP_CHARACTERS = 1024  # of one stop string
+_SEED_BITS = 64
 
 
-def num_samples(values: Fields) -> int:
-    """How many sequences a sample request asks for, 1 when it does not say."""
-    return values.optional_whole("num_samples", 1, MAX_SAMPLES) or 1
-
-
-def with_seed(body: bytes) -> bytes:
-    """`body`, with a seed drawn for it when it has none: stored with the request, so that a replay repeats it."""
-    values = orjson.loads(body)
-    params = values.setdefault("sampling_params", {})
+def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
+    """`body`, whose values these are, with a seed when it has none. A replay of the stored body repeats the sample."""
+    params = values.get("sampling_params", {})
     if isinstance(params, dict) and params.get("seed") is None:
-        params["seed"] = secrets.randbits(_SEED_BITS)
-        return orjson.dumps(values)
+        return orjson.dumps({**values, "sampling_params": {**params, "seed": secrets.randbits(_SEED_BITS)}})
     return body
 
 
-def decode_sample(
-    payload: bytes,
+def sample_request(
+    body: SampleBody,
     *,
     request_id: str,
     owner: str,
@@ -45,69 +37,62 @@ def decode_sample(
     max_context: int,
     eos: Sequence[int],
 ) -> SampleRequest:
-    """The command for a sample request. An absent `stop` means `eos`; an empty list means nothing stops it.
+    """The command for a sample request; UserError names the field, its value and the rule.
 
-    An absent max_tokens means all that the context has left; the seed is brought to 0 <= seed < 2**64.
-    UserError names the field, its value and the rule.
+    request_id, owner: of the request. snapshot_id: what is sampled, None = the base model. vocab_size, max_context:
+    of the model, in tokens. eos: the tokens that end a text; they stop a sequence where `stop` is absent, and nothing
+    does where it is an empty list. An absent max_tokens means all that the context has left. The seed is brought to
+    0 <= seed < 2**64.
     """
-    values = Fields.parse(payload)
-    prompt_T = _prompt(values, vocab_size, max_context)
-    params = values.object("sampling_params") or Fields({}, "sampling_params.")
-    seed = params.optional_whole("seed", -(2**63), 2**64 - 1)
-    if seed is None:
+    prompt_T = _prompt(body.prompt.chunks, vocab_size, max_context)
+    params = body.sampling_params
+    if params.seed is None:
         raise broken("sampling_params.seed", None, "drawn before the request is stored")
-    stop_tokens, stop_strings = _stops(params.get("stop"), vocab_size, eos)
-    top_k = params.optional_whole("top_k", -1, 2**31 - 1)
-    top_p = params.number("top_p", 1.0, 0.0, 1.0)
-    if top_k == 0:
+    stop_tokens, stop_strings = _stops(params.stop, vocab_size, eos)
+    if params.top_k == 0:
         raise broken("sampling_params.top_k", 0, "-1 (off) or at least 1")
-    if top_p == 0.0:
+    if params.top_p == 0.0:
         raise broken("sampling_params.top_p", 0.0, "> 0 and <= 1")
     return SampleRequest(
         request_id=request_id,
         owner=owner,
         snapshot_id=snapshot_id,
         prompt_T=prompt_T,
-        num_samples=num_samples(values),
-        max_tokens=_max_tokens(params, len(prompt_T), max_context),
-        temperature=params.number("temperature", 1.0, 0.0),
-        top_k=-1 if top_k is None else top_k,
-        top_p=top_p,
-        seed=seed % 2**_SEED_BITS,
+        num_samples=body.num_samples,
+        max_tokens=_max_tokens(params.max_tokens, len(prompt_T), max_context),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed % 2**_SEED_BITS,
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
-        prompt_logprobs=values.flag("prompt_logprobs", False),
-        prompt=_prompt_wishes(values, len(prompt_T), vocab_size),
-        topk_sample=_listed(values, "topk_sample_logprobs", vocab_size),
+        prompt_logprobs=body.prompt_logprobs,
+        prompt=_prompt_wishes(body, len(prompt_T), vocab_size),
+        topk_sample=_listed("topk_sample_logprobs", body.topk_sample_logprobs, vocab_size),
     )
 
 
-def records_stability(payload: bytes) -> bool:
-    """Whether a sample request wants its sequences recorded for stable_reinforce."""
-    return Fields.parse(payload).flag("record_stability_info", False)
+def _listed(name: str, count: int, vocab_size: int) -> int:
+    most = min(MAX_LISTED, vocab_size)
+    if count > most:
+        raise broken(name, count, f"a whole number from 0 to {most}")
+    return count
 
 
-def _listed(values: Fields, name: str, vocab_size: int) -> int:
-    return values.optional_whole(name, 0, min(MAX_LISTED, vocab_size)) or 0
-
-
-def _prompt_wishes(values: Fields, prompt: int, vocab_size: int) -> PromptWishes | None:
-    last_n = values.optional_whole("prompt_logprobs_last_n", -(2**63), 2**63 - 1)
+def _prompt_wishes(body: SampleBody, prompt: int, vocab_size: int) -> PromptWishes | None:
+    last_n = body.prompt_logprobs_last_n
     if last_n is not None and not 1 <= last_n <= prompt - 1:
         raise broken("prompt_logprobs_last_n", last_n, f"1 to {prompt - 1}, the prompt's length less one")
-    if last_n is not None and not values.flag("prompt_logprobs", False):
+    if last_n is not None and not body.prompt_logprobs:
         raise broken("prompt_logprobs_last_n", last_n, "absent without prompt_logprobs")
-    top = _listed(values, "topk_prompt_logprobs", vocab_size)
-    targets_TK = target_tokens(values, prompt, vocab_size)
-    alternatives = values.optional_whole("prompt_alt_tokens_k", 0, MAX_LISTED) or 0
-    if last_n is None and targets_TK is None and not top and not alternatives:
+    top = _listed("topk_prompt_logprobs", body.topk_prompt_logprobs, vocab_size)
+    targets_TK = target_tokens(body.target_prompt_logprobs, prompt, vocab_size)
+    if last_n is None and targets_TK is None and not top and not body.prompt_alt_tokens_k:
         return None
-    return PromptWishes(last_n, top, targets_TK, alternatives)
+    return PromptWishes(last_n, top, targets_TK, body.prompt_alt_tokens_k)
 
 
-def _prompt(values: Fields, vocab_size: int, max_context: int) -> Int32:
-    prompt = values.object("prompt")
-    chunks = prompt.get("chunks") if prompt else None
+def _prompt(chunks: Any, vocab_size: int, max_context: int) -> Int32:
     if not isinstance(chunks, list):
         raise broken("prompt.chunks", chunks, "a list of chunks")
     parts = []
@@ -140,9 +125,8 @@ def _token_array(tokens: Any, name: str, vocab_size: int) -> Int32:
     return values.astype(np.int32)
 
 
-def _max_tokens(params: Fields, prompt: int, max_context: int) -> int:
+def _max_tokens(asked: int | None, prompt: int, max_context: int) -> int:
     room = max_context - prompt
-    asked = params.optional_whole("max_tokens", 1, 2**31 - 1)
     if asked is not None and asked > room:
         raise UserError(
             f"sampling_params.max_tokens is {asked}: must be at most {room}, "

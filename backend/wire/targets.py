@@ -13,30 +13,31 @@ import numpy.typing as npt
 from tinkerflow.backend.commands import Float32, Int32
 from tinkerflow.backend.errors import UserError, broken
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.fields import Fields
+from tinkerflow.backend.wire.requests import MAX_LISTED, TargetTensor
 
-MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
 _NAME = "target_prompt_logprobs"
 _Int64 = npt.NDArray[np.int64]
 
 
-def target_tokens(values: Fields, prompt: int, vocab_size: int) -> Int32 | None:
-    """The tokens as int32 [prompt - 1, K], -1 = none, or None when nothing is asked. UserError names what is wrong."""
-    tensor = values.object(_NAME)
+def target_tokens(tensor: TargetTensor | None, prompt: int, vocab_size: int) -> Int32 | None:
+    """The tokens as int32 [prompt - 1, K], -1 = none, or None when nothing is asked.
+
+    prompt: tokens of the prompt. vocab_size: of the model. UserError names what is wrong with the tensor.
+    """
     if tensor is None:
         return None
-    if tensor.get("dtype") != "int64":
-        raise broken(tensor.named("dtype"), tensor.get("dtype"), "'int64'")
-    rows, columns = _shape(tensor)
+    if tensor.dtype != "int64":
+        raise broken(f"{_NAME}.dtype", tensor.dtype, "'int64'")
+    rows, columns = _shape(tensor.shape)
     if rows != prompt - 1 or not 1 <= columns <= MAX_LISTED:
         rule = f"[{prompt - 1}, K], the prompt's length less one, with K from 1 to {MAX_LISTED}"
-        raise broken(tensor.named("shape"), [rows, columns], rule)
-    data = _whole_numbers(tensor, "data")
+        raise broken(f"{_NAME}.shape", [rows, columns], rule)
+    data = _whole_numbers("data", tensor.data)
     outside = np.flatnonzero((data < -1) | (data >= vocab_size))
     if len(outside):
         place = int(outside[0])
         raise broken(f"{_NAME}.data[{place}]", int(data[place]), f"-1 (nothing) or a token, >= 0 and < {vocab_size}")
-    if tensor.has("sparse_crow_indices") or tensor.has("sparse_col_indices"):
+    if tensor.crow is not None or tensor.cols is not None:
         crow, cols = _csr(tensor, rows, columns, len(data))
         tokens = np.full((rows, columns), -1, np.int32)
         tokens[np.repeat(np.arange(rows), np.diff(crow)), cols] = data
@@ -46,15 +47,13 @@ def target_tokens(values: Fields, prompt: int, vocab_size: int) -> Int32 | None:
     return data.astype(np.int32).reshape(rows, columns)
 
 
-def encode_targets(payload: bytes, logprobs_TK: Float32) -> pb.Tensor:
-    """The logprobs as a float32 tensor of the same shape and layout as the request `payload` asked with."""
-    tensor = Fields.parse(payload).object(_NAME)
-    assert tensor is not None, "logprobs of given tokens without a question"
+def encode_targets(tensor: TargetTensor, logprobs_TK: Float32) -> pb.Tensor:
+    """The logprobs [T - 1, K] as a float32 tensor of the shape and layout of the request's `tensor`."""
     answer = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=list(logprobs_TK.shape))
-    if not tensor.has("sparse_crow_indices"):
+    if tensor.crow is None:
         answer.dense = logprobs_TK.astype("<f4", copy=False).tobytes()
         return answer
-    crow, cols = _whole_numbers(tensor, "sparse_crow_indices"), _whole_numbers(tensor, "sparse_col_indices")
+    crow, cols = _indices(tensor)
     cells = logprobs_TK[np.repeat(np.arange(len(crow) - 1), np.diff(crow)), cols]
     answer.sparse_csr.values = cells.astype("<f4", copy=False).tobytes()
     answer.sparse_csr.crow_indices = crow.astype("<i8", copy=False).tobytes()
@@ -62,22 +61,24 @@ def encode_targets(payload: bytes, logprobs_TK: Float32) -> pb.Tensor:
     return answer
 
 
-def _shape(tensor: Fields) -> tuple[int, int]:
-    shape = tensor.get("shape")
+def _shape(shape: Any) -> tuple[int, int]:
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size >= 0 for size in shape):
-        raise broken(tensor.named("shape"), shape, "[T, K]")
+        raise broken(f"{_NAME}.shape", shape, "[T, K]")
     return shape[0], shape[1]
 
 
-def _whole_numbers(tensor: Fields, name: str) -> _Int64:
-    given: Any = tensor.get(name)
+def _whole_numbers(name: str, given: Any) -> _Int64:
     if not isinstance(given, list) or not all(type(value) is int and -(2**63) <= value < 2**63 for value in given):
-        raise broken(tensor.named(name), given, "a flat list of whole numbers")
+        raise broken(f"{_NAME}.{name}", given, "a flat list of whole numbers")
     return np.array(given, np.int64)
 
 
-def _csr(tensor: Fields, rows: int, columns: int, stored: int) -> tuple[_Int64, _Int64]:
-    crow, cols = _whole_numbers(tensor, "sparse_crow_indices"), _whole_numbers(tensor, "sparse_col_indices")
+def _indices(tensor: TargetTensor) -> tuple[_Int64, _Int64]:
+    return _whole_numbers("sparse_crow_indices", tensor.crow), _whole_numbers("sparse_col_indices", tensor.cols)
+
+
+def _csr(tensor: TargetTensor, rows: int, columns: int, stored: int) -> tuple[_Int64, _Int64]:
+    crow, cols = _indices(tensor)
     if len(crow) != rows + 1 or crow[0] != 0 or crow[-1] != stored or (np.diff(crow) < 0).any():
         raise UserError(f"{_NAME}.sparse_crow_indices must be {rows + 1} numbers from 0 to {stored} that never fall")
     if len(cols) != stored or (stored and (cols.min() < 0 or cols.max() >= columns)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import ModelLive, ModelView, Outcome, Pending, StepMade
-from tinkerflow.backend.wire import decode_load_model, decode_load_weights, encode_loaded
+from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
 from tinkerflow.tasks.execution.commit import commit
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
@@ -17,7 +17,7 @@ from tinkerflow.tasks.operations.create_model import spec_of
 
 async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
     """Replace the model's weights by a checkpoint's, of the same base model and shape."""
-    wanted = decode_load_weights(request.payload)
+    wanted = LoadWeights.decode(request.payload)
     model_id = str(request.model_id)
     async with slot:
         model, state = await asyncio.gather(
@@ -36,7 +36,7 @@ async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Ou
 
 async def execute_create(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
     """Make a model from a checkpoint (create-via-load); its shape is the checkpoint's."""
-    wanted = decode_load_model(request.payload)
+    wanted = LoadModel.decode(request.payload)
     model_id = str(request.model_id)
     async with slot:
         model, state = await asyncio.gather(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tinkerflow.backend.commands import OptimResult, OptimStep
 from tinkerflow.backend.journal import Outcome, Pending, StepMade
-from tinkerflow.backend.wire import decode_optim_step, encode_optim_step
+from tinkerflow.backend.wire import OptimStepBody, encode_optim_step
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
 
 
 async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
     """Make the step and note in the model's row where it stands."""
-    params = decode_optim_step(request.payload)
+    params = OptimStepBody.decode(request.payload).params
     model_id = str(request.model_id)
     async with slot:
         reply = context.send(OptimStep(model_id, params), OptimResult)

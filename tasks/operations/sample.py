@@ -21,7 +21,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
 from tinkerflow.backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
-from tinkerflow.backend.wire import decode_sample, encode_sample, records_stability
+from tinkerflow.backend.wire import SampleBody, encode_sample, sample_request
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.crashes import judge
 from tinkerflow.tasks.execution.operation import answer, failure
@@ -41,7 +41,7 @@ class SampleBatch:
         self._group = group
         self._requests: dict[str, Pending] = {}
         self._answers: dict[str, asyncio.Future[Outcome]] = {}
-        self._prompts: dict[str, int] = {}  # tokens
+        self._asked: dict[str, tuple[SampleBody, int]] = {}  # the body, and the tokens of its prompt
         self._joined: dict[str, datetime] = {}
         self._admit: list[SampleRequest] = []
         self._cancel: list[str] = []
@@ -126,7 +126,7 @@ class SampleBatch:
         for result in progress.finished:
             self._decoding.discard(result.request_id)
             if (request := self._requests.get(result.request_id)) is not None:
-                self._end(_outcome(request, self._prompts[request.id], result))
+                self._end(_outcome(request, *self._asked[request.id], result))
         if not progress.active and not progress.waiting:
             self._fail(self._decoding, ServerError("the sampler does not know this request any more"))
             self._decoding = set()
@@ -178,7 +178,7 @@ class SampleBatch:
             return outcome
         finally:
             self._answers.pop(request.id, None)
-            self._prompts.pop(request.id, None)
+            self._asked.pop(request.id, None)
             self._joined.pop(request.id, None)
             self._requests.pop(request.id, None)
             self._stopped.discard(request.id)
@@ -186,18 +186,22 @@ class SampleBatch:
     async def _decode(self, request: Pending) -> Outcome:
         sampler, card = request.sampler, self._context.card
         assert sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
-        wanted = await self._context.decode(
-            len(request.payload),
-            lambda: decode_sample(
-                request.payload,
+
+        def decode() -> tuple[SampleBody, SampleRequest]:
+            body = SampleBody.decode(request.payload)
+            command = sample_request(
+                body,
                 request_id=request.id,
                 owner=request.owner,
                 snapshot_id=None,
                 vocab_size=card.vocab_size,
                 max_context=card.max_context,
                 eos=card.eos_token_ids,
-            ),
-        )
+            )
+            return body, command
+
+        body, wanted = await self._context.decode(len(request.payload), decode)
+        self._asked[request.id] = body, len(wanted.prompt_T)
         if (snapshot := _snapshot(self._context, sampler)) is None:
             return await self._sample(request, wanted)
         with self._context.snapshots.using(snapshot):
@@ -211,7 +215,6 @@ class SampleBatch:
             return _stopped(request)
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = ended
-        self._prompts[request.id] = len(wanted.prompt_T)
         self._admit.append(wanted)
         self._some.set()
         return await ended
@@ -275,8 +278,8 @@ async def _bring_back(context: ExecutionContext, snapshot_id: str) -> int | None
             return (await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)).host_bytes
 
 
-def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:
-    """The answer, and what it used; `prompt`: tokens of the prompt."""
+def _outcome(request: Pending, body: SampleBody, prompt: int, result: SampleResult) -> Outcome:
+    """The answer, and what it used. body: of the request. prompt: tokens of its prompt."""
     if result.error is not None:
         return request.failed(result.error, result.category)
     assert request.sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
@@ -284,13 +287,13 @@ def _outcome(request: Pending, prompt: int, result: SampleResult) -> Outcome:
     cached, sharing = result.prompt_cache_hit_tokens, len(result.sequences) - 1
     sampled = sum(len(sequence.tokens_T) for sequence in result.sequences)
     outcome = request.done(
-        encode_sample(result, request.payload),
+        encode_sample(result, body.target_prompt_logprobs),
         "proto",
         Used(session, base, UsageKind.PREFILL, prompt - cached),
         Used(session, base, UsageKind.CACHED_PREFILL, cached + sharing * prompt),
         Used(session, base, UsageKind.SAMPLE, sampled),
     )
-    if not records_stability(request.payload):
+    if not body.record_stability_info:
         return outcome
     sequences = tuple(
         StabilityInfo(f"{request.id}-{i}", sequence.tokens_T, sequence.logprobs_T)

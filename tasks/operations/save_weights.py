@@ -11,7 +11,7 @@ from tinkerflow.backend.commands import AdapterState, ExportAdapter
 from tinkerflow.backend.index import row_of
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Kind, Outcome, Pending, UsageKind, Used
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
-from tinkerflow.backend.wire import decode_save_weights, encode_saved
+from tinkerflow.backend.wire import SaveWeights, encode_saved
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
 
@@ -23,7 +23,7 @@ async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Ou
 
     Training goes on meanwhile, and is answered.
     """
-    wanted = decode_save_weights(request.payload)
+    wanted = SaveWeights.decode(request.payload)
     state = await export_aside(context, request, slot)
     effect = await save(
         context,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinkerflow.backend.journal import CheckpointKind, Outcome, Pending
-from tinkerflow.backend.wire import decode_save_external, encode_saved
+from tinkerflow.backend.wire import SaveExternal, encode_saved
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
 from tinkerflow.tasks.operations.save_weights import export_aside, one_checkpoint, save
@@ -11,7 +11,7 @@ from tinkerflow.tasks.operations.save_weights import export_aside, one_checkpoin
 
 async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
     """Copy the weights at this point of the line, then write them; training goes on meanwhile."""
-    wanted = decode_save_external(request.payload)
+    wanted = SaveExternal.decode(request.payload)
     state = await export_aside(context, request, slot)
     effect = await save(
         context,

@@ -43,7 +43,7 @@ from tinkerflow.backend.journal import (
     SnapshotTaken,
 )
 from tinkerflow.backend.retry import backoff
-from tinkerflow.backend.wire import SaveForSampler, decode_save_for_sampler, encode_sampler_opened, encode_saved
+from tinkerflow.backend.wire import SaveForSampler, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.commit import commit, record
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
     """Freeze the weights at this point of the line; the answer names the checkpoint, or the sampler."""
-    wanted = decode_save_for_sampler(request.payload)
+    wanted = SaveForSampler.decode(request.payload)
     if wanted.sampling_session_seq_id is not None:
         opened = sampler_id(request.session_id, wanted.sampling_session_seq_id)
         return await _publish(context, request, slot, opened, inflight=wanted.inflight)

@@ -51,14 +51,14 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Store
 from tinkerflow.backend.wire import (
+    LoadModel,
+    LoadWeights,
+    OptimStepBody,
+    SampleBody,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
     decode_forward,
-    decode_load_model,
-    decode_load_weights,
-    decode_optim_step,
-    decode_sample,
-    decode_save_external,
-    decode_save_for_sampler,
-    decode_save_weights,
     encode_forward,
     encode_loaded,
     encode_model_created,
@@ -67,6 +67,7 @@ from tinkerflow.backend.wire import (
     encode_sampler_opened,
     encode_saved,
     read_forward,
+    sample_request,
 )
 
 VOCAB, CONTEXT, EOS = 16, 64, 1
@@ -141,13 +142,13 @@ class Engine:
         return request.done(encode_model_created(model), "json", ModelLive(model))
 
     def _load_model(self, request: Pending) -> Outcome:
-        asked, model = decode_load_model(request.payload), str(request.model_id)
+        asked, model = LoadModel.decode(request.payload), str(request.model_id)
         self.journal.checkpoints.get(asked.path, request.owner, access=asked.access)
         self.tables[model], self.grads[model], self.steps[model] = self._table(asked.path).copy(), 0.0, 0
         return request.done(encode_loaded(model, asked.path), "json", ModelLive(model))
 
     def _load_weights(self, request: Pending) -> Outcome:
-        asked, model = decode_load_weights(request.payload), str(request.model_id)
+        asked, model = LoadWeights.decode(request.payload), str(request.model_id)
         self.journal.checkpoints.get(asked.path, request.owner, access=asked.access)
         self.tables[model], self.grads[model], self.steps[model] = self._table(asked.path).copy(), 0.0, 0
         return request.done(encode_loaded(model, asked.path), "json", StepMade(model, 0))
@@ -171,7 +172,7 @@ class Engine:
     _forward = _forward_backward
 
     def _optim_step(self, request: Pending) -> Outcome:
-        params, model = decode_optim_step(request.payload), str(request.model_id)
+        params, model = OptimStepBody.decode(request.payload).params, str(request.model_id)
         norm = float(np.linalg.norm(self.grads[model]))
         self.tables[model] = self.tables[model] - params.learning_rate * self.grads[model]
         self.grads[model], self.steps[model] = 0.0, self.steps[model] + 1
@@ -200,17 +201,17 @@ class Engine:
         )  # fmt: skip
 
     def _save_weights_external(self, request: Pending) -> Outcome:
-        saved = self._saved(request, CheckpointKind.EXTERNAL_WEIGHTS, decode_save_external(request.payload))
+        saved = self._saved(request, CheckpointKind.EXTERNAL_WEIGHTS, SaveExternal.decode(request.payload))
         answer = encode_saved(saved.path, kind="save_weights_external", size_bytes=saved.size_bytes)
         return request.done(answer, "json", saved)
 
     def _save_weights(self, request: Pending) -> Outcome:
-        asked = decode_save_weights(request.payload)
+        asked = SaveWeights.decode(request.payload)
         saved = self._saved(request, CheckpointKind.WEIGHTS, asked)
         return request.done(encode_saved(saved.path), "json", saved)
 
     def _save_for_sampler(self, request: Pending) -> Outcome:
-        asked = decode_save_for_sampler(request.payload)
+        asked = SaveForSampler.decode(request.payload)
         if asked.name is not None:
             saved = self._saved(request, CheckpointKind.SAMPLER_WEIGHTS, asked)
             return request.done(encode_saved(saved.path, kind="save_weights_for_sampler"), "json", saved)
@@ -223,8 +224,9 @@ class Engine:
         assert request.sampler is not None
         source = request.sampler.snapshot_id or request.sampler.model_path
         table = log_softmax(self._table(source) if source else np.zeros((VOCAB, VOCAB)))
-        asked = decode_sample(
-            request.payload,
+        body = SampleBody.decode(request.payload)
+        asked = sample_request(
+            body,
             request_id=request.id,
             owner=request.owner,
             snapshot_id=source,
@@ -248,7 +250,7 @@ class Engine:
             )
         prompt = np.concatenate([[np.nan], table[asked.prompt_T[:-1], asked.prompt_T[1:]]]).astype(np.float32)
         result = SampleResult(request.id, tuple(sequences), prompt if asked.prompt_logprobs else None)
-        return request.done(encode_sample(result, request.payload), "proto")
+        return request.done(encode_sample(result, body.target_prompt_logprobs), "proto")
 
     def _unload(self, request: Pending) -> Outcome:
         raise NotFoundError(f"{request.model_id}: nobody unloads in these tests")

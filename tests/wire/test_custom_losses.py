@@ -11,7 +11,7 @@ import pytest
 
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.wire import (
-    custom_loss_header,
+    CustomLossAddress,
     decode_custom_loss,
     decode_forward,
     dump_custom_loss,
@@ -55,8 +55,8 @@ def test_a_good_one_is_kept_and_comes_back() -> None:
     loss = decode(GOOD)
     assert (loss.name, loss.inputs) == ("mine", {"logprobs": 1, "adv": 1})
     assert load_custom_loss(dump_custom_loss(loss)) == loss
-    header = custom_loss_header(orjson.dumps(GOOD))
-    assert (header.session_id, header.seq_id) == ("sess-1", 3)
+    address = CustomLossAddress.decode(orjson.dumps(GOOD))
+    assert (address.session_id, address.custom_loss_seq_id) == ("sess-1", 3)
 
 
 def node(index: int, **change: Any) -> Any:

@@ -25,6 +25,7 @@ from tinkerflow.backend.commands import (
     SampleResult,
 )
 from tinkerflow.backend.wire import (
+    SampleBody,
     encode_forward,
     encode_json,
     encode_loaded,
@@ -60,13 +61,13 @@ def test_samples() -> None:
     first = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop")
     second = SampledSequence(np.array([5], np.int32), np.array([-2.0], np.float32), "length")
     prompt = np.array([np.nan, -3.0], np.float32)
-    response = deserialize_sample_response(encode_sample(SampleResult("r", (first, second), prompt, 7), b"{}"))
+    response = deserialize_sample_response(encode_sample(SampleResult("r", (first, second), prompt, 7)))
     assert [s.stop_reason for s in response.sequences] == ["stop", "length"]
     assert list(response.sequences[0].tokens) == [3, 4]
     assert list(response.sequences[0].logprobs or []) == [-0.5, -1.0]
     assert response.prompt_logprobs == [None, -3.0]
     assert response.prompt_cache_hit_tokens == 7
-    assert deserialize_sample_response(encode_sample(SampleResult("r", (first,)), b"{}")).prompt_logprobs is None
+    assert deserialize_sample_response(encode_sample(SampleResult("r", (first,)))).prompt_logprobs is None
 
 
 def test_more_than_samples() -> None:
@@ -74,7 +75,7 @@ def test_more_than_samples() -> None:
     sequence = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop", top)
     drawn = Candidates(np.array([[3, 4]], np.int32), np.array([[-0.5, -1.0]], np.float32))
     result = SampleResult("r", (sequence,), top=top, alternatives=drawn)
-    response = deserialize_sample_response(encode_sample(result, b"{}"))
+    response = deserialize_sample_response(encode_sample(result))
     assert response.topk_prompt_logprobs == [None, [(3, -0.5), (4, -1.0)]]
     assert response.sequences[0].topk_logprobs_np is not None
     assert response.sequences[0].topk_logprobs_np.token_ids.tolist() == [[0, 0], [3, 4]]
@@ -90,8 +91,8 @@ def test_logprobs_of_given_tokens_have_the_layout_of_the_question() -> None:
     sparse = {"data": [4, 5], "dtype": "int64", "shape": [2, 3]}
     sparse |= {"sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [1, 0]}
     for asked in (dense, sparse):
-        payload = json.dumps({"target_prompt_logprobs": asked}).encode()
-        read = deserialize_sample_response(encode_sample(result, payload)).target_prompt_logprobs
+        targets = SampleBody.read({"target_prompt_logprobs": asked}).target_prompt_logprobs
+        read = deserialize_sample_response(encode_sample(result, targets)).target_prompt_logprobs
         assert read is not None and read.dtype == "float32" and read.shape == [2, 3]
         assert np.array_equal(read.to_torch().to_dense().numpy(), logprobs)
         assert (read.sparse_crow_indices is None) == (asked is dense)

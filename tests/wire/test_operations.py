@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pyrage
@@ -23,18 +22,17 @@ from tinkerflow.backend.wire import (
     CreateModel,
     LoadModel,
     LoadWeights,
+    OptimStepBody,
     SaveExternal,
     SaveForSampler,
     SaveWeights,
-    decode_create_model,
-    decode_load_model,
-    decode_load_weights,
-    decode_optim_step,
-    decode_save_external,
-    decode_save_for_sampler,
-    decode_save_weights,
     hash_token,
 )
+
+
+def decode_optim_step(payload: bytes) -> object:
+    return OptimStepBody.decode(payload).params
+
 
 PATH = "tinker://sess-1:train:0/weights/a"
 
@@ -69,28 +67,32 @@ def test_adam_values_pass(rate: float, beta: float, eps: float) -> None:
 def test_create_model() -> None:
     lora = {"rank": 8, "seed": 3, "train_mlp": False}
     body = of(base_model="m", lora_config=lora, optimizer_config={"type": "adamw"}, user_metadata={"a": "b"})
-    assert decode_create_model(body) == CreateModel("m", LoraSpec(8, train_mlp=False), 3, {"a": "b"})
-    assert decode_create_model(of(base_model="m")) == CreateModel("m", LoraSpec(32), None, {})
+    assert CreateModel.decode(body) == CreateModel(base_model="m", lora_config=lora, user_metadata={"a": "b"})
+    made = CreateModel.decode(body)
+    assert (made.spec, made.lora.seed, made.optimizer) == (LoraSpec(8, train_mlp=False), 3, "adamw")
+    assert CreateModel.decode(of(base_model="m")) == CreateModel(base_model="m")
+    plain = CreateModel(base_model="m")
+    assert (plain.spec, plain.lora.seed, plain.user_metadata) == (LoraSpec(32), None, {})
 
 
 def test_loads_and_saves() -> None:
-    assert decode_load_model(of(path=PATH, optimizer=True)) == LoadModel(PATH, True, None, None, {})
-    assert decode_load_weights(of(path=PATH, optimizer=False)) == LoadWeights(PATH, False, None)
-    saved = decode_save_weights(of(path="a.b-1", ttl_seconds=3600, overwrite=True, user_metadata={"k": "v"}))
-    assert saved == SaveWeights("a.b-1", 3600, True, {"k": "v"})
-    assert decode_save_weights(of(path="a", ttl_seconds=None)) == SaveWeights("a", None, False, {})
-    assert decode_save_for_sampler(of(path="a", kind="snapshot")) == SaveForSampler("a", None, None, {})
-    numbered = SaveForSampler(None, 0, None, {})
-    assert decode_save_for_sampler(of(sampling_session_seq_id=0, kind="snapshot")) == numbered
-    shared = replace(numbered, inflight=True)
-    assert decode_save_for_sampler(of(sampling_session_seq_id=0, kind="inflight")) == shared
+    assert LoadModel.decode(of(path=PATH, optimizer=True)) == LoadModel(path=PATH, optimizer=True)
+    assert LoadWeights.decode(of(path=PATH, optimizer=False)) == LoadWeights(path=PATH)
+    saved = SaveWeights.decode(of(path="a.b-1", ttl_seconds=3600, overwrite=True, user_metadata={"k": "v"}))
+    assert saved == SaveWeights(path="a.b-1", ttl_seconds=3600, overwrite=True, user_metadata={"k": "v"})
+    assert SaveWeights.decode(of(path="a", ttl_seconds=None)) == SaveWeights(path="a")
+    assert SaveForSampler.decode(of(path="a", kind="snapshot")) == SaveForSampler(path="a")
+    numbered = SaveForSampler(sampling_session_seq_id=0)
+    assert SaveForSampler.decode(of(sampling_session_seq_id=0, kind="snapshot")) == numbered
+    shared = numbered.model_copy(update={"inflight": True})
+    assert SaveForSampler.decode(of(sampling_session_seq_id=0, kind="inflight")) == shared
 
 
 def test_exports() -> None:
     recipient = str(pyrage.x25519.Identity.generate().to_public())
     body = of(path="a", ttl_seconds=3600, age_encryption_recipients=[recipient])
-    assert decode_save_external(body) == SaveExternal("a", 3600, (recipient,))
-    assert decode_save_external(of(path="a")) == SaveExternal("a", None, ())
+    assert SaveExternal.decode(body) == SaveExternal(path="a", ttl_seconds=3600, age_encryption_recipients=[recipient])
+    assert SaveExternal.decode(of(path="a")) == SaveExternal(path="a")
 
 
 def test_tokens_are_kept_as_hashes_that_no_client_can_send() -> None:
@@ -98,9 +100,9 @@ def test_tokens_are_kept_as_hashes_that_no_client_can_send() -> None:
     assert hash_token(plain, str.upper) == plain
     with_token = hash_token(of(path=PATH, weights_access_token="tfw-secret"), str.upper)
     assert b"tfw-secret" not in with_token
-    assert decode_load_weights(with_token).access == decode_load_model(with_token).access == "TFW-SECRET"
-    assert decode_load_weights(hash_token(of(path=PATH, weights_access_hash="TFW"), str.upper)).access is None
-    assert decode_load_weights(hash_token(of(path=PATH, weights_access_token=""), str.upper)).access is None
+    assert LoadWeights.decode(with_token).access == LoadModel.decode(with_token).access == "TFW-SECRET"
+    assert LoadWeights.decode(hash_token(of(path=PATH, weights_access_hash="TFW"), str.upper)).access is None
+    assert LoadWeights.decode(hash_token(of(path=PATH, weights_access_token=""), str.upper)).access is None
 
 
 DIMUON = {"type": "dimuon", "learning_rate": 0.1}
@@ -111,10 +113,10 @@ def test_dimuon_is_read() -> None:
     given = DIMUON | {"beta1": 0.5, "grad_clip_norm": -1.0}
     assert decode_optim_step(of(optimizer_params=given)) == DimuonParams(0.1, 0.5, -1.0)
     config = {"type": "dimuon", "version": 1}
-    assert decode_create_model(of(base_model="m", optimizer_config=config)).optimizer == "dimuon"
-    assert decode_create_model(of(base_model="m")).optimizer == "adamw"
-    assert decode_load_model(of(path=PATH, optimizer_config=config)).fresh == "dimuon"
-    assert decode_load_model(of(path=PATH)).fresh == "adamw"
+    assert CreateModel.decode(of(base_model="m", optimizer_config=config)).optimizer == "dimuon"
+    assert CreateModel.decode(of(base_model="m")).optimizer == "adamw"
+    assert LoadModel.decode(of(path=PATH, optimizer_config=config)).fresh == "dimuon"
+    assert LoadModel.decode(of(path=PATH)).fresh == "adamw"
 
 
 Wrong = tuple[Callable[[bytes], object], bytes, str]
@@ -131,14 +133,14 @@ WRONG: list[Wrong] = [
         of(optimizer_params=DIMUON | {"grad_clip_norm": None}),
         "grad_clip_norm is None: must be a finite",
     ),
-    (decode_load_weights, of(path=PATH, optimizer_config={"type": "adamw"}), "keeps the optimizer it was made with"),
-    (decode_load_model, of(path=PATH, optimizer=True, optimizer_config={"type": "adamw"}), "with optimizer true"),
+    (LoadWeights.decode, of(path=PATH, optimizer_config={"type": "adamw"}), "keeps the optimizer it was made with"),
+    (LoadModel.decode, of(path=PATH, optimizer=True, optimizer_config={"type": "adamw"}), "with optimizer true"),
     (
-        decode_create_model,
+        CreateModel.decode,
         of(base_model="m", optimizer_config={"type": "dimuon", "version": 2}),
         "version is 2: must be 1",
     ),
-    (decode_create_model, of(base_model="m", optimizer_config={"type": "adamw", "x": 1}), "has the key 'x'"),
+    (CreateModel.decode, of(base_model="m", optimizer_config={"type": "adamw", "x": 1}), "has the key 'x'"),
     (
         decode_optim_step,
         of(adam_params={"beta1": 1.0}),
@@ -147,49 +149,49 @@ WRONG: list[Wrong] = [
     (decode_optim_step, of(adam_params={"learning_rate": -1}), "adam_params.learning_rate is -1: must be"),
     (decode_optim_step, of(adam_params={"eps": 0}), "adam_params.eps is 0: must be a finite number > 0"),
     (decode_optim_step, of(adam_params={"weight_decay": "a"}), "adam_params.weight_decay is 'a': must be"),
-    (decode_create_model, of(lora_config={}), "base_model is None: must be a non-empty string"),
-    (decode_create_model, of(base_model="m", lora_config={"rank": 0}), "lora_config.rank is 0: must be a whole number"),
-    (decode_create_model, of(base_model="m", lora_config={"rank": 1025}), "from 1 to 1024"),
-    (decode_create_model, of(base_model="m", optimizer_config={"type": "sgd"}), "must be one of adamw, dimuon"),
+    (CreateModel.decode, of(lora_config={}), "base_model is None: must be a non-empty string"),
+    (CreateModel.decode, of(base_model="m", lora_config={"rank": 0}), "lora_config.rank is 0: must be a whole number"),
+    (CreateModel.decode, of(base_model="m", lora_config={"rank": 1025}), "from 1 to 1024"),
+    (CreateModel.decode, of(base_model="m", optimizer_config={"type": "sgd"}), "must be one of adamw, dimuon"),
     (
-        decode_create_model,
+        CreateModel.decode,
         of(base_model="m", lora_config={"train_attn": False, "train_mlp": False, "train_unembed": False}),
         "at least one must be true",
     ),
-    (decode_create_model, of(base_model="m", user_metadata={"a": 1}), "user_metadata['a'] is 1: must be a string"),
-    (decode_create_model, of(base_model="m", user_metadata=[1]), "user_metadata is [1]: must be"),
-    (decode_create_model, of(base_model="m\0"), "base_model is 'm\\x00': must be a string without NUL"),
-    (decode_load_model, of(path="/etc/passwd"), "checkpoint path '/etc/passwd': must be tinker://"),
-    (decode_load_model, of(path="tinker://a/other/b"), "checkpoint kind 'other': must be one of weights"),
+    (CreateModel.decode, of(base_model="m", user_metadata={"a": 1}), "user_metadata['a'] is 1: must be a string"),
+    (CreateModel.decode, of(base_model="m", user_metadata=[1]), "user_metadata is [1]: must be"),
+    (CreateModel.decode, of(base_model="m\0"), "base_model is 'm\\x00': must be a string without NUL"),
+    (LoadModel.decode, of(path="/etc/passwd"), "checkpoint path '/etc/passwd': must be tinker://"),
+    (LoadModel.decode, of(path="tinker://a/other/b"), "checkpoint kind 'other': must be one of weights"),
     (
-        decode_load_model,
+        LoadModel.decode,
         of(path="tinker://a/sampler_weights/b", optimizer=True),
         "optimizer is True: must be false, sampler_weights hold no optimizer state",
     ),
-    (decode_load_weights, of(path="tinker://a/weights/b/c"), "must be tinker://"),
-    (decode_load_weights, of(path=PATH, optimizer=1), "optimizer is 1: must be true or false"),
-    (decode_save_weights, of(path="../a"), "path is '../a': must be 1 to 128 letters"),
+    (LoadWeights.decode, of(path="tinker://a/weights/b/c"), "must be tinker://"),
+    (LoadWeights.decode, of(path=PATH, optimizer=1), "optimizer is 1: must be true or false"),
+    (SaveWeights.decode, of(path="../a"), "path is '../a': must be 1 to 128 letters"),
     (
-        decode_save_weights,
+        SaveWeights.decode,
         of(path="a", ttl_seconds=3599),
         "ttl_seconds is 3599: must be a whole number from 3600 to 315360000",
     ),
-    (decode_save_external, of(path="a", age_encryption_recipients="age1"), "must be a list of strings"),
+    (SaveExternal.decode, of(path="a", age_encryption_recipients="age1"), "must be a list of strings"),
     (
-        decode_save_external,
+        SaveExternal.decode,
         of(path="a", age_encryption_recipients=["x"]),
         "age_encryption_recipients[0] is 'x'",
     ),
-    (decode_load_model, of(path="tinker://a/external_weights/b"), "external weights are for downloads"),
+    (LoadModel.decode, of(path="tinker://a/external_weights/b"), "external weights are for downloads"),
     (
-        decode_load_weights,
+        LoadWeights.decode,
         hash_token(of(path=PATH, weights_access_token=3), str.upper),
         "weights_access_token is 3",
     ),
-    (decode_save_for_sampler, of(), "are both absent: exactly one must be given"),
-    (decode_save_for_sampler, of(path="a", sampling_session_seq_id=1), "are both given"),
-    (decode_save_for_sampler, of(path="a", kind="inflight"), "kind is 'inflight': must be 'snapshot' when path is"),
-    (decode_save_for_sampler, of(path="a", kind="live"), "kind is 'live': must be 'snapshot' or 'inflight'"),
+    (SaveForSampler.decode, of(), "are both absent: exactly one must be given"),
+    (SaveForSampler.decode, of(path="a", sampling_session_seq_id=1), "are both given"),
+    (SaveForSampler.decode, of(path="a", kind="inflight"), "kind is 'inflight': must be 'snapshot' when path is"),
+    (SaveForSampler.decode, of(path="a", kind="live"), "kind is 'live': must be 'snapshot' or 'inflight'"),
 ]
 
 

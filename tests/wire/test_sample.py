@@ -10,7 +10,7 @@ import pytest
 
 from tinkerflow.backend.commands import PromptWishes, SampleRequest
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.wire import Fields, decode_sample, num_samples, records_stability, with_seed
+from tinkerflow.backend.wire import NumSamples, SampleBody, parse, sample_request, with_seed
 
 
 def body(params: dict[str, Any] | None = None, prompt: Any = (1, 2, 3), **more: Any) -> bytes:
@@ -27,7 +27,8 @@ def targets(data: Any, shape: Any = (2, 1), dtype: str = "int64", crow: Any = No
 
 
 def decode(payload: bytes) -> SampleRequest:
-    return decode_sample(payload, request_id="r", owner="o", snapshot_id="s", vocab_size=100, max_context=64, eos=(9,))
+    read = SampleBody.decode(payload)
+    return sample_request(read, request_id="r", owner="o", snapshot_id="s", vocab_size=100, max_context=64, eos=(9,))
 
 
 def test_defaults() -> None:
@@ -66,20 +67,27 @@ def test_seeds_of_64_bits(seed: Any, kept: int) -> None:
     assert decode(body({"seed": seed})).seed == kept
 
 
+def seeded(payload: bytes) -> Any:
+    values = parse(payload)
+    stored = json.loads(with_seed(payload, values))
+    assert values == json.loads(payload), "what is hashed is what came"
+    return stored
+
+
 def test_a_seed_is_drawn_once_where_there_is_none() -> None:
     without = json.dumps({"prompt": {"chunks": []}, "sampling_params": {"temperature": 0.0}}).encode()
-    first, second = json.loads(with_seed(without)), json.loads(with_seed(without))
+    first, second = seeded(without), seeded(without)
     assert 0 <= first["sampling_params"]["seed"] < 2**64
     assert first["sampling_params"] != second["sampling_params"]
-    assert with_seed(body()) == body()
-    assert json.loads(with_seed(b"{}"))["sampling_params"]["seed"] >= 0
+    assert with_seed(body(), parse(body())) == body()
+    assert seeded(b"{}")["sampling_params"]["seed"] >= 0
     with pytest.raises(UserError, match="seed is None: must be drawn before"):
         decode(body({"seed": None}))
 
 
 def test_the_count_is_read_without_the_rest() -> None:
-    assert num_samples(Fields({})) == 1
-    assert num_samples(Fields({"num_samples": 4})) == 4
+    assert NumSamples.read({}).num_samples == 1
+    assert NumSamples.read({"num_samples": 4}).num_samples == 4
 
 
 def test_wishes_for_the_prompt() -> None:
@@ -93,7 +101,8 @@ def test_wishes_for_the_prompt() -> None:
     assert dense is not None and dense.targets_TK is not None and dense.targets_TK.tolist() == [[5], [-1]]
     assert sparse is not None and sparse.targets_TK is not None
     assert sparse.targets_TK.tolist() == [[-1, -1, -1], [-1, -1, 7]]
-    assert records_stability(body(record_stability_info=True)) and not records_stability(body())
+    assert SampleBody.decode(body(record_stability_info=True)).record_stability_info
+    assert not SampleBody.decode(body()).record_stability_info
 
 
 WRONG = [

@@ -1,0 +1,468 @@
+"""The JSON bodies of operations: one typed model for each, with every check that needs no model card.
+
+`SaveWeights.decode(payload)` reads a body; UserError names the field, its value and the rule. The API parses a body
+once (`parse`), reads its address and its content from the same values, and stores the bytes as they came; the engine
+decodes the stored bytes.
+
+The SDK leaves nulls out and other clients send them: a null is an absent field everywhere. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import core_schema as schemas
+
+from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.ids import NAME_RULE, is_name
+from tinkerflow.backend.spec.limits import MAX_RANK, MAX_SEQ
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams, OptimizerSpec
+from tinkerflow.backend.store import CheckpointPath
+from tinkerflow.backend.store.encryption import check_recipients
+
+MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
+MAX_SAMPLES = 1024  # sequences of one request
+MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
+MAX_SAMPLE_SEQ = 2**63 - 1  # copies of a sampling client count from their number times a billion
+DEFAULT_RANK = 32  # the SDK's own default
+_ACCESS = "weights_access_hash"  # stored by `hash_token` in place of the client's weights_access_token
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """The values of a JSON object; UserError for anything else."""
+    try:
+        values = orjson.loads(body)
+    except orjson.JSONDecodeError as e:
+        raise UserError(f"the request body is not JSON: {e}") from e
+    if not isinstance(values, dict):
+        raise broken("the request body", values, "a JSON object")
+    return values
+
+
+# ------------------------------------------------------------------ what a field may hold
+@dataclass(frozen=True)
+class Rule:
+    """What a field may hold: `check` returns the value that the model keeps, or raises ValueError.
+
+    The error's first argument is the rule. The second is the value to show, where that is not the one that came.
+    schema: the rule in the OpenAPI document.
+    """
+
+    check: Callable[[Any], Any]
+    schema: schemas.CoreSchema
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> schemas.CoreSchema:
+        """How pydantic reads a field that is annotated with this rule."""
+        return schemas.no_info_plain_validator_function(self.check, json_schema_input_schema=self.schema)
+
+
+def whole(low: int, high: int) -> Rule:
+    """A whole number, low <= n <= high. 3.0 counts as 3."""
+
+    def check(value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(f"a whole number from {low} to {high}", value)
+        return value
+
+    return Rule(check, schemas.int_schema(ge=low, le=high))
+
+
+def number(low: float, high: float = math.inf) -> Rule:
+    """A finite number, low <= x <= high."""
+
+    def check(value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(rule)
+        if not low <= value <= high:
+            raise ValueError(rule)
+        return float(value)
+
+    rule = f"a finite number >= {low:g}" + (f" and <= {high:g}" if math.isfinite(high) else "")
+    return Rule(check, schemas.float_schema(ge=low, le=high if math.isfinite(high) else None))
+
+
+def _optional_text(value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("a string without NUL characters")
+    return value
+
+
+def _text(value: Any) -> str:
+    if value is None or value == "":
+        raise ValueError("a non-empty string")
+    return _optional_text(value)
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(v, str) and "\0" not in v for v in values):
+        raise ValueError("a list of strings without NUL characters")
+    return tuple(values)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("a JSON object")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not is_name(_text(value)):
+        raise ValueError(NAME_RULE)
+    return str(value)
+
+
+def _metadata(values: Any) -> dict[str, str]:
+    if not isinstance(values, dict):
+        raise ValueError("a JSON object of strings")
+    for key, value in values.items():
+        if not isinstance(value, str) or "\0" in key + value:
+            raise broken(f"user_metadata[{key!r}]", value, "a string without NUL characters")
+    return values
+
+
+_STRING = schemas.str_schema()
+Text = Annotated[str, Rule(_text, schemas.str_schema(min_length=1))]
+OptionalText = Annotated[str | None, Rule(_optional_text, _STRING)]
+Texts = Annotated[tuple[str, ...], Rule(_texts, schemas.list_schema(_STRING))]
+Flag = Annotated[bool, Rule(_flag, schemas.bool_schema())]
+Name = Annotated[str, Rule(_name, schemas.str_schema(min_length=1, max_length=128))]
+Metadata = Annotated[dict[str, str], Rule(_metadata, schemas.dict_schema(_STRING, _STRING))]
+Object = Annotated[dict[str, Any] | None, Rule(_object, schemas.dict_schema())]  # its nulls stay
+Ttl = Annotated[int | None, whole(MIN_TTL, MAX_TTL)]
+GIVEN: Any = Field(default=None, validate_default=True)  # the default of a field that must be given
+
+
+# ------------------------------------------------------------------ the models
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=(), populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_are_absent(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            raise ValueError("a JSON object")
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        """A body's bytes as this model; UserError names the field, its value and the rule."""
+        return cls.read(parse(payload))
+
+    @classmethod
+    def read(cls, values: object, where: str = "") -> Self:
+        """Parsed values as this model; UserError names the field (behind `where`), its value and the rule."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as e:
+            first = e.errors(include_url=False)[0]
+            field = where + ".".join(str(part) for part in first["loc"])
+            rule, value = (*first["ctx"]["error"].args, first["input"])[:2]
+            raise broken(field.rstrip("."), value, rule) from e
+
+
+class OnModel(Body):
+    """The address of an operation on a model."""
+
+    model_id: Text = GIVEN
+    seq_id: Annotated[int, whole(1, MAX_SEQ)] = GIVEN
+
+
+class OnNewModel(Body):
+    """The address of an operation that makes a model. base_model is only told, not checked."""
+
+    session_id: Text = GIVEN
+    model_seq_id: Annotated[int, whole(0, MAX_SEQ)] = GIVEN
+    base_model: Any = None
+
+
+class OnSampler(Body):
+    """The address of a sample request."""
+
+    sampling_session_id: Text = GIVEN
+    seq_id: Annotated[int, whole(0, MAX_SAMPLE_SEQ)] = GIVEN
+
+
+class LoraConfig(Body):
+    """The adapter of a new model. seed None: the server draws one."""
+
+    rank: Annotated[int, whole(1, MAX_RANK)] = DEFAULT_RANK
+    train_attn: Flag = True
+    train_mlp: Flag = True
+    train_unembed: Flag = True
+    seed: Annotated[int | None, whole(-(2**63), 2**63 - 1)] = None  # the journal keeps seeds as signed 64-bit numbers
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise UserError(
+                "lora_config.train_attn, train_mlp and train_unembed are all false: at least one must be true"
+            )
+        return self
+
+
+def _optimizer(config: Any) -> Optimizer:
+    """The optimizer that an `optimizer_config` names; UserError for one that is not known here."""
+    kind, version = _object(config).get("type"), config.get("version")
+    if not isinstance(kind, str) or kind not in OPTIMIZERS:
+        raise broken("optimizer_config.type", kind, f"one of {', '.join(OPTIMIZERS)}")
+    known = OPTIMIZERS[kind].config
+    if "version" in known and version not in (None, known["version"]):
+        raise broken("optimizer_config.version", version, str(known["version"]))
+    if unknown := sorted(name for name, value in config.items() if value is not None and name not in known):
+        raise UserError(f"optimizer_config has the key {shown(unknown[0])}: {kind} takes {', '.join(sorted(known))}")
+    return kind
+
+
+OptimizerConfig = Annotated[Optimizer, Rule(_optimizer, schemas.dict_schema())]
+
+
+class CreateModel(Body):
+    """create_model: a model with a fresh adapter."""
+
+    optimizer: OptimizerConfig = Field(default=DEFAULT_OPTIMIZER, alias="optimizer_config")
+    lora: LoraConfig = Field(default=LoraConfig(), alias="lora_config")
+    base_model: Text = GIVEN
+    user_metadata: Metadata = Field(default_factory=dict)
+
+    @property
+    def spec(self) -> LoraSpec:
+        """The adapter as the workers know it."""
+        lora = self.lora
+        return LoraSpec(lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
+
+
+class _Load(Body):
+    """A checkpoint to load. optimizer: restore its optimizer state too, whatever optimizer that is.
+
+    access: the hash of the token that opens the checkpoint, if a token came.
+    """
+
+    path: Text = GIVEN
+    optimizer: Flag = False
+    weights_access_token: Any = Field(default=None, exclude=True)
+    access: OptionalText = Field(default=None, alias=_ACCESS)
+
+    @model_validator(mode="after")
+    def _can_be_loaded(self) -> Self:
+        path = CheckpointPath.parse(self.path)
+        if path.kind == "external_weights":
+            raise broken("path", str(path), "of kind weights or sampler_weights: external weights are for downloads")
+        if self.optimizer and path.kind != "weights":
+            raise broken("optimizer", True, f"false, {path.kind} hold no optimizer state")
+        if self.weights_access_token is not None:  # a string would have been hashed before it was stored
+            raise broken("weights_access_token", self.weights_access_token, "a string")
+        return self
+
+
+class LoadModel(_Load):
+    """load_weights that makes a model. base_model None: the checkpoint's own.
+
+    fresh: the optimizer to begin with where the checkpoint's is not restored.
+    """
+
+    base_model: OptionalText = None
+    user_metadata: Metadata = Field(default_factory=dict)
+    fresh: OptimizerConfig = Field(default=DEFAULT_OPTIMIZER, alias="optimizer_config")
+
+    @model_validator(mode="after")
+    def _one_optimizer(self) -> Self:
+        if self.optimizer and "fresh" in self.model_fields_set:
+            raise UserError(
+                "optimizer_config is given with optimizer true: the checkpoint's optimizer is restored as it is"
+            )
+        return self
+
+
+class LoadWeights(_Load):
+    """load_weights into a model that exists."""
+
+    optimizer_config: Any = Field(default=None, exclude=True)
+
+    @model_validator(mode="after")
+    def _no_optimizer(self) -> Self:
+        if self.optimizer_config is not None:
+            raise UserError("optimizer_config is given: a model that exists keeps the optimizer it was made with")
+        return self
+
+
+class SaveWeights(Body):
+    """save_weights: a training checkpoint. ttl_seconds None: kept for ever."""
+
+    name: Name = Field(default=None, validate_default=True, alias="path")
+    ttl_seconds: Ttl = None
+    overwrite: Flag = False
+    user_metadata: Metadata = Field(default_factory=dict)
+
+
+def _kind(value: Any) -> bool:
+    if value not in ("snapshot", "inflight"):
+        raise ValueError("'snapshot' or 'inflight'")
+    return bool(value == "inflight")
+
+
+class SaveForSampler(Body):
+    """save_weights_for_sampler: either `name` or `sampling_session_seq_id` is set, never both.
+
+    inflight: the sampler switches to newer inflight saves of its model as they are published; only without a name.
+    """
+
+    name: Annotated[str | None, Rule(_name, _STRING)] = Field(default=None, alias="path")
+    sampling_session_seq_id: Annotated[int | None, whole(0, MAX_SEQ)] = None
+    ttl_seconds: Ttl = None
+    user_metadata: Metadata = Field(default_factory=dict)
+    inflight: Annotated[bool, Rule(_kind, schemas.literal_schema(["snapshot", "inflight"]))] = Field(
+        default=False, alias="kind"
+    )
+
+    @model_validator(mode="after")
+    def _named_or_numbered(self) -> Self:
+        if (self.name is None) == (self.sampling_session_seq_id is None):
+            both = "both absent" if self.name is None else "both given"
+            raise UserError(f"path and sampling_session_seq_id are {both}: exactly one must be given")
+        if self.name is not None and self.inflight:
+            raise broken("kind", "inflight", "'snapshot' when path is given: what a name holds does not change")
+        return self
+
+
+class SaveExternal(Body):
+    """save_weights_external: files to download. recipients: of age encryption, none = plain files."""
+
+    name: Name = Field(default=None, validate_default=True, alias="path")
+    ttl_seconds: Ttl = None
+    recipients: Texts = Field(default=(), alias="age_encryption_recipients")
+
+    @model_validator(mode="after")
+    def _recipients_are_keys(self) -> Self:
+        check_recipients(self.recipients, "age_encryption_recipients")
+        return self
+
+
+class OptimStepBody(Body):
+    """optim_step. The worker checks that the model was made with this optimizer."""
+
+    adam_params: Object = None
+    optimizer_params: Object = None
+
+    @property
+    def params(self) -> OptimizerParams:
+        """The parameters of the step; UserError names the field, its value and the rule."""
+        adam, other = self.adam_params, self.optimizer_params
+        if adam is not None and other is not None:
+            raise UserError("adam_params and optimizer_params are both given: exactly one must be")
+        if other is None and adam is None:
+            rule = "an object of AdamW parameters, or optimizer_params one of another optimizer's"
+            raise broken("adam_params", None, rule)
+        specs = {
+            name: spec
+            for name, spec in OPTIMIZERS.items()
+            if (spec.request_field == OptimizerSpec.ADAM_FIELD) == (other is None)
+        }
+        if other is None:
+            (spec,) = specs.values()
+            return spec.read(adam or {})
+        kind = other.get("type")
+        if not isinstance(kind, str) or kind not in specs:
+            known = " or ".join(repr(name) for name in specs)
+            raise broken("optimizer_params.type", kind, f"{known} (AdamW's parameters are adam_params)")
+        return specs[kind].read(other)
+
+
+class TargetTensor(Body):
+    """target_prompt_logprobs: tokens to be scored, int64 [T - 1, K], row-major, dense or (with both indices) CSR."""
+
+    dtype: Any = None
+    shape: Any = None
+    data: Any = None
+    crow: Any = Field(default=None, alias="sparse_crow_indices")
+    cols: Any = Field(default=None, alias="sparse_col_indices")
+
+
+class SamplingParams(Body):
+    """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: all that the context holds."""
+
+    seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
+    stop: Any = None
+    top_k: Annotated[int, whole(-1, 2**31 - 1)] = -1
+    top_p: Annotated[float, number(0.0, 1.0)] = 1.0
+    max_tokens: Annotated[int | None, whole(1, 2**31 - 1)] = None
+    temperature: Annotated[float, number(0.0)] = 1.0
+
+
+class NumSamples(Body):
+    """How many sequences a sample request asks for."""
+
+    num_samples: Annotated[int, whole(1, MAX_SAMPLES)] = 1
+
+
+class Prompt(Body):
+    """The tokens of a prompt, in chunks."""
+
+    chunks: Any = None
+
+
+class SampleBody(NumSamples):
+    """asample. The tokens are read by `wire/sample.py`, as arrays."""
+
+    prompt: Prompt = Prompt()
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: Flag = False
+    prompt_logprobs_last_n: Annotated[int | None, whole(-(2**63), 2**63 - 1)] = None
+    topk_prompt_logprobs: Annotated[int, whole(0, MAX_LISTED)] = 0
+    topk_sample_logprobs: Annotated[int, whole(0, MAX_LISTED)] = 0
+    prompt_alt_tokens_k: Annotated[int, whole(0, MAX_LISTED)] = 0
+    target_prompt_logprobs: TargetTensor | None = None
+    record_stability_info: Flag = False
+
+
+class TtlSeconds(Body):
+    """A checkpoint's new time to live. Absent and null differ here: null means for ever."""
+
+    ttl_seconds: Ttl = None
+
+
+class CopyWeights(Body):
+    """copy_weights: a checkpoint to copy into another project, or another part of the caller's own."""
+
+    source_path: Text = GIVEN
+    destination_project_id: OptionalText = None
+    ttl_seconds: Ttl = None
+    weights_access_token: OptionalText = None
+
+
+class CustomLossAddress(Body):
+    """The address of a create_custom_loss body."""
+
+    session_id: Text = GIVEN
+    custom_loss_seq_id: Annotated[int, whole(0, MAX_SEQ)] = GIVEN
+
+
+# ------------------------------------------------------------------ what is stored
+def hash_token(payload: bytes, access_hash: Callable[[str], str]) -> bytes:
+    """A load_weights body as it is stored: with the hash of its access token in the token's place.
+
+    A token that is not a string stays, and is refused when the body is read.
+    """
+    values = parse(payload)
+    if "weights_access_token" not in values and _ACCESS not in values:
+        return payload
+    values.pop(_ACCESS, None)
+    if isinstance(token := values.get("weights_access_token"), str):
+        del values["weights_access_token"]
+        values |= {_ACCESS: access_hash(token)} if token else {}
+    return orjson.dumps(values)
