@@ -204,6 +204,7 @@ WITH_PATH = {
 }
 IN_QUERY = {"training_runs": "project_id", "billing/usage/checkpoints/current": "project_id"}
 NO_ID = {
+    "/", "/openapi.json",
     "healthz", "client/config", "client/dynamic_config", "get_server_capabilities", "create_session", "auth/token",
     "auth/apikey/me", "metrics", "checkpoints", "sessions", "audit", "billing/usage/events",
     "telemetry",  # its session_id is written to the log, and never looked up

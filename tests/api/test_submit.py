@@ -1,0 +1,32 @@
+"""A submit that is repeated after an upgrade is recognised: hashes are those that earlier versions stored."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinkerflow.api.submit import content_hash
+from tinkerflow.backend.wire import parse
+
+STEP = (
+    rb'{"model_id":"m","seq_id":1,"adam_params":{"learning_rate":1e-4,"beta1":null},'
+    rb'"x":[1,2.0,"\u00e9"],"a":{"b":1,"a":2}}'
+)
+SAMPLE = (
+    b'{"sampling_session_id":"s","seq_id":18446744073709551616,"prompt":{"chunks":[{"tokens":[1,2]}]},'
+    b'"sampling_params":{}}'
+)
+SAVE = b'{"path":"a","sampling_session_seq_id":%d,"model_id":"m","seq_id":3}'
+RENUMBERED = ("sampling_session_seq_id",)
+
+
+@pytest.mark.parametrize(
+    ("body", "without", "stored"),
+    [
+        (STEP, (), "3f544b2ddc3143ffe1a3620004e2d40e190cd72973998b7714932022d247b254"),
+        (SAMPLE, (), "860c0dac5e49a9d058ba1b2a97f8aafe012feebce0e08b733ede5bcde3d60ac1"),
+        (SAVE % 4, RENUMBERED, "2bf3ed7ef124567dfad77d51e7993ec699c5080047a4f0ede7d4887db4163b63"),
+        (SAVE % 5, RENUMBERED, "2bf3ed7ef124567dfad77d51e7993ec699c5080047a4f0ede7d4887db4163b63"),
+    ],
+)
+def test_a_body_has_the_hash_it_always_had(body: bytes, without: tuple[str, ...], stored: str) -> None:
+    assert content_hash(parse(body), without) == stored
