@@ -1,0 +1,40 @@
+"""How easily one finds one's way in a tree: `python -m tests.house [--tree DIR] [--no-paths]`.
+
+Prints the figures that a redesign of the house is judged by, for this tree or for another checkout: files on the path of
+three requests (traced in a running service), files that name one loss, one optimizer and so on, class names used twice,
+lines, functions whose parameters are not documented, and modules of the execution room without a unit test.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tests.house import paths, source
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to look at [default: this one]")
+    parser.add_argument("--no-paths", action="store_true", help="leave out the traced requests (a minute)")
+    given = parser.parse_args()
+    tree = given.tree.resolve()
+    if not given.no_paths:
+        for operation, files in paths.trace(tree).items():
+            print(f"files on the path of {operation}: {len(files)}")
+            for file in files:
+                print(f"    {file}")
+    for change, files in source.files_that_name(tree).items():
+        print(f"files that name {change}: {len(files)}  ({', '.join(files)})")
+    twice = source.class_names_used_twice(tree)
+    print(f"class names used twice: {len(twice)}  ({', '.join(sorted(twice))})")
+    print(f"lines outside tests: {source.lines_outside_tests(tree)}")
+    bare = source.undocumented(tree)
+    print(f"functions with five or more parameters that leave some undocumented: {len(bare)}")
+    print(f"modules of the execution room without a unit test: {', '.join(source.untested(tree)) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

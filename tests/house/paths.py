@@ -1,0 +1,97 @@
+"""Which files run for one request, from the HTTP edge to the worker and back: traced in a service with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.house.source import ROOMS
+
+WINDOWS = 6  # what runs in each of them belongs to the request; sweeps and heartbeats run in some
+SETTLE_SECONDS = 0.05
+LEAVES = {"backend/errors.py", "backend/ids.py", "backend/clock.py"}
+
+
+def trace(tree: Path) -> dict[str, list[str]]:
+    """For three operations: the files of `tree` outside compute (and three leaves) that run for each request."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        process, url = _start(tree, folder)
+        try:
+            return {name: _files(tree, folder, name, call) for name, call in _operations(url).items()}
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _start(tree: Path, folder: Path) -> tuple[subprocess.Popen[str], str]:
+    packaged = (tree / ".package").is_dir()
+    path = (str(Path(__file__).parent / "tracer"), str(tree / ".package" if packaged else tree))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "HOUSE_TRACE": str(folder),
+        "TINKERFLOW_PREFECT": "off",
+        "TINKERFLOW_WARM_UP": "false",
+    }
+    module = "tinkerflow" if packaged else "deployments.cli"
+    command = [sys.executable, "-m", module, "up", "--port", "0", "--data-dir", str(folder / "data")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if ready := re.match(r"ready: (\S+)", line):
+            return process, ready[1]
+    raise RuntimeError(f"the service of {tree} ended with {process.wait()} before it was ready")
+
+
+def _operations(url: str) -> dict[str, Callable[[], object]]:
+    warnings.simplefilter("ignore")
+    import tinker
+    from tinker import types
+
+    service = tinker.ServiceClient(base_url=url, api_key="tml-house")
+    base_model = service.get_server_capabilities().supported_models[0].model_name
+    trainer = service.create_lora_training_client(base_model=str(base_model), rank=4).result()
+    prompt = types.ModelInput.from_ints([1, 2, 3, 4])
+    inputs = {"target_tokens": [2, 3, 4, 5], "weights": [1.0] * 4}
+    data = [types.Datum(model_input=prompt, loss_fn_inputs=inputs)]
+    sampler = service.create_sampling_client(base_model=str(base_model)).result()
+    few = types.SamplingParams(max_tokens=4)
+    return {
+        "forward_backward": lambda: trainer.forward_backward(data, "cross_entropy").result(),
+        "sample": lambda: sampler.sample(prompt=prompt, num_samples=1, sampling_params=few).result(),
+        "save_weights_for_sampler": lambda: trainer.save_weights_for_sampler(name=f"s{time.monotonic_ns()}").result(),
+    }
+
+
+def _files(tree: Path, folder: Path, name: str, call: Callable[[], object]) -> list[str]:
+    call()  # compiles, opens connections and wakes whoever sleeps
+    windows = []
+    for number in range(WINDOWS):
+        switch = folder / f"on-{name}-{number}"
+        time.sleep(SETTLE_SECONDS)
+        switch.touch()
+        time.sleep(SETTLE_SECONDS)
+        call()
+        switch.unlink()
+        time.sleep(SETTLE_SECONDS)
+        written = [json.loads(file.read_text()) for file in folder.glob(f"ran-{switch.name}.*.json")]
+        windows.append({_relative(tree, file) for files in written for file in files})
+    return sorted(file for file in set.intersection(*windows) if file and file not in LEAVES)
+
+
+def _relative(tree: Path, file: str) -> str:
+    """The file's path in the tree; "" when it is not ours, or of `compute`."""
+    resolved = Path(file).resolve()
+    if not resolved.is_relative_to(tree):
+        return ""
+    relative = resolved.relative_to(tree)
+    ours = relative.parts[0] in ROOMS and relative.parts[:2] != ("backend", "compute")
+    return relative.as_posix() if ours else ""

@@ -1,0 +1,101 @@
+"""Figures that are read from the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOMS = ("api", "flows", "tasks", "backend", "deployments")
+GENERATED = {"tinker_pb2.py", "tinker_pb2.pyi"}
+MOST_PARAMETERS = 4  # a function with more documents each of them
+
+# One entry of each kind that people add. A file that names it would have to be edited for the next one.
+EXAMPLES = {
+    "a token loss (cispo)": r"\bcispo\b",
+    "an optimizer (Dimuon)": r"(?i)dimuon|\bmomentum\b|\bmuon\b",
+    "a model family (Qwen3-MoE)": r"(?i)qwen3_?moe",
+    "a pipeline (distill)": r"\bdistill\b",
+    "a setting of the workers (decode_chunk)": r"\bdecode_chunk\b",
+    "a REST listing (audit events)": r"(?i)audit_?(events?|view|log)\b|\baudit\b",
+    "a store backend (GCS)": r"(?i)\bgcs\b|gcsblobs",
+    "a pool command (DropSnapshot)": r"\bDropSnapshot\b",
+    "a database column (session_id of samplers)": r"\bprompt_cache_hits?\b|\bcached_prefill\b",
+    "a command of the command line (doctor)": r"\bdoctor\b",
+}
+
+
+def modules(tree: Path) -> list[Path]:
+    """All Python files outside tests, but for generated ones."""
+    return sorted(f for room in ROOMS for f in (tree / room).rglob("*.py") if f.name not in GENERATED)
+
+
+def lines_outside_tests(tree: Path) -> int:
+    """Lines of all Python files outside tests."""
+    return sum(len(file.read_text().splitlines()) for file in modules(tree))
+
+
+def files_that_name(tree: Path) -> dict[str, list[str]]:
+    """For each kind of thing that people add: the files whose code names one of them. Docstrings and comments do not count."""
+    texts = {file: _code(file) for file in modules(tree)}
+    return {
+        change: [str(file.relative_to(tree)) for file, text in texts.items() if re.search(pattern, text)]
+        for change, pattern in EXAMPLES.items()
+    }
+
+
+def class_names_used_twice(tree: Path) -> set[str]:
+    """Names of classes that two or more modules define."""
+    names = Counter(node.name for file in modules(tree) for node in ast.walk(_parse(file)) if isinstance(node, ast.ClassDef))
+    return {name for name, count in names.items() if count > 1}
+
+
+def undocumented(tree: Path) -> list[str]:
+    """Public functions with five or more parameters whose docstring (or class's) does not mention all of them."""
+    found = []
+    for file in modules(tree):
+        for function, outer in _functions(_parse(file)):
+            if function.name.startswith("_") and function.name != "__init__":
+                continue
+            given = function.args
+            names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")]
+            text = (ast.get_docstring(function) or "") + (ast.get_docstring(outer) or "" if outer else "")
+            if len(names) > MOST_PARAMETERS and not all(_mentions(text, name) for name in names):
+                found.append(f"{file.relative_to(tree)}:{function.lineno} {function.name}")
+    return found
+
+
+def untested(tree: Path) -> list[str]:
+    """Modules that execute operations and have no test of their own name."""
+    rooms = [tree / "tasks" / "execution", tree / "tasks"]
+    room = next(r for r in rooms if r.is_dir())
+    tests = {f.stem for f in (tree / "tests" / "tasks").rglob("test_*.py")}
+    return [f.stem for f in sorted(room.glob("*.py")) if f.stem != "__init__" and f"test_{f.stem}" not in tests]
+
+
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def _code(file: Path) -> str:
+    """The file's code: without comments, and without docstrings."""
+    tree = _parse(file)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
+
+
+def _functions(tree: ast.AST, outer: ast.ClassDef | None = None) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, ast.ClassDef | None]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, outer
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, node)
+
+
+def _mentions(text: str, name: str) -> bool:
+    stem = re.sub(r"_[A-Z]\w*$", "", name)  # tokens_BT is mentioned as tokens, too
+    return re.search(rf"\b{re.escape(stem)}", text) is not None

@@ -1,0 +1,44 @@
+"""In every process of a service that is traced: while the file $HOUSE_TRACE/on exists, note which of our files run.
+
+Python imports this by its name when it starts, where the folder is on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+FOLDER = Path(os.environ["HOUSE_TRACE"])
+LOOK_SECONDS = 0.01
+seen: set[str] = set()
+on = False
+
+
+def note(frame: FrameType, event: str, _: object) -> None:
+    """Called for every call of a function, in every thread."""
+    if on and event == "call":
+        seen.add(frame.f_code.co_filename)
+
+
+def watch() -> None:
+    """Follow the file; when it goes, write what was seen."""
+    global on
+    while True:
+        wanted = next(iter(FOLDER.glob("on-*")), None)
+        if wanted is not None and not on:
+            seen.clear()
+            on, window = True, wanted.name
+        elif wanted is None and on:
+            on = False
+            (FOLDER / f"ran-{window}.{os.getpid()}.json").write_text(json.dumps(sorted(seen)))
+        time.sleep(LOOK_SECONDS)
+
+
+threading.setprofile(note)
+sys.setprofile(note)
+threading.Thread(target=watch, daemon=True).start()
