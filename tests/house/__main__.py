@@ -1,7 +1,6 @@
 """How easily one finds one's way in a tree: `python -m tests.house [--tree DIR] [--no-paths]`.
 
-Prints the figures that a redesign of the house is judged by, for this tree or for another checkout: files on the path of
-three requests (traced in a running service), files that name one loss, one optimizer and so on, class names used twice,
+Prints figures for this tree or for another checkout, so that two can be compared: files on the path of three requests (traced in a running service), files that name one loss, one optimizer and so on, class names used twice,
 lines, functions whose parameters are not documented, and modules of the execution room without a unit test.
 """
 

@@ -1,4 +1,4 @@
-"""Which files run for one request, from the HTTP edge to the worker and back: traced in a service with real processes."""
+"""Which files run for one request, from the HTTP edge to the worker and back: traced in a running service."""
 
 from __future__ import annotations
 

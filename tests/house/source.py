@@ -19,10 +19,10 @@ EXAMPLES = {
     "a model family (Qwen3-MoE)": r"(?i)qwen3_?moe",
     "a pipeline (distill)": r"\bdistill\b",
     "a setting of the workers (decode_chunk)": r"\bdecode_chunk\b",
-    "a REST listing (audit events)": r"(?i)audit_?(events?|view|log)\b|\baudit\b",
+    "a REST listing (audit events)": r"(?i)audit_?(view|page|log)|\baudit\.(events|page|list)|journal\.audit\b",
     "a store backend (GCS)": r"(?i)\bgcs\b|gcsblobs",
     "a pool command (DropSnapshot)": r"\bDropSnapshot\b",
-    "a database column (session_id of samplers)": r"\bprompt_cache_hits?\b|\bcached_prefill\b",
+    "a database column (when a result was read)": r"\bread_at\b",
     "a command of the command line (doctor)": r"\bdoctor\b",
 }
 
@@ -38,7 +38,7 @@ def lines_outside_tests(tree: Path) -> int:
 
 
 def files_that_name(tree: Path) -> dict[str, list[str]]:
-    """For each kind of thing that people add: the files whose code names one of them. Docstrings and comments do not count."""
+    """For each kind of thing that people add: the files whose code, docstrings apart, names one of them."""
     texts = {file: _code(file) for file in modules(tree)}
     return {
         change: [str(file.relative_to(tree)) for file, text in texts.items() if re.search(pattern, text)]
@@ -48,7 +48,9 @@ def files_that_name(tree: Path) -> dict[str, list[str]]:
 
 def class_names_used_twice(tree: Path) -> set[str]:
     """Names of classes that two or more modules define."""
-    names = Counter(node.name for file in modules(tree) for node in ast.walk(_parse(file)) if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name for file in modules(tree) for node in ast.walk(_parse(file)) if isinstance(node, ast.ClassDef)
+    )
     return {name for name, count in names.items() if count > 1}
 
 
@@ -60,7 +62,9 @@ def undocumented(tree: Path) -> list[str]:
             if function.name.startswith("_") and function.name != "__init__":
                 continue
             given = function.args
-            names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")]
+            names = [
+                a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")
+            ]
             text = (ast.get_docstring(function) or "") + (ast.get_docstring(outer) or "" if outer else "")
             if len(names) > MOST_PARAMETERS and not all(_mentions(text, name) for name in names):
                 found.append(f"{file.relative_to(tree)}:{function.lineno} {function.name}")
@@ -83,12 +87,16 @@ def _code(file: Path) -> str:
     """The file's code: without comments, and without docstrings."""
     tree = _parse(file)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
             node.body[0] = ast.Pass()
     return ast.unparse(tree)
 
 
-def _functions(tree: ast.AST, outer: ast.ClassDef | None = None) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, ast.ClassDef | None]]:
+def _functions(
+    tree: ast.AST, outer: ast.ClassDef | None = None
+) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, ast.ClassDef | None]]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node, outer
