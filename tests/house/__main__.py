@@ -1,7 +1,8 @@
 """How easily one finds one's way in a tree: `python -m tests.house [--tree DIR] [--no-paths]`.
 
-Prints figures for this tree or for another checkout, so that two can be compared: files on the path of three requests (traced in a running service), files that name one loss, one optimizer and so on, class names used twice,
-lines, functions whose parameters are not documented, and modules of the execution room without a unit test.
+Prints figures for this tree or for another checkout, to compare two: files on the path of three requests
+(traced in a service), files that name one loss, one optimizer and so on, class names used twice, lines, functions
+whose parameters are not documented, and modules of the execution room without a unit test.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to look at [default: this one]")
     parser.add_argument("--no-paths", action="store_true", help="leave out the traced requests (a minute)")
     given = parser.parse_args()
