@@ -1,7 +1,12 @@
-"""Every setting of the service, read once from arguments and `TINKERFLOW_*` variables."""
+"""Every setting of the service, declared once and read once, from arguments and `TINKERFLOW_*` variables.
+
+The descriptions are the help of the command line and the table in docs/settings.md. A worker receives the settings
+that `backend.commands.GroupConfig` has a field of the same name for.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Literal, Self
@@ -19,82 +24,187 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
 
-    data_dir: Path = Field(default=Path("~/.tinkerflow"), description="database, models, caches and logs")
-    host: str = Field(default="127.0.0.1", description="address the API binds")
-    port: int = Field(default=8000, ge=0, le=65535, description="port the API binds, 0 = a free one")
-    public_url: str = Field(default="", description="where clients reach the API, for links; empty = as they asked")
-    base_models: tuple[str, ...] = Field(default=(), description="hub ids or folders; none = the embedded tiny one")
-    store: str = Field(default="", description="fsspec URL of checkpoints; empty = <data_dir>/store")
-    pipelines: str = Field(default="", description="where pipelines keep their work; empty = <data_dir>/pipelines")
-    database_url: str = Field(default="", description="the journal's URL; empty = SQLite in data_dir")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of base weights and activations")
+    data_dir: Path = Field(
+        default=Path("~/.tinkerflow"), description="folder of the database, downloaded models, caches and logs"
+    )
+    host: str = Field(
+        default="127.0.0.1", description="address that the API listens on; any address but loopback needs API keys"
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="port that the API listens on; 0 = any free port")
+    public_url: str = Field(
+        default="",
+        description="URL at which clients reach the API, used in download links; empty = the URL of each request",
+    )
+    base_models: tuple[str, ...] = Field(
+        default=(), description="models to serve, as Hugging Face ids or folders; none = the tiny embedded model"
+    )
+    store: str = Field(default="", description="fsspec URL of the checkpoint store; empty = <data_dir>/store")
+    pipelines: str = Field(
+        default="", description="fsspec URL of the folder that pipelines write to; empty = <data_dir>/pipelines"
+    )
+    database_url: str = Field(
+        default="",
+        description="SQLAlchemy URL of the journal database, SQLite or PostgreSQL; empty = SQLite in data_dir",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="number format of base weights and activations"
+    )
     base_weights: Literal["full", "int8"] = Field(
-        default="full", description="as dtype, or the layers' matrices rounded to int8, for memory"
+        default="full",
+        description="full = base weights in dtype; int8 = layer matrices rounded to 8 bits, which saves device memory",
     )
 
     processes: int = Field(default=1, ge=1, le=1024, description="JAX processes in the worker group")
     group: str = Field(
-        default="", description="HOST:PORT where workers of other hosts join; empty = all processes run on this machine"
+        default="",
+        description="HOST:PORT at which workers of other hosts join; empty = all processes run on this machine",
     )
-    group_secret_file: str = Field(default="", description="what they must know; empty = <data_dir>/group.secret")
-    tensor_parallel: int = Field(default=1, ge=1, description="size of the mesh's tensor axis; the rest is fsdp")
-    expert_parallel: int = Field(default=1, ge=1, description="size of its expert axis, for models with experts")
-    max_context: int = Field(default=0, ge=0, description="tokens; 0 = what the model allows, up to 32768")
+    group_secret_file: str = Field(
+        default="",
+        description="file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret",
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="size of the tensor axis of the device mesh; the remaining devices form the fsdp axis",
+    )
+    expert_parallel: int = Field(
+        default=1, ge=1, description="size of the expert axis of the device mesh, for models with experts"
+    )
+    max_context: int = Field(
+        default=0, ge=0, description="longest sequence in tokens; 0 = as long as the model allows, at most 32768"
+    )
     microbatch_tokens: int = Field(
-        default=0, ge=0, description="padded tokens of a training micro-batch; 0 = as the devices' memory allows"
+        default=0, ge=0, description="padded tokens in one training micro-batch; 0 = as many as device memory allows"
     )
-    sample_slots: int = Field(default=64, ge=1, description="sequences decoded together at most")
+    sample_slots: int = Field(default=64, ge=1, description="sequences that are decoded together, at most")
     resident_snapshots: int = Field(
-        default=32, ge=1, description="snapshots for sampling kept on the devices, unless more are being sampled"
+        default=32,
+        ge=1,
+        description="sampling snapshots that stay in device memory; the least recently used is evicted, but "
+        "none that is being sampled",
     )
     host_snapshot_bytes: int = Field(
         default=2**31,
         ge=0,
-        description="of other snapshots in each worker's memory (not on CPUs); the rest are loaded when sampled",
+        description="bytes of host memory in each worker for evicted sampling snapshots, unused on CPU; a "
+        "snapshot beyond it is reloaded from the store when sampled",
     )
-    decode_chunk: int = Field(default=8, ge=1, description="tokens decoded at most between two looks at the queue")
+    decode_chunk: int = Field(
+        default=8, ge=1, description="tokens that are decoded before the sampler looks for new requests, at most"
+    )
     chunks_per_microbatch: float = Field(
-        default=1.0, ge=0.01, le=100, description="decoded chunks for each training micro-batch, while both wait"
+        default=1.0,
+        ge=0.01,
+        le=100,
+        description="decoded chunks for each training micro-batch while both sampling and training wait",
     )
-    warm_up: bool = Field(default=True, description="compile what requests may need while there are none")
-    command_deadline: float = Field(default=600.0, gt=0, description="seconds a pool command may take")
-    start_deadline: float = Field(default=600.0, gt=0, description="seconds a worker group may take to start")
+    warm_up: bool = Field(
+        default=True,
+        description="compile programs while the service is idle; doctor and /metrics report progress and how "
+        "many compilations a request had to wait for",
+    )
+    command_deadline: float = Field(
+        default=600.0,
+        gt=0,
+        description="seconds that one command to a worker group may take before the group is restarted",
+    )
+    start_deadline: float = Field(default=600.0, gt=0, description="seconds that a worker group may take to start")
 
-    heartbeat_timeout: float = Field(default=30.0, gt=0, description="seconds until a silent process counts as stopped")
-    snapshot_steps: int = Field(default=50, ge=1, description="optimizer steps between a model's recovery snapshots")
-    snapshot_seconds: float = Field(default=60.0, gt=0, description="seconds between them at most, while it changes")
+    heartbeat_timeout: float = Field(
+        default=30.0, gt=0, description="seconds without a heartbeat after which a worker process is treated as stopped"
+    )
+    snapshot_steps: int = Field(
+        default=50, ge=1, description="optimizer steps between two recovery snapshots of a model, at most"
+    )
+    snapshot_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        description="seconds between two recovery snapshots of a model that is being trained, at most",
+    )
 
-    keep_last: int = Field(default=0, ge=0, description="checkpoints kept of each run and kind; 0 = all")
-    keep_every: int = Field(default=0, ge=0, description="steps; beyond keep_last, those of every so many stay")
+    keep_last: int = Field(
+        default=0,
+        ge=0,
+        description="newest checkpoints kept of each run and kind; older ones are deleted unless keep_every "
+        "keeps them; 0 = keep all",
+    )
+    keep_every: int = Field(
+        default=0,
+        ge=0,
+        description="of the checkpoints older than keep_last, keep those whose optimizer step is a multiple "
+        "of this; 0 = none",
+    )
 
-    session_timeout: float = Field(default=300.0, gt=0, description="seconds without heartbeat until a session expires")
+    session_timeout: float = Field(
+        default=300.0, gt=0, description="seconds without a heartbeat from the client after which its session expires"
+    )
     gap_timeout: float = Field(
-        default=60.0, gt=0, description="seconds until a sequence id that never came counts as used"
+        default=60.0,
+        gt=0,
+        description="seconds to wait for a missing sequence id before later requests of its model go ahead",
     )
-    result_ttl: float = Field(default=3600.0, gt=0, description="seconds a result stays re-readable")
-    poll_hold: float = Field(default=25.0, gt=0, le=40, description="seconds retrieve_future is held open")
+    result_ttl: float = Field(default=3600.0, gt=0, description="seconds for which a result can be read again")
+    poll_hold: float = Field(
+        default=25.0, gt=0, le=40, description="seconds that a poll for a result is held open, at most"
+    )
     metadata_only_over: int = Field(
-        default=2**20, ge=0, description="bytes of a result above which clients are told its size first"
+        default=2**20,
+        ge=0,
+        description="bytes of a result above which clients are first told its size, so that they can make room",
     )
-    # Of one project (the keys made for it, together); 0 = no limit.
-    max_sampling_requests: int = Field(default=10_000, ge=0, description="samples a project may have waiting")
-    max_queued_tokens: int = Field(default=0, ge=0, description="training tokens a project may have waiting")
-    max_live_models: int = Field(default=0, ge=0, description="models a project may have live at a time")
-    max_stored_bytes: int = Field(default=0, ge=0, description="of a project's checkpoints; then nothing more is saved")
-    max_body_bytes: int = Field(default=256 * 2**20, ge=2**16, description="largest body, after decompression")
+    # Limits of one project, which all of its keys share.
+    max_sampling_requests: int = Field(
+        default=10_000, ge=0, description="sample requests that a project may have waiting; 0 = no limit"
+    )
+    max_queued_tokens: int = Field(
+        default=0, ge=0, description="training tokens that a project may have waiting; 0 = no limit"
+    )
+    max_live_models: int = Field(
+        default=0, ge=0, description="models that a project may have loaded at a time; 0 = no limit"
+    )
+    max_stored_bytes: int = Field(
+        default=0, ge=0, description="bytes of checkpoints that a project may have; further saves fail; 0 = no limit"
+    )
+    max_body_bytes: int = Field(
+        default=256 * 2**20, ge=2**16, description="bytes of the largest request body, after decompression"
+    )
 
-    # What clients are told that their usage costs, in US dollars; 0 = not configured, and they are told nothing.
-    price_training: float = Field(default=0.0, ge=0, description="of a million training tokens")
-    price_prefill: float = Field(default=0.0, ge=0, description="of a million prompt tokens")
-    price_cached_prefill: float = Field(default=0.0, ge=0, description="of a million prompt tokens that a cache spared")
-    price_sample: float = Field(default=0.0, ge=0, description="of a million sampled tokens")
-    price_storage: float = Field(default=0.0, ge=0, description="of a gigabyte of checkpoints for 720 hours")
+    # Prices that clients see beside their usage.
+    price_training: float = Field(
+        default=0.0, ge=0, description="US dollars for a million training tokens, reported with usage; 0 = not reported"
+    )
+    price_prefill: float = Field(
+        default=0.0, ge=0, description="US dollars for a million prompt tokens, reported with usage; 0 = not reported"
+    )
+    price_cached_prefill: float = Field(
+        default=0.0,
+        ge=0,
+        description="US dollars for a million prompt tokens found in the prefix cache, reported with usage; 0 "
+        "= not reported",
+    )
+    price_sample: float = Field(
+        default=0.0, ge=0, description="US dollars for a million sampled tokens, reported with usage; 0 = not reported"
+    )
+    price_storage: float = Field(
+        default=0.0,
+        ge=0,
+        description="US dollars for a gigabyte of checkpoints over 720 hours, reported with usage; 0 = not reported",
+    )
 
     prefect: Literal["embedded", "external", "off"] = Field(
-        default="embedded", description="start a Prefect server, use the one at PREFECT_API_URL, or track nothing"
+        default="embedded",
+        description="embedded = start a Prefect server; external = use the server at PREFECT_API_URL; off = "
+        "show nothing in Prefect",
     )
-    prefect_port: int = Field(default=4200, ge=0, le=65535, description="of the embedded server, 0 = a free one")
-    tracked_runs_per_second: float = Field(default=3.0, gt=0, description="above it, batches share one")
+    prefect_port: int = Field(
+        default=4200, ge=0, le=65535, description="port of the embedded Prefect server; 0 = any free port"
+    )
+    tracked_runs_per_second: float = Field(
+        default=3.0,
+        gt=0,
+        description="task runs per second that Prefect is sent; above this rate several operations share one task run",
+    )
 
     @field_validator("data_dir")
     @classmethod
@@ -125,24 +235,24 @@ class Settings(BaseSettings):
         return values
 
     @model_validator(mode="after")
-    def _mesh_divides(self) -> Self:
+    def _database_is_supported(self) -> Self:
         if self.database_url and not self.database_url.startswith(("sqlite:///", "postgresql")):
             raise ValueError(f"database_url {self.database_url!r}: must start with sqlite:/// or postgresql")
         return self
 
     @property
     def journal_url(self) -> str:
-        """The journal's SQLAlchemy URL."""
+        """The SQLAlchemy URL of the journal."""
         return self.database_url or f"sqlite:///{self.data_dir / 'journal.db'}"
 
     @property
     def group_secret_path(self) -> Path:
-        """The file that holds the group's secret."""
+        """The file with the secret of the worker group."""
         return Path(self.group_secret_file).expanduser() if self.group_secret_file else self.data_dir / "group.secret"
 
     @property
     def has_journal(self) -> bool:
-        """Whether there is a journal already, as far as can be told without opening one."""
+        """Whether a journal exists already; True for every database_url, because only opening it would tell."""
         return bool(self.database_url) or (self.data_dir / "journal.db").exists()
 
     @property
@@ -157,18 +267,12 @@ class Settings(BaseSettings):
 
     @property
     def compile_cache(self) -> Path:
-        """Where JAX keeps what it compiled; native code, so it is trusted like the program itself."""
+        """The folder of JAX's compilation cache. It holds native code, so it must be as safe as the program itself."""
         return self.data_dir / "jax-cache"
 
     def environment(self) -> dict[str, str]:
-        """The same settings as variables, for child processes."""
+        """The same settings as environment variables, for child processes."""
         return {
-            _PREFIX + name.upper(): value if isinstance(value, str) else _encode(value)
+            _PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value)
             for name, value in self.model_dump(mode="json").items()
         }
-
-
-def _encode(value: object) -> str:
-    import json
-
-    return json.dumps(value)

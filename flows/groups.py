@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from tinkerflow.backend.commands import GroupConfig
 from tinkerflow.backend.errors import UserError
@@ -24,7 +25,9 @@ class ServedModel:
 
 
 def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
-    """What every process of the group for `card` is told.
+    """The configuration that every process of the group for `card` gets.
+
+    A field that is named like a setting holds that setting. The rest is worked out here.
 
     The mesh has one device per process, or `tensor_parallel` * `expert_parallel` of them if there are fewer processes.
     UserError when that product does not divide it.
@@ -36,18 +39,14 @@ def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
             f"processes is {settings.processes} and tensor_parallel is {settings.tensor_parallel} (times "
             f"expert_parallel {settings.expert_parallel}): one must be a multiple of the other"
         )
-    return GroupConfig(
-        model_path=card.path,
-        dtype=settings.dtype,
-        fsdp=devices // split,
-        tensor=settings.tensor_parallel,
-        max_context=card.max_context,
-        microbatch_tokens=settings.microbatch_tokens,
-        sample_slots=settings.sample_slots,
-        decode_chunk=settings.decode_chunk,
-        compile_cache_dir=str(settings.compile_cache),
-        base_weights=settings.base_weights,
-        warm_up=settings.warm_up,
-        expert=settings.expert_parallel,
-        resident_snapshots=settings.resident_snapshots,
-    )
+    names = {field.name for field in fields(GroupConfig)}
+    values: dict[str, Any] = {name: getattr(settings, name) for name in Settings.model_fields if name in names}
+    values |= {
+        "model_path": card.path,
+        "max_context": card.max_context,
+        "fsdp": devices // split,
+        "tensor": settings.tensor_parallel,
+        "expert": settings.expert_parallel,
+        "compile_cache_dir": str(settings.compile_cache),
+    }
+    return GroupConfig(**values)
