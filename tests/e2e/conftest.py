@@ -138,7 +138,8 @@ def descendants(pid: int) -> list[int]:
 @contextmanager
 def running(data_dir: Path, *options: str, compiled: Path, prefect: str = "embedded") -> Iterator[Server]:
     """`tinkerflow up` on free ports until the block ends; afterwards none of its processes is left."""
-    (data_dir / "jax-cache").symlink_to(compiled)
+    if not (data_dir / "jax-cache").exists():
+        (data_dir / "jax-cache").symlink_to(compiled)
     server = Server(data_dir, options, prefect)
     server.start()
     try:

@@ -5,30 +5,52 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 
+import httpx
 import pytest
+from browser import wait_for
 from rich.console import Console
 
 from tinkerflow.deployments.quickstart import teach
 
 
-def test_quickstart_teaches_pig_latin(tmp_path, compiled_programs):
-    (tmp_path / "jax-cache").symlink_to(compiled_programs)  # the next test needs the same programs
-    run = subprocess.run(
-        [sys.executable, "-m", "tinkerflow", "quickstart", "--data-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    losses = [float(x) for x in re.findall(r"step +\d+/\d+ +loss +([\d.]+)", run.stdout)]
-    assert len(losses) >= 10
-    assert losses[-1] < 0.1 * losses[0]
-    assert "all three answers learnt" in run.stdout
-    assert re.search(r"http://127\.0\.0\.1:\d+/runs/flow-run/[0-9a-f-]{36}", run.stdout)
+def test_quickstart_teaches_pig_latin_and_its_run_can_be_seen_until_it_ends_and_again(
+    tmp_path, compiled_programs, start_server
+):
+    data_dir, log = tmp_path / "data", tmp_path / "quickstart.log"
+    data_dir.mkdir()
+    (data_dir / "jax-cache").symlink_to(compiled_programs)  # the next test needs the same programs
+    with log.open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "tinkerflow", "quickstart", "--data-dir", str(data_dir), "--stay"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        wait_for(lambda: "serving until Ctrl-C" in log.read_text() or run.poll() is not None)
+        said = log.read_text()
+        assert run.poll() is None, said
+        losses = [float(x) for x in re.findall(r"step +\d+/\d+ +loss +([\d.]+)", said)]
+        assert len(losses) >= 10
+        assert losses[-1] < 0.1 * losses[0]
+        assert "all three answers learnt" in said
+        page = re.search(r"(http://127\.0\.0\.1:\d+)/runs/flow-run/([0-9a-f-]{36})", said)
+        assert page is not None
+        assert httpx.get(f"{page[1]}/api/flow_runs/{page[2]}", timeout=60).is_success
+    finally:
+        run.send_signal(signal.SIGINT)
+        try:
+            assert run.wait(180) == 0
+        finally:
+            run.kill()
+    said = log.read_text()
+    assert f"tinkerflow up --data-dir {data_dir}\nand open http://127.0.0.1:4200/runs/flow-run/{page[2]}\n" in said
+    with start_server(data_dir) as server:
+        assert server.ask_prefect(f"/flow_runs/{page[2]}")["id"] == page[2]
 
 
 def test_too_few_steps_teach_nothing(server):
