@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import MISSING, fields
 from typing import Any, get_args
 
 import annotated_types
@@ -22,6 +23,7 @@ from tests.docs.pages import DOCS
 
 from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.deployments.cli import app
 from tinkerflow.flows.pipelines import pipelines
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
@@ -216,11 +218,23 @@ def model_families() -> str:
     return table(("family", "`model_type` in `config.json`"), rows)
 
 
+# ---------------------------------------------------------------------- what is trained with
+def optimizers() -> str:
+    """Every optimizer with its parameters, defaults and bounds."""
+    rows = []
+    for name, spec in OPTIMIZERS.items():
+        for field in fields(spec.params):
+            default = "required" if field.default is MISSING else f"`{field.default}`"
+            rows.append((f"`{name}`", f"`{field.name}`", default, spec.bounds[field.name].rule))
+    return table(("optimizer", "parameter", "default", "must be"), rows)
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "settings": settings,
     "commands": commands,
     "metrics": metrics,
     "families": model_families,
+    "optimizers": optimizers,
     "pipelines": pipeline_table,
     "pipeline-parameters": pipeline_parameters,
     "compatibility": compatible,
