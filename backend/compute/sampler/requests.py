@@ -1,11 +1,11 @@
-"""What becomes of a sample request on the host: it is checked, split into sequences, and put together again.
+"""A sample request on the host: it is split into sequences, and its result is put together from theirs.
 
-No device arrays, and nothing that depends on time or rank: every process of a group does the same with it.
+`wire.sample` has checked it: its prompt fits the context, and its parameters are in range. Here are no device arrays,
+and nothing depends on time or rank: every process of a group does the same with a request.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +16,6 @@ from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 from tinkerflow.backend.compute.sampler.stops import StopDetector
-from tinkerflow.backend.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -119,32 +118,3 @@ class ActiveSequence:
             np.concatenate([part.tokens_Nk for part in self.top])[:length, :k],
             np.concatenate([part.logprobs_Nk for part in self.top])[:length, :k],
         )
-
-
-def check(request: SampleRequest, *, vocab: int, max_context: int) -> None:
-    """UserError naming what in `request` cannot be sampled, its value and the rule."""
-
-    def refuse(what: str, value: object, rule: str) -> None:
-        raise UserError(f"sample request: {what} is {value}; it must be {rule}")
-
-    prompt = request.prompt_T
-    if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
-        refuse("the prompt", f"{prompt.dtype}{list(prompt.shape)}", "a list of token ids")
-    if not 1 <= len(prompt) < max_context:
-        refuse("the prompt's length", f"{len(prompt)} tokens", f"1 to {max_context - 1}, one less than the context")
-    outside = (prompt < 0) | (prompt >= vocab)
-    if outside.any():
-        place = int(np.argmax(outside))
-        refuse(f"prompt token {place}", int(prompt[place]), f"0 to {vocab - 1}")
-    if request.num_samples < 1:
-        refuse("num_samples", request.num_samples, "at least 1")
-    if request.max_tokens < 1:
-        refuse("max_tokens", request.max_tokens, "at least 1")
-    if not (math.isfinite(request.temperature) and request.temperature >= 0):
-        refuse("temperature", request.temperature, "finite and at least 0")
-    if request.top_k != -1 and request.top_k < 1:
-        refuse("top_k", request.top_k, "-1 (off) or at least 1")
-    if not 0 < request.top_p <= 1:
-        refuse("top_p", request.top_p, "above 0 and at most 1")
-    if any(not string for string in request.stop_strings):
-        refuse("a stop string", "empty", "at least one character")

@@ -152,6 +152,12 @@ class Scheduler:
         """(slot, sequence), ascending."""
         return ((slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None)
 
+    def snapshots(self) -> list[AdapterSnapshot]:
+        """Every snapshot that a slot or the group in prefill uses, in a fixed order."""
+        parents = [sequence.parent for _, sequence in self.decoding()]
+        parents += [job.parent for job in self.group.jobs] if self.group else []
+        return [snapshot for parent in parents if (snapshot := parent.snapshot) is not None]
+
     def wanted_slots(self) -> int:
         """How many sequences would decode if there were slots for all."""
         jobs = [*self._waiting, *(self.group.jobs if self.group else ())]

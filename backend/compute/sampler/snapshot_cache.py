@@ -146,6 +146,11 @@ class SnapshotCache:
         return snapshot is None or self._snapshots.get(snapshot.snapshot_id) is snapshot
 
     @property
+    def resident(self) -> list[str]:
+        """The ids of the snapshots on the devices, least recently used first."""
+        return [snapshot.snapshot_id for snapshot in self._resident]
+
+    @property
     def lora(self) -> Lora:
         """The stack: A [.., K, in] and B [.., K, out], or tuples of those; without any pairs before it is used."""
         return self._stack.lora

@@ -18,6 +18,9 @@ from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache
+from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup
 from tinkerflow.backend.compute.transformer import Params
 
 VOCAB = 320
@@ -49,8 +52,9 @@ class Tiny:
             **changes,
         )
 
-    def sampler(self, *, cache_cells: int | None = None, **changes: Any) -> Sampler:
-        return Sampler(self.cfg, self.params, self.mesh, self.config(**changes), cache_cells=cache_cells)
+    def sampler(self, *, cache_cells: int | None = None, prefill_budget: int = 1024, **changes: Any) -> Sampler:
+        sizes: dict[str, Any] = {"cache_cells": cache_cells, "prefill_budget": prefill_budget}
+        return Sampler(self.cfg, self.params, self.mesh, self.config(**changes), **sizes)
 
 
 def _save(folder: Path, architecture: str) -> None:
@@ -133,6 +137,20 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
     model = request.getfixturevalue(request.param)
     assert isinstance(model, Tiny)
     return model
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and tokens of every piece of prompts that is computed, as it happens."""
+    computed: list[tuple[int, int]] = []
+    real = SamplerModel.prefill_piece
+
+    def watched(model: SamplerModel, group: PrefillGroup, staged: KVCache) -> KVCache:
+        computed.append((group.rows, group.piece))
+        return real(model, group, staged)
+
+    monkeypatch.setattr(SamplerModel, "prefill_piece", watched)
+    return computed
 
 
 @pytest.fixture(scope="session")

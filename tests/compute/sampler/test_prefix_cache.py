@@ -12,24 +12,21 @@ import pytest
 from tinkerflow.backend.commands import LoraSpec, PromptWishes, SampleRequest, SampleResult, SampleStep
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.sampler.model import SamplerModel
 
 SPEC = LoraSpec(4)
 
 
 @pytest.fixture
-def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of every piece of a prompt that is computed, as it happens."""
-    from tinkerflow.backend.compute.sampler import sampler as module
+def computed_sizes(pieces: list[tuple[int, int]]) -> Callable[[], tuple[int, ...]]:
+    """computed_sizes(): the size of every piece of a prompt that was computed since the last call."""
 
-    computed: list[int] = []
-    real = module.prefill
+    def read() -> tuple[int, ...]:
+        sizes = tuple(size for _, size in pieces)
+        pieces.clear()
+        return sizes
 
-    def watched(*args: Any) -> Any:
-        computed.append(args[-1].tokens_BQ.shape[1])
-        return real(*args)
-
-    monkeypatch.setattr(module, "prefill", watched)
-    return computed
+    return read
 
 
 @pytest.fixture
@@ -62,7 +59,7 @@ def assert_same(result: SampleResult, other: SampleResult) -> None:
 
 
 def test_a_conversation_goes_on_from_what_is_cached_and_nothing_changes(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, pieces: list[int]
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, computed_sizes: Any
 ) -> None:
     # Each turn is the beginning of the next; their caches are of two lengths.
     whole = prompt(480)
@@ -70,8 +67,7 @@ def test_a_conversation_goes_on_from_what_is_cached_and_nothing_changes(
     cold, computed = [], []
     for turn in turns:
         cold.append(run_all(qwen.sampler(), turn)["turn"])
-        computed.append(tuple(pieces))
-        pieces.clear()
+        computed.append(computed_sizes())
     assert computed == [(128,), (128,), (128, 128, 64), (128, 128, 128, 64, 32)]
     warm, hits = qwen.sampler(), []
     for turn, expected, whole_pieces in zip(turns, cold, computed, strict=True):
@@ -80,8 +76,7 @@ def test_a_conversation_goes_on_from_what_is_cached_and_nothing_changes(
             assert_same(result, expected)
             known = result.prompt_cache_hit_tokens
             hits.append(known)
-            assert tuple(pieces) == (() if again else whole_pieces[known // 128 :])
-            pieces.clear()
+            assert computed_sizes() == (() if again else whole_pieces[known // 128 :])
     assert hits == [0, 99, 0, 128, 128, 299, 256, 479]
 
 
@@ -95,12 +90,12 @@ def test_prompts_that_part_share_what_comes_before(qwen: Any, ask: Any, run_all:
 
 
 def test_long_prompts_asked_one_by_one_are_computed_once(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, pieces: list[int]
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, computed_sizes: Any
 ) -> None:
     group = [ask(str(seed), prompt(250), 4, temperature=1.0, seed=seed) for seed in range(4)]
     results = run_all(qwen.sampler(), *group)
     assert [results[one.request_id].prompt_cache_hit_tokens for one in group] == [0, 249, 249, 249]
-    assert pieces == [128, 128]
+    assert computed_sizes() == (128, 128)
     assert len({tuple(result.sequences[0].tokens_T.tolist()) for result in results.values()}) == 4
 
 
@@ -161,12 +156,9 @@ def test_pages_go_with_their_snapshot(
 
 
 def test_a_prompt_begun_with_weights_that_were_replaced_is_not_kept(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any, random_lora: Any, monkeypatch: pytest.MonkeyPatch
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, hit: Any, random_lora: Any
 ) -> None:
-    from tinkerflow.backend.compute.sampler import sampler as module
-
-    monkeypatch.setattr(module, "_PREFILL_BUDGET", 128)  # a piece a step
-    sampler = qwen.sampler()
+    sampler = qwen.sampler(prefill_budget=128)  # a piece a step
     for seed, name in enumerate(("shared", "newer")):
         sampler.publish(name, random_lora(qwen.cfg, SPEC, seed), SPEC)
     request = ask("a", prompt(250), 4, snapshot_id="shared")
@@ -180,11 +172,9 @@ def test_a_prompt_begun_with_weights_that_were_replaced_is_not_kept(
 
 
 def test_nothing_is_kept_of_what_failed(
-    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, pieces: list[int], hit: Any,
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, computed_sizes: Any, hit: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from tinkerflow.backend.compute.sampler import sampler as module
-
     sampler, wild = qwen.sampler(), random_lora(qwen.cfg, SPEC, 0)
     for pair in wild.layers.values():
         pair.B[...] *= 1e30
@@ -192,15 +182,14 @@ def test_nothing_is_kept_of_what_failed(
     diverged, good = ask("a", prompt(250), 4, snapshot_id="wild"), ask("b", prompt(250), 4)
     for _ in range(2):
         assert "not finite" in run_all(sampler, diverged)["a"].error
-        assert pieces == [128, 128]
-        pieces.clear()
+        assert computed_sizes() == (128, 128)
 
     def broken(*args: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     assert [hit(sampler, good), hit(sampler, good)] == [0, 249]
     with monkeypatch.context() as patch:
-        patch.setattr(module, "decode", broken)
+        patch.setattr(SamplerModel, "decode_chunk", broken)
         assert "RESOURCE_EXHAUSTED" in run_all(sampler, good)["b"].error
     assert hit(sampler, good) == 0  # the memory of the pages is free, too
 

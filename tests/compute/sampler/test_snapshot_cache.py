@@ -87,7 +87,7 @@ def test_those_used_longest_ago_wait_on_the_host(qwen: Any, random_lora: Any) ->
     dropped = snapshots.find("b")
     snapshots.drop("b")
     snapshots.use([dropped])  # somebody samples it still
-    assert len(resident_of(snapshots)) == 2
+    assert len(snapshots.resident) == 2
     assert snapshots.columns(dropped).end > 0
 
 
@@ -96,7 +96,7 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
 ) -> None:
     def results(most_resident: int | None) -> list[Any]:
         sampler, spec = qwen.sampler(decode_chunk=8), LoraSpec(8)
-        sampler._snapshots.most_resident = most_resident
+        sampler.snapshots.most_resident = most_resident
         for seed, name in enumerate("abcd"):
             sampler.publish(name, random_lora(qwen.cfg, spec, seed), spec)
         found = []
@@ -108,14 +108,10 @@ def test_samples_are_the_same_wherever_their_snapshots_were(
         sampler.drop("c")
         found += [run_all(sampler, *(ask(name, prompt(20), 12, snapshot_id=name) for name in "bd"))]
         sampler.publish("e", random_lora(qwen.cfg, spec, 5), spec)
-        assert resident_of(sampler._snapshots) == (["b", "d", "e"] if most_resident is None else ["e"])
+        assert sampler.snapshots.resident == (["b", "d", "e"] if most_resident is None else ["e"])
         return found
 
     assert repr(results(1)) == repr(results(None))
-
-
-def resident_of(snapshots: SnapshotCache) -> list[str]:
-    return [snapshot.snapshot_id for snapshot in snapshots._resident]
 
 
 def test_an_id_names_one_snapshot_for_good(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
