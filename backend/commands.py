@@ -20,20 +20,7 @@ Float32 = npt.NDArray[np.float32]
 
 LORA_ALPHA = 32.0
 Optimizer = str  # a name in spec.optimizers.OPTIMIZERS
-Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom"]
-# The config keys of each loss with their defaults: the public Tinker documentation's ("Loss Functions"). It gives none
-# for dro's beta, 0.05 is its example; nor for gspo, whose are the paper's (arXiv 2507.18071, section 5.1: 3e-4, 4e-4).
-LOSS_CONFIG: Mapping[Loss, Mapping[str, float]] = {
-    "cross_entropy": {},
-    "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
-    "dro": {"beta": 0.05},
-    "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
-    "stable_reinforce": {"kl_coeff": 0.0},
-}
-LOSSES = tuple(LOSS_CONFIG)  # all but `custom`, whose config is the name of a traced loss
-TOKEN_LOSSES: tuple[Loss, ...] = LOSSES[:5]  # a token's loss needs its own logprob only; the others' the whole sequence
+Loss = str  # a name in spec.losses.LOSSES
 NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes for an empty cell
 
 
@@ -52,21 +39,14 @@ class LoraSpec:
 class Example:
     """One training sequence: tokens_T is scored against targets_TK; a 1-D request has K = 1 and `flat` set.
 
-    weights_TK is used by cross_entropy; old_logprobs_TK and advantages_TK by the policy-gradient losses
-    (weights_TK then multiplies the token's loss, 1 by default). clip_low_TK and clip_high_TK replace the config's
-    thresholds, ratio_mask_TK says which tokens gspo's ratio is the mean of. All float32 [T, K].
-    inputs: what a custom loss reads, float32 or int32 of rank 0, 1 or 2, by name.
+    weights_TK multiply a token's loss. inputs: what else the loss reads, by its name on the wire: float32 [T, K] for
+    the losses of backend/spec/losses; float32 or int32 of rank 0, 1 or 2 for a traced loss, as it declares them.
     """
 
     tokens_T: Int32
     targets_TK: Int32
     weights_TK: Float32
-    old_logprobs_TK: Float32 | None = None
-    advantages_TK: Float32 | None = None
     flat: bool = True
-    clip_low_TK: Float32 | None = None
-    clip_high_TK: Float32 | None = None
-    ratio_mask_TK: Float32 | None = None
     inputs: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 

@@ -9,16 +9,14 @@ immediately: waiting would gain nothing and keep two micro-batches in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 from tinkerflow.backend.commands import (
-    TOKEN_LOSSES,
     Command,
     CreateAdapter,
     DeferredReply,
@@ -26,7 +24,6 @@ from tinkerflow.backend.commands import (
     DropAdapter,
     DropSnapshot,
     ExportAdapter,
-    Float32,
     Forward,
     ForwardResult,
     GroupConfig,
@@ -48,24 +45,20 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, state_lora
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.families import load_config
-from tinkerflow.backend.compute.logprobs import Scored
-from tinkerflow.backend.compute.losses import choose
+from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
 from tinkerflow.backend.compute.memory import training_budget
-from tinkerflow.backend.compute.mesh import FSDP, make_mesh, on_cpu, put, replicated, to_host
-from tinkerflow.backend.compute.packing import MicroBatch, pack
+from tinkerflow.backend.compute.mesh import make_mesh, on_cpu, put, replicated, to_host
+from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
-from tinkerflow.backend.compute.sequence_losses import judge
-from tinkerflow.backend.compute.train import make_steps, to_devices
+from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, training_programs
 from tinkerflow.backend.compute.warming import WarmUp
 from tinkerflow.backend.errors import DevicesError, ServerError, UserError
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, optimizer_of
 
 R = TypeVar("R", bound=Reply)
-
-Passes = Generator[DeferredReply, None, Callable[[], ForwardResult]]  # yields between micro-batches
 
 
 class Executor:
@@ -89,8 +82,17 @@ class Executor:
         self._steps = make_steps(self._cfg, self._mesh, self._budget.kept_bytes)
         self._adapters = AdapterStore(self._cfg, self._mesh)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
-        self._begun: dict[str, Passes] = {}  # of adapters whose Forward goes by micro-batch
+        self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
         self._announced: set[object] = set()
+        self._training = Training(
+            params=self._params,
+            steps=self._steps,
+            mesh=self._mesh,
+            adapters=self._adapters,
+            microbatch_tokens=self._budget.microbatch_tokens,
+            announce=self._announce,
+            read=self._read,
+        )
         self.ahead = not on_cpu()  # commands are begun before the devices are done with the last one
         self._warm_up = WarmUp(on=config.warm_up)
         self._warm_up.want(self._sampler.programs())
@@ -155,7 +157,10 @@ class Executor:
     def _execute(self, command: Command) -> Reply | DeferredReply:
         match command:
             case Forward():
-                return self._go_on(command.adapter_id, self._forward(command), whole=not command.by_micro_batch)
+                if not command.examples:
+                    return ForwardResult((), 0.0)
+                run = ForwardRun(self._training, command)
+                return self._go_on(command.adapter_id, run, whole=not command.by_micro_batch)
             case NextMicroBatch(adapter_id):
                 if (begun := self._begun.pop(adapter_id, None)) is None:
                     raise ServerError(f"adapter {adapter_id!r} has no forward to go on with: it failed before")
@@ -210,65 +215,15 @@ class Executor:
             )
         )
 
-    def _go_on(self, adapter_id: str, passes: Passes, *, whole: bool = False) -> DeferredReply:
-        try:
-            later = next(passes)
-            while whole:
-                self._read(later)
-                later = next(passes)
-        except StopIteration as end:
-            return cast(DeferredReply, end.value)
-        self._begun[adapter_id] = passes
-        return later
-
-    def _forward(self, command: Forward) -> Passes:
-        if not command.examples:
-            return partial(ForwardResult, (), 0.0)
-        if command.loss in TOKEN_LOSSES:
-            return (yield from self._pass(command))
-        # A sequence's loss needs all its logprobs: one pass for those, and one with the loss's slope as weights.
-        plain = replace(command, loss="cross_entropy", config={}, custom=None)
-        scored = yield from self._pass(replace(plain, backward=False), more=command.backward)
-        judged = judge(command, (found := self._read(scored)).logprobs)
-        result = replace(found, loss_sum=judged.loss_sum, metrics=judged.metrics)
-        if not command.backward:
-            return lambda: result
-        trained = yield from self._pass(replace(plain, examples=judged.surrogates))
-        return partial(_after, trained, result)
-
-    def _pass(self, command: Forward, *, more: bool = False) -> Passes:
-        """more: it yields after the last micro-batch too."""
-        adapter = self._adapters.get(command.adapter_id)
-        choice = choose(command.loss, command.config)
-        batches = pack(
-            command.examples,
-            microbatch_tokens=self.microbatch_tokens,
-            row_multiple=self._mesh.shape[FSDP],
-        )
-        scored: list[Scored] = []
-        grads = adapter.grads
-        try:
-            for number, batch in enumerate(batches, 1):
-                self._announce("forward_backward" if command.backward else "forward", adapter, batch)
-                arrays = to_devices(batch, choice, self._mesh)
-                if command.backward:
-                    grads, one = self._steps.backward(self._params, adapter.lora, grads, arrays)
-                else:
-                    one = self._steps.forward(self._params, adapter.lora, arrays)
-                scored.append(one)
-                if more or number < len(batches):
-                    yield partial(_done, one)
-        except Exception as error:
-            if not command.backward:
-                raise
-            self._adapters.clear_gradients(command.adapter_id)
-            raise ServerError(
-                f"forward_backward of {len(command.examples)} examples failed ({type(error).__name__}: {error}); "
-                f"the gradients that adapter {command.adapter_id!r} had accumulated are cleared"
-            ) from error
-        if command.backward:
-            self._adapters.set(command.adapter_id, replace(adapter, grads=grads, pending=True))
-        return lambda: _gather(command, batches, to_host(scored))
+    def _go_on(self, adapter_id: str, run: ForwardRun, *, whole: bool = False) -> DeferredReply:
+        """Compute the run's next micro-batch, or all that are left when `whole`."""
+        reply = run.step()
+        while whole and not run.done:
+            self._read(reply)
+            reply = run.step()
+        if not run.done:
+            self._begun[adapter_id] = run
+        return reply
 
     def _optimize(self, command: OptimStep) -> DeferredReply:
         adapter = self._adapters.get(command.adapter_id)
@@ -292,16 +247,6 @@ class Executor:
             self._progress(f"compiling {what} for {rows}x{tokens} tokens, rank {adapter.spec.rank}")
 
 
-def _done(scored: Scored) -> Done:
-    jax.block_until_ready(scored)
-    return Done()
-
-
-def _after(trained: DeferredReply, result: ForwardResult) -> ForwardResult:
-    trained()
-    return result
-
-
 def _stepped(on_devices: jax.Array, step: int) -> OptimResult:
     norm = float(to_host(on_devices))
     if not np.isfinite(norm):
@@ -310,13 +255,3 @@ def _stepped(on_devices: jax.Array, step: int) -> OptimResult:
             "are cleared: look at the weights, advantages and logprobs of the last forward_backward"
         )
     return OptimResult(grad_norm=norm, step=step)
-
-
-def _gather(command: Forward, batches: list[MicroBatch], results: list[Scored]) -> ForwardResult:
-    logprobs: list[Float32] = [np.empty(0, np.float32)] * len(command.examples)
-    for batch, scored in zip(batches, results, strict=True):
-        for place in batch.places:
-            example = command.examples[place.example]
-            rows = scored.logprobs_BTK[place.row, place.start : place.start + place.length]
-            logprobs[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
-    return ForwardResult(tuple(logprobs), float(sum(np.float64(scored.loss) for scored in results)))

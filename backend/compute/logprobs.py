@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tinkerflow.backend.compute.lora import LoraPair, apply_one
-from tinkerflow.backend.compute.losses import LossChoice, LossInputs, token_losses
+from tinkerflow.backend.compute.losses import LossChoice, TokenInputs, token_losses
 from tinkerflow.backend.compute.transformer import Params, unembed, unembed_pullback
 
 _LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
@@ -35,14 +35,14 @@ def score(
     hidden_BTD: jax.Array,
     targets_BTK: jax.Array,
     choice: LossChoice,
-    inputs: LossInputs,
+    inputs: TokenInputs,
 ) -> Scored:
     """Logprobs of the targets and the loss, without gradients; `pair` adapts the unembedding.
 
     T must be a power of two, as `packing` makes it.
     """
 
-    def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, LossInputs]) -> tuple[jax.Array, jax.Array]:
+    def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
         x_BcD, targets_BcK, here = part
         logits_BcV = _logits(params, x_BcD, _update(x_BcD, pair))
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - _log_total(logits_BcV)
@@ -59,11 +59,11 @@ def score_and_grads(
     hidden_BTD: jax.Array,
     targets_BTK: jax.Array,
     choice: LossChoice,
-    inputs: LossInputs,
+    inputs: TokenInputs,
 ) -> tuple[Scored, jax.Array, LoraPair | None]:
     """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is)."""
 
-    def chunk(carry: tuple[jax.Array, Any], part: tuple[jax.Array, jax.Array, LossInputs]) -> tuple[Any, Any]:
+    def chunk(carry: tuple[jax.Array, Any], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
         loss, d_pair = carry
         x_BcD, targets_BcK, here = part
         update, pull = jax.vjp(_update, x_BcD, pair)

@@ -1,106 +1,112 @@
-"""The loss of each token from its logprob; every loss is a sum over tokens (and targets).
+"""Losses applied: of tokens on the devices, of whole sequences on the host. `backend/spec/losses` holds the formulas.
 
-Losses that need the whole sequence are in `sequence_losses`. These are branches of one executable, chosen by number, so
-that changing the loss compiles nothing. The formulas are those of the public Tinker documentation ("Loss Functions").
+Losses per token are branches of one executable, chosen by number, so that changing the loss compiles nothing.
+
+Losses of whole sequences run on the host, in float64, after a forward pass has given the logprobs; a second pass then
+trains with weighted cross entropy, whose weights are minus the slopes (its gradient is the loss's own, by the chain
+rule). They cost one forward pass more than losses per token, and compile nothing. Packing and micro-batches cannot
+matter: each example is computed by itself. Letters: T tokens, K targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
-from tinkerflow.backend.commands import LOSS_CONFIG, TOKEN_LOSSES, Loss
+from tinkerflow.backend.commands import Example, Float32, Forward
+from tinkerflow.backend.compute.custom_loss import custom_losses
+from tinkerflow.backend.compute.optimizer import Leaf
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.losses import LOSSES, Float64, LossSpec, loss_named
 
-_MOST_VALUES = 2  # in a loss's config; they are in the order of LOSS_CONFIG, zeros behind
+PER_TOKEN = tuple(spec for spec in LOSSES.values() if spec.per_token is not None)
+_MOST_VALUES = max(len(spec.config) for spec in PER_TOKEN)
 
-
-@flax.struct.dataclass
-class LossInputs:
-    """What a loss needs beside the logprobs, float32 and of their shape; weights are 0 where nothing is scored.
-
-    clip_low and clip_high are NaN where the config's threshold holds. Its leaves are host arrays on the way in, and
-    device arrays in a step.
-    """
-
-    weights: Any
-    old_logprobs: Any
-    advantages: Any
-    clip_low: Any
-    clip_high: Any
+TokenInputs = Mapping[str, jax.Array]  # by name, as `packed_inputs` lists them, of the shape of the logprobs
 
 
 @flax.struct.dataclass
 class LossChoice:
-    """Which loss, and with which config: float32 [3], its number in TOKEN_LOSSES and then its config values."""
+    """Which loss per token, and its configuration: float32, its place in PER_TOKEN, then its values, zeros behind."""
 
-    vector: Any
+    vector: Leaf
 
 
-def choose(loss: Loss, config: Mapping[str, float]) -> LossChoice:
-    """The host form of a loss and its config; UserError names an unknown loss or config key."""
-    if loss not in LOSS_CONFIG:
-        raise UserError(f"loss_fn {loss!r} is unknown; known: {', '.join(TOKEN_LOSSES)}")
-    defaults = LOSS_CONFIG[loss]
-    for key in config:
-        if key not in defaults:
-            takes = ", ".join(defaults) or "nothing"
-            raise UserError(f"loss_fn_config[{key!r}]: {loss} does not take it; it takes: {takes}")
-    vector: npt.NDArray[np.float32] = np.zeros(1 + _MOST_VALUES, np.float32)
-    vector[0] = TOKEN_LOSSES.index(loss)
-    for place, (key, default) in enumerate(defaults.items(), 1):
-        vector[place] = config.get(key, default)
+def choose(loss: str, config: Mapping[str, float]) -> LossChoice:
+    """The host form of a loss per token and its configuration; UserError names what is unknown or out of bounds."""
+    spec = loss_named(loss)
+    values = spec.read_config(config).values()
+    vector = np.zeros(1 + _MOST_VALUES, np.float32)
+    vector[: 1 + len(values)] = [PER_TOKEN.index(spec), *values]
     return LossChoice(vector)
 
 
-def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -> jax.Array:
     """The loss of every token, of the shape of `logprobs`, weights applied."""
-    branches = [_BRANCHES[name] for name in TOKEN_LOSSES]
+    branches = [partial(_branch, spec) for spec in PER_TOKEN]
     vector = jnp.asarray(choice.vector)
-    return jax.lax.switch(vector[0].astype(jnp.int32), branches, vector[1:], logprobs, inputs) * inputs.weights
+    losses: jax.Array = jax.lax.switch(vector[0].astype(jnp.int32), branches, vector[1:], logprobs, inputs)
+    return losses * inputs["weights"]
 
 
-def _cross_entropy(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
-    return -logprobs
+def _branch(spec: LossSpec, values: jax.Array, logprobs: jax.Array, inputs: TokenInputs) -> jax.Array:
+    assert spec.per_token is not None
+    return spec.per_token(logprobs, inputs, dict(zip(spec.config, values, strict=False)))
 
 
-def _importance_sampling(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
-    return -jnp.exp(logprobs - inputs.old_logprobs) * inputs.advantages
+@dataclass(frozen=True)
+class Judged:
+    """What a command's examples cost, and the examples to train on with cross_entropy in their stead."""
+
+    loss_sum: float
+    surrogates: tuple[Example, ...]
+    metrics: Mapping[str, float]
 
 
-def _ppo(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
-    ratio = jnp.exp(logprobs - inputs.old_logprobs)
-    clipped = jnp.clip(ratio, *_thresholds(config, inputs))
-    return -jnp.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
+def judge(command: Forward, logprobs: Sequence[Float32]) -> Judged:
+    """The loss of `command`, which is per sequence or traced, given its examples' logprobs, each [T] or [T, K].
+
+    UserError names an example that lacks an input, or whose loss or slope is not finite; nothing has changed then.
+    """
+    shaped = [
+        array.reshape(example.targets_TK.shape) for array, example in zip(logprobs, command.examples, strict=True)
+    ]
+    metrics: Mapping[str, float] = {}
+    if command.custom is not None:
+        outcomes, metrics = custom_losses(command.custom, command.examples, shaped)
+    else:
+        spec = LOSSES[command.loss]
+        with np.errstate(over="ignore", invalid="ignore"):
+            outcomes = [
+                _of_sequence(spec, command.config, i, example, array)
+                for i, (array, example) in enumerate(zip(shaped, command.examples, strict=True))
+            ]
+    for i, (loss, slope_TK) in enumerate(outcomes):
+        if not np.isfinite(loss) or not np.isfinite(slope_TK.astype(np.float32)).all():
+            raise UserError(
+                f"data[{i}]: {command.loss} gives the loss {loss:g} or a slope that is not finite; nothing was trained"
+            )
+    return Judged(
+        loss_sum=float(sum(loss for loss, _ in outcomes)),
+        surrogates=tuple(
+            replace(example, weights_TK=(-slope_TK).astype(np.float32), inputs={})
+            for example, (_, slope_TK) in zip(command.examples, outcomes, strict=True)
+        ),
+        metrics=metrics,
+    )
 
 
-def _cispo(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
-    ratio = jnp.clip(jnp.exp(logprobs - inputs.old_logprobs), *_thresholds(config, inputs))
-    return -jax.lax.stop_gradient(ratio) * logprobs * inputs.advantages
-
-
-def _dro(config: jax.Array, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
-    distance = logprobs - inputs.old_logprobs
-    return -(logprobs * inputs.advantages - 0.5 * config[0] * distance * distance)
-
-
-def _thresholds(config: jax.Array, inputs: LossInputs) -> tuple[jax.Array, jax.Array]:
-    def of(given: jax.Array, default: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isnan(given), default, given)
-
-    return of(inputs.clip_low, config[0]), of(inputs.clip_high, config[1])
-
-
-_BRANCHES = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "dro": _dro,
-}
+def _of_sequence(
+    spec: LossSpec, config: Mapping[str, float], index: int, example: Example, logprobs_TK: Float32
+) -> tuple[float, Float64]:
+    inputs = {"weights": example.weights_TK, **example.inputs}
+    if missing := sorted(spec.read - inputs.keys()):
+        raise UserError(f"data[{index}].loss_fn_inputs lacks {missing[0]!r}: {spec.name} needs it")
+    assert spec.per_sequence is not None
+    return spec.per_sequence(logprobs_TK.astype(np.float64), inputs, {**spec.defaults, **config})

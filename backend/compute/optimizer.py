@@ -17,7 +17,8 @@ import optax
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
-Array: TypeAlias = jax.Array | npt.NDArray[Any]  # on the devices, or on its way there
+# A leaf of a step's arguments: on the devices, on the host before that, without values (warm-up), or its sharding.
+Leaf: TypeAlias = jax.Array | npt.NDArray[Any] | jax.ShapeDtypeStruct | jax.sharding.NamedSharding
 
 
 @flax.struct.dataclass
@@ -27,7 +28,7 @@ class OptimizerState:
     The name is no array: a step compiles once for each optimizer.
     """
 
-    count: Array
+    count: Leaf
     parts: dict[str, Lora]
     name: str = flax.struct.field(pytree_node=False)  # type: ignore[no-untyped-call]
 
@@ -47,7 +48,7 @@ def fresh_state(optimizer: str, zeros: Lora) -> OptimizerState:
     return OptimizerState(np.zeros((), np.int32), dict.fromkeys(OPTIMIZERS[optimizer].state, zeros), optimizer)
 
 
-def step(lora: Lora, grads: Lora, state: OptimizerState, hyper: Array) -> Stepped:
+def step(lora: Lora, grads: Lora, state: OptimizerState, hyper: jax.Array) -> Stepped:
     """One step of the optimizer whose state it is, after clipping the gradients' global norm.
 
     hyper: float32, the optimizer's parameters as `OptimizerSpec.vector` orders them. When the norm is not finite,

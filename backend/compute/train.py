@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import flax.struct
 import jax
@@ -23,49 +23,51 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
 from tinkerflow.backend.compute.lora import Lora, apply_one
-from tinkerflow.backend.compute.losses import LossChoice, LossInputs
+from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
-from tinkerflow.backend.compute.optimizer import Array, OptimizerState, Stepped, step
+from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.transformer import Params, forward
+from tinkerflow.backend.spec.losses import packed_inputs
 
 
 @flax.struct.dataclass
-class Batch:
+class DeviceBatch:
     """A micro-batch on the devices, rows split over fsdp, and the loss to compute of it.
 
     As few arrays as its dtypes allow, because each costs a copy to the devices: ints_BTI int32 is tokens, positions,
-    segments and then the K targets; floats_BTJK float32 is what LossInputs holds, in its order; `choice` float32.
+    segments and then the K targets; floats_BTJK float32 has the losses' inputs, in the order of `packed_inputs`.
     """
 
-    ints_BTI: Any
-    floats_BTJK: Any
-    choice: Any
+    ints_BTI: Leaf
+    floats_BTJK: Leaf
+    choice: LossChoice
 
     @property
-    def tokens(self) -> Any:
+    def tokens(self) -> jax.Array:
         """The tokens, [B, T]."""
-        return self.ints_BTI[..., 0]
+        return cast(jax.Array, self.ints_BTI)[..., 0]
 
     @property
-    def positions(self) -> Any:
+    def positions(self) -> jax.Array:
         """Their positions [B, T], from 0 in each segment."""
-        return self.ints_BTI[..., 1]
+        return cast(jax.Array, self.ints_BTI)[..., 1]
 
     @property
-    def segments(self) -> Any:
+    def segments(self) -> jax.Array:
         """The example in the row that each belongs to [B, T], from 1; 0 = none."""
-        return self.ints_BTI[..., 2]
+        return cast(jax.Array, self.ints_BTI)[..., 2]
 
     @property
-    def targets(self) -> Any:
+    def targets(self) -> jax.Array:
         """What is scored at each, [B, T, K]."""
-        return self.ints_BTI[..., 3:]
+        return cast(jax.Array, self.ints_BTI)[..., 3:]
 
     @property
-    def inputs(self) -> LossInputs:
-        """What the loss needs beside logprobs."""
-        return LossInputs(*(self.floats_BTJK[:, :, place] for place in range(5)))
+    def inputs(self) -> TokenInputs:
+        """What the loss reads beside logprobs, by name, each [B, T, K]."""
+        floats_BTJK = cast(jax.Array, self.floats_BTJK)
+        return {name: floats_BTJK[:, :, place] for place, name in enumerate(packed_inputs())}
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ class Steps:
     optimize(lora, grads, state, hyper) -> Stepped, of the optimizer whose state it is: all but `hyper` is donated
     """
 
-    forward: Callable[[Params, Lora, Batch], Scored]
-    backward: Callable[[Params, Lora, Lora, Batch], tuple[Lora, Scored]]
-    optimize: Callable[[Lora, Lora, OptimizerState, Array], Stepped]
+    forward: Callable[[Params, Lora, DeviceBatch], Scored]
+    backward: Callable[[Params, Lora, Lora, DeviceBatch], tuple[Lora, Scored]]
+    optimize: Callable[[Lora, Lora, OptimizerState, Leaf], Stepped]
 
 
 def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
@@ -91,7 +93,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))
 
-    def hidden(params: Params, lora: Lora, batch: Batch, *, remat: bool) -> jax.Array:
+    def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, remat: bool) -> jax.Array:
         attend = attend_segments(batch.segments)
         tokens, positions = batch.tokens, batch.positions
         return forward(cfg, mesh, params, lora, tokens, positions, attend, apply_one, constrain=constrain, remat=remat)
@@ -101,16 +103,16 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         head = jax.lax.with_sharding_constraint(params.head, sharding(mesh, params.head.shape, TENSOR))
         return replace(params, unembed_VD=head)
 
-    def forward_step(params: Params, lora: Lora, batch: Batch) -> Scored:
+    def forward_step(params: Params, lora: Lora, batch: DeviceBatch) -> Scored:
         hidden_BTD = hidden(params, lora, batch, remat=False)
-        return score(gathered(params), lora.unembed, hidden_BTD, batch.targets, LossChoice(batch.choice), batch.inputs)
+        return score(gathered(params), lora.unembed, hidden_BTD, batch.targets, batch.choice, batch.inputs)
 
-    def backward_step(params: Params, lora: Lora, grads: Lora, batch: Batch) -> tuple[Lora, Scored]:
+    def backward_step(params: Params, lora: Lora, grads: Lora, batch: DeviceBatch) -> tuple[Lora, Scored]:
         tokens = batch.tokens.size // mesh.shape[FSDP]
         remat = memory.kept_bytes(cfg, _ranks(cfg, lora), tokens, params.embed_VD.dtype) > kept_bytes
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
         scored, d_hidden_BTD, d_unembed = score_and_grads(
-            gathered(params), lora.unembed, hidden_BTD, batch.targets, LossChoice(batch.choice), batch.inputs
+            gathered(params), lora.unembed, hidden_BTD, batch.targets, batch.choice, batch.inputs
         )
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
@@ -124,19 +126,16 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
     )
 
 
-def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> Batch:
+def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> DeviceBatch:
     """Copy a micro-batch to the devices, each its rows."""
     single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
-    host = Batch(
+    host = DeviceBatch(
         ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
-        floats_BTJK=np.stack(
-            [batch.weights_BTK, batch.old_logprobs_BTK, batch.advantages_BTK, batch.clip_low_BTK, batch.clip_high_BTK],
-            axis=2,
-        ),
-        choice=choice.vector,
+        floats_BTJK=np.stack([batch.inputs_BTK[name] for name in packed_inputs()], axis=2),
+        choice=choice,
     )
     rows = sharding(mesh, batch.tokens_BT.shape, FSDP)
-    return put(host, Batch(ints_BTI=rows, floats_BTJK=rows, choice=replicated(mesh)))
+    return put(host, DeviceBatch(ints_BTI=rows, floats_BTJK=rows, choice=LossChoice(replicated(mesh))))
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:

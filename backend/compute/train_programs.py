@@ -18,11 +18,12 @@ from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
 from tinkerflow.backend.compute.optimizer import fresh_state
-from tinkerflow.backend.compute.packing import micro_batch_shapes
-from tinkerflow.backend.compute.train import Batch, Steps
+from tinkerflow.backend.compute.train import DeviceBatch, Steps
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import Program, like, result_of
+from tinkerflow.backend.spec.losses import packed_inputs
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
+from tinkerflow.backend.spec.packing import micro_batch_shapes
 
 _FORWARD = 3  # how much rarer a forward pass alone is
 
@@ -60,11 +61,11 @@ def training_programs(
         yield Program(f"forward of {B}x{T} tokens, {of}", distance + _FORWARD, forward)
 
 
-def batch_like(mesh: Mesh, B: int, T: int) -> Batch:
+def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:
     """A micro-batch on the devices, without values."""
     rows = sharding(mesh, (B, T), FSDP)
-    return Batch(
+    return DeviceBatch(
         ints_BTI=jax.ShapeDtypeStruct((B, T, 4), np.int32, sharding=rows),
-        floats_BTJK=jax.ShapeDtypeStruct((B, T, 5, 1), np.float32, sharding=rows),
-        choice=like(choose("cross_entropy", {}).vector, replicated(mesh)),
+        floats_BTJK=jax.ShapeDtypeStruct((B, T, len(packed_inputs()), 1), np.float32, sharding=rows),
+        choice=like(choose("cross_entropy", {}), replicated(mesh)),
     )

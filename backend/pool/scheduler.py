@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tinkerflow.backend.commands import (
-    TOKEN_LOSSES,
     Command,
     Forward,
     NextMicroBatch,
@@ -26,7 +25,8 @@ from tinkerflow.backend.commands import (
     SampleProgress,
     SampleStep,
 )
-from tinkerflow.backend.compute.packing import micro_batches
+from tinkerflow.backend.spec.losses import LOSSES
+from tinkerflow.backend.spec.packing import micro_batches
 
 _LITTLE = 1 / 16  # of a micro-batch: what commands count that compute for no tokens
 _ENOUGH = 1 - 1e-9
@@ -38,9 +38,8 @@ def in_parts(command: Command, microbatch_tokens: int, fsdp: int) -> Sequence[Co
     if not isinstance(command, Forward) or not command.examples:
         return (command,)
     lengths = [len(example.tokens_T) for example in command.examples]
-    count = micro_batches(lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp)
-    if command.backward and command.loss not in TOKEN_LOSSES:
-        count *= 2  # a loss of whole sequences takes a forward pass first
+    a_pass = micro_batches(lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp)
+    count = a_pass * LOSSES[command.loss].passes(backward=command.backward)
     if count == 1:
         return (command,)
     return (replace(command, by_micro_batch=True), *[NextMicroBatch(command.adapter_id)] * (count - 1))

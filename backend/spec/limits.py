@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 MAX_RANK = 1024  # of a LoRA adapter: one of a huge rank would take the memory that all adapters share
 MAX_SEQ = 2**31 - 1  # a sequence number of a model, or of a session's models and samplers: int32 on the wire
 MAX_TARGETS = 256  # scored tokens at one position of a datum
@@ -9,3 +12,22 @@ MAX_TARGETS = 256  # scored tokens at one position of a datum
 MAX_REQUEST_CELLS = 2**26
 # Cells of any tensor that a traced loss computes: T x T of a long example would otherwise take all memory.
 MAX_TRACED_CELLS = 2**26
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a number may be: a finite number >= `low` and < `below`; > `low` when `above`."""
+
+    low: float = -math.inf
+    below: float = math.inf
+    above: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Whether `value` is finite and within the bounds."""
+        return math.isfinite(value) and (value > self.low if self.above else value >= self.low) and value < self.below
+
+    @property
+    def rule(self) -> str:
+        """The bounds as an error says them."""
+        low = f" {'>' if self.above else '>='} {self.low:g}" if math.isfinite(self.low) else ""
+        return f"a finite number{low}" + (f" and < {self.below:g}" if math.isfinite(self.below) else "")

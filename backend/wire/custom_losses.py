@@ -13,8 +13,8 @@ import orjson
 
 from tinkerflow.backend.commands import CustomLoss
 from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
 from tinkerflow.backend.wire.requests import GIVEN, Body, Text, parse, whole
-from tinkerflow.backend.wire.torch_names import ATTRIBUTES, DTYPES, FUNCTIONS, METHODS
 
 MAX_NODES = 2000
 MAX_INPUTS = 16

@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from tinkerflow.backend.commands import CustomLoss, Example, Float32, Forward, Int32, Loss, StabilityInfo
+from tinkerflow.backend.commands import CustomLoss, Example, Forward, Int32, StabilityInfo
 from tinkerflow.backend.errors import UserError, broken
-from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS as MAX_CELLS
-from tinkerflow.backend.spec.limits import MAX_TARGETS
+from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_TARGETS
+from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.wire import provenance
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.losses import INPUT_NAMES, check_inputs, known_loss, read_config, read_loss_id
+from tinkerflow.backend.wire.losses import check_inputs, read_config, read_loss_id
 from tinkerflow.backend.wire.tensors import shape_of, to_array
 
 _TOKEN = np.dtype("<i4")
@@ -61,12 +62,12 @@ def training_tokens(body: bytes) -> int:
 class ForwardRead:
     """A ForwardBackwardRequest read so far that it says what else is needed to decode it.
 
-    loss_id: of the traced loss, when the loss is `custom`; sequence_ids: those whose recorded stability information is
-    needed, when it is `stable_reinforce`.
+    loss_id: of the traced loss, when the loss is `custom`. sequence_ids: the sequences whose recorded stability
+    information the loss needs.
     """
 
     request: pb.ForwardBackwardRequest
-    loss: Loss
+    loss: LossSpec
     config: Mapping[str, float]
     loss_id: str | None
     sequence_ids: frozenset[str]
@@ -82,16 +83,16 @@ def read_forward(body: bytes) -> ForwardRead:
         request.ParseFromString(body)
     except DecodeError as e:
         raise UserError(f"the request body is not a ForwardBackwardRequest: {e}") from e
-    loss = known_loss(request.loss_fn)
+    loss = loss_named(request.loss_fn)
     if not request.data:
         raise broken("data", [], "at least one datum")
-    named = provenance.check_spans(request.data, needed=loss == "stable_reinforce")
+    named = provenance.check_spans(request.data, needed_by=loss.name if loss.recorded else None)
     return ForwardRead(
         request,
         loss,
         read_config(loss, request),
         read_loss_id(loss, request),
-        named if loss == "stable_reinforce" else frozenset(),
+        named if loss.recorded else frozenset(),
     )
 
 
@@ -117,17 +118,17 @@ def decode_forward(
         tokens_T = _tokens(datum, i, max_context)
         inputs = _inputs(datum, i, len(tokens_T), loss, custom)
         cells += inputs["target_tokens"].size
-        if cells > MAX_CELLS:
-            raise UserError(f"data has more than {MAX_CELLS} target cells up to data[{i}]: must be at most {MAX_CELLS}")
+        if cells > MAX_REQUEST_CELLS:
+            raise _too_many(f"data has more than {MAX_REQUEST_CELLS} target cells up to data[{i}]")
         examples_read.append((tokens_T, inputs))
-    _check_values(examples_read, vocab_size)
+    _check_values(examples_read, loss, vocab_size)
     examples = tuple(
-        _example(tokens_T, inputs, () if custom is None else tuple(custom.inputs)[1:])
+        _example(tokens_T, inputs, None if custom is None else tuple(custom.inputs)[1:])
         for tokens_T, inputs in examples_read
     )
-    if loss == "stable_reinforce":
+    if loss.recorded:
         examples = provenance.attribute(examples, request.data, recorded or {})
-    return Forward(request.model_id, examples, loss, read.config, backward=not request.forward_only, custom=custom)
+    return Forward(request.model_id, examples, loss.name, read.config, backward=not request.forward_only, custom=custom)
 
 
 def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
@@ -150,12 +151,13 @@ def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
     return tokens_T
 
 
-def _inputs(datum: pb.Datum, index: int, tokens: int, loss: Loss, custom: CustomLoss | None) -> Inputs:
+def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: CustomLoss | None) -> Inputs:
     """The loss's inputs: each of the shape of target_tokens, or of the rank that a traced loss declared for it.
 
     Shapes are checked before anything is allocated.
     """
     given = dict(datum.loss_fn_inputs.items())
+    names = ("target_tokens", *(one.name for one in loss.inputs))
     declared: Mapping[str, int] = {}
     if custom is None:
         check_inputs(loss, given.keys(), index)
@@ -164,7 +166,7 @@ def _inputs(datum: pb.Datum, index: int, tokens: int, loss: Loss, custom: Custom
         del declared["logprobs"]
         if missing := [key for key in declared if key not in given]:
             raise UserError(f"data[{index}].loss_fn_inputs lacks {missing[0]!r}, which loss {custom.name!r} takes")
-    tensors = {key: given[key] for key in (declared or INPUT_NAMES) if key in given}
+    tensors = {key: given[key] for key in declared or names if key in given}
     shapes = {key: shape_of(tensor, _name(index, key)) for key, tensor in tensors.items()}
     wanted = shapes["target_tokens"]
     if wanted[0] != tokens:
@@ -180,15 +182,19 @@ def _inputs(datum: pb.Datum, index: int, tokens: int, loss: Loss, custom: Custom
             raise broken(f"{_name(index, key)}.shape", list(shape), f"{list(wanted)}, the shape of target_tokens")
         if custom is not None and len(shape) != declared[key]:
             raise broken(f"{_name(index, key)}.shape", list(shape), f"of rank {declared[key]}, as the loss declares it")
-    if sum(math.prod(shape) for shape in shapes.values()) > MAX_CELLS:
-        raise UserError(f"data[{index}].loss_fn_inputs has more than {MAX_CELLS} cells: must be at most {MAX_CELLS}")
+    if sum(math.prod(shape) for shape in shapes.values()) > MAX_REQUEST_CELLS:
+        raise _too_many(f"data[{index}].loss_fn_inputs has more than {MAX_REQUEST_CELLS} cells")
     inputs = {key: to_array(tensor, shapes[key], _name(index, key)) for key, tensor in tensors.items()}
     if inputs["target_tokens"].dtype.kind != "i":
         raise broken(f"{_name(index, 'target_tokens')}.dtype", inputs["target_tokens"].dtype.name, "int64")
     return inputs
 
 
-def _check_values(read: Sequence[tuple[Int32, Inputs]], vocab_size: int) -> None:
+def _too_many(fact: str) -> UserError:
+    return UserError(f"{fact}: must be at most {MAX_REQUEST_CELLS}")
+
+
+def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_size: int) -> None:
     rule = f">= 0 and < {vocab_size}, the model's vocabulary"
 
     def in_vocabulary(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -202,26 +208,22 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], vocab_size: int) -> None
             _require(arrays, in_vocabulary, name, rule)
         else:
             _require(arrays, np.isfinite, name, "a finite number")
-    _require_thresholds(read)
-    masks = [inputs.get("sequence_ratio_mask") for _, inputs in read]
-    _require(masks, lambda values: values >= 0, "data[{}].loss_fn_inputs['sequence_ratio_mask']", ">= 0")
-    for i, mask in enumerate(masks):
-        if mask is not None and not mask.any():
-            raise UserError(
-                f"{_name(i, 'sequence_ratio_mask')} is 0 everywhere: must name a token to take the ratio of"
-            )
+    for one in loss.inputs:
+        arrays = [inputs.get(one.name) for _, inputs in read]
+        if math.isfinite(low := one.low):
+            _require(arrays, partial(np.less_equal, low), f"data[{{}}].loss_fn_inputs[{one.name!r}]", f">= {low:g}")
+        for i, values in enumerate(arrays):
+            if one.some and values is not None and not values.any():
+                raise UserError(f"{_name(i, one.name)} is 0 everywhere: must not be 0 for some token")
+    if loss.ordered is not None:
+        _require_order(read, *loss.ordered)
 
 
-def _require_thresholds(read: Sequence[tuple[Int32, Inputs]]) -> None:
+def _require_order(read: Sequence[tuple[Int32, Inputs]], lower: str, upper: str) -> None:
     for i, (_, inputs) in enumerate(read):
-        low, high = inputs.get("clip_low_threshold"), inputs.get("clip_high_threshold")
-        for key, values in (("clip_low_threshold", low), ("clip_high_threshold", high)):
-            if values is not None and values.min() < 0:
-                raise broken(f"{_name(i, key)}", values.min().item(), ">= 0")
+        low, high = inputs.get(lower), inputs.get(upper)
         if low is not None and high is not None and (low > high).any():
-            raise UserError(
-                f"{_name(i, 'clip_low_threshold')} has values over those of clip_high_threshold: must be <="
-            )
+            raise UserError(f"{_name(i, lower)} has values over those of {upper}: must be <=")
 
 
 def _require(
@@ -241,34 +243,25 @@ def _require(
         raise broken(f"{name.format(i)} at position {int(at[0])}", array[tuple(at)].item(), rule)
 
 
-def _example(tokens_T: Int32, inputs: Inputs, read_by_loss: tuple[str, ...]) -> Example:
+def _example(tokens_T: Int32, inputs: Inputs, declared: Sequence[str] | None) -> Example:
+    """declared: the inputs of a traced loss, None = the loss is one of ours."""
     flat = inputs["target_tokens"].ndim == 1
 
-    def floats(key: str) -> Float32 | None:
-        # float32 bytes stay where they are; integer weights (a user's integer array) are widened
-        values = inputs.get(key)
-        if values is None:
-            return None
-        values = values.astype(np.float32, copy=False)
+    def columns(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values[:, None] if flat else values
 
-    targets_TK = inputs["target_tokens"].astype(np.int32, copy=False)
-    targets_TK = targets_TK[:, None] if flat else targets_TK
-    if read_by_loss:
-        named = {key: _as_jax_has_it(inputs[key]) for key in read_by_loss}
-        return Example(tokens_T, targets_TK, np.ones(targets_TK.shape, np.float32), flat=flat, inputs=named)
-    weights_TK = floats("weights")
-    return Example(
-        tokens_T=tokens_T,
-        targets_TK=targets_TK,
-        weights_TK=np.ones(targets_TK.shape, np.float32) if weights_TK is None else weights_TK,
-        old_logprobs_TK=floats("logprobs"),
-        advantages_TK=floats("advantages"),
-        flat=flat,
-        clip_low_TK=floats("clip_low_threshold"),
-        clip_high_TK=floats("clip_high_threshold"),
-        ratio_mask_TK=floats("sequence_ratio_mask"),
-    )
+    targets_TK = columns(inputs["target_tokens"].astype(np.int32, copy=False))
+    if declared is not None:
+        traced = {key: _as_jax_has_it(inputs[key]) for key in declared}
+        return Example(tokens_T, targets_TK, np.ones(targets_TK.shape, np.float32), flat=flat, inputs=traced)
+    # float32 bytes stay where they are; integer weights (a user's integer array) are widened
+    floats = {
+        key: columns(values.astype(np.float32, copy=False)) for key, values in inputs.items() if key != "target_tokens"
+    }
+    weights_TK = floats.pop("weights", None)
+    if weights_TK is None:
+        weights_TK = np.ones(targets_TK.shape, np.float32)
+    return Example(tokens_T, targets_TK, weights_TK, flat=flat, inputs=floats)
 
 
 def _as_jax_has_it(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

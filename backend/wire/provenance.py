@@ -17,18 +17,18 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan
 
 
-def check_spans(data: Sequence[pb.Datum], *, needed: bool) -> frozenset[str]:
+def check_spans(data: Sequence[pb.Datum], *, needed_by: str | None) -> frozenset[str]:
     """The sequence ids that the spans name; UserError for one list without the other, and for fields of spans.
 
-    `needed`: the loss cannot do without spans.
+    needed_by: the loss that cannot do without spans, None = the loss can.
     """
     named: set[str] = set()
     for i, datum in enumerate(data):
         if bool(datum.model_input_spans) != bool(datum.loss_fn_input_spans):
             raise UserError(f"data[{i}] has model_input_spans or loss_fn_input_spans, not both: give both or neither")
-        if needed and not datum.model_input_spans:
+        if needed_by is not None and not datum.model_input_spans:
             raise UserError(
-                f"data[{i}] has no provenance: stable_reinforce needs it (Datum.with_provenance), with sequences "
+                f"data[{i}] has no provenance: {needed_by} needs it (Datum.with_provenance), with sequences "
                 "sampled with record_stability_info true"
             )
         for field in ("model_input_spans", "loss_fn_input_spans"):
@@ -64,8 +64,8 @@ def _one(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, S
     old_T, sampled_T = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
     return replace(
         example,
-        old_logprobs_TK=old_T[:, None],
         weights_TK=np.where(sampled_T[:, None], example.weights_TK, np.float32(0)),
+        inputs={**example.inputs, "logprobs": old_T[:, None]},
     )
 
 

@@ -128,9 +128,11 @@ def random_example(rng: np.random.Generator, length: int, targets: int = 1) -> E
         tokens_T=rng.integers(0, VOCAB, length).astype(np.int32),
         targets_TK=rng.integers(0, VOCAB, (length, targets)).astype(np.int32),
         weights_TK=rng.uniform(-1, 2, (length, targets)).astype(np.float32),
-        old_logprobs_TK=rng.uniform(-6, -2, (length, targets)).astype(np.float32),
-        advantages_TK=rng.normal(size=(length, targets)).astype(np.float32),
         flat=targets == 1,
+        inputs={
+            "logprobs": rng.uniform(-6, -2, (length, targets)).astype(np.float32),
+            "advantages": rng.normal(size=(length, targets)).astype(np.float32),
+        },
     )
 
 

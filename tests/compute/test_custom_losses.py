@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
 from tinkerflow.backend.commands import CustomLoss, Example, Forward
-from tinkerflow.backend.compute.custom_losses import custom_losses
-from tinkerflow.backend.compute.torch_ops import DTYPES, OPS
+from tinkerflow.backend.compute.custom_loss import custom_losses
+from tinkerflow.backend.compute.custom_loss.ops import DTYPES, OPS
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.wire import decode_custom_loss, torch_names
+from tinkerflow.backend.spec import torch_names
+from tinkerflow.backend.wire import decode_custom_loss
 
 Fn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -168,7 +169,8 @@ def test_the_server_trains_as_the_client_would(shared_executor, examples, adapte
     adapter(executor, "client")
     given = examples((9, 30, 4))
     mine = tuple(
-        replace(e, inputs={"old": e.old_logprobs_TK[:, 0], "advantages": e.advantages_TK[:, 0]}) for e in given
+        replace(e, inputs={"old": e.inputs["logprobs"][:, 0], "advantages": e.inputs["advantages"][:, 0]})
+        for e in given
     )
     command = Forward("custom", mine, "custom", custom=trace(ppo, logprobs=1, old=1, advantages=1))
     result = executor.execute(command)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -22,8 +23,7 @@ from tinkerflow.backend.commands import (
     PublishSnapshot,
     SampleStep,
 )
-from tinkerflow.backend.compute import executor as module
-from tinkerflow.backend.compute import memory, train
+from tinkerflow.backend.compute import forward_backward, memory, train
 from tinkerflow.backend.errors import DevicesError, NotFoundError, ServerError, UserError
 from tinkerflow.backend.pool.scheduler import in_parts
 from tinkerflow.backend.pool.worker import ReplyCollector
@@ -35,7 +35,7 @@ LENGTHS = (100, 90, 80, 70, 60)  # several micro-batches of 256 tokens
 def test_results_are_copied_to_the_host_once(shared_executor, examples, adapter, forward, monkeypatch):
     adapter(shared_executor, "once")
     copied: list[Any] = []
-    monkeypatch.setattr(module, "to_host", lambda tree: copied.append(tree) or module.jax.device_get(tree))
+    monkeypatch.setattr(forward_backward, "to_host", lambda tree: copied.append(tree) or jax.device_get(tree))
     result = forward(shared_executor, "once", examples(LENGTHS), backward=True)
     assert len(copied) == 1
     assert len(copied[0]) > 1
@@ -54,7 +54,7 @@ def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, for
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return train.to_devices(*args)
 
-    monkeypatch.setattr(module, "to_devices", no_room)
+    monkeypatch.setattr(forward_backward, "to_devices", no_room)
     with pytest.raises(
         ServerError, match=r"RESOURCE_EXHAUSTED.* gradients that adapter 'a' had accumulated are cleared"
     ):
@@ -143,7 +143,7 @@ def test_what_fails_after_it_has_begun_is_no_error_to_go_on_after(qwen3, example
     def lost(tree: Any) -> Any:
         raise RuntimeError("INTERNAL: the device is gone")
 
-    monkeypatch.setattr(module, "to_host", lost)
+    monkeypatch.setattr(forward_backward, "to_host", lost)
     for backward in (True, False):
         for loss in ("cross_entropy", "gspo"):
             with pytest.raises(DevicesError, match=r"failed on the devices .*the device is gone"):
@@ -158,7 +158,7 @@ def test_a_custom_loss_that_fails_is_an_error_of_its_request(qwen3, examples, fo
     def bad(*args: Any) -> Any:
         raise TypeError("no such shape")
 
-    monkeypatch.setattr(module, "judge", bad)
+    monkeypatch.setattr(forward_backward, "judge", bad)
     for backward in (True, False):
         with pytest.raises(TypeError, match="no such shape"):
             forward(executor, "a", examples((9,)), "gspo", backward=backward)
@@ -184,7 +184,7 @@ def test_a_forward_that_fails_between_micro_batches_is_not_gone_on_with(
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "to_devices", no_room)
+        patched.setattr(forward_backward, "to_devices", no_room)
         with pytest.raises(ServerError, match="gradients that adapter 'a' had accumulated are cleared"):
             executor.execute(others[0])
     with pytest.raises(ServerError, match="it failed before"):

@@ -12,7 +12,7 @@ import pytest
 
 from tinkerflow.backend.compute import logprobs
 from tinkerflow.backend.compute.lora import LoraPair
-from tinkerflow.backend.compute.losses import LossInputs, choose
+from tinkerflow.backend.compute.losses import choose, token_losses
 from tinkerflow.backend.compute.transformer import Params
 
 B, T, D, K, V, R = 2, 32, 16, 3, 50, 4
@@ -24,9 +24,13 @@ def data(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     targets = rng.integers(0, V, (B, T, K)).astype(np.int32)
     targets[..., 1] = targets[..., 0]  # a target named twice counts twice
-    inputs = LossInputs(
-        draw(B, T, K), draw(B, T, K) - 4, draw(B, T, K), jnp.full((B, T, K), jnp.nan), jnp.full((B, T, K), 1.3)
-    )
+    inputs = {
+        "weights": draw(B, T, K),
+        "logprobs": draw(B, T, K) - 4,
+        "advantages": draw(B, T, K),
+        "clip_low_threshold": jnp.full((B, T, K), jnp.nan),
+        "clip_high_threshold": jnp.full((B, T, K), 1.3),
+    }
     params = Params(draw(V, D), {}, draw(D), draw(V, D) if request.param == "untied" else None)
     return params, LoraPair(draw(R, D), draw(R, V)), draw(B, T, D), targets, choose("ppo", {}), inputs
 
@@ -37,7 +41,7 @@ def plain(params, pair, hidden, targets, choice, inputs):
     if pair is not None:
         logits += (hidden @ pair.A.T) @ pair.B * (32 / R)
     scored = jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1)
-    return jnp.sum(logprobs.token_losses(choice, scored, inputs)), scored
+    return jnp.sum(token_losses(choice, scored, inputs)), scored
 
 
 @pytest.mark.parametrize("adapted", [True, False])

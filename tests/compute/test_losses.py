@@ -1,69 +1,92 @@
-"""Each loss and its slope against NumPy, by the public documentation's formulas."""
+"""Every registered loss per token: its value and slope against NumPy, by the public documentation's formulas.
+
+A new loss needs a row in EXPECTED; `test_sequence_losses.py` has the losses of whole sequences.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import numpy as np
 import pytest
+from tests.compute.closeness import close
 
-from tinkerflow.backend.commands import TOKEN_LOSSES
-from tinkerflow.backend.compute.losses import LossInputs, choose, token_losses
+from tinkerflow.backend.compute.losses import PER_TOKEN, choose, token_losses
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.losses import LOSSES, packed_inputs
+
+Values = tuple[np.ndarray, np.ndarray]  # of each token: the loss, and its slope by the logprob
 
 
-def expected(loss, lp, q, adv, low=0.8, high=1.2, beta=0.05):
-    """Value and slope by the logprob, of each token."""
-    ratio = np.exp(lp - q)
-    match loss:
-        case "cross_entropy":
-            return -lp, -np.ones_like(lp)
-        case "importance_sampling":
-            return -ratio * adv, -ratio * adv
-        case "ppo":
-            unclipped, clipped = ratio * adv, np.clip(ratio, low, high) * adv
-            return -np.minimum(unclipped, clipped), np.where(unclipped <= clipped, -ratio * adv, 0.0)
-        case "cispo":
-            weight = np.clip(ratio, low, high)
-            return -weight * lp * adv, -weight * adv
-        case "dro":
-            return -(lp * adv - 0.5 * beta * (lp - q) ** 2), -(adv - beta * (lp - q))
+def cross_entropy(lp, x, c) -> Values:
+    return -lp, -np.ones_like(lp)
 
 
-@pytest.mark.parametrize("loss", TOKEN_LOSSES)
-@pytest.mark.parametrize("given", [{}, {"low": 0.5, "high": 3.0, "beta": 0.3}])
-def test_value_and_slope(loss, given):
+def importance_sampling(lp, x, c) -> Values:
+    value = -np.exp(lp - x["logprobs"]) * x["advantages"]
+    return value, value
+
+
+def ppo(lp, x, c) -> Values:
+    ratio = np.exp(lp - x["logprobs"])
+    unclipped, clipped = ratio * x["advantages"], np.clip(ratio, *bounds(x, c)) * x["advantages"]
+    return -np.minimum(unclipped, clipped), np.where(unclipped <= clipped, -unclipped, 0.0)
+
+
+def cispo(lp, x, c) -> Values:
+    weight = np.clip(np.exp(lp - x["logprobs"]), *bounds(x, c)) * x["advantages"]
+    return -weight * lp, -weight
+
+
+def dro(lp, x, c) -> Values:
+    distance = lp - x["logprobs"]
+    return -(lp * x["advantages"] - 0.5 * c["beta"] * distance**2), -(x["advantages"] - c["beta"] * distance)
+
+
+def bounds(x, c):
+    names = ("clip_low_threshold", "clip_high_threshold")
+    return [np.where(np.isnan(x[name]), c[name], x[name]) for name in names]
+
+
+EXPECTED: dict[str, tuple[Callable[..., Values], dict[str, float]]] = {
+    "cross_entropy": (cross_entropy, {}),
+    "importance_sampling": (importance_sampling, {}),
+    "ppo": (ppo, {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
+    "cispo": (cispo, {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
+    "dro": (dro, {"beta": 0.3}),
+}
+
+
+def draw(shape: tuple[int, ...], *, own: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logprobs, and every input of every loss; optional ones are given for half of the tokens when `own`."""
     rng = np.random.default_rng(0)
-    lp, q, adv, weights = (rng.normal(size=(5, 7, 2)).astype(np.float32) for _ in range(4))
-    keys = {"ppo": ("low", "high"), "cispo": ("low", "high"), "dro": ("beta",)}.get(loss, ())
-    wire = {"low": "clip_low_threshold", "high": "clip_high_threshold", "beta": "beta"}
-    choice = choose(loss, {wire[k]: given[k] for k in keys if k in given})
-    defaults = {"cispo": {"low": 0.0, "high": 4.0}}.get(loss, {})
-    value, slope = expected(
-        loss, *(a.astype(np.float64) for a in (lp, q, adv)), **(defaults | {k: given[k] for k in given})
-    )
-    unset = np.full_like(q, np.nan)
-    inputs = LossInputs(weights, q, adv, unset, unset)
-    assert np.allclose(token_losses(choice, lp, inputs), value * weights, rtol=2e-5, atol=1e-6)
+    lp, inputs = rng.normal(size=shape).astype(np.float32), {}
+    for name, fill in packed_inputs().items():
+        inputs[name] = rng.normal(size=shape).astype(np.float32)
+        if np.isnan(fill):
+            given = rng.random(shape) < 0.5 if own else np.zeros(shape, bool)
+            inputs[name] = np.where(given, np.abs(inputs[name]), np.float32(np.nan))
+    return lp, inputs
+
+
+@pytest.mark.parametrize("loss", [spec.name for spec in PER_TOKEN])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("configured", [False, True])
+def test_value_and_slope(loss, own, configured):
+    formula, config = EXPECTED[loss]
+    config = config if configured else {}
+    lp, inputs = draw((5, 7, 2), own=own)
+    wide = {name: array.astype(np.float64) for name, array in inputs.items()}
+    value, slope = formula(lp.astype(np.float64), wide, {**LOSSES[loss].defaults, **config})
+    choice = choose(loss, config)
+    close(token_losses(choice, lp, inputs), value * wide["weights"])
     found = jax.grad(lambda x: token_losses(choice, x, inputs).sum())(lp)
-    assert np.allclose(found, slope * weights, rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("loss", ["ppo", "cispo"])
-def test_a_tokens_own_thresholds_go_before_the_configs(loss):
-    rng = np.random.default_rng(1)
-    lp, q, adv = (rng.normal(size=(6, 4, 1)).astype(np.float32) for _ in range(3))
-    low, high = np.full_like(q, 0.5), np.full_like(q, np.nan)
-    low[:, 2:] = np.nan
-    high[:, 1:3] = 1.5
-    choice = choose(loss, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1})
-    of = {"low": np.where(np.isnan(low), 0.9, low), "high": np.where(np.isnan(high), 1.1, high)}
-    value, _ = expected(loss, lp, q, adv, **of)
-    inputs = LossInputs(np.ones_like(q), q, adv, low, high)
-    assert np.allclose(token_losses(choice, lp, inputs), value, rtol=2e-5, atol=1e-6)
+    close(found, slope * wide["weights"])
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(UserError, match="'nope'"):
+    with pytest.raises(UserError, match="loss_fn is 'nope': must be one of"):
         choose("nope", {})
-    with pytest.raises(UserError, match=r"loss_fn_config\['beta'\]: ppo does not take it"):
+    with pytest.raises(UserError, match=r"loss_fn_config has the key 'beta': must be one of clip_low_threshold"):
         choose("ppo", {"beta": 1.0})

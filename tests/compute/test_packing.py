@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkerflow.backend.commands import Example
-from tinkerflow.backend.compute.packing import SHORTEST_ROW, bucket, micro_batches, pack
+from tinkerflow.backend.compute.packing import pack
+from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket, micro_batches
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
@@ -30,7 +31,7 @@ def test_every_token_is_placed_once(sizes, targets, budget, multiple):
             assert (batch.positions_BT[here] == np.arange(place.length)).all()
             assert len(set(batch.segments_BT[here])) == 1
             assert (batch.targets_BTK[here][:, :targets] == data[place.example].targets_TK).all()
-        assert (batch.weights_BTK[batch.segments_BT == 0] == 0).all()
+        assert (batch.inputs_BTK["weights"][batch.segments_BT == 0] == 0).all()
 
 
 @given(lengths, st.sampled_from([64, 256, 1024]), st.sampled_from([1, 2, 4]))

@@ -26,8 +26,6 @@ from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
 from tinkerflow.backend.compute.warming import like
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
-from tinkerflow.backend.spec.optimizers.adamw import AdamParams
-from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 
 SLOTS, CHUNK, TOP, LENGTH = 4, 8, 5, 256
 
@@ -66,9 +64,9 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
     training = make_steps(cfg, mesh, kept_bytes=2**30)
     yield "forward_backward", (training.backward, (params, lora, lora, batch))
     yield "forward", (training.forward, (params, lora, batch))
-    for kind, hyper in (("adamw", AdamParams()), ("dimuon", DimuonParams(1e-3))):
+    for kind, spec in OPTIMIZERS.items():
         state = like(fresh_state(kind, lora), whole)
-        yield kind, (training.optimize, (lora, lora, state, like(OPTIMIZERS[kind].vector(hyper), whole)))
+        yield kind, (training.optimize, (lora, lora, state, like(spec.vector(spec.example), whole)))
     stack = empty_stack(cfg, mesh, 32, "bfloat16", False)
     cache = empty_cache(cfg, mesh, SLOTS, LENGTH, "bfloat16", False)
     columns = np.zeros((SLOTS, 2), np.int32)

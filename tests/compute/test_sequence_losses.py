@@ -8,26 +8,30 @@ import numpy as np
 import pytest
 import torch
 
-from tinkerflow.backend.commands import LOSS_CONFIG, Example, Forward
-from tinkerflow.backend.compute.sequence_losses import judge
+from tinkerflow.backend.commands import Example, Forward
+from tinkerflow.backend.compute.losses import judge
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.losses import LOSSES
 
 LENGTHS = (3, 40, 17, 5)
 
 
 def gspo(lp, e, config):
     """-sum of w * min(s * A, clip(s) * A), where s = sg(exp(mean of lp - q)) * lp's own ratio to itself."""
-    q, w, a = (torch.tensor(x.astype(np.float64)) for x in (e.old_logprobs_TK, e.weights_TK, e.advantages_TK))
-    mask = (w * a != 0).double() if e.ratio_mask_TK is None else torch.tensor(e.ratio_mask_TK).double()
+    q, w, a = (torch.tensor(x.astype(np.float64)) for x in (e.inputs["logprobs"], e.weights_TK, e.inputs["advantages"]))
+    mask = (
+        (w * a != 0).double()
+        if "sequence_ratio_mask" not in e.inputs
+        else torch.tensor(e.inputs["sequence_ratio_mask"]).double()
+    )
     s = torch.exp((mask * (lp - q)).sum() / mask.sum()).detach() * torch.exp(lp - lp.detach())
-    low = config["clip_low_threshold"] if e.clip_low_TK is None else torch.tensor(e.clip_low_TK)
-    high = config["clip_high_threshold"] if e.clip_high_TK is None else torch.tensor(e.clip_high_TK)
+    low, high = (e.inputs.get(name, config[name]) for name in ("clip_low_threshold", "clip_high_threshold"))
     clipped = torch.minimum(torch.maximum(s, torch.as_tensor(low)), torch.as_tensor(high))
     return -(w * torch.minimum(s * a, clipped * a)).sum()
 
 
 def stable_reinforce(lp, e, config):
-    q, w, a = (torch.tensor(x.astype(np.float64)) for x in (e.old_logprobs_TK, e.weights_TK, e.advantages_TK))
+    q, w, a = (torch.tensor(x.astype(np.float64)) for x in (e.inputs["logprobs"], e.weights_TK, e.inputs["advantages"]))
     log_ratio = lp - q
     taper = torch.exp(log_ratio[w != 0].sum()).clamp(max=1).detach()
     pull = torch.where(a >= 0, a, taper * a)
@@ -43,16 +47,21 @@ CASES = [
 ]
 
 
+def given(example, **inputs):
+    """The example with these inputs in place of its own."""
+    return replace(example, inputs={**example.inputs, **inputs})
+
+
 def near(examples, seed=0):
     """Logprobs near the sampler's, as they are in practice."""
     rng = np.random.default_rng(seed)
     return [
-        (e.old_logprobs_TK + rng.normal(size=e.old_logprobs_TK.shape, scale=0.02)).astype(np.float32) for e in examples
+        (e.inputs["logprobs"] + rng.normal(size=e.targets_TK.shape, scale=0.02)).astype(np.float32) for e in examples
     ]
 
 
 def check(loss, config, data, logprobs):
-    config = {**LOSS_CONFIG[loss], **config}
+    config = {**LOSSES[loss].defaults, **config}
     judged = judge(Forward("a", data, loss, config), logprobs)
     total = 0.0
     for lp, example, surrogate in zip(logprobs, data, judged.surrogates, strict=True):
@@ -78,10 +87,10 @@ def test_gspo_takes_a_datums_own_thresholds_and_mask(examples):
     for mask in masks:
         mask[0] = 1
     logprobs = near(data)
-    masked = tuple(replace(e, ratio_mask_TK=mask) for e, mask in zip(data, masks, strict=True))
+    masked = tuple(given(e, sequence_ratio_mask=mask) for e, mask in zip(data, masks, strict=True))
     check("gspo", {}, masked, logprobs)
     wide = tuple(
-        replace(e, clip_low_TK=np.full_like(m, 0.1), clip_high_TK=np.full_like(m, 9))
+        given(e, clip_low_threshold=np.full_like(m, 0.1), clip_high_threshold=np.full_like(m, 9))
         for e, m in zip(data, masks, strict=True)
     )
     check("gspo", {}, wide, logprobs)
@@ -90,12 +99,12 @@ def test_gspo_takes_a_datums_own_thresholds_and_mask(examples):
 def test_a_prompt_without_advantage_is_no_part_of_the_ratio(examples):
     """RL data has logprob 0 and advantage 0 on the prompt: the ratio must be of what was sampled."""
     (example,) = examples((8,))
-    old, advantages = example.old_logprobs_TK.copy(), example.advantages_TK.copy()
+    old, advantages = (example.inputs[name].copy() for name in ("logprobs", "advantages"))
     old[:5] = advantages[:5] = 0
-    prompted = replace(example, old_logprobs_TK=old, advantages_TK=advantages)
+    prompted = given(example, logprobs=old, advantages=advantages)
     logprobs = old + np.float32(0.0001)
     logprobs[:5] = -7
-    config = LOSS_CONFIG["gspo"]
+    config = LOSSES["gspo"].defaults
     judged = judge(Forward("a", (prompted,), "gspo", config), [logprobs])
     expected = -(example.weights_TK * np.exp(0.0001) * advantages).sum()
     assert judged.loss_sum == pytest.approx(float(expected), rel=1e-5)
@@ -108,9 +117,9 @@ def test_training_is_the_same_packed_and_alone(shared_executor, examples, adapte
     adapter(executor, "together")
     adapter(executor, "apart")
     close = [lp[:, None] for lp in forward(executor, "together", data).logprobs]
-    data = tuple(replace(e, old_logprobs_TK=lp + np.float32(0.0002)) for e, lp in zip(data, close, strict=True))
-    together = forward(executor, "together", data, loss, backward=True, **LOSS_CONFIG[loss])
-    apart = [forward(executor, "apart", (e,), loss, backward=True, **LOSS_CONFIG[loss]) for e in data]
+    data = tuple(given(e, logprobs=lp + np.float32(0.0002)) for e, lp in zip(data, close, strict=True))
+    together = forward(executor, "together", data, loss, backward=True, **LOSSES[loss].defaults)
+    apart = [forward(executor, "apart", (e,), loss, backward=True, **LOSSES[loss].defaults) for e in data]
     assert together.loss_sum == pytest.approx(sum(one.loss_sum for one in apart), rel=1e-3)
     first, second = gradients(executor, "together"), gradients(executor, "apart")
     scale = max(np.abs(g).max() for g in first.values())
@@ -121,9 +130,9 @@ def test_training_is_the_same_packed_and_alone(shared_executor, examples, adapte
 def test_what_is_not_finite_is_refused_by_datum():
     ones = np.ones((2, 1), np.float32)
     far = Example(
-        np.zeros(2, np.int32), np.zeros((2, 1), np.int32), ones, old_logprobs_TK=ones * -3e4, advantages_TK=ones
+        np.zeros(2, np.int32), np.zeros((2, 1), np.int32), ones, inputs={"logprobs": ones * -3e4, "advantages": ones}
     )
-    fine = replace(far, old_logprobs_TK=-ones)
+    fine = given(far, logprobs=-ones)
     with pytest.raises(UserError, match=r"data\[1\]: gspo gives the loss -inf or a slope that is not finite"):
         judge(
             Forward("a", (fine, far), "gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": np.inf}),

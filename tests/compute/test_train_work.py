@@ -14,7 +14,7 @@ from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.lora import Lora, init_lora
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
-from tinkerflow.backend.compute.train import Batch, make_steps
+from tinkerflow.backend.compute.train import DeviceBatch, make_steps
 
 ROWS, TOKENS, RANK = 2, 64, 4
 
@@ -41,7 +41,7 @@ def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
     cfg, mesh = load_config(str(qwen3.folder)), make_mesh(1, 1)
     params = load_params(cfg, str(qwen3.folder), mesh, "float32", lambda line: None)
     lora = init_lora(cfg, LoraSpec(RANK), 0)
-    batch = Batch(
+    batch = DeviceBatch(
         ints_BTI=np.ones((ROWS, TOKENS, 4), np.int32),
         floats_BTJK=np.ones((ROWS, TOKENS, 5, 1), np.float32),
         choice=np.zeros(8, np.float32),

@@ -26,9 +26,10 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleStep,
 )
-from tinkerflow.backend.compute.packing import micro_batch_shapes, pack
+from tinkerflow.backend.compute.packing import pack
 from tinkerflow.backend.compute.warming import Program, WarmUp
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.backend.spec.packing import micro_batch_shapes
 
 CONTEXT = 32  # few shapes, and of one layer, because each costs a second to compile
 PATIENCE = 600.0

@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from tinkerflow.backend import commands as c
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol import messages as m
+from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 shapes = hnp.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=6)
@@ -28,7 +29,7 @@ seeds = st.integers(-(2**63), 2**64 - 1)
 arrays_by_name = st.dictionaries(texts, floats32, max_size=3)
 
 specs = st.builds(c.LoraSpec, st.integers(1, 512), st.booleans(), st.booleans(), st.booleans())
-examples = st.builds(c.Example, ints32, ints32, floats32, st.none() | floats32, st.none() | floats32, st.booleans())
+examples = st.builds(c.Example, ints32, ints32, floats32, st.booleans(), arrays_by_name)
 states = st.builds(c.AdapterState, specs, st.integers(0, 2**31), arrays_by_name, arrays_by_name)
 sample_requests = st.builds(
     c.SampleRequest,
@@ -78,7 +79,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         c.Forward,
         texts,
         st.lists(examples, max_size=3).map(tuple),
-        st.sampled_from(c.LOSSES),
+        st.sampled_from([*LOSSES]),
         st.dictionaries(texts, numbers, max_size=3),
         st.booleans(),
         st.none() | st.builds(c.CustomLoss, texts, st.dictionaries(texts, st.integers(0, 2), max_size=3), texts),

@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkerflow.backend.commands import (
-    LOSSES,
-    TOKEN_LOSSES,
     AdapterState,
     Command,
     Done,
@@ -32,6 +30,7 @@ from tinkerflow.backend.compute.packing import pack
 from tinkerflow.backend.errors import GroupFailedError
 from tinkerflow.backend.pool import scheduler
 from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
+from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 MICROBATCH = 64
@@ -233,12 +232,12 @@ def sizes() -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(1, 200), min_size=1, max_size=20)
 
 
-@given(sizes(), st.sampled_from(LOSSES), st.booleans(), st.sampled_from([1, 2]))
+@given(sizes(), st.sampled_from([*LOSSES]), st.booleans(), st.sampled_from([1, 2]))
 def test_a_forward_has_a_part_for_each_micro_batch(lengths: list[int], loss: str, backward: bool, fsdp: int) -> None:
     examples = tuple(next(iter(forward(tokens=length).examples)) for length in lengths)
     command = replace(forward(), examples=examples, loss=loss, backward=backward)
     first, *others = in_parts(command, MICROBATCH, fsdp)
-    passes = 2 if backward and loss not in TOKEN_LOSSES else 1
+    passes = 2 if backward and LOSSES[loss].per_token is None else 1
     count = passes * len(pack(examples, microbatch_tokens=MICROBATCH, row_multiple=fsdp))
     assert first == (command if count == 1 else replace(command, by_micro_batch=True))
     assert others == [NextMicroBatch("a")] * (count - 1)

@@ -47,7 +47,7 @@ def test_cross_entropy_from_the_sdk(body: Any, datum: Any) -> None:
     assert example.targets_TK.tolist() == [[2], [3], [4]]
     assert example.weights_TK.dtype == np.float32
     assert example.weights_TK.tolist() == [[0.0], [-1.5], [1.0]]
-    assert example.old_logprobs_TK is None
+    assert example.inputs == {}
     assert len(command.examples[1].tokens_T) == 1
 
 
@@ -86,7 +86,7 @@ def test_policy_losses(body: Any, datum: Any, loss: str, given_config: Any, conf
     assert (command.loss, command.config) == (loss, config)
     example = command.examples[0]
     assert example.weights_TK.tolist() == [[1.0], [1.0]]
-    assert example.old_logprobs_TK.shape == example.advantages_TK.shape == (2, 1)
+    assert example.inputs["logprobs"].shape == example.inputs["advantages"].shape == (2, 1)
 
 
 def test_the_old_config_map_is_read_when_the_new_is_absent(body: Any, datum: Any) -> None:
@@ -138,7 +138,8 @@ def put(message: pb.ForwardBackwardRequest, key: str, values: Any, dtype: int = 
 
 WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
     ("unknown loss", "cross_entropy", lambda m: setattr(m, "loss_fn", "dpo"),
-     "loss_fn is 'dpo': must be one of cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
+     "loss_fn is 'dpo': must be one of cispo, cross_entropy, custom, dro, gspo, importance_sampling, ppo, "
+     "stable_reinforce"),
     ("no data", "cross_entropy", lambda m: m.ClearField("data"), "data is []: must be at least one datum"),
     ("config of a loss without", "cross_entropy", lambda m: m.loss_fn_config.update({"beta": 1.0}),
      "loss_fn_config has the key 'beta': must be absent, cross_entropy takes no config"),

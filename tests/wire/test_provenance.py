@@ -51,7 +51,7 @@ def test_the_samplers_logprobs_and_the_sampled_tokens_alone(body: Any) -> None:
     command = decode(request)
     assert command.config == {"kl_coeff": 0.1}
     (example,) = command.examples
-    assert example.old_logprobs_TK[:, 0].tolist() == [0, -1, -2, -3]
+    assert example.inputs["logprobs"][:, 0].tolist() == [0, -1, -2, -3]
     assert example.weights_TK[:, 0].tolist() == [0, 2, 2, 0.5]
 
 
@@ -60,12 +60,12 @@ def test_zero_length_spans_are_legal(body: Any) -> None:
         [prompt(0), prompt(2), sampled(2)], [prompt(1), sampled(1), sampled(0, 3), sampled(2, 1)]
     )
     (example,) = decode(body([datum], "stable_reinforce")).examples
-    assert example.old_logprobs_TK[:, 0].tolist() == [0, -1, -2, -3]
+    assert example.inputs["logprobs"][:, 0].tolist() == [0, -1, -2, -3]
 
 
 def test_spans_of_other_losses_are_checked_and_not_needed(body: Any) -> None:
     assert read_forward(body([attributed()], "ppo")).sequence_ids == frozenset()
-    assert decode(body([attributed()], "ppo")).examples[0].old_logprobs_TK[1, 0] == -9
+    assert decode(body([attributed()], "ppo")).examples[0].inputs["logprobs"][1, 0] == -9
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_spans_that_do_not_fit_are_named(body: Any, change: Any, told: str) -> N
 @pytest.mark.parametrize(
     ("loss", "inputs", "config", "told"),
     [
-        ("gspo", {"clip_low_threshold": np.float32([-1, 0, 0, 0])}, None, "clip_low_threshold'] is -1.0"),
+        ("gspo", {"clip_low_threshold": np.float32([-1, 0, 0, 0])}, None, "at position 0 is -1.0: must be >= 0"),
         ("ppo", {"clip_low_threshold": [0.0, 0, 3, 0], "clip_high_threshold": [1.0] * 4}, None, "over those"),
         ("gspo", {"sequence_ratio_mask": np.zeros(4, np.float32)}, None, "sequence_ratio_mask'] is 0 everywhere"),
         ("gspo", {"sequence_ratio_mask": np.float32([1, -1, 0, 0])}, None, "at position 1 is -1.0"),
@@ -125,6 +125,6 @@ def test_gspo_as_the_sdk_sends_it(body: Any) -> None:
     command = decode(body([rollout(**more)], "gspo"))
     assert command.config == {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
     (example,) = command.examples
-    assert example.clip_low_TK[:, 0] == pytest.approx([0.9] * 4)
-    assert example.clip_high_TK[:, 0] == pytest.approx([1.1] * 4)
-    assert example.ratio_mask_TK[:, 0].tolist() == [0, 1, 1, 1]
+    assert example.inputs["clip_low_threshold"][:, 0] == pytest.approx([0.9] * 4)
+    assert example.inputs["clip_high_threshold"][:, 0] == pytest.approx([1.1] * 4)
+    assert example.inputs["sequence_ratio_mask"][:, 0].tolist() == [0, 1, 1, 1]

@@ -16,31 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.limits import Bounds
 from tinkerflow.backend.spec.registry import Registry
 
 _FLUSHED = float(np.finfo(np.float32).tiny)  # devices compute with 0 for anything closer to it
 _NULL = "(null is how NaN and infinity arrive)"  # the SDK writes them so: taking the default would hide them
 
 Tree: TypeAlias = Any  # a pytree of float32 arrays of the shapes of an adapter's weights
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a parameter may be: a finite number >= `low` and < `below`; > `low` when `above`."""
-
-    low: float = -math.inf
-    below: float = math.inf
-    above: bool = False
-
-    def hold(self, value: float) -> bool:
-        """Whether `value` is finite and within the bounds."""
-        return math.isfinite(value) and (value > self.low if self.above else value >= self.low) and value < self.below
-
-    @property
-    def rule(self) -> str:
-        """The bounds as an error says them."""
-        low = f" {'>' if self.above else '>='} {self.low:g}" if math.isfinite(self.low) else ""
-        return f"a finite number{low}" + (f" and < {self.below:g}" if math.isfinite(self.below) else "")
 
 
 NotNegative = Annotated[float, Bounds(low=0.0)]

@@ -1,6 +1,6 @@
 """What a traced loss may call: names of torch functions, Tensor methods, operators and math functions, each to an op.
 
-Everything else is refused. `backend/compute/torch_ops.py` has the op of each name; a test holds the two together.
+Everything else is refused. `backend/compute/custom_loss/ops.py` has the op of each name; a test holds the two together.
 """
 
 from __future__ import annotations

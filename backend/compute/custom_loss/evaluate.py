@@ -16,10 +16,10 @@ import numpy.typing as npt
 import orjson
 
 from tinkerflow.backend.commands import CustomLoss, Example, Float32
-from tinkerflow.backend.compute.torch_ops import DTYPES, OPS
+from tinkerflow.backend.compute.custom_loss.ops import DTYPES, OPS
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MAX_TRACED_CELLS
-from tinkerflow.backend.wire.torch_names import FUNCTIONS, METHODS
+from tinkerflow.backend.spec.torch_names import FUNCTIONS, METHODS
 
 PROGRAMS = 256
 _MAX_INTEGER = 2**31 - 1
@@ -63,7 +63,7 @@ def _program(name: str, nodes: str, shapes: Shapes) -> Any:
 def evaluate(
     name: str, graph: Sequence[Mapping[str, Any]], values: Sequence[jax.Array]
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-    """The scalar loss and the scalar metrics of a graph (PROTOCOL.md 5.6), given its inputs in order."""
+    """The scalar loss and the scalar metrics of a graph, given its inputs in order."""
     inputs, known = iter(values), dict[str, Any]()
     for node in graph:
         where = f"custom loss {name!r}: node {node['name']!r} ({node['target']})"

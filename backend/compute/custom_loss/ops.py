@@ -1,4 +1,4 @@
-"""The torch functions that a traced loss may call, in jax.numpy. `wire/torch_names.py` has their names.
+"""The torch functions that a traced loss may call, in jax.numpy. `backend/spec/torch_names.py` has their names.
 
 Values are arrays, Python numbers (sizes), tuples and dtypes. Slopes where a function has a corner are torch's: clamp
 passes a slope at its bounds, a maximum over a dimension gives it to one place.
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tinkerflow.backend.wire.torch_names import MATH, OPERATORS
+from tinkerflow.backend.spec.torch_names import MATH, OPERATORS
 
 DTYPES = {
     "float32": jnp.float32,

@@ -1,0 +1,170 @@
+"""A Forward command, executed one micro-batch at a time: logprobs, loss, and with `backward` the adapter's gradients.
+
+A loss per token takes one pass over the examples. Any other loss takes a pass for the logprobs, then its formula on the
+host, then (with `backward`) a pass that trains with the formula's slopes as weights. `LossSpec.passes` says how many
+there are and `spec.packing` how many micro-batches a pass has: the pool counts with both, and sends a command for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, ForwardResult
+from tinkerflow.backend.compute.adapters import Adapter, AdapterStore
+from tinkerflow.backend.compute.logprobs import Scored
+from tinkerflow.backend.compute.losses import choose, judge
+from tinkerflow.backend.compute.mesh import FSDP, to_host
+from tinkerflow.backend.compute.packing import MicroBatch, pack
+from tinkerflow.backend.compute.train import Steps, to_devices
+from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.spec.losses import LOSSES
+
+ReadResult = Callable[[], ForwardResult]  # waits for the devices
+
+
+@dataclass(frozen=True)
+class Training:
+    """What passes need of the executor.
+
+    microbatch_tokens: of a micro-batch at most, padding included. announce(what, adapter, batch) is called before each
+    micro-batch. read(reply) waits for the devices; a failure there is a DevicesError.
+    """
+
+    params: Params
+    steps: Steps
+    mesh: Mesh
+    adapters: AdapterStore
+    microbatch_tokens: int
+    announce: Callable[[str, Adapter, MicroBatch], None]
+    read: Callable[[ReadResult], ForwardResult]
+
+
+class ForwardRun:
+    """A Forward command under way. Call `step` until `done`."""
+
+    def __init__(self, training: Training, command: Forward) -> None:
+        """Nothing is computed yet. `command` has at least one example."""
+        self.done = False
+        self._training, self._command = training, command
+        self._pass: _Pass | None = None
+        self._scored: ReadResult | None = None  # the logprobs that a loss of whole sequences needs
+        self._result: ForwardResult | None = None  # what such a loss gives
+        self._one_pass = LOSSES[command.loss].per_token is not None
+
+    def step(self) -> DeferredReply:
+        """Start the next micro-batch. The reply is Done, or the ForwardResult after the last one.
+
+        NotFoundError: the adapter is not here. ServerError: computing failed; with `backward` the adapter's gradients
+        are cleared. UserError: the loss is not finite. The run cannot go on after an error.
+        """
+        current = self._pass or self._begin()
+        scored = current.step()
+        if not current.done:
+            self._pass = current
+            return partial(_wait_for, scored)
+        self._pass, finished = None, current.finish()
+        if self._one_pass:
+            self.done = True
+            return finished
+        if self._scored is None:
+            self._scored = finished
+            if self._command.backward:
+                return partial(_wait_for, scored)
+            _, result = self._judge(finished)
+            self.done = True
+            return lambda: result
+        assert self._result is not None
+        self.done = True
+        return partial(_after, finished, self._result)
+
+    def _begin(self) -> _Pass:
+        if self._one_pass:
+            return _Pass(self._training, self._command)
+        plain = replace(self._command, loss="cross_entropy", config={}, custom=None)
+        if self._scored is None:
+            return _Pass(self._training, replace(plain, backward=False))
+        surrogate, self._result = self._judge(self._scored)
+        return _Pass(self._training, replace(plain, examples=surrogate.examples))
+
+    def _judge(self, scored: ReadResult) -> tuple[Forward, ForwardResult]:
+        """The command to train with in its stead, and the result."""
+        forward = self._training.read(scored)
+        judged = judge(self._command, forward.logprobs)
+        surrogate = replace(self._command, examples=judged.surrogates)
+        return surrogate, replace(forward, loss_sum=judged.loss_sum, metrics=judged.metrics)
+
+
+class _Pass:
+    """One pass of a loss per token over the examples of a command."""
+
+    def __init__(self, training: Training, command: Forward) -> None:
+        self._training, self._command = training, command
+        self._adapter = training.adapters.get(command.adapter_id)
+        self._grads = self._adapter.grads
+        self._choice = choose(command.loss, command.config)
+        self._batches = pack(
+            command.examples,
+            microbatch_tokens=training.microbatch_tokens,
+            row_multiple=training.mesh.shape[FSDP],
+            inputs=[one.name for one in LOSSES[command.loss].inputs],
+        )
+        self._scored: list[Scored] = []
+
+    @property
+    def done(self) -> bool:
+        return len(self._scored) == len(self._batches)
+
+    def step(self) -> Scored:
+        training, command, batch = self._training, self._command, self._batches[len(self._scored)]
+        try:
+            training.announce("forward_backward" if command.backward else "forward", self._adapter, batch)
+            arrays = to_devices(batch, self._choice, training.mesh)
+            if command.backward:
+                self._grads, scored = training.steps.backward(training.params, self._adapter.lora, self._grads, arrays)
+            else:
+                scored = training.steps.forward(training.params, self._adapter.lora, arrays)
+        except Exception as error:
+            if not command.backward:
+                raise
+            training.adapters.clear_gradients(command.adapter_id)
+            raise ServerError(
+                f"forward_backward of {len(command.examples)} examples failed ({type(error).__name__}: {error}); "
+                f"the gradients that adapter {command.adapter_id!r} had accumulated are cleared"
+            ) from error
+        self._scored.append(scored)
+        return scored
+
+    def finish(self) -> ReadResult:
+        """Keep the gradients; the result, still on the devices."""
+        if self._command.backward:
+            after = replace(self._adapter, grads=self._grads, pending=True)
+            self._training.adapters.set(self._command.adapter_id, after)
+        return partial(_gather, self._command, self._batches, self._scored)
+
+
+def _wait_for(scored: Scored) -> Done:
+    jax.block_until_ready(scored)
+    return Done()
+
+
+def _after(trained: ReadResult, result: ForwardResult) -> ForwardResult:
+    trained()
+    return result
+
+
+def _gather(command: Forward, batches: list[MicroBatch], on_devices: list[Scored]) -> ForwardResult:
+    results = to_host(on_devices)
+    logprobs: list[Float32] = [np.empty(0, np.float32)] * len(command.examples)
+    for batch, scored in zip(batches, results, strict=True):
+        for place in batch.places:
+            example = command.examples[place.example]
+            rows = scored.logprobs_BTK[place.row, place.start : place.start + place.length]
+            logprobs[place.example] = np.array(rows[:, 0] if example.flat else rows[:, : example.targets_TK.shape[1]])
+    return ForwardResult(tuple(logprobs), float(sum(np.float64(scored.loss) for scored in results)))

@@ -1,0 +1,155 @@
+"""The losses, one file each: inputs, configuration with bounds, formula. See `LossSpec`.
+
+A new file here is all that a loss needs: requests, packing, workers, warm-up and the common test find it. Loading this
+package loads no JAX: formulas import it when they are called. Every loss is a sum over tokens (and targets). The
+formulas are those of the public Tinker documentation ("Loss Functions"). Letters: T tokens of an example, K targets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.limits import Bounds
+from tinkerflow.backend.spec.registry import Registry
+
+if TYPE_CHECKING:
+    import jax
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+# (logprobs, inputs by name, configuration) -> the loss of every token, of the shape of `logprobs`, before its weight.
+# inputs["logprobs"] are the sampler's. An optional input is NaN where the example does not give it.
+TokenLoss: TypeAlias = "Callable[[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]], jax.Array]"
+# (logprobs_TK, inputs by name, configuration) -> an example's loss and its slope by each logprob, [T, K], on the host.
+# inputs["weights"] is always there; an optional input that the example does not give is not.
+SequenceLoss: TypeAlias = Callable[[Float64, Mapping[str, Float32], Mapping[str, float]], tuple[float, Float64]]
+
+
+NOT_NEGATIVE = Bounds(low=0.0)
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """A number for each target, sent in `loss_fn_inputs`.
+
+    required: a request must give it. low: the smallest value it may have. some: not all of an example's may be 0.
+    """
+
+    name: str
+    required: bool = True
+    low: float = -math.inf
+    some: bool = False
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """A number in `loss_fn_config`: its default and its bounds."""
+
+    default: float
+    bounds: Bounds = NOT_NEGATIVE
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A loss. It has one of three formulas: `per_token`, `per_sequence`, or one that the client traced (`traced`).
+
+    per_token: a token's loss depends on its own logprob only: one pass, compiled. per_sequence: on all logprobs of an
+    example: a forward pass, then the formula on the host, then a pass with its slopes as weights.
+    inputs: what it takes beside `target_tokens`, weights included, which multiply a token's loss.
+    ordered: two names, in the configuration or the inputs; the first may not exceed the second.
+    recorded: the sampler's logprobs come from what was recorded at sampling, so requests need provenance.
+    """
+
+    name: str
+    inputs: tuple[TokenInput, ...] = ()
+    config: Mapping[str, ConfigKey] = field(default_factory=dict)
+    per_token: TokenLoss | None = None
+    per_sequence: SequenceLoss | None = None
+    ordered: tuple[str, str] | None = None
+    recorded: bool = False
+    traced: bool = False
+
+    @property
+    def defaults(self) -> dict[str, float]:
+        """The whole configuration when a request gives none of it."""
+        return {key: value.default for key, value in self.config.items()}
+
+    @property
+    def read(self) -> frozenset[str]:
+        """The inputs that every example has when the formula is called."""
+        return frozenset({one.name for one in self.inputs if one.required} | ({"logprobs"} if self.recorded else set()))
+
+    def passes(self, *, backward: bool) -> int:
+        """How often a forward_backward goes through the model: a loss of whole sequences needs all logprobs first."""
+        return 2 if backward and self.per_token is None else 1
+
+    def read_config(self, given: Mapping[str, float | str]) -> dict[str, float]:
+        """The whole configuration: what the request gives, else defaults; UserError for an unknown key or bad value."""
+        config = self.defaults
+        for key, value in given.items():
+            if key not in config:
+                takes = f"one of {', '.join(config)}" if config else f"absent, {self.name} takes no config"
+                raise UserError(f"loss_fn_config has the key {shown(key)}: must be {takes}")
+            bounds = self.config[key].bounds
+            if isinstance(value, str) or not bounds.hold(value):
+                raise broken(f"loss_fn_config[{key!r}]", value, bounds.rule)
+            config[key] = value
+        if self.ordered is not None and config[self.ordered[0]] > config[self.ordered[1]]:
+            low, high = self.ordered
+            raise broken(f"loss_fn_config[{low!r}]", config[low], f"<= {high}, {config[high]:g}")
+        return config
+
+
+LOSSES: Registry[LossSpec] = Registry(__name__, "LOSS", LossSpec)
+
+
+def loss_named(name: str) -> LossSpec:
+    """The loss that a request names; UserError when there is none of that name."""
+    if name not in LOSSES:
+        raise broken("loss_fn", name, f"one of {', '.join(LOSSES)}")
+    return LOSSES[name]
+
+
+@cache
+def packed_inputs() -> dict[str, float]:
+    """The inputs of all losses per token by name, with the value of cells that no example gives: 0, or NaN if optional.
+
+    Their order is that of the arrays on the devices. TypeError when one loss requires an input that is optional in
+    another.
+    """
+    fills: dict[str, float] = {"weights": 0.0}
+    for spec in LOSSES.values():
+        for one in spec.inputs if spec.per_token is not None else ():
+            fill = 0.0 if one.required else math.nan
+            if one.name != "weights" and repr(fills.setdefault(one.name, fill)) != repr(fill):
+                raise TypeError(f"loss {spec.name}: {one.name!r} is required by one token loss and optional in another")
+    return fills
+
+
+# ------------------------------------------------------------------ what several losses share
+WEIGHTS = TokenInput("weights", required=False)  # 1 where they are left out
+POLICY = (WEIGHTS, TokenInput("logprobs"), TokenInput("advantages"))
+CLIP = ("clip_low_threshold", "clip_high_threshold")
+CLIP_INPUTS = tuple(TokenInput(name, required=False, low=0.0) for name in CLIP)  # a token's own thresholds
+
+
+def clip_config(low: float, high: float) -> dict[str, ConfigKey]:
+    """The thresholds of a clipped ratio, by default `low` and `high`."""
+    return {CLIP[0]: ConfigKey(low), CLIP[1]: ConfigKey(high)}
+
+
+def thresholds(inputs: Mapping[str, jax.Array], config: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Each token's lower and upper threshold: its own, or the configuration's."""
+    import jax.numpy as jnp
+
+    low, high = (jnp.where(jnp.isnan(inputs[name]), config[name], inputs[name]) for name in CLIP)
+    return low, high

@@ -1,0 +1,47 @@
+"""Group sequence policy optimization, in its token form (Zheng et al., arXiv 2507.18071, section 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tinkerflow.backend.spec.losses import (
+    CLIP,
+    CLIP_INPUTS,
+    POLICY,
+    Float32,
+    Float64,
+    LossSpec,
+    TokenInput,
+    clip_config,
+)
+
+_MASK = TokenInput("sequence_ratio_mask", required=False, low=0.0, some=True)
+
+
+def gspo(logprobs_TK: Float64, inputs: Mapping[str, Float32], config: Mapping[str, float]) -> tuple[float, Float64]:
+    """-sum over tokens of w * min(s * A, clip(s) * A), where a token's slope is taken as if s were its own ratio.
+
+    s = exp(mean of (lp - q)) over the sequence's tokens is the ratio of the whole sequence. The paper divides by the
+    sequence's length; here losses are sums: scale the advantages for the mean. The mean is over the tokens of
+    sequence_ratio_mask (a weighted mean), else over the tokens with weight and advantage.
+    """
+    weights, old, advantages = (inputs[name].astype(np.float64) for name in ("weights", "logprobs", "advantages"))
+    mask = inputs.get(_MASK.name, (weights * advantages != 0).astype(np.float64))
+    total = mask.sum()
+    ratio = np.exp((mask * (logprobs_TK - old)).sum() / total) if total else 1.0
+    low, high = (inputs.get(name, config[name]) for name in CLIP)
+    unclipped, clipped = ratio * advantages, np.clip(ratio, low, high) * advantages
+    slope_TK = np.where(unclipped <= clipped, -weights * unclipped, 0.0)
+    return float(-(weights * np.minimum(unclipped, clipped)).sum()), slope_TK
+
+
+# The documentation gives no defaults; these are the paper's (section 5.1: 3e-4, 4e-4).
+LOSS = LossSpec(
+    "gspo",
+    inputs=(*POLICY, *CLIP_INPUTS, _MASK),
+    config=clip_config(1 - 3e-4, 1 + 4e-4),
+    ordered=CLIP,
+    per_sequence=gspo,
+)

@@ -1,0 +1,42 @@
+"""REINFORCE that stays stable off-policy: tapered importance weights, and a penalty on leaving the sampler.
+
+The public documentation names the loss and `kl_coeff` and gives no formula. This is TOPR (Le Roux et al., "Tapered
+Off-Policy REINFORCE", arXiv 2503.14286): tokens with a positive advantage are plain REINFORCE, whose gradient cannot
+run away; tokens with a negative one are weighted by the sequence's ratio, at most 1, so that a sequence which the
+policy no longer produces is not pushed further. To it, kl_coeff times Schulman's k3 estimate of KL(sampler | policy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tinkerflow.backend.spec.losses import WEIGHTS, ConfigKey, Float32, Float64, LossSpec, TokenInput
+
+
+def stable_reinforce(
+    logprobs_TK: Float64, inputs: Mapping[str, Float32], config: Mapping[str, float]
+) -> tuple[float, Float64]:
+    """sum of w * (-c * A * lp + kl_coeff * (r - 1 - log r)), log r = lp - q.
+
+    c = 1 where A >= 0, else min(1, exp(sum of log r)), without slope. q, and which tokens were sampled (others have
+    weight 0), come from what was recorded at sampling.
+    """
+    weights, old, advantages = (inputs[name].astype(np.float64) for name in ("weights", "logprobs", "advantages"))
+    log_ratio = logprobs_TK - old
+    taper = np.exp(min(0.0, float(log_ratio[weights != 0].sum())))
+    pull = np.where(advantages >= 0, 1.0, taper) * advantages
+    ratio, coefficient = np.exp(log_ratio), config["kl_coeff"]
+    loss = (weights * (-pull * logprobs_TK + coefficient * (ratio - 1 - log_ratio))).sum()
+    return float(loss), weights * (-pull + coefficient * (ratio - 1))
+
+
+# RL code sends logprobs with every datum; what was recorded at sampling is used in their place.
+LOSS = LossSpec(
+    "stable_reinforce",
+    inputs=(WEIGHTS, TokenInput("logprobs", required=False), TokenInput("advantages")),
+    config={"kl_coeff": ConfigKey(0.0)},
+    per_sequence=stable_reinforce,
+    recorded=True,
+)

@@ -1,0 +1,34 @@
+"""How near two arrays must be: by the arithmetic that made them, not by a number that suits one machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def close(found: npt.ArrayLike, expected: npt.ArrayLike, *, ulps: float = 128, dtype: Any = np.float32) -> None:
+    """Assert that arrays differ by at most `ulps` units in the last place of `dtype`.
+
+    The unit is that of the element, or of a typical element (the root of the mean square) where the element is smaller:
+    sums cancel, so small elements carry the rounding of large terms. A few terms need 16 ulps or so, a matmul through
+    several layers a thousand, and another instruction set changes the last digits of either.
+    """
+    a, b = (np.asarray(array, np.float64) for array in (found, expected))
+    assert a.shape == b.shape, f"shapes {a.shape} and {b.shape}"
+    unit = _epsilon(dtype)
+    typical = np.sqrt(np.mean(b * b)) if b.size else 0.0
+    allowed = ulps * unit * np.maximum(np.abs(b), typical)
+    excess = np.abs(a - b) - allowed
+    if not (excess <= 0).all():
+        worst = np.unravel_index(np.argmax(np.where(np.isnan(excess), np.inf, excess)), a.shape)
+        raise AssertionError(
+            f"{a[worst]!r} and {b[worst]!r} at {tuple(map(int, worst))} differ by {abs(a[worst] - b[worst]):.3g}: "
+            f"{abs(a[worst] - b[worst]) / unit / max(abs(b[worst]), typical, 1e-300):.1f} ulps of {dtype}, "
+            f"at most {ulps} allowed"
+        )
+
+
+def _epsilon(dtype: Any) -> float:
+    return 2.0**-7 if str(dtype) == "bfloat16" else float(np.finfo(dtype).eps)
