@@ -10,6 +10,7 @@ A pipeline's flow prepares a run, makes its recipe from it, and trains:
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
         except StoppedError as stopped:
             return Cancelled(message=str(stopped))
 
+    # Prefect reads names of types in this module, where the wrapper is; so they are resolved in the flow's own module.
+    call.__signature__ = inspect.signature(work, eval_str=True)  # type: ignore[attr-defined]
     return call
 
 

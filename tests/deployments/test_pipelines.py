@@ -37,6 +37,9 @@ def test_the_entrypoint_loads_the_flow(pipeline: Pipeline) -> None:
     assert flow is pipeline.flow
     (definition,) = flow.parameters.properties.values()
     assert pipeline.parameters.__name__ in str(definition)  # so that the Prefect UI has a form for it
+    values = read_config(example_file(f"{pipeline.name}.yaml"))
+    validated = flow.validate_parameters({"parameters": values})["parameters"]  # as a flow run of a deployment does
+    assert validated == pipeline.parameters.model_validate(values)
 
 
 @EVERY

@@ -81,49 +81,39 @@ async def flow_run_in(name: str, *states: StateType):
     raise AssertionError(f"{name}: never {states}")
 
 
-async def step_of(pipelines, name: str) -> str:
-    found = await pipelines.artifacts(f"sft-{name}-")
-    return found.get("progress", {}).get("description", "")
-
-
-async def changed(pipelines, name: str, before: str) -> str:
-    for _ in range(6000):
-        if (now := await step_of(pipelines, name)) != before:
-            return now
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"{name}: stays at {before!r}")
-
-
-async def settled(pipelines, name: str) -> str:
-    """The step at which a run stands still: what was submitted before it noticed the pause is still made."""
-    now = await step_of(pipelines, name)
-    for _ in range(20):
-        await asyncio.sleep(6)  # a going run says its step every two seconds
-        if (later := await step_of(pipelines, name)) == now:
-            return now
-        now = later
-    raise AssertionError(f"{name}: did not pause; it is at {now!r}")
+async def shows_progress(pipelines, name: str) -> None:
+    """Wait until the artifact `progress` is there."""
+    async with asyncio.timeout(600):
+        while "progress" not in await pipelines.artifacts(f"sft-{name}-"):  # noqa: ASYNC110  of another process
+            await asyncio.sleep(0.1)
 
 
 async def test_pause_holds_resume_goes_on_and_cancel_leaves_a_state(pipelines, monkeypatch):
-    may_go_on = Control.may_go_on
+    may_go_on, asked, held = Control.may_go_on, 0, asyncio.Event()
 
-    async def unhurried(control):
-        await asyncio.sleep(0.5)  # there is no haste while buttons are pressed
+    async def watched(control):
+        nonlocal asked
+        asked += 1
+        if control.paused:
+            held.set()
         return await may_go_on(control)
 
-    monkeypatch.setattr(Control, "may_go_on", unhurried)
+    monkeypatch.setattr(Control, "may_go_on", watched)
     values = config(pipelines, "buttons", steps=100_000, segment_steps=100_000, schedule="constant")
     values["resume"] = "buttons"
     running = asyncio.create_task(run(values, return_state=True))
-    await changed(pipelines, "buttons", "")
+    await shows_progress(pipelines, "buttons")
     flow_run = await flow_run_in("buttons", StateType.RUNNING)
     async with get_client() as client:
         await client.set_flow_run_state(flow_run.id, Paused(timeout_seconds=3600))
-        now = await settled(pipelines, "buttons")
+        async with asyncio.timeout(600):
+            await held.wait()
+        before = asked
         assert not running.done()
         await client.resume_flow_run(flow_run.id)
-        await changed(pipelines, "buttons", now)
+        async with asyncio.timeout(600):
+            while asked < before + 3:  # noqa: ASYNC110  a count has no event
+                await asyncio.sleep(0.1)
         await client.set_flow_run_state(flow_run.id, Cancelling())
     state = await asyncio.wait_for(running, 300)
     assert state.is_cancelled(), state
