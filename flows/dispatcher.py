@@ -17,7 +17,7 @@ from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.runner import STOPPED, End, ModelRunner, Why
-from tinkerflow.tasks.execution.recovery import SnapshotPolicy
+from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
 
 log = logging.getLogger(__name__)
 
@@ -146,14 +146,12 @@ class Dispatcher:
             try:
                 # without Prefect, nobody can end a hold
                 held = model.held is not None and bool(self._mirror.connection.api_url)
-                runner = ModelRunner(
-                    served.context, mirror, self._snapshots, model_id, model.step, held=held, eager=again
-                )
+                runner = ModelRunner(served.context, mirror, self._snapshots, model_id, model.step, held=held)
                 self._runners[model_id] = runner
                 verb = "is created" if model.state is ModelState.CREATING else "goes on"
                 mirror.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")
                 if not self._stopping.is_set():
-                    end = await runner.serve()
+                    end = await runner.serve(restore_now=again)
             except Exception as error:
                 end = End(Why.FAILED, f"{type(error).__name__}: {error}")
                 raise
@@ -166,6 +164,8 @@ class Dispatcher:
             await self._give_up(model_id, ServerError(f"the model cannot be served ({type(error).__name__}: {error})"))
         finally:
             del self._runners[model_id]
+            for served in self._served.values():
+                served.context.saves.forget(model_id)
             self._adopted.pop(model_id, None)
 
     async def _give_up(self, model_id: str, error: TinkerflowError) -> None:

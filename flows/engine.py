@@ -32,6 +32,8 @@ from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.answers import AnswerWriter
 from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +249,8 @@ def _serve(
     store: Store,
     clock: Clock,
 ) -> ServedModel:
-    context = ExecutionContext(journal, pool, store, card, clock, answers)
+    saves = Saves()
+    context = ExecutionContext(journal, pool, store, card, clock, answers, saves, Snapshots(saves))
     sampling = SamplingRunner(context, mirror.sampling(card.name), most_waiting=4 * settings.sample_slots)
     return ServedModel(card, context, pool, sampling)
 

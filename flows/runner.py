@@ -10,17 +10,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from tinkerflow.backend.commands import Done, DropAdapter
+from tinkerflow.backend.commands import AdapterState, Done, DropAdapter
 from tinkerflow.backend.errors import GroupFailedError, SuspectError
 from tinkerflow.backend.journal import Kind, ModelState, Outcome, Pending, SnapshotTaken
 from tinkerflow.flows.prefect.mirror import RunMirror
-from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.context import Execution, ExecutionContext
 from tinkerflow.tasks.execution.crashes import MOST_CRASHES
-from tinkerflow.tasks.execution.operation import Operation, begin
-from tinkerflow.tasks.execution.recovery import SnapshotPolicy, SnapshotSchedule, take
+from tinkerflow.tasks.execution.operation import SAVES, Operation, begin
+from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy, SnapshotSchedule, take
 from tinkerflow.tasks.execution.restore import restore
-from tinkerflow.tasks.execution.sequencer import Slot
-from tinkerflow.tasks.operations.save_weights import SAVES
+from tinkerflow.tasks.execution.sequencer import Sequencer, Slot
 
 log = logging.getLogger(__name__)
 
@@ -102,33 +101,30 @@ class ModelRunner:
         steps_made: int,
         *,
         held: bool = False,
-        eager: bool = False,
     ) -> None:
         """`steps_made`: optimizer steps so far, for the names of task runs.
 
-        held: it begins on hold. eager: the model is restored at once, and not when there is something to execute.
+        held: it begins on hold.
         """
         self.model_id = model_id
         self.mirror = mirror
         self._held = held
-        self._eager = eager
         self._cancelled = False
         self._unbound = context
         self._context = context  # bound to the worker group that holds the model, once one does
         self._interrupted = False
-        self._aside: set[str] = set()  # saves on their way to the store, which hold up nobody
         self._crashes = 0  # of groups that were restoring this model
         self._schedule = SnapshotSchedule(snapshots, context.clock.monotonic())
         self._steps_made = steps_made
-        self._cursor = 0  # requests below this sequence id were taken
-        self._unloading = False
-        self._flying = 0
+        self._taken = -1.0  # the place of the last request that was taken
+        self._flying: set[str] = set()  # requests that later ones wait for
         self._room = asyncio.Semaphore(IN_FLIGHT)
-        self._slot: Slot | None = None
+        self._sequencer = Sequencer(model_id, context.saves)
+        self._copies: dict[str, AdapterState] = {}  # by request: what a replay has copied for a save
         self._woken = asyncio.Event()
         self._woken.set()
         self._look_again = False  # something changed while operations were in flight
-        self._begins = True  # and looks for saves that an earlier worker group has answered, and not stored
+        self._unstored = True  # the journal may list saves that were answered, and not stored
         self._stopping = False
         if held:
             mirror.hold("it was held already when this run began")
@@ -158,9 +154,14 @@ class ModelRunner:
         self._cancelled = True
         self._woken.set()
 
-    async def serve(self) -> End:
-        """Execute requests as they come, until the model takes no more or the engine stops."""
+    async def serve(self, *, restore_now: bool = False) -> End:
+        """Execute requests as they come, until the model takes no more or the engine stops.
+
+        restore_now: the model is restored at once, and not when there is something to execute.
+        """
         async with asyncio.TaskGroup() as group:  # waits for what is in flight
+            if restore_now:
+                await self._is_ready(needed=True)
             while True:
                 found = await self._next(group)
                 if isinstance(found, End):
@@ -176,16 +177,12 @@ class ModelRunner:
                 return STOPPED
             self._woken.clear()
             holding = self._held and not self._cancelled
-            if holding and not (self._begins or self._interrupted):
+            if holding and not (self._unstored or self._interrupted):
                 continue
             if self._interrupted:
                 if self._flying:
                     continue  # the last of them wakes us
                 await self._begin_anew()
-            if self._eager:
-                self._eager = False
-                self._woken.set()
-                await self._is_ready(needed=True)
             if self._schedule.due(self._context.clock.monotonic()):
                 self._take_snapshot(group)
             if fresh := await self._fresh(holding):
@@ -199,23 +196,23 @@ class ModelRunner:
 
     async def _fresh(self, holding: bool) -> list[Pending]:
         """What the journal has for us and was not taken yet: on hold only saves that wait for the store."""
-        aside = frozenset(self._aside)  # from before the look: what is in neither was answered meanwhile
+        detached = self._detached()  # from before the look: what is in neither was answered meanwhile
         rows = [] if holding else await self._context.read(self._context.journal.requests.ready, self.model_id, _LOOK)
-        if self._begins:  # also on hold: samplers wait for these
+        if self._unstored:  # also on hold: samplers wait for these
             left = await self._context.read(self._context.journal.recovery.unstored, self.model_id)
-            self._begins = bool(left)
+            self._unstored = bool(left)
             rows = sorted([*left, *rows], key=_place)
         if len(rows) >= _LOOK:
             self._woken.set()  # there may be more
-        return [row for row in rows if row.id not in aside and self._is_fresh(row)]
+        return [row for row in rows if row.id not in detached and self._is_fresh(row)]
 
     async def _is_ready_for(self, fresh: list[Pending]) -> bool:
         """Have the model where it can execute these. False: look again."""
         bound = self._context.generation
         ready = await self._is_ready(needed=any(request.seq_id is not None for request in fresh))
         if ready:
-            self._begins = self._context.generation != bound  # what the replay has copied is to be stored
-        return ready and not self._begins
+            self._unstored = self._context.generation != bound  # what the replay has copied is to be stored
+        return ready and not self._unstored
 
     async def _is_ready(self, *, needed: bool) -> bool:
         """Have the model in the worker group that serves: restored, if an earlier group had it. False: look again.
@@ -228,12 +225,12 @@ class ModelRunner:
         if self._flying:
             self._interrupted = True  # they fail one after the other, and the last one wakes us
             return False
-        context = replace(self._unbound, generation=generation, exported={})
+        context = replace(self._unbound, generation=generation)
         model = await context.read(context.journal.models.get, self.model_id, None)
         if model.state is ModelState.LIVE and needed:
             self.mirror.restoring(generation)
             try:
-                restored = await restore(context, self.model_id, frozenset(self._aside))
+                restored = await restore(context, self.model_id, self._detached())
             except GroupFailedError as error:
                 self._crashes += isinstance(error, SuspectError) and error.crashed
                 if self._crashes < MOST_CRASHES:
@@ -245,6 +242,7 @@ class ModelRunner:
                 await self._fail(f"{type(error).__name__}: {error}")
                 return False
             self._schedule.restored(restored.steps, restored.last)
+            self._copies = dict(restored.copies)
             self.mirror.restored(self.model_id, generation, restored)
         self._crashes = 0
         self._context = context
@@ -260,21 +258,21 @@ class ModelRunner:
         self.mirror.interrupted()
         self._interrupted = False
         model = await self._unbound.read(self._unbound.journal.models.get, self.model_id, None)
-        self._steps_made, self._cursor, self._unloading, self._begins = model.step, 0, False, True
-        self._slot = self._slot and self._slot.anew()
+        self._steps_made, self._taken, self._unstored = model.step, -1.0, True
+        self._sequencer.restart()
         self._schedule.interrupted()
         self._context = self._unbound
 
     def _take_snapshot(self, group: asyncio.TaskGroup) -> None:
         """Give a snapshot the next slot of the model, if there is anything new to be in it."""
-        if self._schedule.seq_id is None or self._schedule.taking or self._slot is None or self._slot.line.broken:
+        last = self._sequencer.last
+        if self._schedule.seq_id is None or self._schedule.taking or last is None or last.interrupted:
             return
-        self._slot = Slot(self._slot)
         seq_id = self._schedule.begin(self._context.clock.monotonic())
-        taking = group.create_task(take(self._context, self.model_id, seq_id, self._slot), name="snapshot")
-        taking.add_done_callback(self._taken)
+        taking = group.create_task(take(self._context, self.model_id, seq_id, self._sequencer.slot()), name="snapshot")
+        taking.add_done_callback(self._snapshot_taken)
 
-    def _taken(self, taking: asyncio.Task[SnapshotTaken | None]) -> None:
+    def _snapshot_taken(self, taking: asyncio.Task[SnapshotTaken | None]) -> None:
         self._schedule.taking = False
         if not taking.cancelled() and taking.exception() is None and (taken := taking.result()) is not None:
             self.mirror.log(f"snapshot taken at request {taken.seq_id}: {taken.size_bytes / 2**20:.1f} MiB")
@@ -285,10 +283,13 @@ class ModelRunner:
             self._woken.set()
 
     def _is_fresh(self, row: Pending) -> bool:
-        # Not by the ids in flight: one of them may have been answered since the rows were read.
-        if row.answered:
-            return True  # asked for only when nothing is in flight
-        return not self._unloading if row.seq_id is None else row.seq_id >= self._cursor
+        # Not by the ids in flight: one of them may have been answered since the rows were read. What was answered is
+        # asked for only when nothing is in flight.
+        return row.answered or _place(row) > self._taken
+
+    def _detached(self) -> frozenset[str]:
+        """The model's saves that are on their way to the store: they hold up nobody."""
+        return frozenset(save.request_id for save in self._context.saves.detached(self.model_id))
 
     async def _ended(self) -> End | None:
         model = await self._context.read(self._context.journal.models.get, self.model_id, None)
@@ -321,43 +322,40 @@ class ModelRunner:
         self.mirror.started(batch, operations)
 
     def _begin(self, request: Pending, group: asyncio.TaskGroup) -> Operation:
-        self._flying += 1
-        if request.seq_id is None:
-            self._unloading = True
-        else:
-            self._cursor = request.seq_id + 1
+        self._flying.add(request.id)
+        self._taken = max(self._taken, _place(request))
+        if request.seq_id is not None:
             self._schedule.went(request.seq_id, step=request.kind == Kind.OPTIM_STEP)
-        self._slot = Slot(self._slot)
-        operation = begin(self._context, request, self._slot, group)
+        slot = self._sequencer.slot(request.id if request.kind in SAVES else None)
+        execution = Execution(self._context, request, slot, copy=self._copies.pop(request.id, None))
+        operation = begin(execution, group)
         if request.kind == Kind.OPTIM_STEP:
             self._steps_made += 1
-        operation.answered.add_done_callback(partial(self._landed, request.id))
-        if request.kind in SAVES:
-            group.create_task(self._set_aside(operation, self._slot), name=f"{request.kind} {request.id} aside")
+        operation.answered.add_done_callback(partial(self._answered, request.id))
+        if slot.save is not None:
+            group.create_task(self._let_go(request.id, slot), name=f"{request.kind} {request.id} is detached")
         return operation
 
-    async def _set_aside(self, operation: Operation, slot: Slot) -> None:
-        """Go on without a save, once it has stepped aside."""
-        await slot.passed()
-        if not operation.answered.done():
-            self._aside.add(operation.request.id)
-            self._has_landed()
+    async def _let_go(self, request_id: str, slot: Slot) -> None:
+        """Go on without a save, once it is detached."""
+        await slot.released()
+        self._landed(request_id)
 
-    def _landed(self, request_id: str, answered: asyncio.Task[Outcome | None]) -> None:
+    def _answered(self, request_id: str, answered: asyncio.Task[Outcome | None]) -> None:
         ended = not answered.cancelled() and answered.exception() is None
         outcome = answered.result() if ended else None
         if ended and outcome is None:
             self._interrupted = True
             self._woken.set()
-        if request_id in self._aside:
-            self._aside.remove(request_id)
-        else:
-            self._has_landed()
+        self._landed(request_id)
         if outcome is not None and (outcome.seq_id is None or outcome.error is not None):
             self._woken.set()  # the model may have ended
 
-    def _has_landed(self) -> None:
-        self._flying -= 1
+    def _landed(self, request_id: str) -> None:
+        """Later requests do not wait for this one any more: it is answered or detached."""
+        if request_id not in self._flying:
+            return
+        self._flying.remove(request_id)
         self._room.release()
         if not self._flying and (self._interrupted or self._look_again):
             self._look_again = False

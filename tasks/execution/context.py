@@ -11,11 +11,13 @@ from datetime import datetime
 from typing import ParamSpec, Protocol, TypeVar, cast
 
 from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.commands import AdapterState, Command, Reply
-from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.backend.commands import AdapterState, Command, CreateAdapter, Forward, ImportAdapter, OptimStep, Reply
+from tinkerflow.backend.journal import AWAY, Journal, Pending
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.store import Store
 from tinkerflow.tasks.execution.answers import AnswerWriter
+from tinkerflow.tasks.execution.save_state import Saves, SaveState
+from tinkerflow.tasks.execution.sequencer import Slot
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 P = ParamSpec("P")
@@ -50,12 +52,9 @@ class Commanded(Protocol):
 
 @dataclass(frozen=True)
 class ExecutionContext:
-    """One base model: its worker group, its snapshots, and the journal, store and clock that all of them share.
+    """One base model: its worker group, what is in it, and the journal, store and clock that all base models share.
 
-    generation: the only worker group that may execute what is sent through this; None: whichever serves. note: is told
-    of every command that is sent. as_of: in a replay, when what is done again was first answered: what was saved later
-    is not there. exported: by request, what a replay has copied for saves that are still to be answered or stored.
-    rest: what an operation has left to do when it is answered.
+    generation: the only worker group that may execute what is sent through this; None: whichever serves.
     """
 
     journal: Journal
@@ -64,17 +63,13 @@ class ExecutionContext:
     card: ModelCard
     clock: Clock
     answers: AnswerWriter
-    snapshots: Snapshots = field(default_factory=Snapshots)
+    saves: Saves
+    snapshots: Snapshots
     generation: int | None = None
-    as_of: datetime | None = None
-    exported: dict[str, AdapterState] = field(default_factory=dict)
-    note: Callable[[Command], None] = lambda _: None
-    rest: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
         """Start a command; of one adapter, those started earlier are executed earlier. The task holds its reply."""
-        self.note(command)
         return asyncio.create_task(self._reply(command, reply))
 
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -103,3 +98,35 @@ class ExecutionContext:
         if not isinstance(reply, kind):
             raise TypeError(f"{type(command).__name__} was answered by {type(reply).__name__}, not {kind.__name__}")
         return cast(R, reply)
+
+
+@dataclass
+class Execution:
+    """One operation being executed: what was asked, its place in the order of its model, and what it has done so far.
+
+    copy: the state that a replay has copied for this save. as_of: in a replay, when the request was first answered:
+    checkpoints that were saved later do not exist for it. started_at: when its first command was sent. changed: a
+    command that changes the model was sent. then: what is left to do after the answer; it returns how the save ended.
+    """
+
+    context: ExecutionContext
+    request: Pending
+    slot: Slot
+    copy: AdapterState | None = None
+    as_of: datetime | None = None
+    started_at: datetime | None = None
+    changed: bool = False
+    then: Callable[[], Awaitable[SaveState]] | None = None
+
+    @property
+    def model_id(self) -> str:
+        """The model that the operation is of."""
+        return str(self.request.model_id)
+
+    def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
+        """Start a command of this operation, in its slot. The task holds the reply."""
+        self.started_at = self.started_at or self.context.clock.now()
+        self.changed |= isinstance(command, CreateAdapter | ImportAdapter | OptimStep) or (
+            isinstance(command, Forward) and command.backward
+        )
+        return self.context.send(command, reply)

@@ -26,7 +26,9 @@ def is_suspicious(error: GroupFailedError) -> bool:
     return isinstance(error, SuspectError | DeadlineError)
 
 
-async def judge(context: ExecutionContext, executing: Sequence[Pending], error: GroupFailedError) -> dict[str, Outcome]:
+async def attribute_crash(
+    context: ExecutionContext, executing: Sequence[Pending], error: GroupFailedError
+) -> dict[str, Outcome]:
     """Note that the group ended with `error` while it executed these; by id: failures of those who did it too often."""
     if not executing or not is_suspicious(error):
         return {}

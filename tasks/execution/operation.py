@@ -6,9 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
 
-from tinkerflow.backend.commands import Command, CreateAdapter, Forward, ImportAdapter, OptimStep
 from tinkerflow.backend.errors import GroupFailedError, StateLostError, TinkerflowError
 from tinkerflow.backend.journal import (
     Effect,
@@ -20,9 +18,9 @@ from tinkerflow.backend.journal import (
     SamplerLoaded,
     SamplerOpened,
 )
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.crashes import judge
-from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.tasks.execution.context import Execution, ExecutionContext
+from tinkerflow.tasks.execution.crashes import attribute_crash
+from tinkerflow.tasks.execution.save_state import SaveState
 from tinkerflow.tasks.operations import (
     create_model,
     forward_backward,
@@ -36,7 +34,7 @@ from tinkerflow.tasks.operations import (
 
 log = logging.getLogger(__name__)
 
-Execute = Callable[[ExecutionContext, Pending, Slot], Awaitable[Outcome]]
+Execute = Callable[[Execution], Awaitable[Outcome]]
 
 EXECUTE: dict[Kind, Execute] = {
     Kind.CREATE_MODEL: create_model.execute,
@@ -52,6 +50,9 @@ EXECUTE: dict[Kind, Execute] = {
 }
 
 
+SAVES = frozenset((Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL))  # they may be detached
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation on its way; `answered` ends with its outcome when that is in the journal, and nothing left to do.
@@ -63,65 +64,60 @@ class Operation:
     answered: asyncio.Task[Outcome | None]
 
 
-def begin(context: ExecutionContext, request: Pending, slot: Slot, group: asyncio.TaskGroup) -> Operation:
-    """Start an operation. Whatever happens to it becomes its outcome, and later turns go on.
+def begin(execution: Execution, group: asyncio.TaskGroup) -> Operation:
+    """Start an operation. Whatever happens to it becomes its outcome, and later operations go on.
 
     Only an answer that the journal does not take ends `group`.
     """
-    return Operation(request, group.create_task(_perform(context, request, slot), name=f"{request.kind} {request.id}"))
+    request = execution.request
+    return Operation(request, group.create_task(_perform(execution), name=f"{request.kind} {request.id}"))
 
 
-async def _perform(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome | None:
-    sent: list[Command] = []
-    times: list[datetime] = []
-    context = replace(context, rest=[])
-
-    def note(command: Command) -> None:
-        sent.append(command)
-        times.append(context.clock.now())
-
+async def _perform(execution: Execution) -> Outcome | None:
+    """Execute, wait until every earlier operation is answered, answer, and do what is left."""
+    request, slot = execution.request, execution.slot
+    answered, stored = request.answered, SaveState.LOST
     try:
         try:
-            outcome = await EXECUTE[request.kind](replace(context, note=note), request, slot)
-            await slot.to_answer()
+            outcome = await EXECUTE[request.kind](execution)
+            await slot.predecessors()
         except GroupFailedError as error:
-            return await _interrupted(context, request, slot, error)
+            return await _interrupted(execution, error)
         except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
             try:
-                await slot.to_answer()
+                await slot.predecessors()
             except GroupFailedError as interrupted:
-                return await _interrupted(context, request, slot, interrupted)
+                return await _interrupted(execution, interrupted)
             outcome = failure(request, error)
-        started, replays = times[0] if times else None, outcome.replays or any(map(_changes, sent))
-        if not request.answered:
-            await answer(context, replace(outcome, replays=replays, started_at=started))
-        try:
-            for work in context.rest:
-                await work()
-        except GroupFailedError as error:
-            slot.line.broken = True
-            log.info("%s %s of %s is answered, and ended later: %s", request.kind, request.id, request.model_id, error)
-            return None
+        if not answered:
+            replays = outcome.replays or execution.changed
+            await answer(execution.context, replace(outcome, replays=replays, started_at=execution.started_at))
+            answered = outcome.error is None
+        stored = SaveState.FAILED if outcome.error is not None else SaveState.STORED
+        if execution.then is not None:
+            stored = SaveState.LOST
+            try:
+                stored = await execution.then()
+            except GroupFailedError as error:
+                slot.interrupt()
+                name = f"{request.kind} {request.id} of {request.model_id}"
+                log.info("%s is answered, and was interrupted after that: %s", name, error)
+                return None
         return outcome
     finally:
+        if slot.save is not None:
+            execution.context.saves.end(slot.save, stored, answered=answered)
         await slot.end()
 
 
-async def _interrupted(
-    context: ExecutionContext, request: Pending, slot: Slot, error: GroupFailedError
-) -> Outcome | None:
-    slot.line.broken = True
+async def _interrupted(execution: Execution, error: GroupFailedError) -> Outcome | None:
+    request = execution.request
+    execution.slot.interrupt()
     log.info("%s %s of %s is executed again: %s", request.kind, request.id, request.model_id, error)
-    poisoned = (await judge(context, [request], error)).get(request.id)
-    if poisoned is not None:
-        await answer(context, poisoned)
-    return poisoned
-
-
-def _changes(command: Command) -> bool:
-    return isinstance(command, CreateAdapter | ImportAdapter | OptimStep) or (
-        isinstance(command, Forward) and command.backward
-    )
+    blamed = (await attribute_crash(execution.context, [request], error)).get(request.id)
+    if blamed is not None:
+        await answer(execution.context, blamed)
+    return blamed
 
 
 async def answer(context: ExecutionContext, outcome: Outcome) -> None:

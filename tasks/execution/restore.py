@@ -1,4 +1,4 @@
-"""A live model made again in a worker group: a snapshot of it, and what was executed since, in order (recovery.py).
+"""A live model made again in a worker group: a snapshot of it, and what was executed since, in order.
 
 The newest snapshot that can be read is taken, of those after which the journal still has everything: the two newest,
 and the model's creation before there are two. One that cannot be read is forgotten once an older one can be, so that
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.errors import (
@@ -24,11 +24,12 @@ from tinkerflow.backend.errors import (
     UserError,
 )
 from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
-from tinkerflow.tasks.execution.commit import record
-from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.context import Execution, ExecutionContext
 from tinkerflow.tasks.execution.operation import EXECUTE
-from tinkerflow.tasks.execution.sequencer import Slot
-from tinkerflow.tasks.operations.save_weights import export
+from tinkerflow.tasks.execution.recovery_snapshots import record
+from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution.sequencer import Sequencer
+from tinkerflow.tasks.operations.save_weights import copy
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Restored:
     """What it took: the snapshot (None: from the model's creation), and how much was replayed after it.
 
     steps: optimizer steps among the `requests`. last: the seq_id of the last of these, or of the snapshot. unreadable:
-    newer snapshots that could not be read, and why.
+    newer snapshots that could not be read, and why. copies: the states of saves that must be stored again, by request.
     """
 
     snapshot: SnapshotView | None
@@ -50,13 +51,14 @@ class Restored:
     last: int
     seconds: float
     unreadable: tuple[str, ...]
+    copies: Mapping[str, AdapterState]
 
 
-async def restore(context: ExecutionContext, model_id: str, aside: Collection[str] = ()) -> Restored:
+async def restore(context: ExecutionContext, model_id: str, detached: Collection[str] = ()) -> Restored:
     """Make a live model in the worker group that `context` is bound to, as its answered requests have left it.
 
-    For saves among these that are not answered, or not stored, their state is left in `context.exported`; not for those
-    `aside`, which are being written.
+    Saves among these that are not answered, or not stored, are copied again, unless they are in `detached`: these are
+    being written.
 
     GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
     """
@@ -64,19 +66,20 @@ async def restore(context: ExecutionContext, model_id: str, aside: Collection[st
     snapshot, unreadable = await _load(context, model_id)
     loaded = context.clock.monotonic()
     after = -1 if snapshot is None else snapshot.seq_id
-    requests, steps, last = await _replay_all(context, model_id, after, bool(unreadable), aside)
+    replay = _Replay(context, model_id, after, frozenset(detached))
+    await replay.run(older=bool(unreadable))
     await context.read(context.journal.models.note_progress, model_id, None)
     ended = context.clock.monotonic()
     log.info(
         "model %s is restored in worker group %s: %d requests replayed in %.2f s after %.2f s for %s",
         model_id,
         context.generation,
-        requests,
+        replay.requests,
         ended - loaded,
         loaded - began,
         f"its snapshot at request {snapshot.seq_id}" if snapshot else "a look for snapshots: none",
     )
-    return Restored(snapshot, requests, steps, last, ended - began, unreadable)
+    return Restored(snapshot, replay.requests, replay.steps, replay.after, ended - began, unreadable, replay.copies)
 
 
 async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView | None, tuple[str, ...]]:
@@ -127,64 +130,68 @@ async def _begins_with_creation(context: ExecutionContext, model_id: str) -> boo
     return bool(first) and first[0].request.seq_id == 0
 
 
-async def _replay_all(
-    context: ExecutionContext, model_id: str, after: int, older: bool, aside: Collection[str]
-) -> tuple[int, int, int]:
-    """Execute again what came after request `after`: how many, optimizer steps among them, and the last one."""
-    recovery = context.journal.recovery
-    total = await context.read(recovery.count_executed, model_id, after)
-    why = " after an older snapshot: the newest cannot be read" if older else ""
-    done = steps = 0
-    while page := await context.read(recovery.executed, model_id, after, _PAGE):
-        await _tell(context, model_id, f"replaying {done} of {total}{why}")
-        await _replay(context, [one for one in page if one.request.id not in aside])
-        done += sum(one.answered_at is not None for one in page)
-        steps += sum(one.request.kind == Kind.OPTIM_STEP for one in page)
-        after = int(page[-1].request.seq_id or 0)
-    return done, steps, after
-
-
 async def _tell(context: ExecutionContext, model_id: str, what: str) -> None:
     await context.read(context.journal.models.note_progress, model_id, f"restoring model {model_id}: {what}")
 
 
-async def _replay(context: ExecutionContext, page: Sequence[Executed]) -> None:
-    slot: Slot | None = None
-    running = []
-    for one in page:
-        slot = Slot(slot)
-        running.append(asyncio.create_task(_again(context, one, slot)))
-    try:
-        for task in running:
-            await task
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+class _Replay:
+    """Executes again what came after request `after`; their answers are in the journal already, and stay."""
 
+    def __init__(self, context: ExecutionContext, model_id: str, after: int, detached: frozenset[str]) -> None:
+        self.requests = self.steps = 0
+        self.after = after
+        self.copies: dict[str, AdapterState] = {}
+        self._context = context
+        self._model_id = model_id
+        self._detached = detached
 
-async def _again(context: ExecutionContext, one: Executed, slot: Slot) -> None:
-    """Execute a request again; its answer is in the journal already, and stays."""
-    request = one.request
-    try:
-        if one.answered_at is None or request.kind is Kind.SAVE_FOR_SAMPLER:
-            context.exported[request.id] = await export(context, request, slot)
-            return
-        outcome = await EXECUTE[request.kind](replace(context, as_of=one.answered_at), request, slot)
-        if one.succeeded is False and outcome.error is None:  # its answer could not be stored, or came too late; or not
-            log.error(
-                "%s (seq_id %s) of model %s is answered as failed, and succeeds when it is replayed",
-                request.kind,
-                request.seq_id,
-                request.model_id,
-            )
-        for effect in outcome.effects:
-            if isinstance(effect, SnapshotTaken):  # of a load, whose first one could not be read
-                await record(context, effect)
-    except GroupFailedError:
-        raise
-    except TinkerflowError as error:
-        if one.succeeded or (one.succeeded is None and not isinstance(error, UserError)):
-            raise ServerError(f"the replay of {request.kind} (seq_id {request.seq_id}) failed: {error}") from error
-    finally:
-        await slot.end()
+    async def run(self, *, older: bool) -> None:
+        """Execute page by page; `older`: the newest snapshot could not be read, which people are told."""
+        context, recovery = self._context, self._context.journal.recovery
+        total = await context.read(recovery.count_executed, self._model_id, self.after)
+        why = " after an older snapshot: the newest cannot be read" if older else ""
+        while page := await context.read(recovery.executed, self._model_id, self.after, _PAGE):
+            await _tell(context, self._model_id, f"replaying {self.requests} of {total}{why}")
+            await self._execute([one for one in page if one.request.id not in self._detached])
+            self.requests += sum(one.answered_at is not None for one in page)
+            self.steps += sum(one.request.kind == Kind.OPTIM_STEP for one in page)
+            self.after = int(page[-1].request.seq_id or 0)
+
+    async def _execute(self, page: Sequence[Executed]) -> None:
+        sequencer = Sequencer(self._model_id, Saves())  # the replay detaches no saves, and waits for none
+        running = []
+        for one in page:
+            execution = Execution(self._context, one.request, sequencer.slot(), as_of=one.answered_at)
+            running.append(asyncio.create_task(self._again(one, execution)))
+        try:
+            for task in running:
+                await task
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _again(self, one: Executed, execution: Execution) -> None:
+        request = one.request
+        try:
+            if one.answered_at is None or request.kind is Kind.SAVE_FOR_SAMPLER:
+                self.copies[request.id] = await copy(execution)
+                return
+            outcome = await EXECUTE[request.kind](execution)
+            if one.succeeded is False and outcome.error is None:  # the answer could not be stored, or came too late
+                log.error(
+                    "%s (seq_id %s) of model %s is answered as failed, and succeeds when it is replayed",
+                    request.kind,
+                    request.seq_id,
+                    request.model_id,
+                )
+            for effect in outcome.effects:
+                if isinstance(effect, SnapshotTaken):  # of a load, whose first one could not be read
+                    await record(self._context, effect)
+        except GroupFailedError:
+            raise
+        except TinkerflowError as error:
+            if one.succeeded or (one.succeeded is None and not isinstance(error, UserError)):
+                raise ServerError(f"the replay of {request.kind} (seq_id {request.seq_id}) failed: {error}") from error
+        finally:
+            await execution.slot.end()

@@ -1,112 +1,138 @@
-"""Operations of one model overlap, but command the pool and are answered in order of their sequence ids.
+"""The operations of one model overlap, but send their commands and are answered in the order of their sequence ids.
 
-All but saves: once its state is copied and everybody before is answered, a save under a name steps aside, and one
-without a name when it is answered itself. Those behind it are answered meanwhile, and what depends on the stored state
-(a later save, a load, the end of the model, the record of a snapshot) waits until it is settled. See recovery.py for
-why nothing is lost.
+Saves are the exception. Once its state is copied and every earlier operation is answered, a save is detached: later
+operations are answered while it is written. What depends on the stored state waits until the save has ended: a later
+save, a load, the end of the model, the record of a recovery snapshot. `save_state.py` has the diagram.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 from tinkerflow.backend.errors import GroupFailedError
+from tinkerflow.tasks.execution.save_state import Save, Saves, SaveState
 
-MOST_ASIDE = 4  # saves of one model that are written at once wait: each holds a copy of the model
+MOST_DETACHED = 4  # saves of one model that are written at once: each holds a copy of the model
 
 
 @dataclass
-class Line:
-    """The line that turns follow each other in. broken: one was interrupted, so no later one may be answered.
-
-    failing: what was tried last for somebody aside has failed, and is tried again. aside: those that let later ones go
-    first, and have not ended yet, by their number in the line.
-    """
+class _Line:
+    """Slots that follow each other. broken: one of them was interrupted, so no later one may be answered."""
 
     broken: bool = False
-    failing: bool = False
-    aside: dict[int, asyncio.Event] = field(default_factory=dict)
+
+
+class Sequencer:
+    """Hands out the slots of one model, in order."""
+
+    def __init__(self, model_id: str, saves: Saves) -> None:
+        """No slot yet. saves: where the model's saves are listed."""
+        self.model_id = model_id
+        self.saves = saves
+        self.line = _Line()
+        self.last: Slot | None = None
+        self._count = 0
+
+    def slot(self, save_id: str | None = None) -> Slot:
+        """The next slot. save_id: the id of the request, if it is a save."""
+        self._count += 1
+        self.last = Slot(self, self._count, self.last, save_id)
+        return self.last
+
+    def restart(self) -> None:
+        """Begin anew after an interruption, when all slots have ended but those of detached saves."""
+        self.last, self.line = None, _Line()
 
 
 class Slot:
-    """The place of one operation in its model's line.
+    """The place of one operation in the order of its model.
 
-        async with slot:                    # everybody before has sent what they had to send
-            reply = context.send(command)
-        ... await reply                     # meanwhile the next one sends
+        async with slot:                    # every earlier operation has sent its commands
+            reply = execution.send(command)
+        ... await reply                     # meanwhile the next operation sends
 
-    `await slot.to_answer()` waits until everybody before is answered or aside. `end()` lets the later ones go in any
-    case; `step_aside()` lets them go although this one has not ended.
+    `await slot.predecessors()` waits until every earlier operation is answered or detached. `end()` lets the later ones
+    go in any case; `detach()` lets them go although this save has not ended.
     """
 
-    def __init__(self, after: Slot | None = None) -> None:
+    def __init__(self, sequencer: Sequencer, number: int, after: Slot | None, save_id: str | None) -> None:
         """The slot that follows `after`; None: the first one."""
-        self.line: Line = after.line if after else Line()
-        self._number: int = after._number + 1 if after else 0
+        self.sequencer = sequencer
+        self.number = number
+        self.save: Save | None = None
+        if save_id is not None:
+            self.save = sequencer.saves.begin(save_id, sequencer.model_id, number)
+        self._line = sequencer.line
+        self._after = after
         self._sent = asyncio.Event()
         self._answered = asyncio.Event()
-        self._may_send: asyncio.Event = after._sent if after else _set_event()
-        self._may_answer: asyncio.Event = after._answered if after else _set_event()
 
     async def __aenter__(self) -> None:
         """Wait until every earlier operation has sent its commands."""
-        await self._may_send.wait()
+        if self._after is not None:
+            await self._after._sent.wait()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Pass it on."""
+        """The next operation may send."""
         self._sent.set()
 
-    async def to_answer(self) -> None:
-        """Wait until every earlier operation of the model has ended or is aside; GroupFailedError when it will not.
+    def interrupt(self) -> None:
+        """The worker group ended before this operation: no later one may be answered."""
+        self._line.broken = True
 
-        Whoever is aside has waited, and is touched by nothing that happens to the line since.
+    @property
+    def interrupted(self) -> bool:
+        """Whether this operation or another one of its line was interrupted."""
+        return self._line.broken
+
+    @property
+    def detached(self) -> bool:
+        """Whether this is a save on its way to the store."""
+        return self.save is not None and self.save.state in (SaveState.STORING, SaveState.RETRYING)
+
+    async def predecessors(self) -> None:
+        """Wait until every earlier operation is answered or detached; GroupFailedError when one was interrupted.
+
+        A detached save has waited already. What happens to the other operations does not touch it.
         """
-        await self._may_answer.wait()
-        if self.line.broken and self._number not in self.line.aside:
+        if self._after is not None:
+            await self._after._answered.wait()
+        if self._line.broken and not self.detached:
             raise GroupFailedError("an earlier operation was interrupted")
 
-    async def step_aside(self) -> None:
-        """Let later ones go before this one, which has sent all it sends; waits while too many are aside."""
-        await self.to_answer()
-        while len(self.line.aside) >= MOST_ASIDE:
-            await next(iter(self.line.aside.values())).wait()
-        self.line.aside[self._number] = asyncio.Event()
+    async def detach(self) -> None:
+        """Let later operations go first: the save has sent all its commands. Waits while too many are detached."""
+        assert self.save is not None, "only saves are detached"
+        await self.predecessors()
+        while len(detached := self._detached()) >= MOST_DETACHED:
+            await detached[0].ended.wait()
+        self.save.state = SaveState.STORING
         self._sent.set()
         self._answered.set()
 
-    async def passed(self) -> None:
-        """Wait until this one is answered or aside."""
+    async def released(self) -> None:
+        """Wait until this operation is answered or detached."""
         await self._answered.wait()
 
-    async def settled(self) -> None:
-        """Of somebody who has waited `to_answer`: wait until everybody before has ended, those aside too."""
-        for settled in [event for number, event in self.line.aside.items() if number < self._number]:
-            await settled.wait()
+    async def earlier_saves(self) -> None:
+        """After `predecessors`: wait until every earlier save has ended, the detached ones too."""
+        for save in self._detached():
+            if save.number < self.number:
+                await save.ended.wait()
 
     async def end(self) -> None:
-        """Nothing more will be sent or answered: pass on both turns, in order."""
-        await self._may_send.wait()
+        """Nothing more will be sent or answered: let the later operations go, in order."""
+        if self._after is not None:
+            await self._after._sent.wait()
         self._sent.set()
-        await self._may_answer.wait()
+        if self._after is not None:
+            await self._after._answered.wait()
         self._answered.set()
-        if (settled := self.line.aside.pop(self._number, None)) is not None:
-            settled.set()
+        self._after = None  # an answered operation must not keep all before it in memory
 
-    def anew(self) -> Slot:
-        """The beginning of another line, when this one is broken: nobody is in it but those who are aside."""
-        slot = Slot()
-        slot.line.aside = self.line.aside
-        slot._number = self._number + 1
-        slot._sent.set()
-        slot._answered.set()
-        return slot
-
-
-def _set_event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
+    def _detached(self) -> list[Save]:
+        return self.sequencer.saves.detached(self.sequencer.model_id)

@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from tinkerflow.tasks.execution.save_state import Saves
+
 
 class Snapshots:
     """The engine's own list of what it put into the group. What is in the store is loaded when it is sampled."""
 
-    def __init__(self) -> None:
-        """None yet."""
+    def __init__(self, saves: Saves) -> None:
+        """None yet. saves: what is not in the store yet, and so cannot be loaded again."""
+        self._saves = saves
         self._present: dict[str, int | None] = {}  # what they take on the host; None: they stay on the devices
         self._recorded: dict[str, None] = {}  # least recently used first
-        self._stored: set[str] = set()
         self._users: Counter[str] = Counter()
         self._loading: dict[str, asyncio.Future[int | None]] = {}
-        self._storing: set[str] = set()
 
     def __contains__(self, snapshot_id: str) -> bool:
         """Whether the group holds it."""
@@ -37,19 +38,6 @@ class Snapshots:
         finally:
             self._users -= Counter((snapshot_id,))  # without what comes to 0
 
-    @contextmanager
-    def storing(self, snapshot_id: str) -> Iterator[None]:
-        """Its weights are on their way to the store, whatever becomes of the group."""
-        self._storing.add(snapshot_id)
-        try:
-            yield
-        finally:
-            self._storing.discard(snapshot_id)
-
-    def is_being_stored(self, snapshot_id: str) -> bool:
-        """Whether they are."""
-        return snapshot_id in self._storing
-
     async def load_once(self, snapshot_id: str, load: Callable[[], Awaitable[int | None]]) -> None:
         """Call `load`, which gives its bytes on the host, unless the snapshot is there.
 
@@ -62,12 +50,6 @@ class Snapshots:
             self._loading[snapshot_id] = pending
             pending.add_done_callback(lambda _: self._loading.pop(snapshot_id, None))
         self._present[snapshot_id] = await asyncio.shield(pending)
-        self._stored.add(snapshot_id)
-
-    def stored(self, snapshot_id: str) -> None:
-        """The store holds its weights: it can be loaded again."""
-        if snapshot_id in self._present:
-            self._stored.add(snapshot_id)
 
     def recorded(self, snapshot_id: str) -> None:
         """A sampler's row in the journal names this snapshot by now. Say so again whenever it is used."""
@@ -95,7 +77,7 @@ class Snapshots:
         others = {one: self._present[one] for one in last_used[: max(0, len(last_used) - most)]}
         excess, found = sum(size or 0 for size in others.values()) - host_bytes, []
         for one, size in others.items():
-            if (size is None or excess > 0) and one in self._stored and not self._users[one]:
+            if (size is None or excess > 0) and not self._saves.is_unstored(one) and not self._users[one]:
                 excess -= size or 0
                 found.append(one)
         return found
@@ -104,10 +86,8 @@ class Snapshots:
         """The group does not hold it any more."""
         self._present.pop(snapshot_id, None)
         self._recorded.pop(snapshot_id, None)
-        self._stored.discard(snapshot_id)
 
     def lost(self) -> None:
         """The group ended, and all snapshots with it."""
         self._present.clear()
         self._recorded.clear()
-        self._stored.clear()

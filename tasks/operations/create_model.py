@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from tinkerflow.backend.commands import CreateAdapter, Done, LoraSpec
 from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.journal import ModelLive, ModelView, Outcome, Pending
+from tinkerflow.backend.journal import ModelLive, ModelView, Outcome
 from tinkerflow.backend.wire import encode_model_created
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.tasks.execution.context import Execution
 
 
-async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
+async def execute(execution: Execution) -> Outcome:
     """Make the adapter that the model's row describes; the model is live with the answer."""
-    async with slot:
-        model = await context.read(context.journal.models.get, str(request.model_id), None)
+    context, request = execution.context, execution.request
+    async with execution.slot:
+        model = await context.read(context.journal.models.get, execution.model_id, None)
         if model.seed is None:
             raise ServerError(
                 f"model {model.id} has no seed in the journal: the API must draw one where none was given"
             )
-        reply = context.send(CreateAdapter(model.id, spec_of(model), model.seed, model.optimizer), Done)
+        reply = execution.send(CreateAdapter(model.id, spec_of(model), model.seed, model.optimizer), Done)
     await reply
     return request.done(encode_model_created(model.id), "json", ModelLive(model.id))
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinkerflow.backend.commands import ForwardResult
-from tinkerflow.backend.journal import Outcome, Pending, UsageKind, Used
+from tinkerflow.backend.journal import Outcome, UsageKind, Used
 from tinkerflow.backend.wire import decode_forward, encode_forward, load_custom_loss, read_forward
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.tasks.execution.context import Execution
 
 
-async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
+async def execute(execution: Execution) -> Outcome:
     """Check the data, run it through the model, answer with one record per datum and the sum of the loss.
 
     What the loss refers to by id (a traced loss, sampled sequences) must be of the same session.
     """
+    context, request = execution.context, execution.request
     card, size = context.card, len(request.payload)
     read = await context.decode(size, lambda: read_forward(request.payload))
     custom, recorded = None, {}
@@ -26,8 +26,8 @@ async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Ou
         recorded = await context.read(context.journal.losses.stability, request.session_id, read.sequence_ids)
     limits = {"vocab_size": card.vocab_size, "max_context": card.max_context}
     command = await context.decode(size, lambda: decode_forward(read, **limits, custom=custom, recorded=recorded))
-    async with slot:
-        reply = context.send(replace(command, adapter_id=str(request.model_id)), ForwardResult)
+    async with execution.slot:
+        reply = execution.send(replace(command, adapter_id=execution.model_id), ForwardResult)
     result = await reply
     answer = await context.decode(sum(array.nbytes for array in result.logprobs), lambda: encode_forward(result))
     tokens = sum(len(example.tokens_T) for example in command.examples)

@@ -7,43 +7,47 @@ from dataclasses import replace
 
 from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import ModelLive, ModelView, Outcome, Pending, StepMade
+from tinkerflow.backend.journal import ModelLive, ModelView, Outcome, StepMade
+from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
-from tinkerflow.tasks.execution.commit import commit
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.tasks.execution.context import Execution, ExecutionContext
+from tinkerflow.tasks.execution.recovery_snapshots import commit
 from tinkerflow.tasks.operations.create_model import spec_of
 
 
-async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
+async def execute(execution: Execution) -> Outcome:
     """Replace the model's weights by a checkpoint's, of the same base model and shape."""
+    context, request = execution.context, execution.request
     wanted = LoadWeights.decode(request.payload)
-    model_id = str(request.model_id)
-    async with slot:
+    model_id = execution.model_id
+    async with execution.slot:
         model, state = await asyncio.gather(
             context.read(context.journal.models.get, model_id, None),
-            load(context, request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access),
+            _load(execution, wanted),
         )
         if state.spec != spec_of(model):
             raise UserError(f"path {wanted.path!r}: it holds {state.spec}, but model {model_id} has {spec_of(model)}")
-        reply = context.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
+        reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
     taken = await commit(context, model_id, request.owner, int(request.seq_id or 0), state)
-    await slot.to_answer()
-    await slot.settled()  # a replay begins with this snapshot: it must pass no save that is still to be answered
+    await execution.slot.predecessors()
+    await (
+        execution.slot.earlier_saves()
+    )  # a replay begins with this snapshot: it must pass no save that is still to be answered
     return request.done(encode_loaded(model_id, wanted.path), "json", StepMade(model_id, state.step), taken)
 
 
-async def execute_create(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
+async def execute_create(execution: Execution) -> Outcome:
     """Make a model from a checkpoint (create-via-load); its shape is the checkpoint's."""
+    context, request = execution.context, execution.request
     wanted = LoadModel.decode(request.payload)
-    model_id = str(request.model_id)
-    async with slot:
+    model_id = execution.model_id
+    async with execution.slot:
         model, state = await asyncio.gather(
             context.read(context.journal.models.get, model_id, None),
-            load(context, request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access),
+            _load(execution, wanted),
         )
-        reply = context.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
+        reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
     spec = state.spec
     live = ModelLive(model_id, state.step, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
@@ -61,12 +65,23 @@ def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
     return replace(state, optimizer=model.optimizer)
 
 
-async def load(
-    context: ExecutionContext, owner: str, path: str, *, optimizer: bool, access: str | None = None
-) -> AdapterState:
-    """A checkpoint's state, if `owner` may read it (or has a token for it, whose hash is `access`) and it fits.
+async def _load(execution: Execution, wanted: LoadWeights | LoadModel) -> AdapterState:
+    state, saved = await read_checkpoint(
+        execution.context, execution.request.owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access
+    )
+    if execution.as_of is not None and saved.created_at > execution.as_of:
+        raise NotFoundError(f"path {wanted.path!r}: what was loaded from it was replaced since")
+    return state
 
-    Without `optimizer` its moments are left out and its step is 0: the optimizer starts fresh.
+
+async def read_checkpoint(
+    context: ExecutionContext, owner: str, path: str, *, optimizer: bool, access: str | None = None
+) -> tuple[AdapterState, Saved]:
+    """A checkpoint's state, and what the store knows of it.
+
+    owner: who asks; they must be allowed to read it. optimizer: with the optimizer's moments; without them its step is
+    0, and the optimizer starts fresh. access: the hash of a token that allows to read it. NotFoundError or UserError
+    when there is no such checkpoint, or it does not fit.
     """
     row = await context.read(context.journal.checkpoints.get, path, owner, access=access)
     if row.base_model != context.card.name:
@@ -75,10 +90,8 @@ async def load(
         state, saved = await asyncio.to_thread(context.store.load, path)
     except NotFoundError as error:
         raise NotFoundError(f"path {path!r}: the store has it no longer") from error
-    if context.as_of is not None and saved.created_at > context.as_of:
-        raise NotFoundError(f"path {path!r}: what was loaded from it was replaced since")
     if not optimizer:
-        return replace(state, moments={}, step=0)
+        return replace(state, moments={}, step=0), saved
     if not state.moments:
         raise UserError(f"path {path!r}: it holds no optimizer state; load it with optimizer false")
-    return state
+    return state, saved

@@ -23,9 +23,9 @@ from tinkerflow.backend.errors import GroupFailedError, NotFoundError, ServerErr
 from tinkerflow.backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
 from tinkerflow.backend.wire import SampleBody, encode_sample, sample_request
 from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.crashes import judge
+from tinkerflow.tasks.execution.crashes import attribute_crash
 from tinkerflow.tasks.execution.operation import answer, failure
-from tinkerflow.tasks.operations.load_weights import load
+from tinkerflow.tasks.operations.load_weights import read_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class SampleBatch:
     async def _interrupt(self, error: GroupFailedError) -> None:
         """The group ended. Whoever it was decoding is under suspicion when it crashed."""
         executing = [self._requests[request_id] for request_id in self._decoding if request_id in self._requests]
-        failed = await judge(self._context, executing, error)
+        failed = await attribute_crash(self._context, executing, error)
         if isinstance(error, SuspectError) and error.crashed:
             self._suspects |= {request.id for request in executing}
         for outcome in failed.values():
@@ -238,7 +238,7 @@ async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, sn
     """Have the worker group hold the sampler's snapshot; the change of the sampler's row when it has another one."""
 
     async def load_checkpoint(path: str) -> int | None:
-        state = await load(context, sampler.owner, path, optimizer=False)
+        state, _ = await read_checkpoint(context, sampler.owner, path, optimizer=False)
         return (await context.send(LoadSnapshot(snapshot, state), SnapshotHeld)).host_bytes
 
     bring = (
@@ -261,7 +261,7 @@ async def _bring_back(context: ExecutionContext, snapshot_id: str) -> int | None
     missed, recovery = None, context.journal.recovery
     while True:
         # First: once it is not coming, it is stored, or lost.
-        coming = context.snapshots.is_being_stored(snapshot_id) or await context.read(recovery.is_unstored, snapshot_id)
+        coming = context.saves.is_being_stored(snapshot_id) or await context.read(recovery.is_unstored, snapshot_id)
         if (stored := await context.read(recovery.sampler_snapshot, snapshot_id)) is None:
             if not coming:
                 where = "its weights are in no worker group and not in the store"

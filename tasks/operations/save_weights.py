@@ -9,25 +9,18 @@ from functools import partial
 
 from tinkerflow.backend.commands import AdapterState, ExportAdapter
 from tinkerflow.backend.index import row_of
-from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Kind, Outcome, Pending, UsageKind, Used
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Kind, Outcome, UsageKind, Used
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
 from tinkerflow.backend.wire import SaveWeights, encode_saved
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.sequencer import Slot
-
-SAVES = frozenset((Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL))  # what may step aside (turns.py)
+from tinkerflow.tasks.execution.context import Execution
 
 
-async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
-    """Copy the state at this point of the line, then write it. A name is never reused.
-
-    Training goes on meanwhile, and is answered.
-    """
-    wanted = SaveWeights.decode(request.payload)
-    state = await export_aside(context, request, slot)
+async def execute(execution: Execution) -> Outcome:
+    """Copy the state at this place in the order, then write it while training goes on. A name is never reused."""
+    wanted = SaveWeights.decode(execution.request.payload)
+    state = await copy_and_detach(execution)
     effect = await save(
-        context,
-        request,
+        execution,
         CheckpointKind.WEIGHTS,
         wanted.name,
         state,
@@ -35,30 +28,29 @@ async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Ou
         user_metadata=wanted.user_metadata,
         overwrite=wanted.overwrite,
     )
-    return request.done(encode_saved(effect.path), "json", effect, one_checkpoint(context, request))
+    return execution.request.done(encode_saved(effect.path), "json", effect, one_checkpoint(execution))
 
 
-async def export_aside(context: ExecutionContext, request: Pending, slot: Slot) -> AdapterState:
-    """The state that a save under a name writes. With it the save is aside, and every earlier one is settled."""
-    state = await export(context, request, slot)
-    await slot.step_aside()
-    await slot.settled()  # a later save must not overtake an earlier one
+async def copy_and_detach(execution: Execution) -> AdapterState:
+    """The state that a save under a name writes; the save is detached then, and every earlier save has ended."""
+    state = await copy(execution)
+    await execution.slot.detach()
+    await execution.slot.earlier_saves()  # a later save must not overtake an earlier one
     return state
 
 
-async def export(context: ExecutionContext, request: Pending, slot: Slot) -> AdapterState:
-    """The state at the save's place in the line, which a replay may have passed already."""
-    async with slot:
-        if (held := context.exported.pop(request.id, None)) is not None:
-            return held
-        command = ExportAdapter(str(request.model_id), optimizer=request.kind is Kind.SAVE_WEIGHTS)
-        reply = context.send(command, AdapterState)
+async def copy(execution: Execution) -> AdapterState:
+    """The model's state at the save's place in the order. A replay may have passed that place, and copied it."""
+    async with execution.slot:
+        if execution.copy is not None:
+            return execution.copy
+        with_optimizer = execution.request.kind is Kind.SAVE_WEIGHTS
+        reply = execution.send(ExportAdapter(execution.model_id, optimizer=with_optimizer), AdapterState)
     return await reply
 
 
 async def save(
-    context: ExecutionContext,
-    request: Pending,
+    execution: Execution,
     kind: CheckpointKind,
     name: str,
     state: AdapterState,
@@ -68,12 +60,13 @@ async def save(
     overwrite: bool = False,
     recipients: Sequence[str] = (),
 ) -> CheckpointSaved:
-    """Commit `state` to the store under the request's model; the row that goes with it.
+    """Commit `state` to the store as the checkpoint `name` of the request's model; the row that goes with it.
 
-    A name whose checkpoint was deleted or expired is free, whether or not its files are gone by now. recipients: who
-    can read an export.
+    ttl_seconds: when it expires; None: never. overwrite: a checkpoint of this name may be replaced; a name whose
+    checkpoint was deleted or has expired is free anyway. recipients: the keys that can decrypt an export; empty: it is
+    not encrypted. StoreError when the store fails, UserError when the name is taken.
     """
-    run_id = str(request.model_id)
+    context, request, run_id = execution.context, execution.request, execution.model_id
     expires = None if ttl_seconds is None else context.clock.now() + timedelta(seconds=ttl_seconds)
     meta = CheckpointMeta(
         base_model=context.card.name,
@@ -93,6 +86,6 @@ async def save(
     return row_of(await asyncio.to_thread(write))
 
 
-def one_checkpoint(context: ExecutionContext, request: Pending) -> Used:
-    """That the request saved one."""
-    return Used(request.session_id, context.card.name, UsageKind.CHECKPOINT, 1)
+def one_checkpoint(execution: Execution) -> Used:
+    """The usage of a request that saved a checkpoint."""
+    return Used(execution.request.session_id, execution.context.card.name, UsageKind.CHECKPOINT, 1)

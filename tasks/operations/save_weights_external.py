@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.journal import CheckpointKind, Outcome, Pending
+from tinkerflow.backend.journal import CheckpointKind, Outcome
 from tinkerflow.backend.wire import SaveExternal, encode_saved
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.sequencer import Slot
-from tinkerflow.tasks.operations.save_weights import export_aside, one_checkpoint, save
+from tinkerflow.tasks.execution.context import Execution
+from tinkerflow.tasks.operations.save_weights import copy_and_detach, one_checkpoint, save
 
 
-async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
-    """Copy the weights at this point of the line, then write them; training goes on meanwhile."""
-    wanted = SaveExternal.decode(request.payload)
-    state = await export_aside(context, request, slot)
+async def execute(execution: Execution) -> Outcome:
+    """Copy the weights at this place in the order, then write them while training goes on."""
+    wanted = SaveExternal.decode(execution.request.payload)
+    state = await copy_and_detach(execution)
     effect = await save(
-        context,
-        request,
+        execution,
         CheckpointKind.EXTERNAL_WEIGHTS,
         wanted.name,
         state,
@@ -23,4 +21,4 @@ async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Ou
         recipients=wanted.recipients,
     )
     result = encode_saved(effect.path, kind="save_weights_external", size_bytes=effect.size_bytes)
-    return request.done(result, "json", effect, one_checkpoint(context, request))
+    return execution.request.done(result, "json", effect, one_checkpoint(execution))

@@ -1,15 +1,15 @@
 """save_weights_for_sampler: named, a checkpoint to sample from; unnamed, a snapshot in memory and its sampler.
 
 An unnamed one of kind `snapshot` keeps its weights. It is answered as soon as they are published in the worker group,
-and stored beside what follows it: a sampler does not wait for the store. How that is safe is told in recovery.py. While
-the store fails, it does wait, and fails with it.
+and stored while later operations are executed (save_state.py): a sampler does not wait for the store, unless the store
+fails.
 
-Those of kind `inflight` share one snapshot per model, and every later inflight save replaces its weights, for new
-requests of all these samplers and for those that are being decoded: they keep what they have cached and go on with the
-new weights from their next chunk. The replacement comes after the commit, so the samplers never use what could be lost,
-and a save that fails changes nothing. When the worker group dies, samplers come back with the last weights that were
-committed and answered; a request that had begun is decoded from its beginning with the same seed, but where in it the
-weights change is then another place, so its tokens may be others.
+Those of kind `inflight` share one snapshot per model. Every later inflight save replaces its weights, for new requests
+of all these samplers and for those that are being decoded: these keep what they have cached and go on with the new
+weights from their next chunk. The replacement comes after the commit, so the samplers never use what could be lost, and
+a save that fails changes nothing. When the worker group dies, samplers come back with the last weights that were
+committed and answered. A request that had begun is decoded from its beginning with the same seed, but the weights
+change at another place in it, so its tokens may be others.
 """
 
 from __future__ import annotations
@@ -38,122 +38,124 @@ from tinkerflow.backend.journal import (
     Effect,
     NewSampler,
     Outcome,
-    Pending,
     SamplerOpened,
     SnapshotTaken,
 )
 from tinkerflow.backend.retry import backoff
 from tinkerflow.backend.wire import SaveForSampler, encode_sampler_opened, encode_saved
-from tinkerflow.tasks.execution.commit import commit, record
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.sequencer import Slot
-from tinkerflow.tasks.operations.save_weights import export_aside, one_checkpoint, save
+from tinkerflow.tasks.execution.context import Execution
+from tinkerflow.tasks.execution.recovery_snapshots import commit, record
+from tinkerflow.tasks.execution.save_state import SaveState
+from tinkerflow.tasks.operations.save_weights import copy_and_detach, one_checkpoint, save
 
 log = logging.getLogger(__name__)
 
 
-async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
-    """Freeze the weights at this point of the line; the answer names the checkpoint, or the sampler."""
-    wanted = SaveForSampler.decode(request.payload)
-    if wanted.sampling_session_seq_id is not None:
-        opened = sampler_id(request.session_id, wanted.sampling_session_seq_id)
-        return await _publish(context, request, slot, opened, inflight=wanted.inflight)
-    return await _save(context, request, slot, wanted)
+async def execute(execution: Execution) -> Outcome:
+    """Freeze the weights at this place in the order; the answer names the checkpoint, or the sampler."""
+    wanted = SaveForSampler.decode(execution.request.payload)
+    if wanted.sampling_session_seq_id is None:
+        return await _save(execution, wanted)
+    opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)
+    if execution.request.answered:  # in a worker group that has ended: a replay has copied what it published
+        return await _store_again(execution, opened)
+    return await _publish(execution, opened, inflight=wanted.inflight)
 
 
-async def _publish(context: ExecutionContext, request: Pending, slot: Slot, opened: str, *, inflight: bool) -> Outcome:
+async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outcome:
     """Publish, and have the same weights in the store, so that the sampler `opened` outlives the worker group."""
-    if request.answered:  # in a worker group that has ended: a replay has copied what it published
-        async with slot:
-            context.rest.append(partial(_store, context, request, slot, context.exported.pop(request.id)))
-        return _opened(context, request, opened, request.id)
-    model_id = str(request.model_id)
-    async with slot:
+    context, request, model_id = execution.context, execution.request, execution.model_id
+    async with execution.slot:
         # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
-        reply = context.send(PublishSnapshot(model_id, request.id), SnapshotHeld)
-        copy = context.send(ExportAdapter(model_id, optimizer=False), AdapterState)
+        reply = execution.send(PublishSnapshot(model_id, request.id), SnapshotHeld)
+        copied = execution.send(ExportAdapter(model_id, optimizer=False), AdapterState)
     host_bytes = (await reply).host_bytes
     context.snapshots.published(request.id, host_bytes)
-    if not (inflight or slot.line.failing):
-        context.rest.append(partial(_store_copy, context, request, slot, copy))
-        return replace(_opened(context, request, opened, request.id), replays=True)
+    if not (inflight or context.saves.store_fails(model_id)):
+        execution.then = partial(_store_copy, execution, copied)
+        return replace(_opened(execution, opened, request.id), replays=True)
     snapshot_id = inflight_id(model_id) if inflight else request.id
     try:
-        taken = await _commit(context, request, await copy, snapshot_id)
-        slot.line.failing = False
+        taken = await _commit(execution, await copied, snapshot_id)
+        context.saves.store_works(model_id)
         if inflight:
-            await slot.to_answer()  # an earlier save must not replace a later one
-            moved = context.send(MoveSnapshot(request.id, snapshot_id), Done)
+            await execution.slot.predecessors()  # an earlier save must not replace a later one
+            moved = execution.send(MoveSnapshot(request.id, snapshot_id), Done)
             context.snapshots.moving(request.id, snapshot_id)
             await moved
             context.snapshots.published(snapshot_id, host_bytes)
-        context.snapshots.stored(snapshot_id)
     except Exception:
         context.snapshots.dropped(request.id)
         with suppress(GroupFailedError):
-            await context.send(DropSnapshot(request.id), Done)
+            await execution.send(DropSnapshot(request.id), Done)
         raise
-    return _opened(context, request, opened, snapshot_id, taken)
+    return _opened(execution, opened, snapshot_id, taken)
 
 
-async def _store_copy(
-    context: ExecutionContext, request: Pending, slot: Slot, copy: asyncio.Task[AdapterState]
-) -> None:
-    """Not aside before the copy is there: nothing that happens to the group may touch who is aside."""
+async def _store_again(execution: Execution, opened: str) -> Outcome:
+    """Have in the store what this save had published, and was answered for, when its worker group ended."""
+    assert execution.copy is not None, f"save {execution.request.id}: the replay copies what is not stored"
+    async with execution.slot:
+        execution.then = partial(_store, execution, execution.copy)
+    return _opened(execution, opened, execution.request.id)
+
+
+async def _store_copy(execution: Execution, copied: asyncio.Task[AdapterState]) -> SaveState:
+    """Wait for the copy, and store it. The save is not detached before: its worker group may still end."""
     try:
-        state = await copy
+        state = await copied
     except GroupFailedError:
         raise
     except Exception:
-        log.exception("what %s published cannot be copied; it is stored when its model is next restored", request.id)
-    else:
-        await _store(context, request, slot, state)
+        text = "the weights that %s published cannot be copied; they are stored when the model is next restored"
+        log.exception(text, execution.request.id)
+        return SaveState.FAILED
+    return await _store(execution, state)
 
 
-async def _store(context: ExecutionContext, request: Pending, slot: Slot, state: AdapterState) -> None:
-    """Commit what was published, as often as it takes while a sampler uses it; whatever fails does not end the lane."""
-    await slot.step_aside()
-    with context.snapshots.storing(request.id):
-        for failures in itertools.count(1):
-            try:
-                if await context.read(context.journal.samplers.unused_snapshots, {request.id}):
-                    return
-                await record(context, await _commit(context, request, state, request.id))
-                context.snapshots.stored(request.id)
-                slot.line.failing = False
-                return
-            except FencedError:  # another engine has this model, and stores it
-                raise
-            except Exception as error:
-                slot.line.failing = True
-                pause, unknown = backoff(failures), not isinstance(error, StoreError)
-                text = "what %s published is not stored, again in %.1f s: %s"
-                log.warning(text, request.id, pause, error, exc_info=unknown)
-            await asyncio.sleep(pause)
+async def _store(execution: Execution, state: AdapterState) -> SaveState:
+    """Commit what was published, as often as it takes while a sampler uses it. No failure ends the model's runner."""
+    context, request, saves = execution.context, execution.request, execution.context.saves
+    await execution.slot.detach()
+    for failures in itertools.count(1):
+        try:
+            if await context.read(context.journal.samplers.unused_snapshots, {request.id}):
+                return SaveState.FAILED
+            await record(context, await _commit(execution, state, request.id))
+            saves.store_works(execution.model_id)
+            return SaveState.STORED
+        except FencedError:  # another engine has this model, and stores it
+            raise
+        except Exception as error:
+            saves.store_failed(request.id)
+            pause, unknown = backoff(failures), not isinstance(error, StoreError)
+            text = "the weights that %s published are not stored, trying again in %.1f s: %s"
+            log.warning(text, request.id, pause, error, exc_info=unknown)
+        await asyncio.sleep(pause)
+    raise AssertionError("it is tried until it ends")
 
 
-def _commit(
-    context: ExecutionContext, request: Pending, state: AdapterState, snapshot_id: str
-) -> Awaitable[SnapshotTaken]:
-    return commit(context, str(request.model_id), request.owner, int(request.seq_id or 0), state, snapshot_id)
+def _commit(execution: Execution, state: AdapterState, snapshot_id: str) -> Awaitable[SnapshotTaken]:
+    request = execution.request
+    seq_id = int(request.seq_id or 0)
+    return commit(execution.context, execution.model_id, request.owner, seq_id, state, snapshot_id)
 
 
-def _opened(context: ExecutionContext, request: Pending, opened: str, snapshot_id: str, *effects: Effect) -> Outcome:
-    sampler = NewSampler(opened, request.session_id, request.owner, context.card.name, snapshot_id=snapshot_id)
+def _opened(execution: Execution, opened: str, snapshot_id: str, *effects: Effect) -> Outcome:
+    request, base_model = execution.request, execution.context.card.name
+    sampler = NewSampler(opened, request.session_id, request.owner, base_model, snapshot_id=snapshot_id)
     return request.done(encode_sampler_opened(opened), "json", SamplerOpened(sampler), *effects)
 
 
-async def _save(context: ExecutionContext, request: Pending, slot: Slot, wanted: SaveForSampler) -> Outcome:
-    state = await export_aside(context, request, slot)
+async def _save(execution: Execution, wanted: SaveForSampler) -> Outcome:
+    state = await copy_and_detach(execution)
     effect = await save(
-        context,
-        request,
+        execution,
         CheckpointKind.SAMPLER_WEIGHTS,
         str(wanted.name),
         state,
         ttl_seconds=wanted.ttl_seconds,
         user_metadata=wanted.user_metadata,
     )
-    return request.done(
-        encode_saved(effect.path, kind="save_weights_for_sampler"), "json", effect, one_checkpoint(context, request)
-    )
+    result = encode_saved(effect.path, kind="save_weights_for_sampler")
+    return execution.request.done(result, "json", effect, one_checkpoint(execution))

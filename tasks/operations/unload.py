@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from tinkerflow.backend.commands import Done, DropAdapter
-from tinkerflow.backend.journal import ModelEnded, ModelState, Outcome, Pending
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.backend.journal import ModelEnded, ModelState, Outcome
+from tinkerflow.tasks.execution.context import Execution
 
 
-async def execute(context: ExecutionContext, request: Pending, slot: Slot) -> Outcome:
+async def execute(execution: Execution) -> Outcome:
     """Drop the adapter; the model is unloaded, for the reason in the payload. Nobody reads the answer."""
-    model_id = str(request.model_id)
-    async with slot:
-        reply = context.send(DropAdapter(model_id), Done)
+    request, model_id = execution.request, execution.model_id
+    async with execution.slot:
+        reply = execution.send(DropAdapter(model_id), Done)
     await reply
-    await slot.to_answer()
-    await slot.settled()  # the end of a model fails what it has not answered
+    await execution.slot.predecessors()
+    await execution.slot.earlier_saves()  # the end of a model fails what it has not answered
     return request.done(b"{}", "json", ModelEnded(model_id, ModelState.UNLOADED, request.payload.decode()))

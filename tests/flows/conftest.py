@@ -39,7 +39,9 @@ from tinkerflow.flows.runner import ModelRunner
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.answers import AnswerWriter
 from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.recovery import SnapshotPolicy
+from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
+from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution.snapshots import Snapshots
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -242,7 +244,8 @@ def pool() -> NumpyPool:
 async def context(journal: Journal, pool: NumpyPool, tmp_path: Path) -> AsyncIterator[ExecutionContext]:
     answers = AnswerWriter(journal.requests.finish)
     store = Store.open(f"file://{tmp_path / 'store'}")
-    context = ExecutionContext(journal, pool, store, CARD, SystemClock(), answers)
+    saves = Saves()
+    context = ExecutionContext(journal, pool, store, CARD, SystemClock(), answers, saves, Snapshots(saves))
     yield context
     await answers.close()
     context.close()

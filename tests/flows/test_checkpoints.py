@@ -151,7 +151,8 @@ async def test_a_token_lets_a_stranger_load(
 
 async def _load_as(payload: bytes, owner: str, context: Any) -> Any:
     from tinkerflow.backend.wire import LoadWeights
-    from tinkerflow.tasks.operations.load_weights import load
+    from tinkerflow.tasks.operations.load_weights import read_checkpoint
 
     wanted = LoadWeights.decode(payload)
-    return await load(context, owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)
+    state, _ = await read_checkpoint(context, owner, wanted.path, optimizer=wanted.optimizer, access=wanted.access)
+    return state

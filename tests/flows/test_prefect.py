@@ -30,7 +30,7 @@ from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect_server import PrefectServer, start_server
 from tinkerflow.flows.runner import End, ModelRunner, Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
-from tinkerflow.tasks.execution.recovery import SnapshotPolicy
+from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
 
 pytestmark = [
     pytest.mark.slow,

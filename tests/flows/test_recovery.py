@@ -27,6 +27,7 @@ from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution import operation, restore
+from tinkerflow.tasks.execution.save_state import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 
@@ -40,7 +41,8 @@ def serve(
     """
 
     def serve(pool: Any, *, steps: int = 1000, prefect: str = "") -> Any:
-        own = replace(context, pool=pool, snapshots=Snapshots())
+        saves = Saves()
+        own = replace(context, pool=pool, saves=saves, snapshots=Snapshots(saves))
         connection = PrefectConnection(prefect)
         connection.found(False, "it is away")
         if prefect:  # with an address, an event that finds no server would start one

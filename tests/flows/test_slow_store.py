@@ -13,8 +13,8 @@ import pytest
 from tinkerflow.backend.commands import ExportAdapter
 from tinkerflow.backend.journal import Kind
 from tinkerflow.flows.runner import IN_FLIGHT
-from tinkerflow.tasks.execution.recovery import SnapshotPolicy
-from tinkerflow.tasks.operations.save_weights import SAVES
+from tinkerflow.tasks.execution.operation import SAVES
+from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
 
 
 @dataclass

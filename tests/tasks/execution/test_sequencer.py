@@ -3,10 +3,13 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkerflow.tasks.execution.sequencer import MOST_ASIDE, Line, Slot
+from tinkerflow.backend.errors import GroupFailedError
+from tinkerflow.tasks.execution.save_state import Saves, SaveState
+from tinkerflow.tasks.execution.sequencer import MOST_DETACHED, Sequencer, Slot
 
 
 @settings(max_examples=50)
@@ -31,16 +34,13 @@ def test_whatever_happens_sending_and_answering_stay_in_order(fates: list[str], 
         except RuntimeError:
             pass
         finally:
-            await slot.to_answer()
+            await slot.predecessors()
             answered.append(number)
             await slot.end()
 
     async def main() -> None:
-        slot: Slot | None = None
-        operations = []
-        for number, fate in enumerate(fates):
-            slot = Slot(slot)
-            operations.append(operate(number, fate, slot))
+        sequencer = Sequencer("model", Saves())
+        operations = [operate(number, fate, sequencer.slot()) for number, fate in enumerate(fates)]
         shuffled.shuffle(operations)
         async with asyncio.timeout(60):
             await asyncio.gather(*operations)
@@ -63,56 +63,66 @@ def test_those_who_step_aside_are_settled_in_order_and_hold_up_nobody_else(saves
         for _ in range(shuffled.randrange(3)):
             await asyncio.sleep(0)
         if save:
-            await slot.step_aside()
-            await slot.settled()
+            await slot.detach()
+            await slot.earlier_saves()
             await stored.wait()
             settled.append(number)
         else:
-            await slot.to_answer()
+            await slot.predecessors()
             answered.append(number)
+        if slot.save is not None:
+            slot.sequencer.saves.end(slot.save, SaveState.STORED, answered=True)
         await slot.end()
 
     async def main() -> None:
-        slot, stored = Slot(), asyncio.Event()
-        await slot.end()
-        line = slot.line
+        sequencer, stored = Sequencer("model", Saves()), asyncio.Event()
         operations = []
         for number, save in enumerate(saves):
-            slot = Slot(slot)
+            slot = sequencer.slot(f"save {number}" if save else None)
             operations.append(asyncio.create_task(operate(number, save, slot, stored)))
-        aside = [number for number, save in enumerate(saves) if save]
-        waits = aside[MOST_ASIDE] if len(aside) > MOST_ASIDE else len(saves)
+        detached = [number for number, save in enumerate(saves) if save]
+        waits = detached[MOST_DETACHED] if len(detached) > MOST_DETACHED else len(saves)
         free = [number for number, save in enumerate(saves) if not save and number < waits]
         async with asyncio.timeout(60):
-            while len(answered) < len(free) or len(line.aside) < min(MOST_ASIDE, len(aside)):  # noqa: ASYNC110
+            while len(answered) < len(free) or len(sequencer.saves.detached("model")) < min(  # noqa: ASYNC110
+                MOST_DETACHED, len(detached)
+            ):
                 await asyncio.sleep(0)
             assert answered == free
             assert settled == []
             stored.set()
             await asyncio.gather(*operations)
-            await Slot(slot).settled()
-        assert settled == aside
+            await sequencer.slot().earlier_saves()
+        assert settled == detached
         assert answered == [number for number, save in enumerate(saves) if not save]
-        assert line.aside == {}
+        assert sequencer.saves.detached("model") == []
 
     asyncio.run(main())
 
 
-async def test_a_broken_line_leaves_those_aside_alone_and_the_next_one_waits_for_them() -> None:
-    first = Slot()
+async def test_an_interruption_leaves_detached_saves_alone_and_the_next_line_waits_for_them() -> None:
+    saves = Saves()
+    sequencer = Sequencer("model", saves)
+    first = sequencer.slot("save")
     async with first:
         pass
-    await first.step_aside()
-    second = Slot(first)
-    second.line.broken = True
-    await first.to_answer()
-    await first.settled()
-    after = Slot(second.anew())
-    assert after.line == Line(broken=False, aside=first.line.aside)
-    await after.to_answer()
-    waiting = asyncio.create_task(after.settled())
+    await first.detach()
+    second, third = sequencer.slot(), sequencer.slot()
+    second.interrupt()
+    await first.predecessors()
+    await first.earlier_saves()
+    await second.end()
+    with pytest.raises(GroupFailedError, match="an earlier operation was interrupted"):
+        await third.predecessors()
+    await third.end()
+    sequencer.restart()
+    after = sequencer.slot()
+    await after.predecessors()
+    waiting = asyncio.create_task(after.earlier_saves())
     for _ in range(3):
         await asyncio.sleep(0)
     assert not waiting.done()
+    assert first.save is not None
+    saves.end(first.save, SaveState.STORED, answered=True)
     await first.end()
     await asyncio.wait_for(waiting, 60)

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
+from tinkerflow.tasks.execution.save_state import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 
 async def test_those_who_load_at_the_same_time_share_one_load() -> None:
-    snapshots, loads = Snapshots(), 0
+    snapshots, loads = Snapshots(Saves()), 0
 
     async def load() -> int:
         nonlocal loads
@@ -22,7 +23,7 @@ async def test_those_who_load_at_the_same_time_share_one_load() -> None:
 
 
 async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
-    snapshots = Snapshots()
+    snapshots = Snapshots(Saves())
     failing = True
 
     async def load() -> int:
@@ -39,7 +40,7 @@ async def test_a_failed_load_fails_all_who_wait_and_is_tried_again() -> None:
 
 
 async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
-    snapshots, go = Snapshots(), asyncio.Event()
+    snapshots, go = Snapshots(Saves()), asyncio.Event()
 
     async def load() -> int:
         await go.wait()
@@ -55,7 +56,7 @@ async def test_who_is_cancelled_does_not_cancel_the_load_of_others() -> None:
 
 
 def test_only_what_the_journal_knows_can_be_dropped() -> None:
-    snapshots = Snapshots()
+    snapshots = Snapshots(Saves())
     snapshots.published("a", 7)
     snapshots.recorded("gone")
     assert snapshots.droppable == frozenset()
@@ -66,11 +67,12 @@ def test_only_what_the_journal_knows_can_be_dropped() -> None:
 
 
 def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
-    snapshots = Snapshots()
+    saves = Saves()
+    snapshots = Snapshots(saves)
+    saves.begin("not stored yet", "model", 1)
     for name in "abcd":
         snapshots.published(name, 7)
         snapshots.recorded(name)
-        snapshots.stored(name)
     snapshots.published("not stored yet", 7)
     snapshots.recorded("not stored yet")
     assert snapshots.surplus(5, 0) == []
@@ -86,11 +88,12 @@ def test_those_in_excess_are_stored_idle_and_least_recently_used() -> None:
 
 
 def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
-    snapshots = Snapshots()
+    saves = Saves()
+    snapshots = Snapshots(saves)
+    saves.begin("newer, not stored", "model", 1)
     for name, nbytes in {"a": 10, "b": 20, "c": 30, "d": 40}.items():
         snapshots.published(name, nbytes)
         snapshots.recorded(name)
-        snapshots.stored(name)
     assert snapshots.surplus(1, 60) == []
     assert snapshots.surplus(1, 59) == ["a"]
     assert snapshots.surplus(1, 50) == ["a"]
@@ -106,17 +109,16 @@ def test_of_those_in_excess_the_host_keeps_as_many_bytes() -> None:
 
 
 def test_where_devices_are_the_host_it_keeps_no_others() -> None:
-    snapshots = Snapshots()
+    snapshots = Snapshots(Saves())
     for name in "abcd":
         snapshots.published(name, None)
         snapshots.recorded(name)
-        snapshots.stored(name)
     with snapshots.using("b"):
         assert snapshots.surplus(1, 10**9) == ["a", "c"]
 
 
 def test_what_gets_a_new_owner_is_kept_until_the_journal_knows_of_it() -> None:
-    snapshots = Snapshots()
+    snapshots = Snapshots(Saves())
     snapshots.published("shared", 7)
     snapshots.recorded("shared")
     snapshots.published("newer", 7)

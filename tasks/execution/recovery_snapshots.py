@@ -1,43 +1,20 @@
-"""How a model survives the worker group that holds it: snapshots in the background, and replay after the last one.
+"""Recovery snapshots of a model: when one is due, how it is taken, and how the journal learns of it.
 
-What must hold: the weights, gradients and moments after a recovery are those of an undisturbed run, bit for bit.
-
-- The record. Every request becomes commands of its own (forward.py sends one Forward per request; batching.py only
-  gives neighbours a common task run), and micro-batches are a pure function of the request, the settings and the size
-  of the devices (backend/compute/packing.py and memory.py). So the journal's order of seq_id is all there is to record;
-  see journal/history.py.
-- Snapshots. After so many steps or seconds, and before a planned stop, the lane gives a slot to `take`: the export is
-  a command in the model's line; encoding, writing and committing happen in a thread while the model trains on. The
-  journal learns of it after the commit, and only when every request in it is answered: a request is either in the
-  snapshot or executed again, never both. What came after the snapshot before the newest one stays in the journal, so a
-  newest one that cannot be read costs a longer replay (restore.py).
-- Saves. A save under a name steps aside when its state is copied (turns.py), and those behind it are answered while it
-  is written. Until it is answered itself no snapshot that is past it is recorded, and so a replay passes its place in
-  the line: there the state is copied again, and the save is begun anew with that.
-- Loading. A load (create-via-load too) commits the state it loaded as a snapshot before it is answered, so no replay
-  depends on a checkpoint that was deleted or overwritten since: one that begins before the load, because that snapshot
-  cannot be read, takes the checkpoint only if it is the one of then.
-- Samplers. An unnamed save is answered when it has published, and steps aside while that is stored. Until then no
-  snapshot that is past it is recorded, and a replay passes its place: there the weights are copied again, and stored
-  by the lane, which looks for such saves when it begins. (A model that somebody cancels in that moment is not replayed:
-  if the engine dies too before the weights are written, they are lost.) An inflight one is stored before it is
-  answered; named ones are in the store by nature. So samplers come back by themselves, when they are next used.
-- Death. What was in flight is not answered (operation.py): its effects ended with the group. The lane waits until the
-  next group serves, has restore.py make the model again, and takes from the journal again. All commands of a lane are
-  bound to the group that the model was restored in; an older or newer one refuses them. A restarted engine does the
-  same, from nothing.
-- Failure. A model that cannot be restored is failed by name; the others never notice.
+They are committed like checkpoints, of a kind of their own that clients never see. `execution/__init__.py` says what
+they are for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
 from tinkerflow.backend.commands import AdapterState, ExportAdapter
 from tinkerflow.backend.errors import FencedError, GroupFailedError, TinkerflowError
+from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal import AWAY, SnapshotTaken
-from tinkerflow.tasks.execution.commit import commit, record
+from tinkerflow.backend.store import RECOVERY, CheckpointMeta
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
 
@@ -94,19 +71,19 @@ class SnapshotSchedule:
 
 
 async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot) -> SnapshotTaken | None:
-    """Take a snapshot of the model at this slot of its line. A failure is logged, and costs a longer replay."""
+    """Take a snapshot of the model at this slot. A failure is logged, and costs a longer replay."""
     began = context.clock.monotonic()
     try:
         try:
             async with slot:
                 reply = context.send(ExportAdapter(model_id, optimizer=True), AdapterState)
             state = await reply
-            await slot.to_answer()
+            await slot.predecessors()
         finally:
             await slot.end()
         model = await context.read(context.journal.models.get, model_id, None)
         taken = await commit(context, model_id, model.owner, seq_id, state)
-        await slot.settled()
+        await slot.earlier_saves()
         if not await record(context, taken):
             return None
         log.info(
@@ -122,3 +99,32 @@ async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot
     except (TinkerflowError, *AWAY):
         log.warning("no snapshot of model %s at request %d", model_id, seq_id, exc_info=True)
     return None
+
+
+async def commit(
+    context: ExecutionContext,
+    model_id: str,
+    owner: str,
+    seq_id: int,
+    state: AdapterState,
+    snapshot_id: str | None = None,
+) -> SnapshotTaken:
+    """Write `state` in a thread, as the model after its request `seq_id`; the record for the journal.
+
+    The name is new each time: an engine that was fenced off meanwhile cannot get in the way. snapshot_id: see
+    SnapshotTaken. StoreError when the store fails.
+    """
+    name = new_id(f"seq-{seq_id}")
+    meta = CheckpointMeta(
+        base_model=context.card.name, owner=owner, request_id=snapshot_id or "", generation=context.pool.generation
+    )
+    saved = await asyncio.to_thread(context.store.save, model_id, RECOVERY, name, state, meta)
+    return SnapshotTaken(saved.path, model_id, seq_id, saved.step, saved.size_bytes, snapshot_id)
+
+
+async def record(context: ExecutionContext, taken: SnapshotTaken) -> bool:
+    """Let the journal know of what was committed; False when it must not be used, and then it is deleted."""
+    if await context.read(context.journal.recovery.snapshot_taken, taken):
+        return True
+    await asyncio.to_thread(context.store.delete, taken.path)
+    return False
