@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import jax
 import numpy as np
@@ -191,8 +191,12 @@ class Executor:
                 self._sampler.move(snapshot_id, to_id)
             case DropSnapshot(snapshot_id):
                 self._sampler.drop(snapshot_id)
+            case ReadCompileStatus():
+                return self._warm_up.warmth
             case Ping():
                 pass
+            case _:
+                assert_never(command)
         return Done()
 
     def _want(self, spec: LoraSpec, optimizer: Optimizer) -> None:

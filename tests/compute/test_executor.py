@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
-from typing import Any
+import textwrap
+from typing import Any, get_args
 
 import jax
 import numpy as np
 import pytest
 
 from tinkerflow.backend.commands import (
+    Command,
     CreateAdapter,
     Done,
     ExportAdapter,
@@ -24,6 +27,7 @@ from tinkerflow.backend.commands import (
     SampleStep,
 )
 from tinkerflow.backend.compute import forward_backward, memory, train
+from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.errors import DevicesError, NotFoundError, ServerError, UserError
 from tinkerflow.backend.pool.scheduler import in_parts
 from tinkerflow.backend.pool.worker import ReplyCollector
@@ -222,6 +226,12 @@ def test_hyper_parameters_must_be_finite(shared_executor):
         UserError, match=r"learning_rate is 1e\+300, which is inf in float32: must be a finite number >= 0"
     ):
         shared_executor.execute(OptimStep("hyper", AdamParams(learning_rate=1e300)))
+
+
+def test_every_command_has_a_case():
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Executor._execute)))
+    cases = {ast.unparse(node.cls) for node in ast.walk(tree) if isinstance(node, ast.MatchClass)}
+    assert cases == {command.__name__ for command in get_args(Command)}
 
 
 def test_nothing_to_do_is_done(shared_executor):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict
+
 import numpy as np
 import pytest
+from tests.compute.closeness import close
+from tests.compute.test_dimuon import matrix_sign
 
 from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec, OptimStep
+from tinkerflow.backend.compute.optimizer import fresh_state, step
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.spec.optimizers import optimizer_of
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS, optimizer_of
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 
@@ -89,3 +95,57 @@ def test_a_norm_that_is_not_finite_changes_nothing(shared_executor, examples, fo
 def test_what_would_divide_by_zero_in_float32_is_refused(params: AdamParams | DimuonParams) -> None:
     with pytest.raises(UserError, match=r"optim_step: (eps|beta1|beta2) is .+, which is [01] in float32"):
         optimizer_of(params).vector(params)
+
+
+def adamw(w, g, state, count, p):
+    mu, nu = p.beta1 * state["mu"] + (1 - p.beta1) * g, p.beta2 * state["nu"] + (1 - p.beta2) * g**2
+    m, v = mu / (1 - p.beta1 ** (count + 1)), nu / (1 - p.beta2 ** (count + 1))
+    return w - p.learning_rate * (m / (np.sqrt(v) + p.eps) + p.weight_decay * w), {"mu": mu, "nu": nu}
+
+
+def dimuon(w, g, state, count, p):
+    average = p.beta1 * state["momentum"] + (1 - p.beta1) * g
+    return w - p.learning_rate * matrix_sign(average), {"momentum": average}
+
+
+REFERENCE = {  # of every optimizer: a step on one matrix, and parameters other than its defaults
+    "adamw": (adamw, {"learning_rate": 3e-2, "beta1": 0.5, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.2}),
+    "dimuon": (dimuon, {"learning_rate": 3e-2, "beta1": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_steps_are_the_references(name, clip):
+    spec, (reference, values) = OPTIMIZERS[name], REFERENCE[name]
+    rng = np.random.default_rng(0)
+    wide = rng.normal(size=(4, 24))
+    weights, parts = {"w": wide.astype(np.float32)}, {part: np.zeros_like(wide) for part in spec.state}
+    state = fresh_state(name, {"w": np.zeros((4, 24), np.float32)})
+    for count, params in enumerate([spec.example, spec.params(**values, grad_clip_norm=clip)] * 2):
+        grad = rng.normal(size=(4, 24))
+        norm = np.linalg.norm(grad)
+        factor = clip / norm if 0 < params.grad_clip_norm < norm else 1.0
+        stepped = step(weights, {"w": grad.astype(np.float32)}, state, spec.vector(params))
+        wide, parts = reference(wide, grad * factor, parts, count, params)
+        weights, state = stepped.lora, stepped.state
+        close(stepped.norm, norm)
+        close(weights["w"], wide)
+        for part, expected in parts.items():
+            close(state.parts[part]["w"], expected)
+        assert (int(state.count), state.name) == (count + 1, name)
+        assert not np.asarray(stepped.grads["w"]).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [(name, parameter) for name, spec in OPTIMIZERS.items() for parameter in spec.bounds]
+)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_refused_by_field_value_and_rule(name, parameter, value):
+    spec = OPTIMIZERS[name]
+    given = {**asdict(spec.example), parameter: value}
+    rule = re.escape(f"{parameter} is {value!r}: must be {spec.bounds[parameter].rule}")
+    with pytest.raises(UserError, match=rf"{spec.request_field}\.{rule}"):
+        spec.read(given)
+    with pytest.raises(UserError, match=f"optim_step: {rule}"):
+        spec.vector(spec.params(**given))
