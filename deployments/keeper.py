@@ -1,135 +1,93 @@
-"""Keeping the parts of a deployment running: one that ends, or is silent, is started again.
+"""A part of a deployment (the engine, the API) as a child process: when it ends or is silent, it is started again.
 
-A part writes lines to its standard output: beats (pulse.py), READY when it serves, and anything else for people.
+A part writes lines to its standard output: beats (pulse.py), READY when it serves, and all other lines for people.
 """
 
 from __future__ import annotations
 
+import asyncio
 import signal
-import subprocess
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from pathlib import Path
-from typing import IO
 
-from tinkerflow.backend.retry import backoff
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.processes import tail
+from tinkerflow.backend.supervise import STEADY_SECONDS, ChildProcess, HeartbeatMonitor, Restarts, watch
 from tinkerflow.deployments.pulse import BEAT, READY
 
 STOP_SECONDS = 20.0
-LOOK_SECONDS = 0.1
-BIRTH_SECONDS = 60.0  # until a part's first line: it has hardly imported anything by then
-ASLEEP_SECONDS = 5.0  # we did not look for so long: the machine slept, or we were stopped
-STEADY_SECONDS = 60.0  # a part that ran this long ends a row of failures
 
 
-@dataclass
 class Part:
-    """A child process, and the file that holds its log. Times are monotonic; heard: its last line, if there was one."""
-
-    name: str
-    process: subprocess.Popen[str]
-    log: Path
-    began: float
-    heard: float | None = None
-    ready: bool = False
-
-
-class Keeper:
-    """Child processes by name. Use it from one thread; `report` is also called from others."""
+    """One part. `process` is the child that runs now, or ran last; `ready` is resolved when it says READY."""
 
     def __init__(
         self,
-        commands: Mapping[str, Sequence[str]],
+        name: str,
+        command: Sequence[str],
         *,
         environment: Mapping[str, str],
         log_dir: Path,
         silence: float,
         report: Callable[[str], None],
     ) -> None:
-        """Nothing starts yet. silence: seconds without a line after which a part counts as stopped, and is killed."""
-        self._commands = commands
+        """Nothing starts yet.
+
+        name: for people, and of its log file.
+        command, environment: how the process is started.
+        log_dir: the folder of the file to which its standard error is appended.
+        silence: seconds without a line after which the part counts as stopped, and is killed.
+        report: gets lines for people, also from another thread.
+        """
+        self.name = name
+        self.log = log_dir / f"{name}.log"
+        self.process: ChildProcess | None = None
+        self.ready: Future[None] = Future()
+        self._command = command
         self._environment = environment
-        self._log_dir = log_dir
         self._silence = silence
         self._report = report
-        self._failures = dict.fromkeys(commands, 0)
-        self._due: dict[str, float] = {}  # parts that have ended: when they are started again
-        self._looked = time.monotonic()
-        self.parts: dict[str, Part] = {}
+        self._lines = 0  # of this process
 
-    def start(self, name: str) -> None:
-        """Start a part."""
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        log = self._log_dir / f"{name}.log"
-        with log.open("a") as errors:
-            process = subprocess.Popen(
-                self._commands[name],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                # Ctrl-C reaches only this process, which then stops the parts in order.
-                start_new_session=True,
-            )
-        part = self.parts[name] = Part(name, process, log, time.monotonic())
-        assert process.stdout is not None
-        threading.Thread(target=self._relay, args=(part, process.stdout), daemon=True).start()
+    async def keep(self, may_end: Callable[[], bool] = lambda: True) -> None:
+        """Run the part for ever, with a pause between two processes that grows while they fail; cancel it to stop.
 
-    def keep(self) -> None:
-        """Look after the parts for ever."""
-        while True:
-            self.look()
-            time.sleep(LOOK_SECONDS)
-
-    def look(self) -> None:
-        """Kill parts that are silent, and start again those that have ended: after a pause that grows while they fail.
-
-        A failure is a life that ended soon and before the part was ready.
+        A failure is a process that ended soon, and before it was ready.
+        may_end: whether the deployment stands; while it does not, a part that ends is a ServerError with its log's end.
         """
-        now = time.monotonic()
-        if now - self._looked > ASLEEP_SECONDS:
-            for part in self.parts.values():
-                part.heard = now
-        self._looked = now
-        for part in tuple(self.parts.values()):
-            if part.name in self._due:
-                if now >= self._due[part.name]:
-                    del self._due[part.name]
-                    self.start(part.name)
-            elif (status := part.process.poll()) is not None:
-                self._ended(part, status, now)
-            elif (silent := now - (part.heard or part.began + BIRTH_SECONDS)) > self._silence:
-                self._report(f"{part.name} was silent for {silent:.0f} s (stopped?): killed")
-                part.process.kill()
-                part.process.wait()
+        clock, restarts = asyncio.get_running_loop().time, Restarts(1)
+        while True:
+            began = clock()
+            status = await self._run()
+            if not may_end():
+                raise ServerError(f"{self.name} ended with status {status} at the start:\n{tail(self.log)}")
+            pause = restarts.pause(steady=self.ready.done() or clock() - began > STEADY_SECONDS)
+            text = f"{self.name} ended with status {status} (its log is {self.log})"
+            self._report(f"{text}: started again in {pause:.1f} s")
+            await asyncio.sleep(pause)
 
-    def stop(self) -> None:
-        """SIGTERM to each part, last started first; SIGKILL to who does not end in STOP_SECONDS."""
-        for part in reversed(self.parts.values()):
-            part.process.send_signal(signal.SIGTERM)  # nothing happens to one that has ended
-            try:
-                part.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._report(f"{part.name} did not stop in {STOP_SECONDS:.0f} s: killed")
-                part.process.kill()
-                part.process.wait()
-        self.parts.clear()
+    async def _run(self) -> int | None:
+        """Start the process, and wait until it ends: its exit status. Cancelled, it stops the process."""
+        self._lines = 0
+        if self.ready.done():
+            self.ready = Future()
+        process = ChildProcess(self._command, environment=self._environment, log=self.log, on_line=self._hear)
+        self.process = process
+        try:
+            monitor = HeartbeatMonitor(self._silence, lambda: self._lines, is_starting=lambda: not self._lines)
+            if (silent := await watch(process, monitor)) is not None:
+                self._report(f"{self.name} was silent for {silent:.0f} s (stopped?): killed")
+                process.signal(signal.SIGKILL)
+                await process.ended()
+        finally:
+            if not await process.stop(STOP_SECONDS):
+                self._report(f"{self.name} did not stop in {STOP_SECONDS:.0f} s: killed")
+        return process.status
 
-    def _ended(self, part: Part, status: int, now: float) -> None:
-        steady = part.ready or now - part.began > STEADY_SECONDS
-        failures = self._failures[part.name] = 0 if steady else self._failures[part.name] + 1
-        pause = backoff(failures + 1)
-        self._due[part.name] = now + pause
-        self._report(f"{part.name} ended with status {status} (its log is {part.log}): started again in {pause:.1f} s")
-
-    def _relay(self, part: Part, lines: IO[str]) -> None:
-        with lines:  # to the end of the process
-            for line in map(str.rstrip, lines):
-                part.heard = time.monotonic()
-                if line == READY:
-                    part.ready = True
-                elif line != BEAT:
-                    self._report(f"{part.name}: {line}")
+    def _hear(self, line: str) -> None:
+        self._lines += 1
+        if line == READY and not self.ready.done():
+            self.ready.set_result(None)
+        elif line not in (READY, BEAT):
+            self._report(f"{self.name}: {line}")

@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
 import sys
-import time
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
 from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.processes import free_port, tail
+from tinkerflow.backend.joining import make_secret, parse_address
+from tinkerflow.backend.pool import HostConfig, serve_group
+from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.keeper import LOOK_SECONDS, Keeper
-from tinkerflow.deployments.local_host import LocalHost
+from tinkerflow.backend.supervise import Restarts
+from tinkerflow.deployments.keeper import Part
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 0.1  # seconds between attempts to join the engine's group: the engine starts on this machine
 
 
 class Stack:
     """All parts of one deployment on this machine; a context manager that ends what it started.
 
+    A thread with an event loop starts the parts and looks after them. Without a group of other hosts, this machine is
+    the only host of the engine's group: the agent of the host runs in that thread, so its workers outlive an engine
+    that is killed, and end with this process however it ends.
+
     Raises ServerError when a part ends before the stack is ready, with the end of that part's log.
     """
 
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
-        """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads."""
+        """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads.
+
+        UserError when the file of the group's secret does not hold a secret.
+        """
         self.settings = _with_ports(settings)
-        self._workers = LocalHost(self.settings, report=report) if not settings.group else None
-        parent = str(os.getpid())
-        self._keeper = Keeper(
-            {name: (sys.executable, "-m", "tinkerflow", name, "--parent", parent) for name in ("engine", "api")},
-            environment=os.environ | self.settings.environment(),
-            log_dir=self.settings.data_dir / "logs",
-            silence=self.settings.heartbeat_timeout,
-            report=report,
-        )
+        self._report = report
+        parent, environment = str(os.getpid()), os.environ | self.settings.environment()
+        self._parts = [
+            Part(
+                name,
+                (sys.executable, "-m", "tinkerflow", name, "--parent", parent),
+                environment=environment,
+                log_dir=self.settings.data_dir / "logs",
+                silence=self.settings.heartbeat_timeout,
+                report=report,
+            )
+            for name in ("engine", "api")
+        ]
+        self._host = None if settings.group else _this_host(self.settings)
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._ready: Future[None] = Future()
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="stack", daemon=True)
 
     @property
     def api_url(self) -> str:
@@ -60,11 +87,8 @@ class Stack:
         """Start the parts and wait until requests can be served."""
         self.settings.data_dir.mkdir(parents=True, exist_ok=True)
         try:
-            if self._workers is not None:
-                self._workers.start()
-            for name in ("engine", "api"):
-                self._keeper.start(name)
-            self._wait_until_ready()
+            self._thread.start()
+            self._ready.result()
         except BaseException:
             self.stop()
             raise
@@ -78,25 +102,98 @@ class Stack:
 
     def keep(self) -> None:
         """Start parts again that end or are silent, for ever."""
-        self._keeper.keep()
+        self._ended.result()
 
     def stop(self) -> None:
-        """End all parts, and then what an engine may have left."""
-        self._keeper.stop()
-        if self._workers is not None:
-            self._workers.stop()
+        """End all parts, last started first, and then the workers that an engine may have left."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop has just been closed
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join()
 
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self.settings.start_deadline
-        while waits_for := [name for name, part in self._keeper.parts.items() if not part.ready]:
-            for name, part in self._keeper.parts.items():
-                if (status := part.process.poll()) is not None:
-                    raise ServerError(f"{name} ended with status {status} at the start:\n{tail(part.log)}")
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"not ready in {self.settings.start_deadline:.0f} s (start_deadline): {', '.join(waits_for)}"
-                )
-            time.sleep(LOOK_SECONDS)
+    # ------------------------------------------------------------------ in the thread
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+            self._ended.set_result(None)
+        except BaseException as error:  # noqa: BLE001  for the thread that waits
+            self._ended.set_exception(error)
+            if not self._ready.done():
+                self._ready.set_exception(error)
+
+    async def _serve(self) -> None:
+        tasks = [] if self._host is None else [asyncio.create_task(self._serve_host(self._host))]
+        tasks += [asyncio.create_task(part.keep(self._ready.done)) for part in self._parts]
+        stop = asyncio.create_task(self._stopping.wait())
+        starting = asyncio.create_task(self._wait_until_ready())
+        try:
+            await asyncio.wait({stop, starting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                self._ready.set_result(None)
+                await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            stop.cancel()
+            for task in (starting, *reversed(tasks)):
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _wait_until_ready(self) -> None:
+        try:
+            async with asyncio.timeout(self.settings.start_deadline):
+                await asyncio.gather(*(asyncio.wrap_future(part.ready) for part in self._parts))
+        except TimeoutError:
+            late = ", ".join(part.name for part in self._parts if not part.ready.done())
+            raise ServerError(f"not ready in {self.settings.start_deadline:.0f} s (start_deadline): {late}") from None
+
+    async def _serve_host(self, host: HostConfig) -> None:
+        """Join the engine's group as soon as there is one, and again whenever there is another engine."""
+        _log_to(host)
+        restarts = Restarts()
+        while True:
+            try:
+                await serve_group(host, log.info)
+            except asyncio.CancelledError:
+                log.info("stopped")
+                raise
+            except Exception as error:
+                pause = restarts.pause(steady=False)
+                log.exception("the workers' host has failed")
+                self._report(f"no workers can be started: {error}; trying again in {pause:.1f} s")
+                await asyncio.sleep(pause)
+
+
+def _this_host(settings: Settings) -> HostConfig:
+    """The one host of the group at settings.group: room for a worker group for each base model.
+
+    Makes the group's secret. UserError when the secret's file is not one.
+    """
+    driver, port = parse_address(settings.group)
+    return HostConfig(
+        driver,
+        port,
+        make_secret(settings.group_secret_path),
+        settings.processes * max(1, len(settings.base_models)),
+        settings.data_dir / "logs",
+        compile_cache_dir="",
+        longest_pause=_LONGEST_PAUSE,
+    )
+
+
+def _log_to(host: HostConfig) -> None:
+    """Log what the host's agent does to workers.log."""
+    assert host.log_dir is not None
+    host.log_dir.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(host.log_dir / "workers.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for logger in (log, logging.getLogger("tinkerflow.backend.pool")):
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def _with_ports(settings: Settings) -> Settings:

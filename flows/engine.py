@@ -19,7 +19,7 @@ from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.joining import make_secret, parse_address
 from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.backend.model_card import ModelCard
-from tinkerflow.backend.pool import Hosts, Pool
+from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.flows.compile_status import note_warmth
@@ -224,19 +224,17 @@ async def _start_pool(
     async def tell(text: str) -> None:
         await asyncio.to_thread(journal.base_models.note_progress, card.name, text)
 
-    return await Pool.start(
+    config = PoolConfig(
         group_config(settings, card),
         processes=settings.processes,
         command_deadline=settings.command_deadline,
         start_deadline=settings.start_deadline,
-        on_progress=on_progress,
         executor=executor,
-        log_dir=settings.data_dir / "logs",
         heartbeat_timeout=settings.heartbeat_timeout,
-        site=hosts,
-        on_waiting=tell,
         chunks_per_microbatch=settings.chunks_per_microbatch,
     )
+    site = hosts or ThisMachine(settings.data_dir / "logs")
+    return await Pool.start(config, site, on_progress=on_progress, on_waiting=tell)
 
 
 def _serve(

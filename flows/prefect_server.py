@@ -1,4 +1,4 @@
-"""The embedded Prefect server: a child process with the settings that were measured to keep up (ARCHITECTURE.md).
+"""The embedded Prefect server: a child process with settings under which it was measured to keep up.
 
 It ends when its parent does, however that ends.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,11 @@ import httpx
 
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.processes import tail
+from tinkerflow.backend.supervise import BEATS, ChildProcess, HeartbeatMonitor, watch
 
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
 SILENT_SECONDS = 120.0  # longer than a busy machine makes it wait: with its SQLite file locked, a minute was seen
-_LOOK_SECONDS = 0.5
-_ASKED = 6  # times it is asked meanwhile
 _RETENTION_DAYS = 30
 # Seconds between writes. The recorder cuts fractions off (prefect 3.8.8): below 1 it spins, and takes a whole core.
 _BATCHED_SERVICES = {"TASK_RUN_RECORDER": "1", "EVENT_PERSISTER": "0.25"}
@@ -45,7 +43,7 @@ class PrefectServer:
 
     port: int
     log: Path
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
 
     @property
     def url(self) -> str:
@@ -54,26 +52,20 @@ class PrefectServer:
 
     async def ended(self, silence: float = SILENT_SECONDS) -> str:
         """Wait until the server ends, or has answered nothing for `silence` seconds (it was stopped): what happened."""
-        loop = asyncio.get_running_loop()
-        heard = asked = loop.time()
-        async with httpx.AsyncClient(timeout=silence / _ASKED) as client:
-            while (now := loop.time()) - heard < silence:
-                if (status := self.process.poll()) is not None:
-                    return f"ended with status {status}"
-                if now - asked >= silence / _ASKED:
-                    asked = now
-                    heard = loop.time() if await is_healthy(client, self.url) else heard
-                await asyncio.sleep(min(_LOOK_SECONDS, silence / _ASKED))
+        answers = 0
+
+        async def ask() -> None:
+            nonlocal answers
+            answers += await is_healthy(client, self.url)
+
+        async with httpx.AsyncClient(timeout=silence / BEATS) as client:
+            if await watch(self.process, HeartbeatMonitor(silence, lambda: answers, ask)) is None:
+                return f"ended with status {self.process.status}"
         return f"did not answer for {silence:g} s (stopped?)"
 
     async def stop(self) -> None:
         """End the server: SIGTERM, and SIGKILL when it does not go within STOP_SECONDS. Repeating is fine."""
-        self.process.terminate()
-        try:
-            await asyncio.to_thread(self.process.wait, STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            await asyncio.to_thread(self.process.wait)
+        await self.process.stop(STOP_SECONDS)
 
 
 def server_environment(data_dir: Path, port: int) -> dict[str, str]:
@@ -113,8 +105,8 @@ async def start_server(data_dir: Path, port: int) -> PrefectServer:
     """
     (data_dir / "prefect" / "ui").mkdir(parents=True, exist_ok=True)
     log = data_dir / "logs" / "prefect.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    server = PrefectServer(port, log, _spawn(data_dir, port, log))
+    command = (sys.executable, "-c", _CHILD, str(port), str(os.getpid()))
+    server = PrefectServer(port, log, ChildProcess(command, environment=server_environment(data_dir, port), log=log))
     try:
         await _wait_until_healthy(server)
     except BaseException:
@@ -123,26 +115,12 @@ async def start_server(data_dir: Path, port: int) -> PrefectServer:
     return server
 
 
-def _spawn(data_dir: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", _CHILD, str(port), str(os.getpid())]
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            command,
-            env=server_environment(data_dir, port),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # Ctrl-C is for the parent, which stops it in order
-        )
-
-
 async def _wait_until_healthy(server: PrefectServer) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_SECONDS
     async with httpx.AsyncClient(timeout=2.0) as client:
         while loop.time() < deadline:
-            if server.process.poll() is not None:
-                status = server.process.returncode
+            if (status := server.process.status) is not None:
                 raise ServerError(f"the Prefect server ended with status {status}:\n{tail(server.log)}")
             if await is_healthy(client, server.url):
                 return

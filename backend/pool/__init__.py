@@ -1,11 +1,17 @@
 """The long-lived group of JAX processes, and the one object through which the engine commands it.
 
-A group is one failure unit: when one of its processes dies, hangs or differs from the others, all are ended, everything
-outstanding fails by name, and a new generation starts. Importing this room does not load JAX; only the workers do.
+A group fails as a whole: when one of its processes dies, hangs or differs from the others, all processes are ended,
+every outstanding command fails by name, and a new generation starts. Importing this room does not load JAX; only the
+workers do.
+
+A command's path: `Pool.submit` (pool.py, with scheduler.py) -> the group's outbox (group.py) -> frames
+(protocol/frames.py) -> the worker's main thread (worker.py) -> its executor, and back.
 """
 
+from tinkerflow.backend.pool.group import PoolConfig
 from tinkerflow.backend.pool.host.agent import HostConfig, serve_group
 from tinkerflow.backend.pool.host.hosts import Hosts
+from tinkerflow.backend.pool.host.places import ThisMachine
 from tinkerflow.backend.pool.pool import GroupLost, Pool
 
-__all__ = ["GroupLost", "HostConfig", "Hosts", "Pool", "serve_group"]
+__all__ = ["GroupLost", "HostConfig", "Hosts", "Pool", "PoolConfig", "ThisMachine", "serve_group"]

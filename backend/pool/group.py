@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import math
 import secrets
 import signal
 import socket
@@ -40,43 +39,62 @@ from tinkerflow.backend.pool.protocol.messages import (
     to_error,
 )
 from tinkerflow.backend.pool.protocol.software import code_version, files_version
-from tinkerflow.backend.supervise.heartbeat import BEATS, HeartbeatMonitor
+from tinkerflow.backend.supervise import START_SECONDS, HeartbeatMonitor
 
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
-_START_SECONDS = 60.0  # a starting process may be silent so long: until it connects, and while it imports and loads
-_DUMP_GRACE_SECONDS = 1.0  # for a process that has missed a deadline, to say where it hangs
-_ENDING_SECONDS = 5.0  # from when a process has closed its connection until its exit status is known
-# After an unexplained death so many commands go one at a time: a second death then identifies its command.
-_PROBATION_COMMANDS = 2**14
 _REPLIES = Reply.__args__
+_BEAT = frames.encode(Beat())
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all generations of a pool have in common. Times in seconds."""
+class PoolConfig:
+    """What all generations of a pool have in common, times in seconds. ValueError for a mesh that cannot be divided.
 
-    config: GroupConfig
+    group: what every process is told; its devices are divided evenly among the `processes`.
+    command_deadline: the time a command may take, unless it brings its own deadline.
+    start_deadline: the time the start of a group may take, and a command may wait for a group.
+    executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.CommandExecutor).
+    heartbeat_timeout: a process without a sign of life for so long counts as stopped.
+    chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait (scheduler.py).
+    dump_grace: what a process that has missed a deadline gets to write its stacks to its log.
+    ending: what a process that has closed its connection gets to end, so that its exit status is known.
+    probation: after an unexplained death so many commands go one at a time: a second death then identifies its command.
+    """
+
+    group: GroupConfig
     processes: int
-    executor: str
+    command_deadline: float
     start_deadline: float
-    heartbeat_timeout: float
-    site: Site
-    on_progress: Callable[[str], None]
+    executor: str = "tinkerflow.backend.compute.executor:Executor"
+    heartbeat_timeout: float = 30.0
+    chunks_per_microbatch: float = 1.0
+    dump_grace: float = 1.0
+    ending: float = 5.0
+    probation: int = 2**14
+
+    def __post_init__(self) -> None:
+        """Check that the processes can share the devices."""
+        group = self.group
+        if self.processes < 1 or group.devices % self.processes:
+            raise ValueError(
+                f"a mesh of fsdp {group.fsdp} x expert {group.expert} x tensor {group.tensor} cannot be divided "
+                f"among {self.processes} processes: their number must divide the number of devices"
+            )
 
     def start(self, coordinator: str) -> list[frames.Buffer]:
         """What every process is told first, encoded."""
-        return frames.encode(Start(self.config, self.processes, coordinator, self.executor, self.heartbeat_timeout))
+        return frames.encode(Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout))
 
     @property
     def digest(self) -> str:
-        """The same for plans whose processes can serve each other's drivers: told the same, from the same files."""
-        told = hashlib.sha256(b"".join(self.start(coordinator="")))
-        told.update(code_version().encode())
-        told.update(files_version(Path(self.config.model_path).glob("*")).encode())
-        return told.hexdigest()
+        """The same for pools whose processes can serve each other's drivers: told the same, from the same files."""
+        digest = hashlib.sha256(b"".join(self.start(coordinator="")))
+        digest.update(code_version().encode())
+        digest.update(files_version(Path(self.group.model_path).glob("*")).encode())
+        return digest.hexdigest()
 
 
 @dataclass
@@ -85,7 +103,6 @@ class _Member:
 
     rank: int
     process: WorkerProcess
-    heart: HeartbeatMonitor
     link: LoopLink | None = None
     outbox: asyncio.Queue[tuple[int, Sequence[frames.Buffer]]] = field(default_factory=asyncio.Queue)
     left: Left | None = None  # what it said of an earlier driver
@@ -106,16 +123,31 @@ class _Outstanding:
 
 
 class Group:
-    """A running generation. Made by `launch`; `ended` resolves when its last process is gone."""
+    """One generation. `launch` starts it; `ended` resolves when its last process is gone."""
 
-    def __init__(self, plan: Plan, generation: int, places: Sequence[Place], careful: int) -> None:
-        """Use `launch`."""
+    def __init__(
+        self, config: PoolConfig, site: Site, on_progress: Callable[[str], None], generation: int, probation: int = 0
+    ) -> None:
+        """Nothing starts before `launch`.
+
+        config: what all generations have in common.
+        site: where the processes are started.
+        on_progress: called with lines for people, from rank 0.
+        generation: the number of this group, from 1.
+        probation: so many commands are sent one at a time. Without probation the next command may be begun while one is
+        computed, and nobody knows which of the two ends the group.
+        """
         loop = asyncio.get_running_loop()
         self.generation = generation
-        self._places = places
         self.ended: asyncio.Future[TinkerflowError] = loop.create_future()
-        self._plan = plan
+        self.failure: TinkerflowError | None = None
+        self.crashed = False  # it ended by itself, once it has ended
+        self._config = config
+        self._site = site
+        self._on_progress = on_progress
+        self._probation = probation
         self._loop = loop
+        self._places: Sequence[Place] = ()
         self._started: asyncio.Future[GroupInfo] = loop.create_future()
         self._members: list[_Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -123,50 +155,43 @@ class Group:
         self._outstanding: deque[_Outstanding] = deque()
         self._last_index = 0
         self._watch: asyncio.TimerHandle | None = None
-        self._accused: int | None = None
-        self.failure: TinkerflowError | None = None
-        self.crashed = False  # it ended by itself, once it has ended
-        self._careful = careful  # so many commands are sent one at a time
-        self._told = False  # who is accused has said that it ends, and so of which command
+        self._accused: int | None = None  # the rank that is named as the cause
+        self._confessed = False  # the accused rank has said that it ends, and so of which command
 
-    @classmethod
-    async def launch(
-        cls, plan: Plan, generation: int, places: Sequence[Place], careful: int = 0
-    ) -> tuple[Group, GroupInfo]:
-        """Start one process in each of `places` and wait until their executors stand.
+    async def launch(self, places: Sequence[Place]) -> GroupInfo:
+        """Start one process in each of `places` and wait until their executors stand: what rank 0's says of itself.
 
-        The places are released when all processes have ended. careful: so many commands are sent one at a time, where
-        else the next one may be begun while one is computed, and nobody knows which of them ends the group.
+        The places are released when all processes have ended.
         Raises the error of the executor's constructor when that is a UserError, else GroupFailedError or DeadlineError.
         No process is left when it raises or is cancelled.
         """
-        group = cls(plan, generation, places, careful)
+        self._places = places
+        generation, seconds = self.generation, self._config.start_deadline
         try:
-            async with asyncio.timeout(plan.start_deadline):
-                await group._start()
-                info = await asyncio.shield(group._started)
+            async with asyncio.timeout(seconds):
+                await self._start()
+                return await asyncio.shield(self._started)
         except TimeoutError:
-            ready = {m.rank for m in group._members if m.ready is not None}
-            late = [rank for rank in range(plan.processes) if rank not in ready]
-            text = f"worker group {generation} was not ready in {plan.start_deadline:g} s: no word from rank {late}"
-            group.end(DeadlineError(text))
-            raise await group.ended from None
+            ready = {m.rank for m in self._members if m.ready is not None}
+            late = [rank for rank in range(self._config.processes) if rank not in ready]
+            text = f"worker group {generation} was not ready in {seconds:g} s: no word from rank {late}"
+            self.end(DeadlineError(text))
+            raise await self.ended from None
         except TinkerflowError:
-            await group.ended
+            await self.ended
             raise
         except Exception as error:
-            group.end(GroupFailedError(f"worker group {generation} could not be started: {error!r}"))
-            raise await group.ended from error
+            self.end(GroupFailedError(f"worker group {generation} could not be started: {error!r}"))
+            raise await self.ended from error
         except asyncio.CancelledError:
-            group.end(GroupFailedError(f"the start of worker group {generation} was given up"))
-            await group.ended
+            self.end(GroupFailedError(f"the start of worker group {generation} was given up"))
+            await self.ended
             raise
-        return group, info
 
     @property
-    def care(self) -> int:
-        """How careful the next generation is to be: this one died without a word, or was not done with its own care."""
-        return _PROBATION_COMMANDS if self.crashed and not self._told else self._careful
+    def probation_of_next(self) -> int:
+        """The probation of the next generation: a new one after an unexplained death, else the rest of this one's."""
+        return self._config.probation if self.crashed and not self._confessed else self._probation
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -190,7 +215,7 @@ class Group:
         for entry in self._outstanding:
             if entry.body is None:
                 continue
-            if self._careful and entry is not self._outstanding[0]:
+            if self._probation and entry is not self._outstanding[0]:
                 return
             for member in self._members:
                 member.outbox.put_nowait((entry.index, entry.body))
@@ -222,24 +247,23 @@ class Group:
     def _executing(self) -> _Outstanding | None:
         """The oldest command that is not answered: by the rank that has said that it ends, if one has, else by all."""
         sent = (entry for entry in self._outstanding if entry.body is None)
-        return next((entry for entry in sent if not self._told or self._accused not in entry.answers), None)
+        return next((entry for entry in sent if not self._confessed or self._accused not in entry.answers), None)
 
     # ------------------------------------------------------------------ start
     async def _start(self) -> None:
-        plan = self._plan
+        config, site = self._config, self._site
         salt = secrets.token_bytes(32)
-        with socket.create_server((plan.site.address, 0)) as listener:
+        with socket.create_server((site.address, 0)) as listener:
             listener.setblocking(False)
-            launch = Launch(self.generation, listener.getsockname()[1], salt, plan.digest)
+            launch = Launch(self.generation, listener.getsockname()[1], salt, config.digest)
             for rank, place in enumerate(self._places):
                 process = await place.spawn(launch, rank)
-                self._members.append(_Member(rank, process, HeartbeatMonitor(plan.heartbeat_timeout)))
+                self._members.append(_Member(rank, process))
             for member in self._members:
                 self._do(self._notice_death(member))
             self._do(self._notice_absence())
-            self._do(self._beat())
-            coordinator = self._members[0].process.coordinator if plan.processes > 1 else ""
-            welcome = self._welcome(listener, plan.site.secret(salt), plan.start(coordinator))
+            coordinator = self._members[0].process.coordinator if config.processes > 1 else ""
+            welcome = self._welcome(listener, site.secret(salt), config.start(coordinator))
             doorman = self._loop.create_task(welcome)
             try:
                 futures: set[asyncio.Future[Any]] = {doorman, self._started}
@@ -264,10 +288,10 @@ class Group:
                 link.close()
                 continue
             member.link = link
-            link.on_bytes = member.heart.hear  # a large frame, which keeps beats waiting, is a sign of life, too
             member.outbox.put_nowait((0, start))
             self._do(self._send(member, link))
             self._do(self._receive(member, link))
+            self._do(self._notice_silence(member, link))
 
     # ------------------------------------------------------------------ while it runs
     async def _send(self, member: _Member, link: LoopLink) -> None:
@@ -294,7 +318,7 @@ class Group:
             pass
         elif isinstance(message, Progress):
             if member.rank == 0:
-                self._plan.on_progress(message.text)
+                self._on_progress(message.text)
         elif isinstance(message, Left) and member.left is None:
             member.left = message
             self._compare_left()
@@ -315,11 +339,11 @@ class Group:
         if len(set(told)) > 1:
             self._fail(f"an earlier driver left its ranks at different commands: {sorted(set(told))}", crashed=False)
         elif len(told) == len(self._members):
-            self._loop.call_later(_START_SECONDS, self._give_up_what_was_left)
+            self._loop.call_later(START_SECONDS, self._give_up_what_was_left)
 
     def _give_up_what_was_left(self) -> None:
         if not self._started.done():
-            self._fail(f"what an earlier driver left its ranks with took longer than {_START_SECONDS:g} s")
+            self._fail(f"what an earlier driver left its ranks with took longer than {START_SECONDS:g} s")
 
     def _answer(self, rank: int, index: int, message: object) -> None:
         entry = next((e for e in self._outstanding if rank not in e.answers), None)
@@ -332,7 +356,7 @@ class Group:
             if not self._settle(done):
                 return
             self._outstanding.popleft()
-            self._careful = max(0, self._careful - 1)
+            self._probation = max(0, self._probation - 1)
             self._send_next()
             self._watch_first()
 
@@ -365,7 +389,7 @@ class Group:
         for member in self._members:
             if member.rank not in entry.answers:
                 member.process.signal(signal.SIGUSR1)  # stacks of all threads to its log
-        self._loop.call_later(_DUMP_GRACE_SECONDS, self._give_up_waiting, entry)
+        self._loop.call_later(self._config.dump_grace, self._give_up_waiting, entry)
 
     def _give_up_waiting(self, entry: _Outstanding) -> None:
         if entry not in self._outstanding:
@@ -378,28 +402,24 @@ class Group:
         self._fail(f"rank {silent} missed the deadline of a command")
 
     async def _notice_absence(self) -> None:
-        await asyncio.sleep(_START_SECONDS)
+        await asyncio.sleep(START_SECONDS)
         if absent := [m.rank for m in self._members if m.link is None]:
-            self._fail(f"rank {absent} did not connect in {_START_SECONDS:g} s (stopped?)", crashed=False)
+            self._fail(f"rank {absent} did not connect in {START_SECONDS:g} s (stopped?)", crashed=False)
 
-    async def _beat(self) -> None:
-        beat, pause = frames.encode(Beat()), self._plan.heartbeat_timeout / BEATS
-        starting = max(BEATS, math.ceil(_START_SECONDS / pause))
-        while True:
-            connected = [m for m in self._members if m.link is not None]
-            for member in connected:
-                member.outbox.put_nowait((0, beat))
-            await asyncio.sleep(pause)
-            for member in connected:
-                member.heart.beat()
-                if member.heart.silent(BEATS if member.ready else starting):
-                    cause = f"rank {member.rank} was silent for {member.heart.seconds:g} s (stopped?)"
-                    self._fail(cause, crashed=False)
+    async def _notice_silence(self, member: _Member, link: LoopLink) -> None:
+        async def beat() -> None:
+            member.outbox.put_nowait((0, _BEAT))
+
+        # The bytes of a large frame, which keeps beats waiting, are signs of life, too.
+        timeout = self._config.heartbeat_timeout
+        monitor = HeartbeatMonitor(timeout, lambda: link.signs, beat, lambda: member.ready is None)
+        cause = f"rank {member.rank} was silent for {await monitor.silence():g} s (stopped?)"
+        self._fail(cause, crashed=False)
 
     def _ended_itself(self, rank: int, why: Failed) -> None:
         if self._accused is not None:
             return
-        self._accused, self._told = rank, True
+        self._accused, self._confessed = rank, True
         error = to_error(why)
         if error.category == "user" and not self._started.done():
             self.end(error)  # the configuration is wrong, and says how
@@ -417,7 +437,7 @@ class Group:
         self._accused = member.rank
         crashed = False  # as far as anybody knows
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ENDING_SECONDS):
+            async with asyncio.timeout(self._config.ending):
                 ending = await member.process.ended()
                 how, crashed = ending.how, ending.crashed
         self._fail(f"rank {member.rank} {how}", crashed=crashed)

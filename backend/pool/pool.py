@@ -8,21 +8,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
+from tinkerflow.backend.commands import Command, GroupInfo, Reply
 from tinkerflow.backend.errors import GroupFailedError, TinkerflowError, UserError
-from tinkerflow.backend.pool.group import Group, Plan
-from tinkerflow.backend.pool.host.places import Site, ThisMachine
+from tinkerflow.backend.pool.group import Group, PoolConfig
+from tinkerflow.backend.pool.host.places import Site
 from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
-from tinkerflow.backend.retry import backoff
+from tinkerflow.backend.supervise import STEADY_SECONDS, Restarts
 
 log = logging.getLogger(__name__)
 
 FIRST_STARTS = 3  # attempts before Pool.start gives up: a port may be taken between probing and binding it
-_STEADY_SECONDS = 60.0  # a generation that served this long ends a row of failures
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def _send(group: Group, ticket: _Ticket) -> None:
 
 
 def _quietly(show: Callable[[str], None]) -> Callable[[str], None]:
-    """`show`, such that its failure (a closed terminal) is logged and does not end the group."""
+    """`show`, except that its failure (a closed terminal) is logged and does not end the group."""
 
     def shown(text: str) -> None:
         try:
@@ -62,7 +60,7 @@ def _quietly(show: Callable[[str], None]) -> Callable[[str], None]:
 
 
 async def _say_nothing(text: str) -> None:
-    """Nobody wants to know."""
+    """Ignore what a generation waits for."""
 
 
 class Pool:
@@ -72,20 +70,25 @@ class Pool:
     """
 
     def __init__(
-        self, plan: Plan, command_deadline: float, on_waiting: Callable[[str], Awaitable[None]], sharing: Scheduler
+        self,
+        config: PoolConfig,
+        site: Site,
+        on_progress: Callable[[str], None],
+        on_waiting: Callable[[str], Awaitable[None]],
     ) -> None:
-        """Use `start`."""
-        self._plan = plan
-        self._scheduler = sharing
+        """Use `start`, which says what the arguments are."""
+        self._config = config
+        self._site = site
+        self._on_progress = _quietly(on_progress)
         self._on_waiting = on_waiting
-        self._command_deadline = command_deadline
+        self._scheduler = Scheduler(config.chunks_per_microbatch)
         self._group: Group | None = None
         self._info: GroupInfo | None = None
         self._generation = 0
         self._open = False  # whether the group takes commands
         self._opened = asyncio.Event()
-        self._failures = 0
-        self._care = 0  # of the next generation
+        self._restarts = Restarts()
+        self._probation = 0  # commands that the next generation gets one at a time
         self._last_error: TinkerflowError | None = None
         self._line: deque[_Ticket] = deque()
         self._losses: asyncio.Queue[GroupLost | None] = asyncio.Queue()
@@ -96,47 +99,29 @@ class Pool:
     @classmethod
     async def start(
         cls,
-        config: GroupConfig,
+        config: PoolConfig,
+        site: Site,
         *,
-        processes: int,
-        command_deadline: float,
-        start_deadline: float,
         on_progress: Callable[[str], None],
-        executor: str = "tinkerflow.backend.compute.executor:Executor",
-        log_dir: Path | None = None,
-        heartbeat_timeout: float = 30.0,
-        site: Site | None = None,
         on_waiting: Callable[[str], Awaitable[None]] = _say_nothing,
-        chunks_per_microbatch: float = 1.0,
     ) -> Pool:
         """A pool whose first generation is ready to serve.
 
-        config: what every process is told; its devices are divided evenly among the `processes`.
-        command_deadline, start_deadline: seconds a command, or the start of a group, may take.
+        config: what all generations have in common.
+        site: where processes are started: `ThisMachine`, or the `Hosts` that joined. The start, and the start of each
+        later generation, waits until the site has room.
         on_progress: called in this event loop with lines for people: what the start-up or a long command is doing.
-        executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.Executor).
-        log_dir: where workers append worker-<rank>.log; None = to our stderr. Hosts that joined have their own.
-        heartbeat_timeout: seconds without a sign of life after which a process counts as stopped.
-        site: where processes are started; None: as children of this one. It may have room for them only later: the
-        start, and each later generation, waits for it.
-        chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait (sharing.py).
         on_waiting: told what a generation waits for before its processes can be started, and when it waits no more.
-        Without a site, call it in a thread that lives as long as the pool: the kernel ends the workers with it.
-        Raises ValueError for a mesh that cannot be divided, UserError when the executor refuses the configuration,
-        GroupFailedError when no group came up in three attempts.
+        On ThisMachine, call it in a thread that lives as long as the pool: the kernel ends the workers with the thread.
+        Raises UserError when the executor refuses the configuration, GroupFailedError when no group came up in three
+        attempts.
         """
-        if processes < 1 or config.devices % processes:
-            raise ValueError(
-                f"a mesh of fsdp {config.fsdp} x expert {config.expert} x tensor {config.tensor} cannot be divided "
-                f"among {processes} processes: their number must divide the number of devices"
-            )
-        where = site or ThisMachine(log_dir)
-        plan = Plan(config, processes, executor, start_deadline, heartbeat_timeout, where, _quietly(on_progress))
-        pool = cls(plan, command_deadline, on_waiting, Scheduler(chunks_per_microbatch))
+        pool = cls(config, site, on_progress, on_waiting)
         while not await pool._launch():
-            if pool._failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
+            failures = pool._restarts.failures + 1
+            if failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
                 raise pool._last_error or GroupFailedError("no worker group came up")
-            await asyncio.sleep(backoff(pool._failures))
+            await asyncio.sleep(pool._restarts.pause(steady=False))
         pool._keeper = asyncio.get_running_loop().create_task(pool._keep(), name="pool")
         return pool
 
@@ -189,10 +174,10 @@ class Pool:
         ValueError, with nothing sent, when the command holds what cannot be encoded.
         Cancelling the caller leaves the command running. Do not change the command's arrays before it is answered.
         """
-        seconds = self._command_deadline if deadline is None else deadline
+        seconds = self._config.command_deadline if deadline is None else deadline
         if generation is None:
             return await self._scheduler.submit(command, partial(self._send, command, seconds))
-        parts = in_parts(command, self._scheduler.microbatch, self._plan.config.fsdp)
+        parts = in_parts(command, self._scheduler.microbatch, self._config.group.fsdp)
         if len(parts) == 1:
             return await self._scheduler.submit(command, partial(self._send_to, generation, command, seconds))
         sent: list[asyncio.Future[Reply]] = []
@@ -277,40 +262,40 @@ class Pool:
         return self._group if self._open and self._group is not None and self._group.failure is None else None
 
     async def _keep(self) -> None:
-        loop = asyncio.get_running_loop()
+        clock = asyncio.get_running_loop().time
         while True:
             assert self._group is not None
-            since = loop.time()
+            began = clock()
             error = await asyncio.shield(self._group.ended)
-            steady = loop.time() - since > _STEADY_SECONDS or not self._group.crashed  # killed: not its fault
-            self._failures = 1 if steady else self._failures + 1
-            self._care = self._group.care
+            steady = clock() - began > STEADY_SECONDS or not self._group.crashed
+            self._probation = self._group.probation_of_next
             self._losses.put_nowait(GroupLost(self._group.generation, error.message))
             self._last_error = error
             self._group = None
             while True:
-                await asyncio.sleep(backoff(self._failures))
+                await asyncio.sleep(self._restarts.pause(steady=steady))
+                steady = False
                 try:
                     if await self._launch():
                         break
-                except Exception as error:  # the files of the base model cannot be read, say: they may come back
+                except Exception as error:  # for example the base model's files cannot be read: they may come back
                     log.exception("worker group %d cannot be started", self._generation)
-                    self._failures += 1
                     self._last_error = GroupFailedError(f"worker group {self._generation} cannot be started: {error!r}")
 
     async def _launch(self) -> bool:
-        """Start the next generation and, when it stands, give it the commands that wait in line."""
+        """Start the next generation and give it the commands that wait in line; whether it stands."""
         self._generation += 1
         self._open = False
         await self._wait_for_room()
-        places = self._plan.site.take(self._plan.processes, self._plan.digest)
-        self._plan.on_progress(f"starting worker group {self._generation}: {self._plan.processes} process(es)")
+        config, generation = self._config, self._generation
+        places = self._site.take(config.processes, config.digest)
+        self._on_progress(f"starting worker group {generation}: {config.processes} process(es)")
+        group = Group(config, self._site, self._on_progress, generation, self._probation)
         try:
-            group, info = await Group.launch(self._plan, self._generation, places, self._care)
+            info = await group.launch(places)
         except TinkerflowError as error:
-            self._failures += 1
             self._last_error = error
-            log.error("worker group %d did not start: %s", self._generation, error)
+            log.error("worker group %d did not start: %s", generation, error)
             return False
         self._group = group  # from here on stop() ends it
         self._scheduler.microbatch = info.microbatch_tokens
@@ -328,25 +313,25 @@ class Pool:
 
     async def _wait_for_room(self) -> None:
         """Return when the site has room for all processes; until the next await nobody else takes it."""
-        site, waited = self._plan.site, False
-        while (lack := site.lack(self._plan.processes)) or waited:
+        site, processes, waited = self._site, self._config.processes, False
+        while (lack := site.lack(processes)) or waited:
             waited = bool(lack)
             if lack:
-                self._plan.on_progress(lack)
+                self._on_progress(lack)
             try:
                 await self._on_waiting(lack or f"worker group {self._generation} is being started")
             except Exception:
                 log.exception("on_waiting failed")
-            if lack and lack == site.lack(self._plan.processes):
+            if lack and lack == site.lack(processes):
                 await site.changed()
 
     async def _wait_in_line(self, ticket: _Ticket) -> Reply:
         try:
-            async with asyncio.timeout(self._plan.start_deadline):
+            async with asyncio.timeout(self._config.start_deadline):
                 sent = await ticket.sent
         except TimeoutError:
             why = f": {self._last_error}" if self._last_error else ""
-            raise GroupFailedError(f"no worker group was ready within {self._plan.start_deadline:g} s{why}") from None
+            raise GroupFailedError(f"no worker group was ready within {self._config.start_deadline:g} s{why}") from None
         finally:
             if ticket in self._line:
                 self._line.remove(ticket)

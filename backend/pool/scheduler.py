@@ -30,7 +30,6 @@ from tinkerflow.backend.spec.packing import micro_batches
 
 _LITTLE = 1 / 16  # of a micro-batch: what commands count that compute for no tokens
 _ENOUGH = 1 - 1e-9
-_STEP_SECONDS = 0.05  # the engine takes so long at most between two steps of the sampler, unless it has other trouble
 
 
 def in_parts(command: Command, microbatch_tokens: int, fsdp: int) -> Sequence[Command]:
@@ -66,6 +65,7 @@ class Scheduler:
 
     chunks: float
     microbatch: int = 1
+    step_seconds: float = 0.05  # the engine takes so long at most between two steps of the sampler
     _lines: dict[str, deque[_Place]] = field(default_factory=dict)  # by adapter, the least recently served first
     _steps: deque[_Place] = field(default_factory=deque)
     _served: str = ""  # the adapter that was served last
@@ -146,7 +146,7 @@ class Scheduler:
         if place.samples:
             self._stepping -= 1
             more = isinstance(reply, SampleProgress) and (reply.active or reply.waiting)
-            self._expect(_STEP_SECONDS if more else None)
+            self._expect(self.step_seconds if more else None)
         elif place.adapter:
             self._training -= 1
             self._ahead = self._ahead - place.size if self._training else 0.0

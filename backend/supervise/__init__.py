@@ -1,1 +1,20 @@
-"""Child processes of ours: how they start, show that they live, end, and start again."""
+"""Child processes: start one, notice its end or its silence, stop it, and wait before the next start.
+
+The driver and the agents of hosts use these parts for workers, `up` uses them for the engine and the API, and the
+engine uses them for its Prefect server.
+"""
+
+from tinkerflow.backend.supervise.heartbeat import BEATS, START_SECONDS, HeartbeatMonitor
+from tinkerflow.backend.supervise.process import ChildProcess, Ending, watch
+from tinkerflow.backend.supervise.restarts import STEADY_SECONDS, Restarts
+
+__all__ = [
+    "BEATS",
+    "START_SECONDS",
+    "STEADY_SECONDS",
+    "ChildProcess",
+    "Ending",
+    "HeartbeatMonitor",
+    "Restarts",
+    "watch",
+]

@@ -1,37 +1,47 @@
-"""Signs of life: both ends of a connection send beats, and count how many went by without a word of the other."""
+"""Signs of life: noticing that a process, or the other end of a connection, has been silent for too long."""
 
 from __future__ import annotations
 
-BEATS = 6  # so many in a row without any frame from the other end: it is stopped, or cut off
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+START_SECONDS = 60.0  # a starting process may be silent for so long: it imports and loads
+BEATS = 6  # after so many beats in a row without a sign of life, the other end is stopped or cut off
 
 
+async def _no_beat() -> None:
+    """Send nothing."""
+
+
+@dataclass
 class HeartbeatMonitor:
-    """What one end knows of the other's life.
+    """Waits until signs of life stay away for `timeout` seconds.
 
-    Our own beats are counted, not time: a stall of this process accuses nobody. So a silence of `timeout` seconds is
-    noticed at most one beat, a sixth of `timeout`, later.
+    Our own beats are counted, not time, so a stall of this process accuses nobody. The end of a silence of `timeout`
+    seconds is noticed at most one beat, a sixth of `timeout`, later.
+
+    timeout: seconds of silence.
+    signs: gives the number of signs of life that have come so far, for example of received bytes.
+    beat: is awaited before each pause, to send our own sign of life or to ask for one. The next beat follows when both
+    `beat` and the pause are over.
+    is_starting: while it gives True, the timeout is at least START_SECONDS.
     """
 
-    def __init__(self, timeout: float) -> None:
-        """Nothing is known yet; `timeout` in seconds."""
-        self.pause = timeout / BEATS
-        self._heard = True
-        self._missed = 0
+    timeout: float
+    signs: Callable[[], int]
+    beat: Callable[[], Awaitable[None]] = _no_beat
+    is_starting: Callable[[], bool] = lambda: False
 
-    def hear(self) -> None:
-        """The other end sent something."""
-        self._heard = True
-
-    def beat(self) -> None:
-        """Call it every `pause` seconds."""
-        self._missed = 0 if self._heard else self._missed + 1
-        self._heard = False
-
-    def silent(self, beats: int = BEATS) -> bool:
-        """Whether nothing was heard for so many beats."""
-        return self._missed >= beats
-
-    @property
-    def seconds(self) -> float:
-        """For how long nothing was heard."""
-        return self._missed * self.pause
+    async def silence(self) -> float:
+        """Return when the other end is silent: for how many seconds it has been."""
+        pause = self.timeout / BEATS
+        starting = max(BEATS, math.ceil(START_SECONDS / pause))
+        missed, seen = 0, -1
+        while missed < (starting if self.is_starting() else BEATS):
+            await asyncio.gather(self.beat(), asyncio.sleep(pause))
+            signs = self.signs()
+            missed = missed + 1 if signs == seen else 0
+            seen = signs
+        return missed * pause

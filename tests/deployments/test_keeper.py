@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from tinkerflow.deployments.keeper import Keeper
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.supervise import ChildProcess
+from tinkerflow.deployments.keeper import Part
 
 PULSE = (
     "from tinkerflow.deployments.pulse import Pulse, say, READY; import time; p = Pulse(hung_seconds=2); p.start(); "
@@ -30,47 +31,66 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path, said: list[str]) -> Iterator[Keeper]:
-    commands = {name: (sys.executable, "-c", code) for name, code in PARTS.items()}
-    keeper = Keeper(commands, environment=os.environ, log_dir=tmp_path, silence=10.0, report=said.append)
-    yield keeper
-    began = [part.process for part in keeper.parts.values()]
-    keeper.stop()
-    assert all(process.poll() is not None for process in began)
+async def keep(tmp_path: Path, said: list[str]) -> AsyncIterator[Callable[[str], Part]]:
+    tasks: list[asyncio.Task[None]] = []
+    parts: list[Part] = []
+
+    def started(name: str) -> Part:
+        command = (sys.executable, "-c", PARTS[name])
+        part = Part(name, command, environment=os.environ, log_dir=tmp_path, silence=10.0, report=said.append)
+        tasks.append(asyncio.create_task(part.keep()))
+        parts.append(part)
+        return part
+
+    yield started
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(part.process is not None and part.process.status is not None for part in parts)
 
 
-def look_until(keeper: Keeper, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        keeper.look()
-        time.sleep(0.05)
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():  # noqa: ASYNC110  (processes have no event)
+            await asyncio.sleep(0.05)
 
 
-def started(keeper: Keeper, name: str) -> subprocess.Popen[str]:
-    keeper.start(name)
-    look_until(keeper, lambda: keeper.parts[name].ready)
-    return keeper.parts[name].process
+async def ready(part: Part) -> ChildProcess:
+    await until(lambda: part.process is not None and part.ready.done())
+    assert part.process is not None
+    return part.process
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_part_that_ends_or_is_stopped_is_started_again(keeper: Keeper, said: list[str], number: int) -> None:
-    first = started(keeper, "well")
+async def test_a_part_that_ends_or_is_stopped_is_started_again(
+    keep: Callable[[str], Part], said: list[str], number: int
+) -> None:
+    part = keep("well")
+    first = await ready(part)
     os.kill(first.pid, number)
-    look_until(keeper, lambda: keeper.parts["well"].process is not first and keeper.parts["well"].ready)
-    assert first.returncode == -signal.SIGKILL
+    await until(lambda: part.process is not first and part.ready.done())
+    assert first.status == -signal.SIGKILL
     assert any("stopped?" in line for line in said) == (number == signal.SIGSTOP)
     assert said[-1].endswith("started again in 0.1 s")
 
 
-def test_a_part_whose_loop_hangs_is_killed(keeper: Keeper, said: list[str]) -> None:
-    first = started(keeper, "hung")
-    look_until(keeper, lambda: first.poll() is not None)
+async def test_a_part_whose_loop_hangs_is_killed(keep: Callable[[str], Part], said: list[str]) -> None:
+    first = await ready(keep("hung"))
+    await until(lambda: first.status is not None)
     assert "hung was silent for" in said[0]
 
 
-def test_a_part_that_cannot_start_is_tried_ever_more_rarely(keeper: Keeper, said: list[str]) -> None:
-    keeper.start("broken")
-    look_until(keeper, lambda: sum("status 3" in line for line in said) == 3)
+async def test_a_part_that_cannot_start_is_tried_ever_more_rarely(keep: Callable[[str], Part], said: list[str]) -> None:
+    keep("broken")
+    await until(lambda: sum("status 3" in line for line in said) == 3)
     assert [line.rsplit(" in ")[1] for line in said if "status 3" in line] == ["0.2 s", "0.4 s", "0.8 s"]
     assert "broken: I give up" in said
+
+
+async def test_a_part_that_ends_while_the_deployment_starts_is_an_error(tmp_path: Path, said: list[str]) -> None:
+    code = "import sys; print('no such database', file=sys.stderr); exit(4)"
+    part = Part(
+        "engine", (sys.executable, "-c", code), environment=os.environ, log_dir=tmp_path, silence=10.0, report=print
+    )
+    with pytest.raises(ServerError, match="engine ended with status 4 at the start:\nno such database"):
+        await part.keep(lambda: False)

@@ -293,10 +293,10 @@ async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
     server = await start_server(tmp_path, free_port())
     try:
         watching = asyncio.create_task(server.ended(silence=6.0))
-        server.process.send_signal(signal.SIGSTOP)
+        server.process.signal(signal.SIGSTOP)
         assert await asyncio.wait_for(watching, 60) == "did not answer for 6 s (stopped?)"
     finally:
-        server.process.kill()  # what stop() comes to; it would first wait for the SIGTERM to be heard
+        server.process.signal(signal.SIGKILL)  # what stop() comes to; it would first wait for the SIGTERM to be heard
         await server.stop()
     assert await server.ended() == "ended with status -9"
 

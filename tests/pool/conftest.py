@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.pool import Pool
+from tinkerflow.backend.pool import Pool, PoolConfig, ThisMachine
 
 HERE = Path(__file__).parent
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
@@ -71,17 +71,18 @@ async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIt
         start_deadline: float = 60.0,
         heartbeat_timeout: float = 30.0,
         on_progress: Callable[[str], None] = lambda text: None,
+        **patience: Any,
     ) -> Pool:
-        pool = await Pool.start(
+        settings = PoolConfig(
             config or make_config(fsdp=processes),
             processes=processes,
             command_deadline=command_deadline,
             start_deadline=start_deadline,
             heartbeat_timeout=heartbeat_timeout,
-            on_progress=on_progress,
             executor=f"pool_executors:{executor}",
-            log_dir=tmp_path / "logs",
+            **patience,
         )
+        pool = await Pool.start(settings, ThisMachine(tmp_path / "logs"), on_progress=on_progress)
         pools.append(pool)
         pids.update(pool.pids)
         return pool

@@ -11,21 +11,24 @@ import asyncio
 import sys
 
 from tinkerflow.backend.commands import CreateAdapter, GroupConfig, LoraSpec, OptimStep
-from tinkerflow.backend.pool import Hosts, Pool
+from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 
 async def main(executor: str, processes: int, port: int = 0, secret: str = "") -> None:
+    busy = asyncio.Event()
+
+    def show(text: str) -> None:
+        print(text, file=sys.stderr)
+        if text == "busy":  # a worker executes a CreateAdapter
+            busy.set()
+
     config = GroupConfig("none", "float32", processes, 1, 64, 64, 4, 4, "")
     pool = await Pool.start(
-        config,
-        processes=processes,
-        command_deadline=60,
-        start_deadline=60,
-        on_progress=lambda text: print(text, file=sys.stderr),
-        executor=f"pool_executors:{executor}",
-        site=await Hosts.listen("127.0.0.1", port, secret.encode(), 30.0) if port else None,
+        PoolConfig(config, processes, command_deadline=60, start_deadline=60, executor=f"pool_executors:{executor}"),
+        await Hosts.listen("127.0.0.1", port, secret.encode(), 30.0) if port else ThisMachine(None),
+        on_progress=show,
     )
     print(*pool.pids, flush=True)
     while word := (await asyncio.to_thread(sys.stdin.readline)).strip():
@@ -37,13 +40,13 @@ async def main(executor: str, processes: int, port: int = 0, secret: str = "") -
                     print(await pool.submit(OptimStep("a", AdamParams(learning_rate=0.0))), flush=True)
             case "brief":
                 task = asyncio.create_task(pool.submit(CreateAdapter("a", LoraSpec(1), 700)))
-                await asyncio.sleep(0.1)
+                await busy.wait()
                 print("sent", flush=True)
                 await task
             case "uneven":
                 assert pool._group is not None
                 pool._group._members[0].outbox.put_nowait((4, frames.encode(CreateAdapter("a", LoraSpec(1), 300))))
-                await asyncio.sleep(0.1)
+                await busy.wait()
                 print("sent", flush=True)
 
 

@@ -71,6 +71,7 @@ class Echo:
             case ExportAdapter():
                 return self.state
             case CreateAdapter():
+                self.progress("busy")
                 time.sleep(command.seed / 1000)
             case DropAdapter():
                 return self.obey(*command.adapter_id.split(":"))
@@ -117,6 +118,10 @@ class Echo:
                 threading.Event().wait()
             case "garbage":
                 self.send_garbage()
+            case "cut":  # as when something between the driver and this process cuts their connection
+                with socket.socket(fileno=self.connection()) as kept:
+                    kept.shutdown(socket.SHUT_RDWR)
+                threading.Event().wait()
             case "unasked":
                 self.send_frame(generation=1)
             case "generation":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.pool.protocol import frames, handshake
+from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink, header
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, connect, next_connection
 
@@ -72,33 +71,24 @@ async def test_frames_cross_both_ways(listener: socket.socket) -> None:
 
 async def test_a_large_frame_gives_signs_of_life_while_it_is_on_its_way(listener: socket.socket) -> None:
     driver, worker = await linked(listener)
-    signs = 0
-
-    def count() -> None:
-        nonlocal signs
-        signs += 1
-
-    driver.on_bytes = count
     size = 32 << 20  # far more than lies in the buffers between them
     for part in (size, 3 << 10):  # also as many small parts
         body = frames.encode((np.zeros(part, np.uint8),) * (size // part))
-        signs = 0
+        before = driver.signs
         sending = asyncio.create_task(driver.write(1, body))
         await asyncio.to_thread(worker.read)
         await sending
-        assert 30 <= signs <= 33
-        signs = 0
+        assert 30 <= driver.signs - before <= 33
+        before = driver.signs
         answering = asyncio.create_task(asyncio.to_thread(worker.write, 1, body))
         await driver.read()
         await answering
-        assert signs >= 3
+        assert driver.signs - before >= 3
     driver.close()
     worker.close()
 
 
-async def test_who_cannot_accept_a_connection_tries_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_who_cannot_accept_a_connection_tries_again(caplog: pytest.LogCaptureFixture) -> None:
     class Exhausted(socket.socket):
         left = 1
 
@@ -108,13 +98,12 @@ async def test_who_cannot_accept_a_connection_tries_again(
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().accept()
 
-    monkeypatch.setattr(handshake, "_AGAIN_SECONDS", 0.01)
     with Exhausted() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.setblocking(False)
         with socket.create_connection(listener.getsockname()):
-            (await handshake.next_connection(listener)).close()
+            (await next_connection(listener, retry_seconds=0.01)).close()
     assert "Too many open files" in caplog.text
 
 
@@ -196,29 +185,30 @@ async def test_a_stranger_that_hangs_up_is_an_end_of_file(listener: socket.socke
         (b"TkF1" + b"\x00\x00\x00\x03" + b"\xff" * 16, "garbage instead of a frame"),
     ],
 )
-async def test_garbage_is_a_value_error_at_both_ends(listener: socket.socket, raw: bytes, named: str) -> None:
-    driver, worker = await linked(listener)
-    threading.Thread(target=worker._sock.sendall, args=(raw,)).start()
-    with pytest.raises(ValueError, match=named):
-        await driver.read()
-    await asyncio.get_running_loop().sock_sendall(driver._sock, raw)
-    with pytest.raises(ValueError, match=named):
-        await asyncio.to_thread(worker.read)
-    driver.close()
-    worker.close()
+async def test_garbage_is_a_value_error_at_both_ends(raw: bytes, named: str) -> None:
+    for end in ("driver", "worker"):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(raw)
+            theirs.shutdown(socket.SHUT_WR)
+            ours.setblocking(end == "worker")
+            with pytest.raises(ValueError, match=named):
+                await (LoopLink(ours, 3, 0).read() if end == "driver" else asyncio.to_thread(WorkerLink(ours, 3).read))
 
 
 async def test_a_group_starts_although_strangers_knock(
     start_pool: Callable[..., object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tinkerflow.backend.pool.host import places, spawn
+    from tinkerflow.backend.pool.host import places
 
-    async def knock_then_spawn(spec: LaunchSpec, coordinator: str, *, log_dir: Path | None) -> spawn.ChildProcess:
+    worker = places.LocalWorker
+
+    def knock_then_spawn(spec: LaunchSpec, coordinator: str, *, log_dir: Path | None) -> places.LocalWorker:
         with socket.create_connection((spec.host, spec.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
-        return await spawn.spawn_worker(spec, coordinator, log_dir=log_dir)
+        return worker(spec, coordinator, log_dir=log_dir)
 
-    monkeypatch.setattr(places, "spawn_worker", knock_then_spawn)
+    monkeypatch.setattr(places, "LocalWorker", knock_then_spawn)
     pool = await start_pool(processes=2)  # type: ignore[misc]
     assert pool.ready
     assert caplog.text.count("a stranger connected to worker group 1") == 2

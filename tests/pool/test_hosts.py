@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from tinkerflow.backend import errors
 from tinkerflow.backend.commands import (
     CreateAdapter,
+    DropAdapter,
     Example,
     Forward,
     ForwardResult,
@@ -25,11 +25,9 @@ from tinkerflow.backend.commands import (
     OptimResult,
     OptimStep,
 )
-from tinkerflow.backend.pool import HostConfig, Hosts, Pool, group, serve_group
-from tinkerflow.backend.pool.group import Plan
+from tinkerflow.backend.pool import HostConfig, Hosts, Pool, PoolConfig, serve_group
 from tinkerflow.backend.pool.host import agent
-from tinkerflow.backend.pool.host.places import ThisMachine
-from tinkerflow.backend.pool.host.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.pool.host.places import LocalWorker
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
@@ -54,27 +52,28 @@ class Bench:
         self.said: list[str] = []  # by agents
         self.waits: list[str] = []
 
-    def join(self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET) -> asyncio.Task[None]:
+    def join(
+        self, name: str, processes: int = 1, *, port: int = 0, secret: bytes = SECRET, **patience: Any
+    ) -> asyncio.Task[None]:
         """An agent, whose workers log to a folder of that name."""
-        post = HostConfig("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "")
+        post = HostConfig("127.0.0.1", port or self.hosts.port, secret, processes, self.tmp_path / name, "", **patience)
         task = asyncio.create_task(serve_group(post, self.said.append))
         self.agents.append(task)
         return task
 
-    async def start(self, processes: int, executor: str = "Echo") -> Pool:
+    async def start(self, processes: int, executor: str = "Echo", **patience: Any) -> Pool:
         async def waits(text: str) -> None:
             self.waits.append(text)
 
-        pool = await Pool.start(
+        config = PoolConfig(
             self.group_config(fsdp=processes),
-            processes=processes,
+            processes,
             command_deadline=60.0,
             start_deadline=60.0,
-            on_progress=lambda text: None,
             executor=f"pool_executors:{executor}",
-            site=self.hosts,
-            on_waiting=waits,
+            **patience,
         )
+        pool = await Pool.start(config, self.hosts, on_progress=lambda text: None, on_waiting=waits)
         self.pools.append(pool)
         return pool
 
@@ -290,15 +289,15 @@ async def test_a_held_process_that_dies_slowly_costs_a_visit_and_no_host(
     task = bench.join("a")
     driver, pids = await drive(1)
     await driver.kill()
-    signals = ChildProcess.signal
+    signals = LocalWorker.signal
 
-    def signal_late(child: ChildProcess, number: int) -> None:
+    def signal_late(child: LocalWorker, number: int) -> None:
         if child.pid in pids:  # longer than a driver waits for a beat
             asyncio.get_running_loop().call_later(4.5, signals, child, number)
         else:
             signals(child, number)
 
-    monkeypatch.setattr(ChildProcess, "signal", signal_late)
+    monkeypatch.setattr(LocalWorker, "signal", signal_late)
     await next_driver()
     pool = await bench.start(1, "Collective")
     assert not set(pool.pids) & pids
@@ -309,7 +308,7 @@ def test_a_plan_is_another_one_when_the_files_are_others(
     tmp_path: Path, group_config: Callable[..., GroupConfig]
 ) -> None:
     def digest() -> str:
-        return Plan(group_config(str(tmp_path)), 1, "a:b", 1.0, 1.0, site=ThisMachine(None), on_progress=print).digest
+        return PoolConfig(group_config(str(tmp_path)), 1, command_deadline=1.0, start_deadline=1.0).digest
 
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = digest()
@@ -342,13 +341,11 @@ async def test_what_is_left_and_does_not_fit_is_ended(
 async def test_what_no_driver_wants_is_ended(
     bench: Bench,
     drive: Any,
-    monkeypatch: pytest.MonkeyPatch,
     alive: Callable[[int], bool],
     wait_until: WaitUntil,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agent, "KEEP_SECONDS", 0.2)
-    bench.join("a")
+    bench.join("a", keep_seconds=0.2)
     driver, pids = await drive(1)
     await driver.kill()
     await wait_until(lambda: not any(map(alive, pids)))
@@ -361,14 +358,14 @@ async def test_a_process_that_ends_as_it_is_taken_over_is_replaced(
     bench.join("a")
     driver, pids = await drive(1)
     await driver.kill()
-    serve = ChildProcess.serve
+    serve = LocalWorker.serve
 
-    def serve_dying(child: ChildProcess, spec: LaunchSpec) -> None:
+    def serve_dying(child: LocalWorker, spec: LaunchSpec) -> None:
         if child.pid in pids:
             child.signal(signal.SIGKILL)
         serve(child, spec)
 
-    monkeypatch.setattr(ChildProcess, "serve", serve_dying)
+    monkeypatch.setattr(LocalWorker, "serve", serve_dying)
     await next_driver()
     pool = await bench.start(1)
     assert not set(pool.pids) & pids
@@ -433,17 +430,12 @@ async def test_a_cut_link_is_noticed_at_both_ends_and_heals(
 
 
 async def test_a_process_that_only_its_connection_lost_has_not_crashed(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
 ) -> None:
-    monkeypatch.setattr(group, "_ENDING_SECONDS", 0.5)
     bench.join("a")
-    pool = await bench.start(1)
-    executing = await busy(pool)
-    await asyncio.sleep(0.1)
-    assert pool._group is not None and pool._group._members[0].link is not None
-    pool._group._members[0].link._sock.shutdown(socket.SHUT_RDWR)  # as when something between them cuts it
+    pool = await bench.start(1, ending=0.5)
     with pytest.raises(errors.SuspectError, match="rank 0 closed its connection") as caught:
-        await executing
+        await pool.submit(DropAdapter("cut"))
     assert not caught.value.crashed
     await serves(pool, 2)
 
@@ -485,14 +477,14 @@ async def test_two_groups_share_the_hosts(bench: Bench, wait_until: WaitUntil) -
 async def test_a_host_that_cannot_start_a_process_is_asked_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 
-    async def spawn(*args: Any, **kwargs: Any) -> ChildProcess:
+    def spawn(*args: Any, **kwargs: Any) -> LocalWorker:
         nonlocal asked
         asked += 1
         if asked == 2:
             raise OSError(11, "Resource temporarily unavailable")
-        return await spawn_worker(*args, **kwargs)
+        return LocalWorker(*args, **kwargs)
 
-    monkeypatch.setattr("tinkerflow.backend.pool.host.agent.spawn_worker", spawn)
+    monkeypatch.setattr("tinkerflow.backend.pool.host.agent.LocalWorker", spawn)
     bench.join("a", 2)
     await serves(await bench.start(2), 2)
     assert not bench.hosts.lack(0)
@@ -547,4 +539,4 @@ def test_a_host_whose_name_leads_others_astray_says_so(
     monkeypatch: pytest.MonkeyPatch, address: str, found: str, doubtful: bool
 ) -> None:
     monkeypatch.setattr("socket.gethostbyname", lambda name: found)
-    assert ("have /etc/hosts say 10.0.0.9" in agent._doubt(address)) == doubtful
+    assert ("have /etc/hosts say 10.0.0.9" in agent.doubt_about_name(address)) == doubtful

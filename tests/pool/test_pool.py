@@ -35,8 +35,8 @@ from tinkerflow.backend.commands import (
     SampleStep,
 )
 from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
-from tinkerflow.backend.pool import GroupLost, Pool, group
-from tinkerflow.backend.pool.host.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.pool import GroupLost, Pool
+from tinkerflow.backend.pool.host.places import LocalWorker
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
@@ -195,13 +195,17 @@ async def test_nobody_is_blamed_for_what_a_rank_did_when_it_was_done_with_all_it
         assert not isinstance(await failure_of(task), SuspectError)
 
 
-async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to_it(start_pool: StartPool) -> None:
+async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to_it(
+    start_pool: StartPool, alive: Callable[[int], bool]
+) -> None:
     pool = await start_pool()
+    (pid,) = pool.pids
     (guilty,) = together(pool, order("memory"))
     for _ in range(10):
         await asyncio.sleep(0)
     innocent = together(pool, Ping(), Ping(), Ping())
-    time.sleep(1.0)  # noqa: ASYNC251  (it has ended by now, and our loop has read nothing)
+    while alive(pid):
+        time.sleep(0.01)  # noqa: ASYNC251  (our loop is to read nothing before it has ended)
     with pytest.raises(SuspectError, match="RESOURCE_EXHAUSTED"):
         await guilty
     for task in innocent:
@@ -209,10 +213,9 @@ async def test_the_last_word_of_a_rank_is_heard_also_when_nothing_can_be_sent_to
 
 
 async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blamed(
-    start_pool: StartPool, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+    start_pool: StartPool, wait_until: WaitUntil
 ) -> None:
-    monkeypatch.setattr(group, "_PROBATION_COMMANDS", 3)
-    pool = await start_pool("Ahead")
+    pool = await start_pool("Ahead", probation=3)
     innocent, guilty = together(pool, step(), order("die"))
     with pytest.raises(SuspectError):  # it was being computed: nobody knows better
         await innocent
@@ -280,11 +283,12 @@ async def test_a_broken_progress_printer_hurts_nobody(start_pool: StartPool) -> 
     assert await pool.submit(Ping()) == Done()
 
 
-async def test_cancelling_the_caller_leaves_the_command_running(start_pool: StartPool) -> None:
-    pool = await start_pool()
+async def test_cancelling_the_caller_leaves_the_command_running(start_pool: StartPool, wait_until: WaitUntil) -> None:
+    lines: list[str] = []
+    pool = await start_pool(on_progress=lines.append)
     slow = asyncio.create_task(pool.submit(sleep(0.2)))
     counted = asyncio.create_task(pool.submit(step(1)))
-    await asyncio.sleep(0.05)
+    await wait_until(lambda: "busy" in lines)
     slow.cancel()
     counted.cancel()
     assert await pool.submit(step(2)) == OptimResult(2.0, 2)
@@ -339,28 +343,30 @@ async def test_a_command_that_cannot_be_encoded_is_not_sent(start_pool: StartPoo
 
 # ------------------------------------------------------------------ a group that fails
 @both
-async def test_a_killed_rank_ends_the_group_and_a_new_one_serves(start_pool: StartPool, processes: int) -> None:
-    pool = await start_pool(processes=processes)
+async def test_a_killed_rank_ends_the_group_and_a_new_one_serves(
+    start_pool: StartPool, processes: int, wait_until: WaitUntil
+) -> None:
+    lines: list[str] = []
+    pool = await start_pool(processes=processes, on_progress=lines.append)
     old = pool.pids
     busy = [asyncio.create_task(pool.submit(sleep(30)))] + [asyncio.create_task(pool.submit(Ping())) for _ in range(5)]
-    await asyncio.sleep(0.1)
-    began = time.perf_counter()
+    await wait_until(lambda: "busy" in lines)
     os.kill(old[-1], signal.SIGKILL)
     for task in busy:
         with pytest.raises(
             errors.GroupFailedError, match=rf"worker group 1 ended: rank {processes - 1} was killed by SIGKILL"
         ):
             await task
-    assert time.perf_counter() - began < 20.0
     assert not pool.ready
     await serves_again(pool)
     assert not {*old} & {*pool.pids}
 
 
-async def test_who_was_being_executed_is_told_so(start_pool: StartPool) -> None:
-    pool = await start_pool()
+async def test_who_was_being_executed_is_told_so(start_pool: StartPool, wait_until: WaitUntil) -> None:
+    lines: list[str] = []
+    pool = await start_pool(on_progress=lines.append)
     executing, waiting = (asyncio.create_task(pool.submit(sleep(30))), asyncio.create_task(pool.submit(Ping())))
-    await asyncio.sleep(0.1)
+    await wait_until(lambda: "busy" in lines)
     os.kill(pool.pids[0], signal.SIGKILL)
     with pytest.raises(errors.SuspectError) as suspect:
         await executing
@@ -438,12 +444,11 @@ async def test_a_command_that_hangs_misses_its_deadline(start_pool: StartPool, p
 
 
 async def test_what_ends_a_group_while_a_late_command_is_waited_for_is_named(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+    start_pool: StartPool, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    monkeypatch.setattr(group, "_DUMP_GRACE_SECONDS", 30.0)
-    pool = await start_pool(processes=2)
-    late = asyncio.create_task(pool.submit(order("hang:1"), deadline=0.2))
-    await asyncio.sleep(1.0)
+    pool = await start_pool(processes=2, dump_grace=30.0)
+    late = asyncio.create_task(pool.submit(order("hang:1"), deadline=1.0))
+    await wait_until(lambda: "in misbehave" in (tmp_path / "logs" / "worker-1.log").read_text())  # it was asked where
     os.kill(pool.pids[1], signal.SIGKILL)
     with pytest.raises(SuspectError, match="rank 1 was killed by SIGKILL") as caught:
         await late
@@ -462,7 +467,8 @@ async def test_an_answer_that_was_there_before_the_deadline_was_noticed_is_in_ti
     pool = await start_pool()
     late = asyncio.create_task(pool.submit(Ping(), deadline=0.2))
     behind = asyncio.create_task(pool.submit(sleep(1.5)))
-    await asyncio.sleep(0.01)
+    for _ in range(10):
+        await asyncio.sleep(0)
     time.sleep(0.5)  # noqa: ASYNC251  (so long nobody reads what has come)
     assert await late == Done()
     assert await behind == Done()
@@ -473,8 +479,7 @@ async def test_a_stopped_rank_is_noticed_while_nothing_is_asked_of_it(
     start_pool: StartPool, wait_until: WaitUntil
 ) -> None:
     pool = await start_pool(processes=2, heartbeat_timeout=3.0)
-    await asyncio.sleep(3.5)  # nobody is suspected without reason
-    await pool.submit(sleep(3.5))  # nor for being busy
+    await pool.submit(sleep(3.5))  # nobody is suspected for being busy
     assert pool.generation == 1
     first = aiter(pool.losses())
     os.kill(pool.pids[1], signal.SIGSTOP)
@@ -509,7 +514,8 @@ async def test_garbage_ends_the_group(start_pool: StartPool, word: str) -> None:
 
 # ------------------------------------------------------------------ losses
 async def test_the_next_generation_waits_for_whoever_reads_losses(start_pool: StartPool, wait_until: WaitUntil) -> None:
-    pool = await start_pool()
+    lines: list[str] = []
+    pool = await start_pool(on_progress=lines.append)
     seen: list[GroupLost] = []
     go_on = asyncio.Event()
 
@@ -524,7 +530,7 @@ async def test_the_next_generation_waits_for_whoever_reads_losses(start_pool: St
     await wait_until(lambda: seen)
     assert seen == [GroupLost(1, "worker group 1 ended: rank 0 was killed by SIGKILL")]
     early = asyncio.create_task(pool.submit(step(1)))
-    await asyncio.sleep(1.0)
+    await wait_until(lambda: lines.count("loading weights 3/3") == 2)  # the next generation stands
     assert not early.done()
     assert pool.pids == ()
     go_on.set()
@@ -640,14 +646,14 @@ async def test_a_machine_without_room_for_a_process_is_tried_again(
     pool = await start_pool(processes=2)
     spawned = 0
 
-    async def spawn(*args: Any, **kwargs: Any) -> ChildProcess:
+    def spawn(*args: Any, **kwargs: Any) -> LocalWorker:
         nonlocal spawned
         spawned += 1
         if spawned in (2, 3):
             raise OSError(11, "Resource temporarily unavailable")
-        return await spawn_worker(*args, **kwargs)
+        return LocalWorker(*args, **kwargs)
 
-    monkeypatch.setattr("tinkerflow.backend.pool.host.places.spawn_worker", spawn)
+    monkeypatch.setattr("tinkerflow.backend.pool.host.places.LocalWorker", spawn)
     os.kill(pool.pids[0], signal.SIGKILL)
     await wait_until(lambda: not pool.ready)
     await serves_again(pool, generation=4)
@@ -665,12 +671,17 @@ async def test_a_mesh_that_cannot_be_divided_is_refused(
 # ------------------------------------------------------------------ the end
 @both
 async def test_stop_ends_everything(
-    start_pool: StartPool, processes: int, alive: Callable[[int], bool], workers: Callable[[], list[int]]
+    start_pool: StartPool,
+    processes: int,
+    alive: Callable[[int], bool],
+    workers: Callable[[], list[int]],
+    wait_until: WaitUntil,
 ) -> None:
-    pool = await start_pool(processes=processes)
+    lines: list[str] = []
+    pool = await start_pool(processes=processes, on_progress=lines.append)
     pids = pool.pids
     busy = asyncio.create_task(pool.submit(sleep(30)))
-    await asyncio.sleep(0.05)
+    await wait_until(lambda: "busy" in lines)
     await pool.stop()
     assert not [pid for pid in pids if alive(pid)]
     assert not workers()
@@ -681,13 +692,16 @@ async def test_stop_ends_everything(
     await pool.stop()
 
 
-async def test_stop_while_a_generation_starts(start_pool: StartPool, workers: Callable[[], list[int]]) -> None:
+async def test_stop_while_a_generation_starts(
+    start_pool: StartPool, workers: Callable[[], list[int]], wait_until: WaitUntil
+) -> None:
     async with await start_pool(processes=2) as pool:
+        first = {*pool.pids}
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(errors.GroupFailedError):
             await pool.submit(Ping())
         waiting = asyncio.create_task(pool.submit(Ping()))
-        await asyncio.sleep(0.25)
+        await wait_until(lambda: {*workers()} - first)
     assert not workers()
     with pytest.raises(errors.GroupFailedError, match="the worker pool was stopped"):
         await waiting

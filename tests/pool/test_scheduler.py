@@ -28,7 +28,6 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.packing import pack
 from tinkerflow.backend.errors import GroupFailedError
-from tinkerflow.backend.pool import scheduler
 from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
@@ -45,7 +44,7 @@ class Devices:
     """A worker group that executes what it was sent when it is told to, in that order."""
 
     def __init__(self, chunks: float = 1.0) -> None:
-        self.sharing = Scheduler(chunks, MICROBATCH)
+        self.scheduler = Scheduler(chunks, MICROBATCH)
         self.sent: list[str] = []
         self.executing: deque[tuple[str, Reply, asyncio.Future[Reply]]] = deque()
 
@@ -55,7 +54,7 @@ class Devices:
             self.executing.append((name, reply or Done(), asyncio.get_running_loop().create_future()))
             return self.executing[-1][2]
 
-        return self.sharing.submit(command, send)
+        return self.scheduler.submit(command, send)
 
     async def sample(self, steps: int) -> None:
         """So many steps, each in a task of its own, as the engine sends them."""
@@ -168,13 +167,16 @@ async def test_nobody_waits_for_who_is_not_there() -> None:
 
 async def test_training_goes_on_when_a_step_that_was_to_come_does_not() -> None:
     devices = Devices()
+    devices.scheduler.step_seconds = 0.01
     devices.submit("S", SampleStep(), SampleProgress((), active=1, waiting=0))
     devices.submit("T", forward())
     last = devices.submit("T", forward())
     assert await devices.run() == ["S", "T"]
     assert devices.sent == ["S", "T"]
     running = asyncio.create_task(wait_for(last))
-    await asyncio.sleep(4 * scheduler._STEP_SECONDS)
+    async with asyncio.timeout(60):
+        while len(devices.sent) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert await devices.run() == ["T"]
     assert await running == Done()
 
@@ -194,7 +196,7 @@ async def test_what_cannot_be_sent_holds_up_nobody() -> None:
     def no_group() -> asyncio.Future[Reply]:
         raise GroupFailedError("worker group 1 serves no more")
 
-    failed = [devices.sharing.submit(command, no_group) for command in (forward(), SampleStep(), forward())]
+    failed = [devices.scheduler.submit(command, no_group) for command in (forward(), SampleStep(), forward())]
     devices.submit("T", forward())
     assert await devices.run() == []
     for reply in failed:

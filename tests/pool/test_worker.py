@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tinkerflow.backend.commands import Done, GroupConfig, OptimStep, Ping
-from tinkerflow.backend.pool.host.spawn import ChildProcess, how_it_ended, spawn_worker, worker_environment
+from tinkerflow.backend.pool.host.places import LocalWorker, worker_environment
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, accept, next_connection
@@ -78,11 +78,11 @@ def spec(listener: socket.socket, secret: bytes) -> LaunchSpec:
     return LaunchSpec("127.0.0.1", listener.getsockname()[1], secret.hex(), 5, 0, os.getpid(), "")
 
 
-async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[ChildProcess, LoopLink]:
+async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[LocalWorker, LoopLink]:
     """A worker that has been told to run `executor`, and our end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        process = await spawn_worker(spec(listener, SECRET), "", log_dir=tmp_path)
+        process = LocalWorker(spec(listener, SECRET), "", log_dir=tmp_path)
         sock = await next_connection(listener)
     link = await accept(sock, SECRET, 5, 1)
     await link.write(0, frames.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0)))
@@ -116,7 +116,7 @@ async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         to_us = spec(listener, SECRET)
-        worker = await spawn_worker(to_us, "", log_dir=tmp_path, keep=True)
+        worker = LocalWorker(to_us, "", log_dir=tmp_path, keep=True)
 
         async def next_driver() -> LoopLink:
             return await accept(await next_connection(listener), SECRET, 5, 1)
@@ -145,7 +145,7 @@ async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_t
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         to_us = spec(listener, SECRET)
-        worker = await spawn_worker(to_us, "", log_dir=tmp_path, keep=True)
+        worker = LocalWorker(to_us, "", log_dir=tmp_path, keep=True)
         first = await accept(await next_connection(listener), SECRET, 5, 1)
         await first.write(0, start)
         while not isinstance(await next_message(first), Ready):
@@ -192,18 +192,12 @@ async def test_the_secret_is_in_no_argument_and_no_environment(
 async def test_a_worker_with_a_wrong_secret_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        process = await spawn_worker(spec(listener, b"wrong"), "", log_dir=tmp_path)
+        process = LocalWorker(spec(listener, b"wrong"), "", log_dir=tmp_path)
         sock = await next_connection(listener)
         with pytest.raises((PermissionError, EOFError)):  # it finds out first, from our proof
             await accept(sock, SECRET, 5, 1)
     assert (await process.ended()).how == "ended with exit status 70"
     assert "does not know the secret of generation 5" in (tmp_path / "worker-0.log").read_text()
-
-
-def test_ends_are_described() -> None:
-    assert how_it_ended(0) == "ended with exit status 0"
-    assert how_it_ended(-9) == "was killed by SIGKILL"
-    assert how_it_ended(-40) == "was killed by signal 40"
 
 
 FAULTS = """

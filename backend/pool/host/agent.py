@@ -1,9 +1,9 @@
 """A host's part in a group: join, start and end processes as the driver asks, and join again when it is lost.
 
-When the driver has closed the connection, it has most likely ended: its processes are kept for the next one, which
-finds the base model in their memory, or ended after KEEP_SECONDS. (A driver that lives on knows them again, and starts
-new ones.) When it is silent, nobody knows what they are in the middle of, and they are killed before this host offers
-its room again. They do not outlive this process either (spawn.py).
+When the driver closes the connection, it has most likely ended. Its processes are kept for the next driver, which finds
+the base model in their memory; processes that no driver takes over are ended after HostConfig.keep_seconds. (A driver
+that lives on recognises the processes, and starts new ones.) When the driver is silent, nobody knows what its processes
+are in the middle of: they are killed before this host offers its room again. No process outlives the agent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.pool.host.places import generation_secret
-from tinkerflow.backend.pool.host.spawn import ChildProcess, spawn_worker
+from tinkerflow.backend.pool.host.places import LocalWorker, generation_secret
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.conversation import Conversation
 from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink
@@ -38,12 +37,11 @@ from tinkerflow.backend.pool.protocol.messages import (
 )
 from tinkerflow.backend.pool.protocol.software import software
 from tinkerflow.backend.processes import free_port
-from tinkerflow.backend.retry import backoff
+from tinkerflow.backend.supervise import Restarts
 
 log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
-KEEP_SECONDS = 120.0  # processes without a driver hold memory of the devices
 _END_SECONDS = 10.0  # that a killed process may take to end; we go on without it
 
 
@@ -51,8 +49,13 @@ _END_SECONDS = 10.0  # that a killed process may take to end; we go on without i
 class HostConfig:
     """Where a host's agent joins, and what it offers.
 
-    compile_cache_dir: of this host's processes, in place of the one that the driver names; "" = that one.
-    longest_pause: seconds between attempts to join; a link that is mended is found so soon.
+    driver, port: the address of the group's driver.
+    secret: the group's.
+    processes: how many worker processes the host runs.
+    log_dir: where workers append worker-<rank>.log; None = to our stderr.
+    compile_cache_dir: of this host's processes, in place of the folder that the driver names; "" = the driver's.
+    longest_pause: seconds between two attempts to join; a link that is mended is found so soon.
+    keep_seconds: how long processes wait for the next driver; meanwhile they hold memory of the devices.
     """
 
     driver: str
@@ -62,10 +65,11 @@ class HostConfig:
     log_dir: Path | None
     compile_cache_dir: str
     longest_pause: float = 5.0
+    keep_seconds: float = 120.0
 
 
 async def serve_group(config: HostConfig, say: Callable[[str], None]) -> None:
-    """Offer this host's room to the group at config.driver, for ever; cancel it to end, with all processes.
+    """Offer this host's room to the group at config.driver, for ever. Cancelled, it ends all processes.
 
     `say` gets lines for people. UserError when the driver has another secret or other software.
     """
@@ -78,35 +82,35 @@ async def serve_group(config: HostConfig, say: Callable[[str], None]) -> None:
 
 
 async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: Callable[[str], None]) -> None:
-    agent, failures, clock = uuid.uuid4().hex, 0, asyncio.get_running_loop().time
+    agent, clock = uuid.uuid4().hex, asyncio.get_running_loop().time
+    restarts, reached = Restarts(), True
     while True:
-        failures += 1
+        began = clock()
         try:
             link, silence = await _join(config, agent, processes)
         except PermissionError as error:
             raise UserError(f"the group at {where} has another secret: {error}") from error
         except (OSError, EOFError) as error:
-            if failures == 1:
+            if reached:
                 say(f"the group at {where} cannot be reached ({error}); trying again until it can")
+            reached = steady = False
         else:
             say(f"joined the group at {where} from {link.address} with room for {config.processes} process(es)")
-            if doubt := await asyncio.to_thread(_doubt, link.address):
+            if doubt := await asyncio.to_thread(doubt_about_name, link.address):
                 say(doubt)
-            began = clock()
             talk = Conversation(link, silence)
             why = await AgentSession(processes, link.address, talk).run()
             if talk.closed and processes.leave():
-                kept = f"are kept for its next driver, {KEEP_SECONDS:g} s"
+                kept = f"are kept for its next driver, {config.keep_seconds:g} s"
             else:
                 await processes.end()
                 kept = "have ended"
             say(f"left the group at {where}: {why}; its processes here {kept}")
-            if clock() - began > silence:
-                failures = 0
-        await asyncio.sleep(min(config.longest_pause, backoff(max(1, failures))))
+            reached, steady = True, clock() - began > silence
+        await asyncio.sleep(min(config.longest_pause, restarts.pause(steady=steady)))
 
 
-def _doubt(address: str) -> str:
+def doubt_about_name(address: str) -> str:
     """What would keep other hosts from the processes of this one, which they know by `address`; "" = nothing."""
     name = socket.gethostname()
     try:
@@ -155,13 +159,13 @@ async def _connect(config: HostConfig) -> LoopLink:
 
 
 @dataclass(eq=False)
-class _Process:
+class _Worker:
     """A worker that runs here.
 
     salt, plan: of its generation. number: its driver's, for it; None: it has no driver. doomed: we have killed it.
     """
 
-    child: ChildProcess
+    child: LocalWorker
     rank: int
     salt: bytes
     plan: str
@@ -173,54 +177,56 @@ class HostProcesses:
     """The processes that run here, with and without a driver."""
 
     def __init__(self, config: HostConfig) -> None:
-        """Nobody yet."""
+        """No process runs yet."""
         self.talk: Conversation | None = None  # with the driver that is there
         self._config = config
-        self._watches: dict[_Process, asyncio.Task[None]] = {}
+        self._watches: dict[_Worker, asyncio.Task[None]] = {}
         self._expiry: asyncio.TimerHandle | None = None
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Those without a driver."""
-        return tuple(Held(one.child.pid, one.rank, one.salt, one.plan) for one in self._without_driver())
+        """The processes without a driver."""
+        return tuple(Held(worker.child.pid, worker.rank, worker.salt, worker.plan) for worker in self._without_driver())
 
-    def find(self, number: int) -> ChildProcess | None:
+    def find(self, number: int) -> LocalWorker | None:
         """The process that the driver knows by `number`; None when it has ended."""
-        return next((one.child for one in self._watches if one.number == number), None)
+        return next((worker.child for worker in self._watches if worker.number == number), None)
 
-    async def spawn(self, asked: Spawn, address: str) -> ChildProcess:
-        """Start one, in place of those without a driver that have its plan, or of all. OSError when that fails."""
-        old = [one for one in self._without_driver() if one.plan == asked.plan]
+    async def spawn(self, asked: Spawn, address: str) -> LocalWorker:
+        """Start a process. First the processes without a driver that have its plan are ended, or all processes without
+        a driver when there is no room otherwise. OSError when the start fails.
+        """
+        old = [worker for worker in self._without_driver() if worker.plan == asked.plan]
         if len(self._watches) - len(old) >= self._config.processes:
             old = self._without_driver()
         await self._end(old)
         spec = self._spec(asked.port, asked.salt, asked.generation, asked.rank)
         coordinator = f"{address}:{free_port(address)}"
-        child = await spawn_worker(spec, coordinator, log_dir=self._config.log_dir, keep=True)
-        one = _Process(child, asked.rank, asked.salt, asked.plan, asked.process)
-        self._watches[one] = asyncio.create_task(self._watch(one))
+        child = LocalWorker(spec, coordinator, log_dir=self._config.log_dir, keep=True)
+        worker = _Worker(child, asked.rank, asked.salt, asked.plan, asked.process)
+        self._watches[worker] = asyncio.create_task(self._watch(worker))
         return child
 
-    def take_over(self, asked: TakeOver) -> ChildProcess | None:
-        """Let one without a driver serve the one that is there; None when it has ended."""
-        for one in self._without_driver():
-            if one.child.pid == asked.pid:
-                one.salt, one.number = asked.salt, asked.process
-                one.child.serve(self._spec(asked.port, asked.salt, asked.generation, one.rank))
-                return one.child
+    def take_over(self, asked: TakeOver) -> LocalWorker | None:
+        """Let a process without a driver serve the present driver; None when the process has ended."""
+        for worker in self._without_driver():
+            if worker.child.pid == asked.pid:
+                worker.salt, worker.number = asked.salt, asked.process
+                worker.child.serve(self._spec(asked.port, asked.salt, asked.generation, worker.rank))
+                return worker.child
         return None
 
     def leave(self) -> bool:
-        """The driver has ended: keep what there is for the next one, for a while. Whether there is anything."""
-        for one in self._watches:
-            one.number = None
+        """Keep the processes of a driver that has ended for the next driver, for a while; whether there are any."""
+        for worker in self._watches:
+            worker.number = None
         if self._expiry is not None:
             self._expiry.cancel()
-        self._expiry = asyncio.get_running_loop().call_later(KEEP_SECONDS, self._expire)
+        self._expiry = asyncio.get_running_loop().call_later(self._config.keep_seconds, self._expire)
         return bool(self._watches)
 
     async def end(self) -> None:
-        """End all."""
+        """End all processes."""
         if self._expiry is not None:
             self._expiry.cancel()
         await self._end(self._watches)
@@ -236,32 +242,32 @@ class HostProcesses:
             compile_cache_dir=self._config.compile_cache_dir,
         )
 
-    def _without_driver(self) -> list[_Process]:
-        return [one for one in self._watches if one.number is None and not one.doomed]
+    def _without_driver(self) -> list[_Worker]:
+        return [worker for worker in self._watches if worker.number is None and not worker.doomed]
 
     def _expire(self) -> None:
-        for one in self._without_driver():
-            log.warning("rank %d had no driver for %g s: it is ended", one.rank, KEEP_SECONDS)
-            self._kill(one)
+        for worker in self._without_driver():
+            log.warning("rank %d had no driver for %g s: it is ended", worker.rank, self._config.keep_seconds)
+            self._kill(worker)
 
-    async def _end(self, processes: Iterable[_Process]) -> None:
-        ending = [self._watches[one] for one in processes]
-        for one in tuple(processes):
-            self._kill(one)
+    async def _end(self, processes: Iterable[_Worker]) -> None:
+        ending = [self._watches[worker] for worker in processes]
+        for worker in tuple(processes):
+            self._kill(worker)
         if ending:
             _, late = await asyncio.wait(ending, timeout=_END_SECONDS)
             if late:
                 log.error("%d killed process(es) have not ended in %g s", len(late), _END_SECONDS)
 
-    def _kill(self, one: _Process) -> None:
-        one.doomed = True
-        one.child.signal(signal.SIGKILL)
+    def _kill(self, worker: _Worker) -> None:
+        worker.doomed = True
+        worker.child.signal(signal.SIGKILL)
 
-    async def _watch(self, one: _Process) -> None:
-        ending = await one.child.ended()
-        del self._watches[one]
-        if one.number is not None and self.talk is not None:
-            self.talk.tell(Ended(one.number, ending.how, ending.crashed))
+    async def _watch(self, worker: _Worker) -> None:
+        ending = await worker.child.ended()
+        del self._watches[worker]
+        if worker.number is not None and self.talk is not None:
+            self.talk.tell(Ended(worker.number, ending.how, ending.crashed))
 
 
 class AgentSession:
@@ -299,7 +305,7 @@ class AgentSession:
             log.exception("rank %d of generation %d cannot be started", asked.rank, asked.generation)
             self._talk.tell(Ended(asked.process, f"could not be started: {error}", crashed=False))
 
-    def _tell(self, number: int, child: ChildProcess | None) -> None:
+    def _tell(self, number: int, child: LocalWorker | None) -> None:
         """Say that it runs, or does not any more."""
         if child is None:
             self._talk.tell(Ended(number, "has ended", crashed=False))

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Self
 
 from tinkerflow.backend.pool.host.places import Launch, Place, WorkerProcess, generation_secret
-from tinkerflow.backend.pool.host.spawn import Ending
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.conversation import Conversation
 from tinkerflow.backend.pool.protocol.frames import LoopLink
@@ -33,6 +32,7 @@ from tinkerflow.backend.pool.protocol.messages import (
     Welcome,
 )
 from tinkerflow.backend.pool.protocol.software import software
+from tinkerflow.backend.supervise import Ending
 
 log = logging.getLogger(__name__)
 

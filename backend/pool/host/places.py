@@ -5,14 +5,24 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tinkerflow.backend.pool.host.spawn import Ending, spawn_worker
+import tinkerflow
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec
 from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.supervise import ChildProcess, Ending
+
+_PACKAGES = Path(tinkerflow.__file__).parents[1]
+_MALLOC = {  # C libraries without tunables ignore them
+    "hugetlb": 1,  # asks for huge pages by madvise
+    "arena_max": 1,  # all memory from one heap,
+    "mmap_max": 0,  # however large the piece,
+    "trim_threshold": 2**60,  # and none of it given back unless asked (worker.py)
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,42 @@ class Site(Protocol):
         ...
 
 
+class LocalWorker:
+    """A worker that this process started."""
+
+    def __init__(self, spec: LaunchSpec, coordinator: str, *, log_dir: Path | None, keep: bool = False) -> None:
+        """Start a worker process, which connects to the driver of `spec`. OSError when that fails.
+
+        coordinator: "address:port" that was free a moment ago, for jax.distributed.
+        log_dir: where it appends worker-<rank>.log; None = to our stderr.
+        keep: whether it outlives its driver, to be given another one.
+        """
+        command = (sys.executable, "-m", "tinkerflow.backend.pool.worker")
+        log = None if log_dir is None else log_dir / f"worker-{spec.rank}.log"
+        self._process = ChildProcess(command, environment=worker_environment(os.environ), log=log, input_lines=True)
+        self.pid = self._process.pid
+        self.coordinator = coordinator
+        self.serve(spec)
+        if not keep:
+            self.serve_no_other()
+
+    def serve(self, spec: LaunchSpec) -> None:
+        """Have it leave the driver that it serves, and connect to the driver of `spec`."""
+        self._process.write(spec.to_line())
+
+    def serve_no_other(self) -> None:
+        """Let it end with the driver that it serves."""
+        self._process.close_input()
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens when it has ended."""
+        self._process.signal(number)
+
+    async def ended(self) -> Ending:
+        """Wait until it has ended."""
+        return await self._process.ended()
+
+
 class ThisMachine:
     """As many processes as are wanted, as children of this one, which they do not outlive."""
 
@@ -112,7 +158,7 @@ class ThisMachine:
             parent=os.getpid(),
             compile_cache_dir="",
         )
-        return await spawn_worker(spec, f"{self.address}:{free_port()}", log_dir=self._log_dir)
+        return LocalWorker(spec, f"{self.address}:{free_port()}", log_dir=self._log_dir)
 
     def release(self) -> None:
         """Nothing is held."""
@@ -121,3 +167,16 @@ class ThisMachine:
 def generation_secret(group_secret: bytes, salt: bytes) -> bytes:
     """The secret of one generation: hosts make it of the group's and the salt, so it never crosses the network."""
     return hmac.new(group_secret, b"generation|" + salt, hashlib.sha256).digest()
+
+
+def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Our environment as a worker gets it: our packages are found, and memory is in huge pages, and kept when freed.
+
+    XLA's CPU client takes the memory of each execution anew. Small pages cost a sixth of a training step's CPU time,
+    and pages that went back to the system and are wanted again a twelfth (tests/benchmarks/RESULTS.md). So a worker
+    gives back by itself, every few minutes. Tunables that are set already are kept, and win.
+    """
+    path = os.pathsep.join(filter(None, (str(_PACKAGES), environ.get("PYTHONPATH"))))
+    ours = (f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items())
+    tunables = ":".join(filter(None, (*ours, environ.get("GLIBC_TUNABLES"))))
+    return {**environ, "PYTHONPATH": path, "GLIBC_TUNABLES": tunables}

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.messages import Beat
-from tinkerflow.backend.supervise.heartbeat import HeartbeatMonitor
+from tinkerflow.backend.supervise import HeartbeatMonitor
 
 
 class Conversation:
@@ -21,7 +21,7 @@ class Conversation:
         """`run` closes `link` at its end. silence: seconds until a silent other end is lost."""
         self.closed = False  # from the other end, as when its process ends
         self._link = link
-        self._heart = HeartbeatMonitor(silence)
+        self._monitor = HeartbeatMonitor(silence, lambda: link.signs, self._beat)
         self._outbox: asyncio.Queue[object] = asyncio.Queue()
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -44,7 +44,7 @@ class Conversation:
 
         ValueError of `take` means that the message should not have come; its other errors are raised here.
         """
-        works = [asyncio.create_task(work) for work in (self._send(), self._receive(take), self._beat())]
+        works = [asyncio.create_task(work) for work in (self._send(), self._receive(take), self._hear())]
         try:
             await asyncio.wait((*works, self._over), return_when=asyncio.FIRST_COMPLETED)
             for task in works:
@@ -69,7 +69,6 @@ class Conversation:
         try:
             while True:
                 frame = await self._link.read()
-                self._heart.hear()
                 message = frames.decode(frame.body)
                 if not isinstance(message, Beat):
                     await take(message)
@@ -81,10 +80,8 @@ class Conversation:
         except ValueError as error:
             return f"it sent what it should not: {error}"
 
-    async def _beat(self) -> str:
-        heart = self._heart
-        while not heart.silent():
-            self.tell(Beat())
-            await asyncio.sleep(heart.pause)
-            heart.beat()
-        return f"it was silent for {heart.seconds:g} s (cut off, or stopped?)"
+    async def _beat(self) -> None:
+        self.tell(Beat())
+
+    async def _hear(self) -> str:
+        return f"it was silent for {await self._monitor.silence():g} s (cut off, or stopped?)"

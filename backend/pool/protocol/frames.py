@@ -260,7 +260,7 @@ class LoopLink:
     def __init__(self, sock: socket.socket, generation: int, rank: int) -> None:
         """`sock` is connected, authenticated and does not block."""
         self.rank = rank
-        self.on_bytes: Callable[[], None] = lambda: None  # called when some were received, or another MiB was sent
+        self.signs = 0  # of life: how often bytes were received, or another MiB was sent (see HeartbeatMonitor)
         self._sock = sock
         self._generation = generation
 
@@ -271,8 +271,8 @@ class LoopLink:
 
     async def read(self) -> Frame:
         """The next frame. Raises EOFError when the other end is gone, ValueError for garbage."""
-        index, length = _parse(await receive(self._sock, _HEADER.size, self.on_bytes), self._generation)
-        return Frame(index, memoryview(await receive(self._sock, length, self.on_bytes)))
+        index, length = _parse(await receive(self._sock, _HEADER.size, self._count), self._generation)
+        return Frame(index, memoryview(await receive(self._sock, length, self._count)))
 
     async def write(self, index: int, body: Sequence[Buffer]) -> None:
         """Send one frame."""
@@ -291,7 +291,10 @@ class LoopLink:
                 sent += len(piece)
                 if sent >= _PIECE:
                     sent = 0
-                    self.on_bytes()
+                    self._count()
+
+    def _count(self) -> None:
+        self.signs += 1
 
     def close(self) -> None:
         """Close the socket; call it when no task reads or writes any more."""

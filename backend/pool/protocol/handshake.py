@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 _HELLO = struct.Struct("!4sII32s")  # magic, generation, rank, nonce
 _PROOF = 32
-_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def connect(host: str, port: int, secret: bytes, generation: int, rank: int, tim
     return WorkerLink(sock, generation)
 
 
-async def next_connection(listener: socket.socket) -> socket.socket:
+async def next_connection(listener: socket.socket, retry_seconds: float = 1.0) -> socket.socket:
     """Wait for a connection on `listener` (which does not block) and accept it.
 
     `loop.sock_accept` accepts in a callback: cancelled in the same turn of the loop, it loses the accepted socket.
@@ -106,7 +105,7 @@ async def next_connection(listener: socket.socket) -> socket.socket:
             continue  # it went away again
         except OSError as error:  # too many open files, say, and not for ever
             log.warning("a connection cannot be accepted, and is tried again: %s", error)
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(retry_seconds)
 
 
 async def accept(sock: socket.socket, secret: bytes, generation: int, ranks: int) -> LoopLink:
