@@ -204,7 +204,7 @@ async def drive(bench: Bench) -> AsyncIterator[Callable[..., Awaitable[tuple[Dri
         port = bench.hosts.port
         await bench.hosts.close()
         words = (str(HERE / "pool_driver.py"), executor, str(processes), str(port), SECRET.decode())
-        path = os.pathsep.join((str(HERE), str(HERE.parents[1])))
+        path = os.pathsep.join((str(HERE), str(HERE.parents[1] / ".package")))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *words,

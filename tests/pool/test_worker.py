@@ -28,7 +28,7 @@ WaitUntil = Callable[..., Awaitable[None]]
 
 
 async def start_driver(executor: str, processes: int) -> asyncio.subprocess.Process:
-    path = os.pathsep.join((str(HERE), str(ROOT)))
+    path = os.pathsep.join((str(HERE), str(ROOT / ".package")))
     return await asyncio.create_subprocess_exec(
         sys.executable,
         str(HERE / "pool_driver.py"),
