@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tinkerflow.backend.errors import TinkerflowError
@@ -15,11 +16,27 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 _FIRST_SECONDS = 0.1
 _LONGEST_SECONDS = 30.0
+STEADY_SECONDS = 60.0  # a process that served for so long ends a row of failures
 
 
 def backoff(failures: int) -> float:
     """Seconds to wait before the next attempt after `failures` >= 1 failures in a row: 0.1, 0.2, 0.4, … up to 30."""
     return float(min(_LONGEST_SECONDS, _FIRST_SECONDS * 2 ** min(failures - 1, 20)))
+
+
+@dataclass
+class Restarts:
+    """Counts the failures in a row of something that is started again each time that it ends."""
+
+    failures: int = 0
+
+    def pause(self, *, steady: bool) -> float:
+        """Seconds until the next start: `backoff` of the failures in a row, this one included.
+
+        steady: it served for STEADY_SECONDS, or its end was not its fault: a new row begins.
+        """
+        self.failures = 1 if steady else self.failures + 1
+        return backoff(self.failures)
 
 
 def backoffs() -> Iterator[float]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.processes import tail
-from tinkerflow.backend.supervise import STEADY_SECONDS, ChildProcess, HeartbeatMonitor, Restarts, watch
+from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
+from tinkerflow.backend.supervise import ChildProcess, HeartbeatMonitor, watch
 from tinkerflow.deployments.pulse import BEAT, READY
 
 STOP_SECONDS = 20.0

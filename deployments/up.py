@@ -17,8 +17,8 @@ from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.joining import make_secret, parse_address
 from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.retry import Restarts
 from tinkerflow.backend.settings import Settings
-from tinkerflow.backend.supervise import Restarts
 from tinkerflow.deployments.keeper import Part
 
 log = logging.getLogger(__name__)

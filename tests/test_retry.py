@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from tinkerflow.backend.errors import StoreAwayError, StoreError
-from tinkerflow.backend.retry import backoff, backoffs, retry
+from tinkerflow.backend.retry import Restarts, backoff, backoffs, retry
 
 log = logging.getLogger(__name__)
 
@@ -61,3 +61,10 @@ async def test_other_errors_are_raised_immediately(error: Exception) -> None:
     with pytest.raises(type(error)):
         await retry(calls, on=StoreError, unless=StoreAwayError, what="x", log=log)
     assert calls.made == 1
+
+
+def test_pauses_grow_until_something_was_steady() -> None:
+    restarts = Restarts()
+    assert [restarts.pause(steady=False) for _ in range(3)] == [0.1, 0.2, 0.4]
+    assert restarts.pause(steady=True) == 0.1
+    assert restarts.pause(steady=False) == 0.2

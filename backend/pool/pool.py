@@ -1,10 +1,9 @@
-"""The pool: one worker group after the other, and commands that find their way to the one that serves."""
+"""The pool: one worker group after the other, and the commands for the group that serves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from tinkerflow.backend.errors import GroupFailedError, TinkerflowError, UserErr
 from tinkerflow.backend.pool.group import Group, PoolConfig
 from tinkerflow.backend.pool.host.places import Site
 from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
-from tinkerflow.backend.supervise import STEADY_SECONDS, Restarts
+from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
 
 log = logging.getLogger(__name__)
 
@@ -29,22 +28,6 @@ class GroupLost:
 
     generation: int
     cause: str
-
-
-@dataclass(frozen=True, eq=False)
-class _Ticket:
-    """A command waiting for a generation; `sent` resolves to the future of its reply."""
-
-    command: Command
-    deadline: float
-    sent: asyncio.Future[asyncio.Future[Reply]]
-
-
-def _send(group: Group, ticket: _Ticket) -> None:
-    try:
-        ticket.sent.set_result(group.submit(ticket.command, ticket.deadline))
-    except (TypeError, ValueError, MemoryError) as error:  # it cannot be encoded
-        ticket.sent.set_exception(error)
 
 
 def _quietly(show: Callable[[str], None]) -> Callable[[str], None]:
@@ -90,7 +73,7 @@ class Pool:
         self._restarts = Restarts()
         self._probation = 0  # commands that the next generation gets one at a time
         self._last_error: TinkerflowError | None = None
-        self._line: deque[_Ticket] = deque()
+        self._entrance = asyncio.Lock()  # fair: commands that wait for a generation keep their order
         self._losses: asyncio.Queue[GroupLost | None] = asyncio.Queue()
         self._consumed = False
         self._keeper: asyncio.Task[None] | None = None
@@ -158,35 +141,33 @@ class Pool:
         return group.generation
 
     async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
-        """Execute `command` after all of its adapter that were submitted before it, and return rank 0's reply.
+        """Execute `command` after all commands of its adapter that were submitted before it: rank 0's reply.
 
-        When its turn comes, says sharing.py; a Forward of many micro-batches has a turn for each when its generation
-        is named.
+        The scheduler decides when the command is sent. A Forward of many micro-batches is sent as one part for each.
 
+        command: do not change its arrays before it is answered.
         deadline: seconds from when the commands before it were answered; None = the pool's command_deadline.
-        generation: the only one that may execute it, because it holds what the command is about; GroupFailedError when
-        it does not serve any more. None: while no generation serves, the command waits for the next one,
-        start_deadline seconds at most.
-        Raises what the executor raised, when that is an error for the client (UserError, NotFoundError, ConflictError,
-        StateLostError, StoreError); ServerError for any other exception in the executor; DeadlineError when this
+        generation: the only group that may execute it, because the group holds what the command is about. None: the
+        group that serves now, or the next one, for which the command waits start_deadline seconds at most.
+        Raises the executor's error when the client has to know it (UserError, NotFoundError, ConflictError,
+        StateLostError, StoreError), and ServerError for any other exception in the executor; DeadlineError when this
         command missed its deadline; SuspectError when the group ended while executing it, and any other
-        GroupFailedError when it ended before; TypeError or
-        ValueError, with nothing sent, when the command holds what cannot be encoded.
-        Cancelling the caller leaves the command running. Do not change the command's arrays before it is answered.
+        GroupFailedError when the group ended before; TypeError or ValueError, with nothing sent, when the command
+        cannot be encoded. Cancelling the caller leaves the command running.
         """
         seconds = self._config.command_deadline if deadline is None else deadline
         if generation is None:
-            return await self._scheduler.submit(command, partial(self._send, command, seconds))
+            generation = await self._next_to_serve()
         parts = in_parts(command, self._scheduler.microbatch, self._config.group.fsdp)
         if len(parts) == 1:
-            return await self._scheduler.submit(command, partial(self._send_to, generation, command, seconds))
+            return await self._scheduler.submit(command, partial(self._send, generation, command, seconds))
         sent: list[asyncio.Future[Reply]] = []
 
         def send(part: Command) -> asyncio.Future[Reply]:
             for earlier in sent:
                 if earlier.done():
                     earlier.result()  # nothing follows a part that has failed
-            sent.append(self._send_to(generation, part, seconds))
+            sent.append(self._send(generation, part, seconds))
             return sent[-1]
 
         waiting = [self._scheduler.submit(part, partial(send, part)) for part in parts]
@@ -196,27 +177,26 @@ class Pool:
             raise min(failed, key=lambda error: type(error) is GroupFailedError)
         return waiting[-1].result()
 
-    def _send_to(self, generation: int, command: Command, deadline: float) -> asyncio.Future[Reply]:
+    def _send(self, generation: int, command: Command, deadline: float) -> asyncio.Future[Reply]:
         group = self._serving()
         if group is None or group.generation != generation:
             why = "" if self._last_error is None else f": {self._last_error}"
             raise GroupFailedError(f"worker group {generation} serves no more{why}")
         return group.submit(command, deadline)
 
-    def _send(self, command: Command, deadline: float) -> asyncio.Future[Reply]:
-        group = self._serving()
-        if group is not None and not self._line:
-            return group.submit(command, deadline)
-        if self._stopped:
-            raise GroupFailedError("the worker pool was stopped")
-        ticket = _Ticket(command, deadline, asyncio.get_running_loop().create_future())
-        self._line.append(ticket)
-        return asyncio.ensure_future(self._wait_in_line(ticket))
+    async def _next_to_serve(self) -> int:
+        try:
+            async with asyncio.timeout(self._config.start_deadline), self._entrance:
+                return await self.serving()
+        except TimeoutError:
+            why = f": {self._last_error}" if self._last_error else ""
+            seconds = self._config.start_deadline
+            raise GroupFailedError(f"no worker group was ready within {seconds:g} s{why}") from None
 
     async def losses(self) -> AsyncIterator[GroupLost]:
-        """Every generation that ends, at once; for one consumer. Ends when the pool is stopped.
+        """Every generation that ends, as soon as it does; for one consumer. Ends when the pool is stopped.
 
-        The next generation takes commands only after the consumer has come back for the next item, so whatever the
+        The next generation takes commands only after the consumer has come back for the next item, so state that the
         loop's body marks as lost cannot belong to the new generation. Begin before the first command that matters.
         """
         self._consumed = True
@@ -242,9 +222,6 @@ class Pool:
         if self._group is not None:
             self._group.end(GroupFailedError("the worker pool was stopped"))
             await self._group.ended
-        for ticket in self._line:
-            if not ticket.sent.done():
-                ticket.sent.set_exception(GroupFailedError("the worker pool was stopped"))
         self._losses.put_nowait(None)
 
     async def __aenter__(self) -> Self:
@@ -283,7 +260,7 @@ class Pool:
                     self._last_error = GroupFailedError(f"worker group {self._generation} cannot be started: {error!r}")
 
     async def _launch(self) -> bool:
-        """Start the next generation and give it the commands that wait in line; whether it stands."""
+        """Start the next generation; whether it stands."""
         self._generation += 1
         self._open = False
         await self._wait_for_room()
@@ -305,10 +282,6 @@ class Pool:
             self._info = info
             self._open = True
             self._opened.set()
-            while self._line:
-                ticket = self._line.popleft()
-                if not ticket.sent.done():
-                    _send(group, ticket)
         return True
 
     async def _wait_for_room(self) -> None:
@@ -324,15 +297,3 @@ class Pool:
                 log.exception("on_waiting failed")
             if lack and lack == site.lack(processes):
                 await site.changed()
-
-    async def _wait_in_line(self, ticket: _Ticket) -> Reply:
-        try:
-            async with asyncio.timeout(self._config.start_deadline):
-                sent = await ticket.sent
-        except TimeoutError:
-            why = f": {self._last_error}" if self._last_error else ""
-            raise GroupFailedError(f"no worker group was ready within {self._config.start_deadline:g} s{why}") from None
-        finally:
-            if ticket in self._line:
-                self._line.remove(ticket)
-        return await sent

@@ -1,4 +1,4 @@
-"""Child processes: start one, notice its end or its silence, stop it, and wait before the next start.
+"""Child processes: start one, notice its end or its silence, stop it (and `retry.Restarts` before the next start).
 
 The driver and the agents of hosts use these parts for workers, `up` uses them for the engine and the API, and the
 engine uses them for its Prefect server.
@@ -6,15 +6,5 @@ engine uses them for its Prefect server.
 
 from tinkerflow.backend.supervise.heartbeat import BEATS, START_SECONDS, HeartbeatMonitor
 from tinkerflow.backend.supervise.process import ChildProcess, Ending, watch
-from tinkerflow.backend.supervise.restarts import STEADY_SECONDS, Restarts
 
-__all__ = [
-    "BEATS",
-    "START_SECONDS",
-    "STEADY_SECONDS",
-    "ChildProcess",
-    "Ending",
-    "HeartbeatMonitor",
-    "Restarts",
-    "watch",
-]
+__all__ = ["BEATS", "START_SECONDS", "ChildProcess", "Ending", "HeartbeatMonitor", "watch"]

@@ -37,7 +37,7 @@ from tinkerflow.backend.pool.protocol.messages import (
 )
 from tinkerflow.backend.pool.protocol.software import software
 from tinkerflow.backend.processes import free_port
-from tinkerflow.backend.supervise import Restarts
+from tinkerflow.backend.retry import Restarts
 
 log = logging.getLogger(__name__)
 
