@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _HANDSHAKE_SECONDS = 10.0
 _REAP_SECONDS = 10.0
+_LAST_WORD_SECONDS = 1.0  # from the end of a process until what it sent before has been read
 _REPLIES = Reply.__args__
 _BEAT = frames.encode(Beat())
 
@@ -107,6 +108,7 @@ class _Member:
     outbox: asyncio.Queue[tuple[int, Sequence[frames.Buffer]]] = field(default_factory=asyncio.Queue)
     left: Left | None = None  # what it said of an earlier driver
     ready: Ready | None = None
+    hung_up: asyncio.Event = field(default_factory=asyncio.Event)  # all that it sent has been read
 
 
 @dataclass
@@ -307,6 +309,7 @@ class Group:
                 frame = await link.read()
                 self._take(member, frame.index, frames.decode(frame.body))
         except (EOFError, OSError):
+            member.hung_up.set()
             await self._lost(member, "closed its connection")
         except ValueError as error:
             self._fail(f"rank {member.rank} sent garbage: {error}")
@@ -427,7 +430,11 @@ class Group:
             self._fail(f"rank {rank} ended itself: {why.message}")
 
     async def _notice_death(self, member: _Member) -> None:
-        await member.process.ended()
+        ending = await member.process.ended()
+        if ending.crashed and member.link is not None:  # it may have said why
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_SECONDS):
+                    await member.hung_up.wait()
         await self._lost(member, "ended")
 
     async def _lost(self, member: _Member, how: str) -> None:

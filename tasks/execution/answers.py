@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from tinkerflow.backend.journal import AWAY, Outcome
+from tinkerflow.backend.retry import retry
 
 log = logging.getLogger(__name__)
 
-RETRIES = 8  # with pauses of 0.05, 0.1, … s: about 12 s of a database that cannot be reached
+PAUSES = tuple(0.05 * 2**n for n in range(8))  # seconds: about 13 s of a database that cannot be reached
 _MOST = 64  # outcomes of one transaction
-_FIRST_PAUSE = 0.05
 
 Finish = Callable[[Sequence[Outcome]], object]
 
@@ -25,9 +25,10 @@ class AnswerWriter:
     A write takes about a millisecond; what comes meanwhile shares the next one, so many models cost few transactions.
     """
 
-    def __init__(self, finish: Finish) -> None:
-        """`finish` is Journal.finish."""
+    def __init__(self, finish: Finish, pauses: Sequence[float] = PAUSES) -> None:
+        """finish: Journal.finish. pauses: seconds between the attempts to write while the database is away."""
         self._finish = finish
+        self._pauses = pauses
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._line: list[tuple[Outcome, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -82,17 +83,10 @@ class AnswerWriter:
             _resolve(written, None)
 
     async def _store(self, outcomes: list[Outcome]) -> None:
-        pause = _FIRST_PAUSE
-        for attempt in range(RETRIES + 1):
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._finish, outcomes)
-                return
-            except AWAY:
-                if attempt == RETRIES:
-                    raise
-                log.warning("the journal cannot be written, trying again in %.2f s", pause, exc_info=attempt == 0)
-                await asyncio.sleep(pause)
-                pause *= 2
+        def write() -> Awaitable[object]:
+            return asyncio.get_running_loop().run_in_executor(self._thread, self._finish, outcomes)
+
+        await retry(write, on=AWAY, pauses=self._pauses, what="the journal cannot be written", log=log)
 
 
 def _resolve(written: asyncio.Future[None], error: Exception | None) -> None:

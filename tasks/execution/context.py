@@ -14,6 +14,7 @@ from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.commands import AdapterState, Command, CreateAdapter, Forward, ImportAdapter, OptimStep, Reply
 from tinkerflow.backend.journal import AWAY, Journal, Pending
 from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.retry import retry
 from tinkerflow.backend.store import Store
 from tinkerflow.tasks.execution.answers import AnswerWriter
 from tinkerflow.tasks.execution.save_state import Saves, SaveState
@@ -74,13 +75,11 @@ class ExecutionContext:
 
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """A journal method, in a thread that only such reads use; again and again while the database is away."""
-        for pause in _PAUSES:
-            try:
-                return await self._read(lambda: function(*args, **kwargs))
-            except AWAY as error:
-                log.warning("the journal cannot be read, trying again in %g s: %s", pause, error)
-                await asyncio.sleep(pause)
-        return await self._read(lambda: function(*args, **kwargs))
+
+        def ask() -> Awaitable[T]:
+            return asyncio.get_running_loop().run_in_executor(self.readers, lambda: function(*args, **kwargs))
+
+        return await retry(ask, on=AWAY, pauses=_PAUSES, what="the journal cannot be read", log=log)
 
     async def decode(self, size: int, function: Callable[[], T]) -> T:
         """`function()`, which works on `size` bytes: in a thread when it would hold up the loop."""
@@ -89,9 +88,6 @@ class ExecutionContext:
     def close(self) -> None:
         """End the threads."""
         self.readers.shutdown()
-
-    async def _read(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.readers, function)
 
     async def _reply(self, command: Command, kind: type[R]) -> R:
         reply = await self.pool.submit(command, generation=self.generation)

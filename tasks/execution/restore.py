@@ -24,6 +24,7 @@ from tinkerflow.backend.errors import (
     UserError,
 )
 from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
+from tinkerflow.backend.retry import retry
 from tinkerflow.tasks.execution.context import Execution, ExecutionContext
 from tinkerflow.tasks.execution.operation import EXECUTE
 from tinkerflow.tasks.execution.recovery_snapshots import record
@@ -115,14 +116,15 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
 
 async def _read(context: ExecutionContext, model_id: str, path: str) -> AdapterState:
     """What the store has under `path`; a store that is away is asked again for some minutes."""
-    for pause in _PAUSES:
+
+    async def load() -> AdapterState:
         try:
             return (await asyncio.to_thread(context.store.load, path))[0]
         except StoreAwayError as error:
-            log.warning("model %s waits for the store, asked again in %g s: %s", model_id, pause, error)
             await _tell(context, model_id, f"waiting for the store ({error})")
-            await asyncio.sleep(pause)
-    return (await asyncio.to_thread(context.store.load, path))[0]
+            raise
+
+    return await retry(load, on=StoreAwayError, pauses=_PAUSES, what=f"model {model_id} waits for the store", log=log)
 
 
 async def _begins_with_creation(context: ExecutionContext, model_id: str) -> bool:
