@@ -1,4 +1,4 @@
-"""How the hosts of a group find their driver, and the secret by which both know each other."""
+"""The address of a group's driver, and the secret by which the driver and its hosts know each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def make_secret(path: Path) -> bytes:
-    """The group's secret; when there is no file, one is made that only its owner can read."""
+    """The group's secret. When the file does not exist, it is made, readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,4 +1,4 @@
-"""What child processes need: to end with their parent, to give memory back, a port, a log."""
+"""Helpers for processes: ending with the parent, giving memory back, a free port, the end of a log."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def give_back_memory() -> None:
-    """Freed memory goes back to the system, also where malloc was told to keep it (pool/spawn.py).
+    """Give freed memory back to the system, also where malloc was told to keep it (pool/host/places.py).
 
-    Nothing happens with a C library that knows no malloc_trim.
+    Nothing happens with a C library that has no malloc_trim.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port of `address` that was free a moment ago; whoever binds it must be ready to try again."""
+    """A port of `address` that was free a moment ago. The caller must be ready to try again with another one."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])

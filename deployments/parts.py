@@ -1,4 +1,4 @@
-"""The parts of a deployment as processes of their own: `tinkerflow engine`, `tinkerflow api`."""
+"""The parts of a deployment as processes: `tinkerflow engine`, `tinkerflow api`, `tinkerflow worker`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_api_part(settings: Settings, parent: int) -> None:
 
 
 def run_worker_part(settings: Settings, group: str, processes: int) -> None:
-    """Run this host's part of the group at `group` ("host:port") until SIGTERM: `processes` of its worker processes."""
+    """Run `processes` worker processes of the group at `group` ("host:port") on this host until SIGTERM."""
     _begin(0)
     try:
         driver, port = parse_address(group)
@@ -89,7 +89,7 @@ def embedded_model(settings: Settings) -> Path:
 
 @contextmanager
 def open_journal(settings: Settings) -> Iterator[Journal]:
-    """The journal, its database made or migrated first; for commands that look into it or change it."""
+    """The journal, after its database is made or migrated; for commands that read or change the journal."""
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     migrate(settings.journal_url)
     journal = Journal.open(settings.journal_url)

@@ -1,7 +1,7 @@
-"""How a part tells `up` that it is well: a line every second, for as long as its event loop turns.
+"""How a part tells `up` that it is well: it writes a line every second, as long as its event loop runs.
 
-A thread writes them, so that they come while the part imports and loads; once the loop has said that it turns, they
-stop when it has not said so for HUNG_SECONDS. A process that was stopped (SIGSTOP) writes nothing either.
+A thread writes the lines, so that they come while the part imports and loads. Once the loop has called `turns`, the
+lines stop when it has not called again for HUNG_SECONDS. A process that was stopped (SIGSTOP) writes nothing either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HUNG_SECONDS = 60.0
 
 
 class Pulse:
-    """The beats of this process; `turns` is what its event loop calls about every second."""
+    """The beats of this process. Its event loop calls `turns` about every second."""
 
     def __init__(self, *, hung_seconds: float = HUNG_SECONDS) -> None:
         """Nothing is written before `start`. hung_seconds: how long the loop may be silent."""
@@ -29,7 +29,7 @@ class Pulse:
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def turns(self) -> None:
-        """The event loop turns."""
+        """Note that the event loop runs."""
         self._turned = time.monotonic()
 
     def _beat(self) -> None:

@@ -1,12 +1,12 @@
-"""JAX's persistent compilation cache, for every rank of a group, and whatever a kill does to it.
+"""JAX's persistent compilation cache for every rank of a group, and its repair after a kill.
 
-JAX writes entries from process 0 only, lest processes write to one remote file at once, and on CPU an entry's key
-depends on the rank. So the others would compile everything again in each generation. Here every rank has a folder of
-its own in the data directory of its host, and writes there: no two processes of a group share a file.
+JAX writes entries from process 0 only, so that no two processes write to one remote file, and on CPU an entry's key
+depends on the rank. So the other ranks would compile everything again in each generation. Here every rank has a folder
+of its own in the data directory of its host, and writes there: no two processes of a group share a file.
 
-JAX writes entries in place and never replaces one, so one that a kill has cut short would cost a compilation at every
-start. The warning names the module only; entries are called `<module>-<hash>-cache`, so a few good ones of that module
-go too.
+JAX writes entries in place and never replaces them, so an entry that a kill has cut short would cost a compilation at
+every start. JAX's warning names only the module. Entries are called `<module>-<hash>-cache`, so a few good entries of
+that module are deleted, too.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def folder_of(cache: str, rank: int) -> Path:
 
 
 def write_here(compiler: Any, compilation_cache: Any) -> None:
-    """Have this process write what it compiles, whatever its rank: after this, of JAX's own rule nothing is left.
+    """Let this process write what it compiles, whatever its rank. It replaces JAX's rule that only rank 0 writes.
 
-    Given are the modules of these names in `jax._src`: JAX (0.10) has no option for that, so this takes the place of
-    the function that it calls with what it compiled. AttributeError when there is none of that name any more.
+    compiler, compilation_cache: the modules of these names in `jax._src`. JAX (0.10) has no option for this, so the
+    function that JAX calls with each compiled program is replaced. AttributeError when JAX has no such function.
     """
 
     def write(key: str, seconds: float, module: str, backend: Any, executable: Any, host_callbacks: Any) -> None:
-        # As JAX's, without its look at the rank, and without least sizes and times: they are 0 here.
+        # As JAX's function, without its check of the rank, and without its least sizes and times: they are 0 here.
         if host_callbacks:  # pointers of this process
             return
         try:
             compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
-        except Exception as error:  # noqa: BLE001  what is not kept is compiled again
+        except Exception as error:  # noqa: BLE001  a program that is not kept is compiled again
             text = f"Error writing persistent compilation cache entry for '{module}': {error!r}"
             warnings.warn(text, stacklevel=2)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
 from tinkerflow.backend.errors import DeadlineError, GroupFailedError, SuspectError, TinkerflowError
-from tinkerflow.backend.pool.host.places import Launch, Place, Site, WorkerProcess
+from tinkerflow.backend.pool.host.places import Launch, Site, WorkerProcess, WorkerSlot
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import accept, next_connection
@@ -149,7 +149,7 @@ class Group:
         self._on_progress = on_progress
         self._probation = probation
         self._loop = loop
-        self._places: Sequence[Place] = ()
+        self._places: Sequence[WorkerSlot] = ()
         self._started: asyncio.Future[GroupInfo] = loop.create_future()
         self._members: list[_Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,7 +160,7 @@ class Group:
         self._accused: int | None = None  # the rank that is named as the cause
         self._confessed = False  # the accused rank has said that it ends, and so of which command
 
-    async def launch(self, places: Sequence[Place]) -> GroupInfo:
+    async def launch(self, places: Sequence[WorkerSlot]) -> GroupInfo:
         """Start one process in each of `places` and wait until their executors stand: what rank 0's says of itself.
 
         The places are released when all processes have ended.

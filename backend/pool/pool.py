@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from types import TracebackType
 from typing import Self
 
 from tinkerflow.backend.commands import Command, GroupInfo, Reply
-from tinkerflow.backend.errors import GroupFailedError, TinkerflowError, UserError
+from tinkerflow.backend.errors import GroupFailedError, SuspectError, TinkerflowError, UserError
 from tinkerflow.backend.pool.group import Group, PoolConfig
 from tinkerflow.backend.pool.host.places import Site
-from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
+from tinkerflow.backend.pool.scheduler import CommandScheduler, in_parts
 from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ class GroupLost:
 
     generation: int
     cause: str
+
+
+class _NotSentError(GroupFailedError):
+    """The group ended before the command was sent to it."""
 
 
 def _quietly(show: Callable[[str], None]) -> Callable[[str], None]:
@@ -64,7 +69,7 @@ class Pool:
         self._site = site
         self._on_progress = _quietly(on_progress)
         self._on_waiting = on_waiting
-        self._scheduler = Scheduler(config.chunks_per_microbatch)
+        self._scheduler = CommandScheduler(config.chunks_per_microbatch)
         self._group: Group | None = None
         self._info: GroupInfo | None = None
         self._generation = 0
@@ -156,8 +161,13 @@ class Pool:
         cannot be encoded. Cancelling the caller leaves the command running.
         """
         seconds = self._config.command_deadline if deadline is None else deadline
-        if generation is None:
-            generation = await self._next_to_serve()
+        if generation is not None:
+            return await self._execute(command, seconds, generation)
+        while True:
+            with contextlib.suppress(_NotSentError):
+                return await self._execute(command, seconds, await self._next_to_serve())
+
+    async def _execute(self, command: Command, seconds: float, generation: int) -> Reply:
         parts = in_parts(command, self._scheduler.microbatch, self._config.group.fsdp)
         if len(parts) == 1:
             return await self._scheduler.submit(command, partial(self._send, generation, command, seconds))
@@ -174,14 +184,16 @@ class Pool:
         replies = await asyncio.gather(*waiting, return_exceptions=True)
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
         if failed:  # the group may have ended while it executed another part than the first that has failed
-            raise min(failed, key=lambda error: type(error) is GroupFailedError)
+            raise min(
+                failed, key=lambda error: isinstance(error, GroupFailedError) and not isinstance(error, SuspectError)
+            )
         return waiting[-1].result()
 
     def _send(self, generation: int, command: Command, deadline: float) -> asyncio.Future[Reply]:
         group = self._serving()
         if group is None or group.generation != generation:
             why = "" if self._last_error is None else f": {self._last_error}"
-            raise GroupFailedError(f"worker group {generation} serves no more{why}")
+            raise _NotSentError(f"worker group {generation} serves no more{why}")
         return group.submit(command, deadline)
 
     async def _next_to_serve(self) -> int:

@@ -60,7 +60,7 @@ class _Place:
 
 
 @dataclass
-class Scheduler:
+class CommandScheduler:
     """The lines before one worker group. chunks: steps of the sampler for each micro-batch, of `microbatch` tokens."""
 
     chunks: float

@@ -48,13 +48,17 @@ _KEPT_SECONDS = 300.0  # freed memory: pages wanted again are dear, and a heap f
 
 
 class CommandExecutor(Protocol):
-    """What a worker runs. Every rank gets the same calls in the same order; our errors reach the client.
+    """What a worker runs. Every rank gets the same calls in the same order. Our own errors reach the client.
 
-    A class with `uses_jax = False` is run without JAX being set up.
+    For a class with `uses_jax = False`, JAX is not set up.
     """
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
-        """Make ready; `progress` tells people what takes long, at any time."""
+        """Load the base model.
+
+        config: what the driver tells every rank. progress: shows people a line, at any time, about what takes long.
+        processes, rank: how many processes the group has, and which of them this is.
+        """
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -69,32 +73,34 @@ class CommandExecutor(Protocol):
         """How many tokens, padding included, it trains on at once."""
 
     def execute(self, command: Command) -> Reply | DeferredReply:
-        """Do what `command` says, or begin it: then what gives the reply, called once, from another thread, before that
-        of any later command and maybe during one. DevicesError: it has failed, and the process must end.
+        """Execute `command`: its reply. Or begin it: a function that waits for the devices and gives the reply.
+
+        That function is called once, from another thread, before the function of any later command and maybe while
+        a later command is executed. DevicesError: the devices have failed, and the process must end.
         """
 
     def clear(self) -> None:
-        """Forget all that commands have made, as if none had been executed; the base model stays."""
+        """Forget everything that commands have made. The base model stays."""
 
 
 class Inbox:
-    """Where commands come in, from one driver after the other, and the way to the one that is there.
+    """The commands of one driver after the other, and the way back to the present driver.
 
-    What is meant for a driver that is gone is dropped.
+    Messages for a driver that is gone are dropped.
     """
 
     def __init__(self) -> None:
-        """Nobody is there yet."""
+        """No driver is connected yet."""
         self.frames: SimpleQueue[tuple[WorkerLink, Frame]] = SimpleQueue()
         self._link: WorkerLink | None = None
-        self._turn = threading.Lock()  # of those who write
+        self._turn = threading.Lock()  # of the threads that write
         self._reader: threading.Thread | None = None
         self._received = 0  # commands, of all drivers
-        self._alone = threading.Event()  # the driver is gone
-        self._no_other = threading.Event()  # there will be none after it
+        self._alone = threading.Event()  # no driver is connected
+        self._no_other = threading.Event()  # no other driver will come
 
     def receive(self, specs: IO[bytes]) -> None:
-        """Serve one driver after the other, as the lines say; for a thread of its own."""
+        """Serve one driver after the other, each named by a line of `specs`; for a thread of its own."""
         for line in specs:
             try:
                 self.serve(LaunchSpec.from_line(line))
@@ -104,9 +110,9 @@ class Inbox:
         self._end_unless_wanted()
 
     def serve(self, spec: LaunchSpec) -> None:
-        """Leave the driver that is there, connect to that of `spec`, and read what it sends in another thread.
+        """Leave the present driver, connect to the driver of `spec`, and read its frames in another thread.
 
-        OSError when it cannot be reached, or does not know the secret.
+        OSError when that driver cannot be reached, or does not know the secret.
         """
         self._leave()
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_log_format(spec), force=True)
@@ -124,28 +130,31 @@ class Inbox:
         self._reader.start()
 
     def send(self, index: int, body: Sequence[frames.Buffer], to: WorkerLink | None = None) -> None:
-        """Send an encoded message as frame `index` (0 = it belongs to no command) to a driver; None: who is there."""
+        """Send an encoded message as a frame.
+
+        index: of the command that it answers, 0 = none. to: the driver; None: the present driver.
+        """
         with self._turn:
             if self._link is None or to not in (None, self._link):
                 return
             try:
                 self._link.write(index, body)
             except OSError as error:
-                log.info("the driver does not listen any more (%s)", error)  # who reads notices it, too
+                log.info("the driver does not listen any more (%s)", error)  # the reader notices it, too
 
     def tell(self, text: str) -> None:
         """Send a line of progress."""
         self.send(0, frames.encode(Progress(text)))
 
     def send_last(self, message: object) -> None:
-        """Send `message` when the link is free within a second, and nothing after it: the process is about to end."""
+        """Send `message` if the link is free within a second, and nothing after it: the process is about to end."""
         body = frames.encode(message)
         if self._turn.acquire(timeout=1.0) and self._link is not None:
             self._link.write(0, body)
 
     def _leave(self) -> None:
         if self._link is not None and self._reader is not None:
-            self._link.hang_up()  # whoever reads from it, or waits to write, stops
+            self._link.hang_up()  # threads that read from it, or wait to write, stop
             self._reader.join()
             with self._turn:
                 self._link.close()
@@ -173,7 +182,11 @@ class Inbox:
 
 
 class ReplyCollector:
-    """Gives replies back in the order of their commands, also those that are still to be waited for."""
+    """Sends replies in the order of their commands, also while the devices are still computing.
+
+    Where an executor begins a command and does not wait for its devices, a thread here waits. So the next command is
+    begun, and computed, while the results of the last command are copied to the host and sent.
+    """
 
     def __init__(self, send: Callable[[int, Sequence[frames.Buffer], WorkerLink | None], None], rank: int) -> None:
         """`send` sends an encoded message as a frame to a driver."""
@@ -181,16 +194,17 @@ class ReplyCollector:
         self._rank = rank
         self._begun: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unanswered = 0
-        self._changed = threading.Condition()  # that number has
+        self._changed = threading.Condition()  # notified when `_unanswered` falls
         self._waiter: threading.Thread | None = None
 
     def give(
         self, driver: WorkerLink, index: int, command: Command, execute: Callable[[Command], Reply | DeferredReply]
     ) -> None:
-        """Execute `command`, which came as frame `index`, and answer it, now or when what it has begun is done.
+        """Execute `command` and answer it, now or when its devices are done. For one thread.
 
-        For one thread. Raises what must end the process, once all commands before this one are answered: so it is this
-        one that is blamed.
+        driver, index: the driver that sent the command, and its frame's index. execute: CommandExecutor.execute.
+        Raises the errors that must end the process, but only after all earlier commands are answered, so that this
+        command is blamed.
         """
         name = type(command).__name__
         try:
@@ -209,7 +223,7 @@ class ReplyCollector:
             self._waiter.start()
 
     def drain(self) -> None:
-        """Return when all that was given is answered."""
+        """Return when every command is answered."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unanswered)
 
@@ -245,7 +259,7 @@ def main() -> None:
     spec = LaunchSpec.from_line(sys.stdin.buffer.readline())
     die_with_parent(spec.parent)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills a hung one
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks for stacks before it kills a hung one
     logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every platform that is not there
     inbox = Inbox()
     _end_on_uncaught(inbox)

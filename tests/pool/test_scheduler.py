@@ -28,7 +28,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.packing import pack
 from tinkerflow.backend.errors import GroupFailedError
-from tinkerflow.backend.pool.scheduler import Scheduler, in_parts
+from tinkerflow.backend.pool.scheduler import CommandScheduler, in_parts
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
@@ -44,7 +44,7 @@ class Devices:
     """A worker group that executes what it was sent when it is told to, in that order."""
 
     def __init__(self, chunks: float = 1.0) -> None:
-        self.scheduler = Scheduler(chunks, MICROBATCH)
+        self.scheduler = CommandScheduler(chunks, MICROBATCH)
         self.sent: list[str] = []
         self.executing: deque[tuple[str, Reply, asyncio.Future[Reply]]] = deque()
 

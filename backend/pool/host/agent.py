@@ -26,7 +26,7 @@ from tinkerflow.backend.pool.protocol.frames import LoopLink, WorkerLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
 from tinkerflow.backend.pool.protocol.messages import (
     Ended,
-    Held,
+    HeldWorker,
     Offer,
     Refusal,
     Signal,
@@ -184,9 +184,11 @@ class HostProcesses:
         self._expiry: asyncio.TimerHandle | None = None
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldWorker, ...]:
         """The processes without a driver."""
-        return tuple(Held(worker.child.pid, worker.rank, worker.salt, worker.plan) for worker in self._without_driver())
+        return tuple(
+            HeldWorker(worker.child.pid, worker.rank, worker.salt, worker.plan) for worker in self._without_driver()
+        )
 
     def find(self, number: int) -> LocalWorker | None:
         """The process that the driver knows by `number`; None when it has ended."""

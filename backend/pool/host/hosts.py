@@ -1,8 +1,9 @@
 """The hosts that joined a group, as its driver sees them: each is an agent's connection (agent.py).
 
-A host that is lost takes its processes with it: for us they have ended, and what they may still do until its agent
-notices reaches nobody, because their connections are closed. An agent keeps the processes of a driver that ended, and
-offers them with its room: the next driver takes a group over that is whole and was told the same.
+A host that is lost takes its processes with it: for the driver they have ended. Until the host's agent notices the
+loss, the processes may go on, but nobody hears them, because their connections are closed. An agent keeps the processes
+of a driver that ended, and offers them together with its free room. The next driver takes over a group whose processes
+all live and have its plan.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import socket
 from collections.abc import Sequence
 from typing import Self
 
-from tinkerflow.backend.pool.host.places import Launch, Place, WorkerProcess, generation_secret
+from tinkerflow.backend.pool.host.places import Launch, WorkerProcess, WorkerSlot, generation_secret
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.conversation import Conversation
 from tinkerflow.backend.pool.protocol.frames import LoopLink
 from tinkerflow.backend.pool.protocol.handshake import accept, next_connection
 from tinkerflow.backend.pool.protocol.messages import (
     Ended,
-    Held,
+    HeldWorker,
     Offer,
     Refusal,
     Signal,
@@ -43,7 +44,7 @@ class HostProcess:
     """A worker on a host that joined."""
 
     def __init__(self, host: Host, started: Spawned, ending: asyncio.Future[Ending]) -> None:
-        """`ending` is resolved when its host says so, or is lost."""
+        """`ending` is resolved when the host says that the process has ended, or when the host is lost."""
         self.pid = started.pid
         self.coordinator = started.coordinator
         self._host = host
@@ -55,15 +56,15 @@ class HostProcess:
         self._host.talk.tell(Signal(self._number, number))
 
     async def ended(self) -> Ending:
-        """Wait until its host says that it has ended, or is lost."""
+        """Wait until its host says that the process has ended, or until the host is lost."""
         return await asyncio.shield(self._ending)
 
 
-class Room:
+class HostSlot:
     """Room for one process on a host, or a process that an earlier driver left there."""
 
-    def __init__(self, host: Host, held: Held | None = None) -> None:
-        """Taken from what `host` offers."""
+    def __init__(self, host: Host, held: HeldWorker | None = None) -> None:
+        """Reserve room on `host`. held: the process to take over; None: a new process will be started."""
         self._host = host
         self._held = held
         self._released = False
@@ -74,18 +75,18 @@ class Room:
         return await self._host.spawn(launch, rank, self._held)
 
     def release(self) -> None:
-        """The host offers it again."""
+        """Give the room back to the host."""
         if not self._released:
             self._released = True
             self._host.taken -= 1
-            self._host.site.ring()
+            self._host.site.notify()
 
 
 class Host:
     """One agent's connection, from its offer until it is lost."""
 
     def __init__(self, site: Hosts, offer: Offer, talk: Conversation) -> None:
-        """`serve` is to be called next."""
+        """Call `serve` next."""
         self.site = site
         self.offer = offer
         self.talk = talk
@@ -96,11 +97,11 @@ class Host:
 
     @property
     def free(self) -> int:
-        """How many processes more it can run."""
+        """How many more processes it can run."""
         return max(0, self.offer.processes - self.taken)
 
-    async def spawn(self, launch: Launch, rank: int, held: Held | None = None) -> WorkerProcess:
-        """Start a process, or take over one that is held. OSError when that fails, or the host is lost meanwhile."""
+    async def spawn(self, launch: Launch, rank: int, held: HeldWorker | None = None) -> WorkerProcess:
+        """Start a process, or take over the process `held`. OSError when that fails, or the host is lost meanwhile."""
         if self.talk.over is not None:
             raise OSError(f"host {self.offer.host} is lost: {self.talk.over}")
         number, loop = self.site.next_number(), asyncio.get_running_loop()
@@ -108,7 +109,7 @@ class Host:
         ending = self._endings[number] = loop.create_future()
         self.site.launched.add(launch.salt)
         if held is None:
-            self.held = [one for one in self.held if one.plan != launch.plan]  # it ends these first
+            self.held = [held for held in self.held if held.plan != launch.plan]  # the agent ends these first
             self.talk.tell(Spawn(number, launch.generation, rank, launch.port, launch.salt, launch.plan))
         else:
             self.talk.tell(TakeOver(number, held.pid, launch.generation, launch.port, launch.salt))
@@ -121,7 +122,7 @@ class Host:
             del self._starting[number]
 
     async def serve(self) -> str:
-        """Be the group's until the host is lost: why it was."""
+        """Exchange messages until the host is lost: why it is lost."""
         try:
             return await self.talk.run(self._take)
         finally:
@@ -136,7 +137,7 @@ class Host:
         match message:
             case Spawned() if (starting := self._starting.get(message.process)) is not None and not starting.done():
                 starting.set_result(message)
-            case Spawned():  # nobody waits for it any more, and it was told to end
+            case Spawned():  # its start was given up, and it was told to end
                 log.info("a process of host %s came too late", self.offer.host)
             case Ended() if message.process in self._endings:
                 ending = Ending(f"{message.how} (on host {self.offer.host})", message.crashed)
@@ -155,7 +156,7 @@ class Hosts:
         """Use `listen`."""
         self.address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
-        self.launched: set[bytes] = set()  # salts: what they name was this driver's, who gave it up if it is left
+        self.launched: set[bytes] = set()  # salts of this driver's own generations: their processes are not taken over
         self._listener = listener
         self._secret = secret
         self._silence = silence
@@ -211,31 +212,31 @@ class Hosts:
         self._change.clear()
         await self._change.wait()
 
-    def take(self, processes: int, plan: str) -> Sequence[Place]:
+    def take(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
         """A group that an earlier driver left, or room for one, host by host in the order of their names."""
         if held := self._held_group(processes, plan):
             return held
         slots = [host for host in self._in_order() for _ in range(host.free)]
-        return [Room(host) for host in slots[:processes]]
+        return [HostSlot(host) for host in slots[:processes]]
 
-    def _held_group(self, processes: int, plan: str) -> Sequence[Place]:
-        groups: dict[bytes, dict[int, tuple[Host, Held]]] = {}
+    def _held_group(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
+        groups: dict[bytes, dict[int, tuple[Host, HeldWorker]]] = {}
         for host in self._in_order():
-            for one in host.held:
-                if one.plan == plan and one.salt not in self.launched:
-                    groups.setdefault(one.salt, {})[one.rank] = host, one
+            for held in host.held:
+                if held.plan == plan and held.salt not in self.launched:
+                    groups.setdefault(held.salt, {})[held.rank] = host, held
         whole = next((group for group in groups.values() if len(group) == processes), {})
-        for host, one in whole.values():
-            host.held.remove(one)
-        return [Room(*whole[rank]) for rank in sorted(whole)]
+        for host, held in whole.values():
+            host.held.remove(held)
+        return [HostSlot(*whole[rank]) for rank in sorted(whole)]
 
     # ------------------------------------------------------------------ for its hosts
     def next_number(self) -> int:
         """A number for a process."""
         return next(self._numbers)
 
-    def ring(self) -> None:
-        """Something changed."""
+    def notify(self) -> None:
+        """Wake `changed`: a host joined or is lost, or room is released."""
         self._change.set()
 
     def _in_order(self) -> list[Host]:
@@ -264,7 +265,7 @@ class Hosts:
         host.talk.tell(Welcome(self._silence))
         self._hosts.append(host)
         log.info("host %s joined from %s with room for %d process(es)", offer.host, offer.address, offer.processes)
-        self.ring()
+        self.notify()
         try:
             why = await host.serve()
             log.warning("host %s is lost: %s", offer.host, why)
@@ -272,7 +273,7 @@ class Hosts:
             log.exception("host %s is lost by a fault of the driver", offer.host)
         finally:
             self._hosts.remove(host)
-            self.ring()
+            self.notify()
 
     async def _hear_offer(self, link: LoopLink) -> Offer | None:
         """The offer of whoever connected; None, and it is told why, when it cannot join."""

@@ -29,7 +29,7 @@ _MALLOC = {  # C libraries without tunables ignore them
 class Launch:
     """What the processes of one generation have in common.
 
-    port: the driver's. salt: what its secret is made of. plan: a digest of all that they are told to be (Plan.digest).
+    port: the driver's. salt: the generation's secret is made of it. plan: PoolConfig.digest.
     """
 
     generation: int
@@ -39,7 +39,7 @@ class Launch:
 
 
 class WorkerProcess(Protocol):
-    """A worker, wherever it runs. coordinator: "address:port", free on its host when it began, for jax.distributed."""
+    """A worker on any machine. coordinator: "address:port" for jax.distributed, free on its host at the start."""
 
     pid: int
     coordinator: str
@@ -48,19 +48,19 @@ class WorkerProcess(Protocol):
         """Send a signal; nothing happens to one that has ended."""
 
     async def ended(self) -> Ending:
-        """Wait until it has ended, or can be reached no more; any number of times."""
+        """Wait until it has ended, or cannot be reached any more. May be called any number of times."""
         ...
 
 
-class Place(Protocol):
-    """Room for one process, until it is released."""
+class WorkerSlot(Protocol):
+    """Reserved room for one process, until it is released."""
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
         """Start the process there. OSError when that fails."""
         ...
 
     def release(self) -> None:
-        """Its process has ended, or never began: somebody else may have the room."""
+        """Give the room back: its process has ended, or was never started."""
 
 
 class Site(Protocol):
@@ -73,16 +73,16 @@ class Site(Protocol):
         ...
 
     def lack(self, processes: int) -> str:
-        """Why so many processes cannot be started now, for people; "" when they can."""
+        """Why so many processes cannot be started now, for people; "" when they can be started."""
         ...
 
     async def changed(self) -> None:
-        """Wait until `lack` may say something else."""
+        """Wait until the answer of `lack` may have changed."""
 
-    def take(self, processes: int, plan: str) -> Sequence[Place]:
-        """As many places; only when nothing lacks. Ranks are given to them in this order.
+    def take(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
+        """Slots for `processes`, in the order of their ranks. Call it only while `lack` is "".
 
-        plan: a digest. Where an earlier driver has left a whole group of the same one, its processes are taken over.
+        plan: a digest. When an earlier driver has left a whole group with the same plan, its processes are taken over.
         """
         ...
 
@@ -124,7 +124,7 @@ class LocalWorker:
 
 
 class ThisMachine:
-    """As many processes as are wanted, as children of this one, which they do not outlive."""
+    """Any number of processes, as children of this process, which they do not outlive."""
 
     address = "127.0.0.1"
 
@@ -137,13 +137,13 @@ class ThisMachine:
         return salt
 
     def lack(self, processes: int) -> str:
-        """Nothing ever lacks."""
+        """There is always room."""
         return ""
 
     async def changed(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
-    def take(self, processes: int, plan: str) -> Sequence[Place]:
+    def take(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
         """The machine itself, `processes` times."""
         return [self] * processes
 
@@ -165,7 +165,7 @@ class ThisMachine:
 
 
 def generation_secret(group_secret: bytes, salt: bytes) -> bytes:
-    """The secret of one generation: hosts make it of the group's and the salt, so it never crosses the network."""
+    """The secret of one generation: hosts derive it from the group's secret, so it never crosses the network."""
     return hmac.new(group_secret, b"generation|" + salt, hashlib.sha256).digest()
 
 

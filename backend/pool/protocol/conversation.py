@@ -12,14 +12,14 @@ from tinkerflow.backend.supervise import HeartbeatMonitor
 
 
 class Conversation:
-    """One connection: what we tell, what we hear, and beats both ways.
+    """One connection: messages and beats both ways.
 
-    It ends when the connection does, when the other end is silent, or by `end`.
+    The conversation ends when the connection ends, when the other end is silent, or by `end`.
     """
 
     def __init__(self, link: LoopLink, silence: float) -> None:
         """`run` closes `link` at its end. silence: seconds until a silent other end is lost."""
-        self.closed = False  # from the other end, as when its process ends
+        self.closed = False  # by the other end, as when its process ends
         self._link = link
         self._monitor = HeartbeatMonitor(silence, lambda: link.signs, self._beat)
         self._outbox: asyncio.Queue[object] = asyncio.Queue()
@@ -27,7 +27,7 @@ class Conversation:
 
     @property
     def over(self) -> str | None:
-        """Why it has ended; None while it has not."""
+        """Why the conversation has ended; None while it goes on."""
         return self._over.result() if self._over.done() else None
 
     def tell(self, message: object) -> None:
@@ -35,14 +35,14 @@ class Conversation:
         self._outbox.put_nowait(message)
 
     def end(self, why: str) -> None:
-        """End it, for a reason that `run` returns, unless it had another one before."""
+        """End the conversation. `run` returns the reason `why`, unless there was another reason before."""
         if not self._over.done():
             self._over.set_result(why)
 
     async def run(self, take: Callable[[object], Awaitable[None]]) -> str:
-        """Give every message that comes to `take`, in order, until the end; why it ended.
+        """Give each received message to `take`, in order, until the conversation ends: why it ended.
 
-        ValueError of `take` means that the message should not have come; its other errors are raised here.
+        ValueError of `take`: the other end should not have sent the message. Other errors of `take` are raised.
         """
         works = [asyncio.create_task(work) for work in (self._send(), self._receive(take), self._hear())]
         try:

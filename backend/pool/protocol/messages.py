@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from tinkerflow.backend import errors
 from tinkerflow.backend.commands import GroupConfig
 
-# What an executor may raise by name: it cannot pretend that its group failed. Only of backend/errors.py: what
-# other rooms derive is made otherwise than of a message, and no executor raises it.
+# The errors that an executor may raise by name: it cannot pretend that its group failed. Only classes of
+# backend/errors.py: classes that other rooms derive take more than a message, and no executor raises them.
 _ERRORS: dict[str, type[errors.TinkerflowError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -26,7 +26,7 @@ _LONGEST_MESSAGE = 10_000
 class Start:
     """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process.
 
-    silence: seconds after which the driver ends the group for a process that it does not hear.
+    silence: seconds after which the driver takes a silent process for stopped.
     """
 
     config: GroupConfig
@@ -38,9 +38,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Left:
-    """Worker to driver, first, when it has served another one: how many commands it has received in its life.
+    """Worker to driver, first, when it has served another driver: how many commands it has received in its life.
 
-    A driver sends commands only to a group that is ready: so ranks that were told the same have the same number.
+    A driver sends commands only to a group that is ready, so ranks with the same commands have the same number.
     """
 
     commands: int
@@ -48,7 +48,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Ready:
-    """Worker to driver, once: the executor stands."""
+    """Worker to driver, once: the executor is made."""
 
     devices: tuple[str, ...]
     parameters: int
@@ -57,7 +57,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progress:
-    """Worker to driver, at any time: what takes so long."""
+    """Worker to driver, at any time: a line for people about what takes long."""
 
     text: str
 
@@ -90,8 +90,8 @@ class Fatal:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A process that an earlier driver left. salt, plan: those that it was last told."""
+class HeldWorker:
+    """A process that an earlier driver left, with the salt and the plan that it was told last."""
 
     pid: int
     rank: int
@@ -103,8 +103,8 @@ class Held:
 class Offer:
     """Agent to driver, first: how many processes the host runs.
 
-    agent: the same for all connections of one agent. address: the host's, as seen from the driver's network. software:
-    what must be the same on all hosts. held: those of its processes that run already.
+    agent: an id, the same for all connections of one agent. address: the host's, as seen from the driver's network.
+    software: what must be the same on all hosts. held: processes that an earlier driver left there.
     """
 
     agent: str
@@ -112,12 +112,12 @@ class Offer:
     address: str
     processes: int
     software: str
-    held: tuple[Held, ...]
+    held: tuple[HeldWorker, ...]
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """Driver to agent, in answer to an Offer. silence: seconds until either end takes a silent other end for lost."""
+    """Driver to agent, in answer to an Offer. silence: seconds after which a silent end is lost to the other."""
 
     silence: float
 
@@ -131,9 +131,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Spawn:
-    """Driver to agent: start a process of a group, after the end of those that are held and had the same plan.
+    """Driver to agent: start a process of a group, once the held processes with the same plan have ended.
 
-    Its secret is made of the group's own and `salt` (places.py). plan: a digest of what it is to be.
+    The process's secret is made of the group's secret and `salt` (places.py). plan: a digest of the pool's settings.
     """
 
     process: int
@@ -146,7 +146,7 @@ class Spawn:
 
 @dataclass(frozen=True)
 class TakeOver:
-    """Driver to agent: let a process that is held serve this driver; it keeps its rank and plan."""
+    """Driver to agent: let a held process serve this driver; it keeps its rank and plan."""
 
     process: int
     pid: int
@@ -177,7 +177,7 @@ class Spawned:
 
 @dataclass(frozen=True)
 class Ended:
-    """Agent to driver: a process has ended, or never was (then there was no Spawned). See places.Ending."""
+    """Agent to driver: a process has ended, or could not be started. See supervise.Ending."""
 
     process: int
     how: str

@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of a group: the messages, and what computes; and from one driver to the next."""
+"""The versions that must be the same on all hosts of a group, and from one driver to the next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def software() -> str:
 
 @cache
 def code_version() -> str:
-    """Of our own code and JAX's, as they were when this process first asked."""
+    """The version of our own code and of JAX, as they were when this process first asked."""
     return f"jax {version('jax')}, {software()}, {files_version(Path(backend.__file__).parent.rglob('*.py'))}"
 
 
