@@ -180,7 +180,7 @@ class Forward:
     """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
 
     `custom` is given when the loss is `custom`. Reply: ForwardResult. by_micro_batch: only begin, and reply Done; then
-    as many NextMicroBatch follow as pool/sharing.py gives, and nothing else about the adapter before the last of them.
+    as many NextMicroBatch follow as pool.in_parts gives, and nothing else about the adapter before the last of them.
     """
 
     adapter_id: str

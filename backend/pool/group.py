@@ -59,7 +59,7 @@ class PoolConfig:
     start_deadline: the time the start of a group may take, and a command may wait for a group.
     executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.CommandExecutor).
     heartbeat_timeout: a process without a sign of life for so long counts as stopped.
-    chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait (scheduler.py).
+    chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait.
     dump_grace: what a process that has missed a deadline gets to write its stacks to its log.
     ending: what a process that has closed its connection gets to end, so that its exit status is known.
     probation: after an unexplained death so many commands go one at a time: a second death then identifies its command.

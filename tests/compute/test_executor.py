@@ -29,7 +29,7 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.compute import forward_backward, memory, train
 from tinkerflow.backend.compute.executor import Executor
 from tinkerflow.backend.errors import DevicesError, NotFoundError, ServerError, UserError
-from tinkerflow.backend.pool.scheduler import in_parts
+from tinkerflow.backend.pool.pool import in_parts
 from tinkerflow.backend.pool.worker import ReplyCollector
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 

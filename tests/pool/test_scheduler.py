@@ -28,7 +28,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.packing import pack
 from tinkerflow.backend.errors import GroupFailedError
-from tinkerflow.backend.pool.scheduler import CommandScheduler, in_parts
+from tinkerflow.backend.pool.pool import CommandScheduler, in_parts
 from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
