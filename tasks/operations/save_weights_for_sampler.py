@@ -15,7 +15,6 @@ change at another place in it, so its tokens may be others.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable
 from contextlib import suppress
@@ -31,7 +30,7 @@ from tinkerflow.backend.commands import (
     PublishSnapshot,
     SnapshotHeld,
 )
-from tinkerflow.backend.errors import FencedError, GroupFailedError, StoreError
+from tinkerflow.backend.errors import FencedError, GroupFailedError
 from tinkerflow.backend.ids import inflight_id, sampler_id
 from tinkerflow.backend.journal import (
     CheckpointKind,
@@ -41,7 +40,7 @@ from tinkerflow.backend.journal import (
     SamplerOpened,
     SnapshotTaken,
 )
-from tinkerflow.backend.retry import backoff
+from tinkerflow.backend.retry import retry
 from tinkerflow.backend.wire import SaveForSampler, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.context import Execution
 from tinkerflow.tasks.execution.recovery_snapshots import commit, record
@@ -117,22 +116,22 @@ async def _store(execution: Execution, state: AdapterState) -> SaveState:
     """Commit what was published, as often as it takes while a sampler uses it. No failure ends the model's runner."""
     context, request, saves = execution.context, execution.request, execution.context.saves
     await execution.slot.detach()
-    for failures in itertools.count(1):
+
+    async def store() -> SaveState:
         try:
             if await context.read(context.journal.samplers.unused_snapshots, {request.id}):
                 return SaveState.FAILED
             await record(context, await _commit(execution, state, request.id))
-            saves.store_works(execution.model_id)
-            return SaveState.STORED
         except FencedError:  # another engine has this model, and stores it
             raise
-        except Exception as error:
+        except Exception:
             saves.store_failed(request.id)
-            pause, unknown = backoff(failures), not isinstance(error, StoreError)
-            text = "the weights that %s published are not stored, trying again in %.1f s: %s"
-            log.warning(text, request.id, pause, error, exc_info=unknown)
-        await asyncio.sleep(pause)
-    raise AssertionError("it is tried until it ends")
+            raise
+        saves.store_works(execution.model_id)
+        return SaveState.STORED
+
+    what = f"the weights that {request.id} published are not stored"
+    return await retry(store, on=Exception, unless=FencedError, what=what, log=log)
 
 
 def _commit(execution: Execution, state: AdapterState, snapshot_id: str) -> Awaitable[SnapshotTaken]:
