@@ -44,7 +44,6 @@ def submit_for_model(
         kind=kind,
         owner=call.owner,
         payload=body,
-        payload_type="json",
         content_hash=content_hash(values, not_content),
         model_id=address.model_id,
         seq_id=address.seq_id,

@@ -59,7 +59,7 @@ def rebuild(journal: Journal, store: Store) -> Rebuilt:
         if saved is None:
             continue
         found = CheckpointFound(row_of(saved), saved.meta.public, saved.meta.run_metadata)
-        if journal.upkeep.restore(found):
+        if journal.imports.restore(found):
             restored.append(path)
         else:
             known += 1

@@ -144,8 +144,8 @@ class Dispatcher:
             mirror = self._mirror.training_run(model_id, model.base_model, self._adopted.get(model_id))
             end = STOPPED
             try:
-                # without Prefect, nobody can end a hold
-                held = model.held is not None and bool(self._mirror.connection.api_url)
+                # without Prefect, nobody can end a pause
+                held = model.paused is not None and bool(self._mirror.connection.api_url)
                 runner = ModelRunner(served.context, mirror, self._snapshots, model_id, model.step, held=held)
                 self._runners[model_id] = runner
                 verb = "is created" if model.state is ModelState.CREATING else "goes on"

@@ -68,7 +68,7 @@ def _copy(call: Call, wanted: _WantedCopy) -> str:
     saved = call.services.store.copy(
         source.path, model_id(session_id, 0), owner=owner, expires_at=expires_at, request_id=session_id
     )
-    return call.journal.checkpoints.record_copy(
+    return call.journal.imports.record_copy(
         CopyMade(session_id, row_of(saved), source.path, key_id=call.key_id, project_id=label)
     )
 

@@ -78,7 +78,6 @@ def _submit_sample(call: Call, body: bytes) -> Response:
         kind=Kind.SAMPLE,
         owner=call.owner,
         payload=with_seed(body, values),
-        payload_type="json",
         content_hash=content_hash(values),
         sampler_id=address.sampling_session_id,
         seq_id=address.seq_id,

@@ -2,140 +2,73 @@
 
 `migrate(url)` makes the tables, `Journal.open(url)` reads and writes them: one aggregate for each kind of row, as in
 `journal.requests.submit(...)`. A `Notifier` wakes whoever waits for a change.
+
+Each aggregate's file holds what goes in (New..., effects), what comes out (...View) and its transactions.
 """
 
-from tinkerflow.backend.journal.aggregates import BaseModels, Requests
-from tinkerflow.backend.journal.audit import Event
-from tinkerflow.backend.journal.database import AWAY
-from tinkerflow.backend.journal.journal import Journal
-from tinkerflow.backend.journal.kinds import (
-    CheckpointKind,
-    Kind,
-    ModelState,
-    PayloadType,
-    RequestState,
-    SamplerState,
-    SessionState,
-    UsageKind,
-)
-from tinkerflow.backend.journal.limits import Limits
-from tinkerflow.backend.journal.migrate import migrate
-from tinkerflow.backend.journal.notify import Notifier, ResultSubscriptions
-from tinkerflow.backend.journal.records import (
-    CheckpointFound,
-    CheckpointSaved,
-    CopyMade,
-    Effect,
-    ModelEnded,
-    ModelLive,
-    NewCustomLoss,
-    NewModel,
-    NewRequest,
-    NewSampler,
-    NewSession,
-    Outcome,
-    SamplerEnded,
-    SamplerLoaded,
-    SamplerOpened,
-    SequencesRecorded,
-    SnapshotTaken,
-    StepMade,
-    Used,
-)
-from tinkerflow.backend.journal.recovery import Recovery
-from tinkerflow.backend.journal.retention import Retention
-from tinkerflow.backend.journal.search import SessionQuery, SessionStatus, plain_metadata
-from tinkerflow.backend.journal.shares import access_hash
-from tinkerflow.backend.journal.views import (
-    AuditView,
-    BaseModelView,
-    CheckpointView,
-    Completion,
-    Completions,
-    Executed,
-    Gap,
-    KeyView,
-    ModelView,
-    Page,
-    Pending,
-    Result,
-    RunView,
-    SamplerView,
-    SessionFailure,
-    SessionSummary,
-    SessionView,
-    ShareView,
-    SnapshotView,
-    StoredNow,
-    StoredUsage,
-    Timed,
-    Usage,
-)
-
-__all__ = [
-    "AWAY",
-    "AuditView",
-    "BaseModelView",
-    "BaseModels",
-    "CheckpointFound",
-    "CheckpointKind",
-    "CheckpointSaved",
-    "CheckpointView",
-    "Completion",
-    "Completions",
-    "CopyMade",
-    "Effect",
-    "Event",
-    "Executed",
-    "Gap",
-    "Journal",
-    "KeyView",
-    "Kind",
-    "Limits",
-    "ModelEnded",
-    "ModelLive",
-    "ModelState",
-    "ModelView",
-    "NewCustomLoss",
-    "NewModel",
-    "NewRequest",
-    "NewSampler",
-    "NewSession",
-    "Notifier",
-    "Outcome",
-    "Page",
-    "PayloadType",
-    "Pending",
-    "Recovery",
-    "RequestState",
-    "Requests",
-    "Result",
-    "ResultSubscriptions",
-    "Retention",
-    "RunView",
-    "SamplerEnded",
-    "SamplerLoaded",
-    "SamplerOpened",
-    "SamplerState",
-    "SamplerView",
-    "SequencesRecorded",
-    "SessionFailure",
-    "SessionQuery",
-    "SessionState",
-    "SessionStatus",
-    "SessionSummary",
-    "SessionView",
-    "ShareView",
-    "SnapshotTaken",
-    "SnapshotView",
-    "StepMade",
-    "StoredNow",
-    "StoredUsage",
-    "Timed",
-    "Usage",
-    "UsageKind",
-    "Used",
-    "access_hash",
-    "migrate",
-    "plain_metadata",
-]
+from tinkerflow.backend.journal.audit import AuditView as AuditView
+from tinkerflow.backend.journal.audit import Event as Event
+from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
+from tinkerflow.backend.journal.base_models import BaseModelView as BaseModelView
+from tinkerflow.backend.journal.checkpoints import CheckpointView as CheckpointView
+from tinkerflow.backend.journal.checkpoints import Page as Page
+from tinkerflow.backend.journal.checkpoints import ShareView as ShareView
+from tinkerflow.backend.journal.checkpoints import access_hash as access_hash
+from tinkerflow.backend.journal.database import AWAY as AWAY
+from tinkerflow.backend.journal.effects import CheckpointSaved as CheckpointSaved
+from tinkerflow.backend.journal.effects import Effect as Effect
+from tinkerflow.backend.journal.effects import ModelEnded as ModelEnded
+from tinkerflow.backend.journal.effects import ModelLive as ModelLive
+from tinkerflow.backend.journal.effects import SamplerLoaded as SamplerLoaded
+from tinkerflow.backend.journal.effects import SamplerOpened as SamplerOpened
+from tinkerflow.backend.journal.effects import SequencesRecorded as SequencesRecorded
+from tinkerflow.backend.journal.effects import SnapshotTaken as SnapshotTaken
+from tinkerflow.backend.journal.effects import StepMade as StepMade
+from tinkerflow.backend.journal.effects import Used as Used
+from tinkerflow.backend.journal.imports import CheckpointFound as CheckpointFound
+from tinkerflow.backend.journal.imports import CopyMade as CopyMade
+from tinkerflow.backend.journal.journal import Journal as Journal
+from tinkerflow.backend.journal.keys import KeyView as KeyView
+from tinkerflow.backend.journal.leases import LEASE_SECONDS as LEASE_SECONDS
+from tinkerflow.backend.journal.limits import Limits as Limits
+from tinkerflow.backend.journal.losses import NewCustomLoss as NewCustomLoss
+from tinkerflow.backend.journal.migrate import migrate as migrate
+from tinkerflow.backend.journal.models import ModelView as ModelView
+from tinkerflow.backend.journal.models import NewModel as NewModel
+from tinkerflow.backend.journal.models import RunView as RunView
+from tinkerflow.backend.journal.notify import RECHECK_SECONDS as RECHECK_SECONDS
+from tinkerflow.backend.journal.notify import Notifier as Notifier
+from tinkerflow.backend.journal.notify import ResultSubscriptions as ResultSubscriptions
+from tinkerflow.backend.journal.queue import Gap as Gap
+from tinkerflow.backend.journal.recovery import Executed as Executed
+from tinkerflow.backend.journal.recovery import Recovery as Recovery
+from tinkerflow.backend.journal.recovery import SnapshotView as SnapshotView
+from tinkerflow.backend.journal.requests import NewRequest as NewRequest
+from tinkerflow.backend.journal.requests import Outcome as Outcome
+from tinkerflow.backend.journal.requests import Pending as Pending
+from tinkerflow.backend.journal.requests import Requests as Requests
+from tinkerflow.backend.journal.requests import Result as Result
+from tinkerflow.backend.journal.results import Completion as Completion
+from tinkerflow.backend.journal.results import Completions as Completions
+from tinkerflow.backend.journal.samplers import NewSampler as NewSampler
+from tinkerflow.backend.journal.samplers import SamplerView as SamplerView
+from tinkerflow.backend.journal.sessions import NewSession as NewSession
+from tinkerflow.backend.journal.sessions import SessionFailure as SessionFailure
+from tinkerflow.backend.journal.sessions import SessionQuery as SessionQuery
+from tinkerflow.backend.journal.sessions import SessionStatus as SessionStatus
+from tinkerflow.backend.journal.sessions import SessionSummary as SessionSummary
+from tinkerflow.backend.journal.sessions import SessionView as SessionView
+from tinkerflow.backend.journal.sessions import Timed as Timed
+from tinkerflow.backend.journal.sessions import plain_metadata as plain_metadata
+from tinkerflow.backend.journal.tables import CheckpointKind as CheckpointKind
+from tinkerflow.backend.journal.tables import Kind as Kind
+from tinkerflow.backend.journal.tables import ModelState as ModelState
+from tinkerflow.backend.journal.tables import PayloadType as PayloadType
+from tinkerflow.backend.journal.tables import RequestState as RequestState
+from tinkerflow.backend.journal.tables import SamplerState as SamplerState
+from tinkerflow.backend.journal.tables import SessionState as SessionState
+from tinkerflow.backend.journal.tables import UsageKind as UsageKind
+from tinkerflow.backend.journal.upkeep import Retention as Retention
+from tinkerflow.backend.journal.usage import StoredNow as StoredNow
+from tinkerflow.backend.journal.usage import StoredUsage as StoredUsage
+from tinkerflow.backend.journal.usage import Usage as Usage

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from enum import StrEnum
 
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.journal.statements import owned_by
+from tinkerflow.backend.journal.database import Aggregate, as_view, owned_by
 from tinkerflow.backend.journal.tables import AuditEvent
-from tinkerflow.backend.journal.views import AuditView, audit_view
 
 MOST = 10_000  # entries of one answer
 
@@ -32,6 +32,19 @@ class Event(StrEnum):
     CHECKPOINT_SHARED = "checkpoint_shared"
     CHECKPOINT_UNSHARED = "checkpoint_unshared"
     CHECKPOINT_READ = "checkpoint_read"
+
+
+@dataclass(frozen=True)
+class AuditView:
+    """An entry of the audit log. event: `{resource}_{action}`; details hold what else is known, and repeat the ids."""
+
+    at: datetime
+    owner: str
+    event: str
+    model_id: str | None
+    tinker_path: str | None
+    purpose: str | None
+    details: Mapping[str, object]
 
 
 def note(
@@ -56,12 +69,20 @@ def note(
     connection.execute(sa.insert(AuditEvent).values(values))
 
 
-def entries(connection: sa.Connection, owner: str | None, resource: str | None, day: date) -> list[AuditView]:
-    """The events of one UTC day, oldest first; of one owner or all, on one resource or all. The latest MOST at most."""
-    start = datetime.combine(day, time(), UTC)
-    where = [col(AuditEvent.at) >= start, col(AuditEvent.at) < start + timedelta(days=1), *owned_by(AuditEvent, owner)]
-    if resource is not None:
-        where.append(col(AuditEvent.event).startswith(f"{resource}_", autoescape=True))
-    latest = (col(AuditEvent.at).desc(), col(AuditEvent.id).desc())
-    rows = connection.execute(sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST)).all()
-    return [audit_view(row) for row in reversed(rows)]
+class AuditLog(Aggregate):
+    """The audit log."""
+
+    def entries(self, owner: str | None, *, resource: str | None = None, day: date | None = None) -> list[AuditView]:
+        """What was done on a UTC day (default: today), oldest first, the latest MOST at most.
+
+        owner: whose log, None: all. resource: the first word of the events, None: any.
+        """
+        start = datetime.combine(day or self._now().date(), time(), UTC)
+        at = col(AuditEvent.at)
+        where = [at >= start, at < start + timedelta(days=1), *owned_by(AuditEvent, owner)]
+        if resource is not None:
+            where.append(col(AuditEvent.event).startswith(f"{resource}_", autoescape=True))
+        latest = (at.desc(), col(AuditEvent.id).desc())
+        with self._read() as connection:
+            rows = connection.execute(sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST)).all()
+        return [as_view(AuditView, row) for row in reversed(rows)]

@@ -4,38 +4,57 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import datetime
+from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.commands import CompileStatus
+from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.tables import BaseModelRow
-from tinkerflow.backend.journal.views import BaseModelView
 
 
-def register_base_models(connection: sa.Connection, models: Sequence[tuple[str, str]], now: datetime) -> None:
-    """Replace the list by `models`: (name, card as JSON text) pairs."""
-    latest = connection.execute(sa.select(sa.func.max(col(BaseModelRow.generation)))).scalar()
-    connection.execute(sa.delete(BaseModelRow))
-    rows = [
-        {"name": name, "card": card, "registered_at": now, "generation": (latest or 0) + 1} for name, card in models
-    ]
-    if rows:
-        connection.execute(sa.insert(BaseModelRow), rows)
+@dataclass(frozen=True)
+class BaseModelView:
+    """A base model that the engine serves; card is the JSON text of its ModelCard.
+
+    compile_status: which programs its worker group has compiled, as far as was noted.
+    """
+
+    name: str
+    card: str
+    compile_status: CompileStatus | None = None
 
 
-def base_models(connection: sa.Connection) -> list[BaseModelView]:
-    """What is served now, by name."""
-    rows = connection.execute(sa.select(BaseModelRow).order_by(col(BaseModelRow.name)))
-    return [
-        BaseModelView(row.name, row.card, None if row.warmth is None else CompileStatus(**json.loads(row.warmth)))
-        for row in rows
-    ]
+class BaseModels(Aggregate):
+    """The base models that the engine serves."""
 
+    def register(self, models: Sequence[tuple[str, str]]) -> None:
+        """Replace the list of base models by `models`: (name, card as JSON text) pairs."""
+        rows = [{"name": name, "card": card, "registered_at": self._now()} for name, card in models]
+        with self._write() as connection:
+            connection.execute(sa.delete(BaseModelRow))
+            if rows:
+                connection.execute(sa.insert(BaseModelRow), rows)
 
-def note_compile_status(connection: sa.Connection, base_model: str, warmth: CompileStatus) -> None:
-    """Keep what the worker group of a base model last said of its programs."""
-    text = json.dumps(asdict(warmth))
-    connection.execute(sa.update(BaseModelRow).where(col(BaseModelRow.name) == base_model).values(warmth=text))
+    def all(self) -> list[BaseModelView]:
+        """The base models that are served, by name."""
+        with self._read() as connection:
+            rows = connection.execute(sa.select(BaseModelRow).order_by(col(BaseModelRow.name))).all()
+        compiled = [None if row.compile_status is None else json.loads(row.compile_status) for row in rows]
+        return [
+            BaseModelView(row.name, row.card, None if status is None else CompileStatus(**status))
+            for row, status in zip(rows, compiled, strict=True)
+        ]
+
+    def note_compile_status(self, base_model: str, status: CompileStatus) -> None:
+        """Keep what the worker group of a base model last said of its programs."""
+        self._set(base_model, compile_status=json.dumps(asdict(status)))
+
+    def note_progress(self, base_model: str, text: str | None) -> None:
+        """Say what all requests for a base model wait for, None when nothing holds them up."""
+        self._set(base_model, progress=text)
+
+    def _set(self, base_model: str, **values: str | None) -> None:
+        with self._write() as connection:
+            connection.execute(sa.update(BaseModelRow).where(col(BaseModelRow.name) == base_model).values(**values))

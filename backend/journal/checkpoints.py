@@ -1,21 +1,167 @@
-"""Checkpoints and the training runs they come from, as their readers see them; `keeping` changes them."""
+"""Checkpoints: read, listed, published, given a time, deleted, and opened to others by tokens.
+
+A checkpoint is deleted row first: from then on nobody can read it. Its files follow, at once or after a crash, by
+whoever sweeps the store (upkeep.py). Checkpoints come in by a save (effects.py) or otherwise (imports.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime
-from typing import Any
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.errors import NotFoundError
-from tinkerflow.backend.journal.kinds import CheckpointKind
-from tinkerflow.backend.journal.search import PROJECT
-from tinkerflow.backend.journal.shares import opens
-from tinkerflow.backend.journal.statements import get_owned, owned_by
-from tinkerflow.backend.journal.tables import Checkpoint, Model, Session
-from tinkerflow.backend.journal.views import CheckpointView, Page, RunView, checkpoint_view, model_view
+from tinkerflow.backend.commands import Optimizer
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
+from tinkerflow.backend.journal.limits import Limits, storage_failure
+from tinkerflow.backend.journal.tables import Checkpoint, CheckpointKind, Model, WeightsShare
+
+SHARE_PREFIX = "tfw-"
+_ALL = sa.inspect(Checkpoint).local_table.columns
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A saved checkpoint that was not deleted; run_id is the id of the model it was saved from.
+
+    attempt: the store's name for these bytes, "" when unknown; the path saved anew has another.
+    """
+
+    path: str
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    owner: str
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer: Optimizer
+    step: int
+    size_bytes: int
+    user_metadata: Mapping[str, str]
+    created_at: datetime
+    expires_at: datetime | None
+    public: bool
+    attempt: str
+
+
+@dataclass(frozen=True)
+class ShareView:
+    """A token for one checkpoint, without the token; good until it expires, is revoked, or the path is saved anew."""
+
+    id: str
+    path: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """Some rows of a longer list, and how long that list is."""
+
+    rows: tuple[T, ...]
+    total: int
+
+
+class Checkpoints(Aggregate):
+    """Saved checkpoints. NotFoundError everywhere: deleted, expired and foreign checkpoints do not exist."""
+
+    def get(self, path: str, owner: str | None, *, access: str | None = None) -> CheckpointView:
+        """The checkpoint at `path`: one's own, a public one, or one that the token with the hash `access` opens."""
+        with self._read() as connection:
+            return _readable(connection, path, owner, access, self._now())
+
+    def read(self, path: str, owner: str | None, purpose: str) -> CheckpointView:
+        """As `get`, and the reading goes into the audit log of the checkpoint's owner."""
+        now = self._now()
+        with self._write() as connection:
+            found = _readable(connection, path, owner, None, now)
+            audit.note(
+                connection,
+                now,
+                owner=found.owner,
+                event=audit.Event.CHECKPOINT_READ,
+                model_id=found.run_id,
+                tinker_path=path,
+                purpose=purpose,
+            )
+        return found
+
+    def page(
+        self, owner: str | None, *, run_id: str | None = None, limit: int = 100, offset: int = 0
+    ) -> Page[CheckpointView]:
+        """Checkpoints, newest first; of one run when run_id is given. Three statements at most.
+
+        NotFoundError: unknown or foreign run.
+        """
+        where = [exists(self._now()), *owned_by(Checkpoint, owner)]
+        newest = (col(Checkpoint.created_at).desc(), col(Checkpoint.path))
+        with self._read() as connection:
+            if run_id is not None:
+                get_owned(connection, Model, run_id, owner)
+                where.append(col(Checkpoint.run_id) == run_id)
+            total = connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*where)).scalar_one()
+            rows = connection.execute(sa.select(Checkpoint).where(*where).order_by(*newest).limit(limit).offset(offset))
+            return Page(tuple(as_view(CheckpointView, row) for row in rows), total)
+
+    def is_gone(self, path: str) -> bool:
+        """Whether there was a checkpoint at `path` which was deleted or expired: its name may be used again."""
+        with self._read() as connection:
+            there = sa.select(exists(self._now())).where(col(Checkpoint.path) == path)
+            return connection.execute(there).scalar() is False
+
+    def check_storage(self, owner: str, limits: Limits) -> None:
+        """UserError when the project may not store another checkpoint now."""
+        with self._read() as connection:
+            failure = storage_failure(connection, owner, limits)
+        if failure is not None:
+            raise UserError(failure[0])
+
+    def delete(self, path: str, owner: str | None) -> CheckpointView:
+        """Mark an owner's checkpoint as deleted; what it was. Its files are for whoever asks for `upkeep.unpurged`."""
+        return self._change(path, owner, audit.Event.CHECKPOINT_DELETED, {"deleted_at": self._now()})
+
+    def publish(self, path: str, owner: str | None, public: bool = True) -> CheckpointView:
+        """Let all keys read a checkpoint, or (public false) its owner's alone again. Repeating changes nothing."""
+        event = audit.Event.CHECKPOINT_PUBLISHED if public else audit.Event.CHECKPOINT_UNPUBLISHED
+        return self._change(path, owner, event, {"public": public, "noted": False})
+
+    def set_ttl(self, path: str, owner: str | None, seconds: float | None) -> CheckpointView:
+        """Let a checkpoint expire so many seconds from now, None: never."""
+        expires_at = None if seconds is None else self._now() + timedelta(seconds=seconds)
+        details = {"expires_at": None if expires_at is None else expires_at.isoformat()}
+        values = {"expires_at": expires_at, "noted": False}
+        return self._change(path, owner, audit.Event.CHECKPOINT_TTL_SET, values, details)
+
+    def _change(
+        self,
+        path: str,
+        owner: str | None,
+        event: audit.Event,
+        values: Mapping[str, object],
+        details: Mapping[str, object] | None = None,
+    ) -> CheckpointView:
+        now = self._now()
+        which = (col(Checkpoint.path) == path, exists(now), *owned_by(Checkpoint, owner))
+        with self._write() as connection:
+            changed = sa.update(Checkpoint).where(*which).values(**values).returning(*_ALL)
+            row = connection.execute(changed).one_or_none()
+            if row is None:
+                raise _missing(path)
+            note_change(connection, row, event, now, details)
+        return as_view(CheckpointView, row)
 
 
 def exists(now: datetime) -> sa.ColumnElement[bool]:
@@ -24,79 +170,112 @@ def exists(now: datetime) -> sa.ColumnElement[bool]:
     return sa.and_(col(Checkpoint.deleted_at).is_(None), sa.or_(due.is_(None), due > now))
 
 
-def missing(path: str) -> NotFoundError:
-    """The one error for checkpoints that do not exist, expired ones, and those of others."""
-    return NotFoundError(f"checkpoint {path!r} does not exist")
+def note_change(
+    connection: sa.Connection,
+    row: sa.Row[Any],
+    event: audit.Event,
+    now: datetime,
+    details: Mapping[str, object] | None = None,
+) -> None:
+    """Write what happened to the checkpoint in `row` into its owner's audit log. details: JSON values."""
+    audit.note(
+        connection, now, owner=row.owner, event=event, model_id=row.run_id, tinker_path=row.path, details=details
+    )
 
 
-def checkpoint(
+def _readable(
     connection: sa.Connection, path: str, owner: str | None, access: str | None, now: datetime
 ) -> CheckpointView:
-    """The checkpoint at `path`: one's own, a public one, or one that the token behind the hash `access` opens."""
-    mine = sa.and_(sa.true(), *owned_by(Checkpoint, owner))
-    readable = [mine, col(Checkpoint.public).is_(True)] + ([] if access is None else [opens(access, now)])
+    """The checkpoint at `path` if the owner, or whoever has the token behind the hash `access`, may read it."""
+    readable = [sa.and_(sa.true(), *owned_by(Checkpoint, owner)), col(Checkpoint.public).is_(True)]
+    if access is not None:
+        readable.append(sa.exists().where(col(WeightsShare.token_hash) == access, is_shared(now)))
     where = (col(Checkpoint.path) == path, exists(now), sa.or_(*readable))
     row = connection.execute(sa.select(Checkpoint).where(*where)).one_or_none()
     if row is None:
-        raise missing(path)
-    return checkpoint_view(row)
+        raise _missing(path)
+    return as_view(CheckpointView, row)
 
 
-def checkpoints(
-    connection: sa.Connection, owner: str | None, run_id: str | None, *, limit: int, offset: int, now: datetime
-) -> Page[CheckpointView]:
-    """An owner's checkpoints, newest first; with run_id those of one run. Three statements at most."""
-    where = [exists(now), *owned_by(Checkpoint, owner)]
-    if run_id is not None:
-        get_owned(connection, Model, run_id, owner)
-        where.append(col(Checkpoint.run_id) == run_id)
-    total = connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*where)).scalar_one()
-    newest = (col(Checkpoint.created_at).desc(), col(Checkpoint.path))
-    rows = connection.execute(sa.select(Checkpoint).where(*where).order_by(*newest).limit(limit).offset(offset))
-    return Page(tuple(checkpoint_view(row) for row in rows), total)
+def _missing(path: str) -> NotFoundError:
+    return NotFoundError(f"checkpoint {path!r} does not exist")
 
 
-def training_run(connection: sa.Connection, run_id: str, owner: str | None, now: datetime) -> RunView:
-    """One run (its id is its model's) with its newest checkpoints."""
-    return _with_checkpoints(connection, [get_owned(connection, Model, run_id, owner)], now)[0]
+# ------------------------------------------------------------------ tokens
+class Shares(Aggregate):
+    """Tokens that open one checkpoint to whoever has them: 256 random bits each, of which only the SHA-256 is kept.
+
+    That hash is what the journal's own requests carry, too: no token is ever stored.
+    """
+
+    def create(self, path: str, owner: str | None, seconds: float | None = None) -> tuple[ShareView, str]:
+        """Make a token that opens a checkpoint for so many seconds, None: until revoked; its row, and the token.
+
+        The token is never shown again. NotFoundError: no checkpoint that the owner may read.
+        """
+        now, token = self._now(), SHARE_PREFIX + secrets.token_urlsafe(32)
+        with self._write() as connection:
+            checkpoint = _readable(connection, path, owner, None, now)
+            row = connection.execute(
+                sa.insert(WeightsShare)
+                .values(
+                    id=new_id("share"),
+                    token_hash=access_hash(token),
+                    path=checkpoint.path,
+                    attempt=checkpoint.attempt,
+                    created_at=now,
+                    expires_at=None if seconds is None else now + timedelta(seconds=seconds),
+                )
+                .returning(*sa.inspect(WeightsShare).local_table.columns)
+            ).one()
+            _note_share(connection, row, checkpoint.owner, audit.Event.CHECKPOINT_SHARED, now)
+        return as_view(ShareView, row), token
+
+    def all(self, path: str | None = None) -> list[ShareView]:
+        """The tokens of one checkpoint or of all, revoked and expired ones too, oldest first."""
+        where = [] if path is None else [col(WeightsShare.path) == path]
+        oldest = (col(WeightsShare.created_at), col(WeightsShare.id))
+        with self._read() as connection:
+            rows = connection.execute(sa.select(WeightsShare).where(*where).order_by(*oldest))
+            return [as_view(ShareView, row) for row in rows]
+
+    def revoke(self, share_id: str) -> ShareView:
+        """Make a token useless from now on; a revoked one stays as it is. NotFoundError: unknown id."""
+        revoked, now = col(WeightsShare.revoked_at), self._now()
+        of_path = sa.select(col(Checkpoint.owner)).where(col(Checkpoint.path) == col(WeightsShare.path))
+        usable = sa.select(of_path.scalar_subquery()).where(col(WeightsShare.id) == share_id, revoked.is_(None))
+        with self._write() as connection:
+            owner = connection.execute(usable).scalar()
+            row = connection.execute(
+                sa.update(WeightsShare)
+                .where(col(WeightsShare.id) == share_id)
+                .values(revoked_at=sa.case((revoked.is_(None), now), else_=revoked))
+                .returning(*sa.inspect(WeightsShare).local_table.columns)
+            ).one_or_none()
+            if row is None:
+                raise missing(WeightsShare, share_id)
+            if owner is not None:
+                _note_share(connection, row, owner, audit.Event.CHECKPOINT_UNSHARED, now)
+        return as_view(ShareView, row)
 
 
-def training_runs(
-    connection: sa.Connection, owner: str | None, project_id: str | None, limit: int, offset: int, now: datetime
-) -> Page[RunView]:
-    """An owner's runs, newest first; with project_id those of sessions in that project. Three statements."""
-    mine = owned_by(Model, owner)
-    if project_id is not None:
-        in_project = sa.select(col(Session.id)).where(PROJECT.in_([project_id]), *owned_by(Session, owner))
-        mine = (*mine, col(Model.session_id).in_(in_project))
-    total = connection.execute(sa.select(sa.func.count()).select_from(Model).where(*mine)).scalar_one()
-    newest = (col(Model.created_at).desc(), col(Model.id))
-    rows = connection.execute(sa.select(Model).where(*mine).order_by(*newest).limit(limit).offset(offset)).all()
-    return Page(tuple(_with_checkpoints(connection, rows, now)), total)
+def access_hash(token: str) -> str:
+    """What the journal keeps of a token: its SHA-256, in hex."""
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _with_checkpoints(connection: sa.Connection, models: Sequence[sa.Row[Any]], now: datetime) -> list[RunView]:
-    ids = [row.id for row in models]
-    ranked = (
-        sa.select(
-            col(Checkpoint.path),
-            sa.func.row_number()
-            .over(
-                partition_by=(col(Checkpoint.run_id), col(Checkpoint.kind)),
-                order_by=(col(Checkpoint.created_at).desc(), col(Checkpoint.path)),
-            )
-            .label("age"),
-        )
-        .where(col(Checkpoint.run_id).in_(ids), exists(now))
-        .subquery()
+def is_shared(now: datetime) -> sa.ColumnElement[bool]:
+    """The filter for tokens that open the checkpoint of the query around it now."""
+    due = col(WeightsShare.expires_at)
+    return sa.and_(
+        col(WeightsShare.path) == col(Checkpoint.path),
+        col(WeightsShare.attempt) == col(Checkpoint.attempt),
+        col(WeightsShare.revoked_at).is_(None),
+        sa.or_(due.is_(None), due > now),
     )
-    newest = sa.select(Checkpoint).join(ranked, ranked.c.path == col(Checkpoint.path)).where(ranked.c.age == 1)
-    latest = {(row.run_id, row.kind): checkpoint_view(row) for row in connection.execute(newest)}
-    return [
-        RunView(
-            model_view(row),
-            latest.get((row.id, CheckpointKind.WEIGHTS)),
-            latest.get((row.id, CheckpointKind.SAMPLER_WEIGHTS)),
-        )
-        for row in models
-    ]
+
+
+def _note_share(connection: sa.Connection, row: sa.Row[Any], owner: str, event: audit.Event, now: datetime) -> None:
+    due = row.expires_at
+    details = {"share_id": row.id, "expires_at": None if due is None else due.isoformat()}
+    audit.note(connection, now, owner=owner, event=event, tinker_path=row.path, details=details)

@@ -1,26 +1,75 @@
-"""One engine per database: how connections are set up, and what a transaction for reading or writing is."""
+"""One database: how connections are set up, what a transaction is, and the statements that all aggregates share.
+
+Statements on the path of every request are module constants with bound parameters, here and in the aggregates:
+building a statement costs more than executing it.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import datetime, timedelta
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import sqlalchemy as sa
-from sqlalchemy import event
-from sqlalchemy.engine import make_url
+from sqlalchemy import Row, event
+from sqlalchemy.engine import Dialect, make_url
+from sqlmodel import SQLModel, col
 
 from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.errors import JournalBusyError
+from tinkerflow.backend.errors import FencedError, JournalBusyError, NotFoundError
 
 BUSY_SECONDS = 30.0
 AWAY = (sa.exc.OperationalError, JournalBusyError)  # what is raised while the database cannot be asked: try again
+NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+_AT_ONCE = 10_000  # SQLite takes 32,766 parameters
+_PROCESS = sa.table("process", sa.column("name"), sa.column("epoch"))
+_LEASE = sa.select(_PROCESS.c.epoch).where(_PROCESS.c.name == "engine").with_for_update(read=True)
+
+T = TypeVar("T")
+Owned = type[Any]  # a table with the columns `id` and `owner`
 
 
+# ------------------------------------------------------------------ tables and their columns
+class UtcDateTime(sa.types.TypeDecorator[datetime]):
+    """Aware UTC datetimes in and out. SQLite stores no zone: it is dropped on the way in and added on the way out."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Give the database UTC; ValueError for a naive datetime."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"datetime {value!r} has no zone: the journal takes aware datetimes only")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Give back an aware datetime in UTC."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Table(SQLModel):
+    """Base of the tables: they share one MetaData of their own, away from other users of SQLModel."""
+
+    metadata = sa.MetaData(naming_convention=NAMES)
+
+
+# ------------------------------------------------------------------ connections and transactions
 def is_sqlite(url: str) -> bool:
     """Whether `url` names an SQLite file (the only other thing it may name is Postgres)."""
     return make_url(url).get_backend_name() == "sqlite"
@@ -33,12 +82,18 @@ def driver_url(url: str) -> sa.URL:
 
 
 class Database:
-    """An engine with two kinds of transactions. Thread-safe."""
+    """An engine with two kinds of transactions. Thread-safe.
+
+    epoch: of the engine's lease that this process holds (leases.py); None when it holds none.
+    """
 
     def __init__(self, url: str) -> None:
-        """Prepare the engine; an SQLite file's folder is made. Nothing is connected yet."""
+        """Prepare the engine, without connecting; the folder of an SQLite file is made.
+
+        ValueError: an SQLite URL without a file.
+        """
         self.url = url
-        self.epoch: int | None = None  # of the engine's lease that this process holds
+        self.epoch: int | None = None
         parsed = driver_url(url)
         self._sqlite = is_sqlite(url)
         if self._sqlite:
@@ -61,11 +116,17 @@ class Database:
             yield connection
 
     @contextmanager
-    def write(self) -> Iterator[sa.Connection]:
-        """A transaction that writes: committed at the end, rolled back by an exception."""
+    def write(self, *, fenced: bool = False) -> Iterator[sa.Connection]:
+        """A transaction that writes: committed at the end, rolled back by an exception.
+
+        fenced: FencedError when this process took the engine's lease and another one has taken it since.
+        JournalBusyError: no turn to write on SQLite within BUSY_SECONDS.
+        """
         with self._turn, self.engine.begin() as connection:
             if self._sqlite:
                 _begin_to_write(connection)
+            if fenced and self.epoch is not None:
+                check_lease(connection, self.epoch)
             yield connection
 
     def close(self) -> None:
@@ -85,13 +146,21 @@ class Aggregate:
     """One group of rows that are read and written together. Every public method is one short transaction."""
 
     def __init__(self, database: Database, clock: Clock, notifier: Publisher) -> None:
-        """Use the rows in `database`; `notifier` is told of changes after their commit."""
+        """Read and write `database`; `notifier` is told of changes after their commit."""
         self._database = database
-        self._clock = clock
+        self._read = database.read
+        self._write = database.write
+        self._now = clock.now
         self._publish = notifier.publish
 
     def _ago(self, seconds: float) -> datetime:
-        return self._clock.now() - timedelta(seconds=seconds)
+        return self._now() - timedelta(seconds=seconds)
+
+
+def check_lease(connection: sa.Connection, epoch: int) -> None:
+    """FencedError unless the engine's lease is still that of `epoch`. Nobody can take it until the transaction ends."""
+    if connection.execute(_LEASE).scalar() != epoch:
+        raise FencedError(f"another engine works on this journal: our epoch {epoch} is over, and we may change nothing")
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
@@ -118,3 +187,85 @@ def _begin_to_write(connection: sa.Connection) -> None:
 
 def _driver(connection: sa.Connection) -> Any:
     return connection.connection.driver_connection
+
+
+# ------------------------------------------------------------------ statements that aggregates share
+def in_chunks(items: Collection[T]) -> Iterator[list[T]]:
+    """The items, ten thousand at a time: what a statement takes as parameters."""
+    listed = list(items)
+    return (listed[start : start + _AT_ONCE] for start in range(0, len(listed), _AT_ONCE))
+
+
+def get_owned(connection: sa.Connection, table: type[Table], row_id: str, owner: str | None) -> Row[Any]:
+    """The row `row_id`. Missing rows and rows of other owners raise the same NotFoundError; the owner None sees all.
+
+    The only place where the journal decides who may see a session, model, sampler or request.
+    """
+    found = connection.execute(_select_owned(table), {"row_id": row_id, "as_owner": owner}).one_or_none()
+    if found is None:
+        raise missing(table, row_id)
+    return found
+
+
+def is_owned(table: Owned) -> sa.ColumnElement[bool]:
+    """The filter behind get_owned, for prepared statements: parameters `row_id` and `as_owner`."""
+    owner = sa.bindparam("as_owner", type_=sa.String)
+    return sa.and_(col(table.id) == sa.bindparam("row_id"), sa.or_(owner.is_(None), col(table.owner) == owner))
+
+
+def owned_by(table: Owned, owner: str | None) -> tuple[sa.ColumnElement[bool], ...]:
+    """The same for lists: the rows of one owner, or all."""
+    return () if owner is None else (col(table.owner) == owner,)
+
+
+def missing(table: type[Table], row_id: str) -> NotFoundError:
+    """The one error for rows that do not exist and for rows of other owners."""
+    return NotFoundError(f"{table.__tablename__} {row_id!r} does not exist")
+
+
+def locked_ids(connection: sa.Connection, table: Owned, *where: sa.ColumnElement[bool]) -> list[str]:
+    """The ids of the rows `where`, locked in one fixed order (SQLite holds its one write lock anyway)."""
+    column = col(table.id)
+    return list(connection.execute(sa.select(column).where(*where).order_by(column).with_for_update()).scalars())
+
+
+def insert_if_absent(connection: sa.Connection, table: type[Table], values: Mapping[str, object]) -> bool:
+    """Insert a row unless one of the table's unique constraints has it already; whether it was inserted.
+
+    Waits for a concurrent insert of the same key, so that a visible row follows a False.
+    """
+    return connection.execute(_insert(table, tuple(values)), dict(values)).first() is not None
+
+
+def as_view(view: type[T], row: Row[Any], prefix: str = "") -> T:
+    """The row as the dataclass `view`: its fields are columns, or columns of a joined row that begin with `prefix`."""
+    if view not in _VIEWS:
+        kinds = get_type_hints(view)
+        _VIEWS[view] = [(field.name, _converted(kinds[field.name])) for field in fields(view)]  # type: ignore[arg-type]
+    values = ((name, kind, getattr(row, prefix + name)) for name, kind in _VIEWS[view])
+    return view(**{name: value if kind is None else kind(value) for name, kind, value in values})
+
+
+_VIEWS: dict[type[Any], list[tuple[str, type[Any] | None]]] = {}  # each view's fields, and what their values become
+
+
+def _converted(kind: Any) -> type[Any] | None:
+    if getattr(kind, "__origin__", None) is tuple:
+        return tuple
+    return kind if isinstance(kind, type) and issubclass(kind, StrEnum) else None
+
+
+@cache
+def _select_owned(table: type[Table]) -> sa.Select[Any]:
+    return sa.select(table).where(is_owned(table))
+
+
+@cache
+def _insert(table: type[Table], names: tuple[str, ...]) -> sa.TextualSelect:
+    # Text, because SQLAlchemy 2.0 compiles its own ON CONFLICT anew every time: a millisecond on every submit.
+    columns = Table.metadata.tables[str(table.__tablename__)].c
+    sql = f"INSERT INTO {table.__tablename__} ({', '.join(names)}) VALUES (:{', :'.join(names)})"
+    typed = [sa.bindparam(name, type_=columns[name].type) for name in names]
+    return (
+        sa.text(f"{sql} ON CONFLICT DO NOTHING RETURNING 1 AS inserted").bindparams(*typed).columns(inserted=sa.Integer)
+    )

@@ -1,46 +1,176 @@
-"""The row changes that come with an outcome, each in one place. All return the bell's topics for what they did."""
+"""Effects: the row changes that come with an outcome, in its transaction.
+
+What an operation did to models, samplers, checkpoints and usage is stored together with its answer. Each function
+returns the topics to publish after the commit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import datetime
-from typing import assert_never
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from typing import Literal, assert_never
 
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.journal import audit, completions, history, stability
-from tinkerflow.backend.journal.kinds import TAKES_WORK, ModelState, SamplerState
-from tinkerflow.backend.journal.records import (
-    CheckpointSaved,
-    Effect,
-    ModelEnded,
-    ModelLive,
-    NewSampler,
-    SamplerEnded,
-    SamplerLoaded,
-    SamplerOpened,
-    SequencesRecorded,
-    SnapshotTaken,
-    StepMade,
-    Used,
-)
-from tinkerflow.backend.journal.statements import (
-    answered,
-    done,
-    fail_pending,
-    insert_if_absent,
+from tinkerflow.backend.commands import Optimizer, StabilityInfo
+from tinkerflow.backend.errors import Category
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.database import insert_if_absent
+from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION, NewSampler, answered, insert_sampler
+from tinkerflow.backend.journal.tables import (
+    IS_PENDING,
+    TAKES_WORK,
+    Checkpoint,
+    CheckpointKind,
+    Kind,
+    Model,
+    ModelState,
+    RecoverySnapshot,
+    Request,
+    RequestState,
+    Sampler,
+    SamplerState,
+    StabilityRow,
+    UsageKind,
     model_ended,
     sampler_ended,
 )
-from tinkerflow.backend.journal.tables import Checkpoint, Model, Request, Sampler
 
+STABILITY_KEPT = timedelta(days=1)  # after the last use, as the documentation of StableReinforce says
+SNAPSHOTS_KEPT = 2  # of a model: the newest one restores it, or if that cannot be read the one before
+
+IS_MODEL_SNAPSHOT = col(RecoverySnapshot.snapshot_id).is_(None)
+_USED = sa.exists().where(col(Sampler.snapshot_id) == col(Request.id), col(Sampler.state) == SamplerState.LIVE)
+IS_UNSTORED = sa.and_(col(Request.replays), col(Request.kind) == Kind.SAVE_FOR_SAMPLER, _USED)
+_LET_GO = {
+    "replays": False,
+    "payload": sa.case((col(Request.dropped_at).is_not(None), b""), else_=col(Request.payload)),
+}
 _STEP_MADE = sa.update(Model).where(col(Model.id) == sa.bindparam("of_model")).values(step=sa.bindparam("to_step"))
 
 
-def apply(connection: sa.Connection, effect: Effect, now: datetime) -> list[str]:
-    """Make one effect's row changes in the caller's transaction."""
+# ------------------------------------------------------------------ what an operation did
+@dataclass(frozen=True)
+class ModelLive:
+    """The model exists in the worker group now. rank and train_* are given when a checkpoint decided them."""
+
+    model_id: str
+    step: int = 0
+    rank: int | None = None
+    train_attn: bool | None = None
+    train_mlp: bool | None = None
+    train_unembed: bool | None = None
+
+
+@dataclass(frozen=True)
+class ModelEnded:
+    """The model takes no more work: requests still waiting for it fail in the same transaction, with `detail`."""
+
+    model_id: str
+    state: Literal[ModelState.LOST, ModelState.UNLOADED, ModelState.FAILED]
+    detail: str
+
+
+@dataclass(frozen=True)
+class StepMade:
+    """The model stands at `step` optimizer steps now (after an optim_step, or after loading weights)."""
+
+    model_id: str
+    step: int
+
+
+@dataclass(frozen=True)
+class SamplerOpened:
+    """A sampler exists now (an unnamed save_weights_for_sampler makes one). An id that exists stays as it is."""
+
+    sampler: NewSampler
+
+
+@dataclass(frozen=True)
+class SamplerLoaded:
+    """The sampler's checkpoint is in the worker group now, as this snapshot; None: it is there no longer."""
+
+    sampler_id: str
+    snapshot_id: str | None
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A checkpoint was committed to the store under `path` (tinker://...). Saving a path again replaces its row.
+
+    size_bytes: all its files together. expires_at: aware, or None for never. attempt: the store's, "" when unknown.
+    created_at: when it was committed, None: now.
+    """
+
+    path: str
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    owner: str
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    step: int
+    size_bytes: int
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    expires_at: datetime | None = None
+    optimizer: Optimizer = "adamw"
+    attempt: str = ""
+    created_at: datetime | None = None
+
+
+@dataclass(frozen=True)
+class SequencesRecorded:
+    """Sampled sequences of a session that stable_reinforce may be trained on (record_stability_info)."""
+
+    session_id: str
+    sequences: tuple[StabilityInfo, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotTaken:
+    """A recovery snapshot was committed to the store under `path`: the model as its requests up to seq_id made it.
+
+    snapshot_id: it holds only the weights that this sampling snapshot of the model was published with.
+    """
+
+    path: str
+    model_id: str
+    seq_id: int
+    step: int
+    size_bytes: int
+    snapshot_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Used:
+    """So many tokens (or checkpoints) were used for a session on a base model; counted in the hour of the answer."""
+
+    session_id: str
+    base_model: str
+    kind: UsageKind
+    quantity: int
+
+
+RowEffect = (
+    ModelLive
+    | ModelEnded
+    | StepMade
+    | SamplerOpened
+    | SamplerLoaded
+    | CheckpointSaved
+    | SequencesRecorded
+    | SnapshotTaken
+)
+Effect = RowEffect | Used
+
+
+def apply(connection: sa.Connection, effect: RowEffect, now: datetime) -> list[str]:
+    """Make one effect's row changes in the caller's transaction; the topics. `Used` is added up by requests.finish."""
     match effect:
         case ModelLive():
             _model_live(connection, effect)
@@ -49,73 +179,24 @@ def apply(connection: sa.Connection, effect: Effect, now: datetime) -> list[str]
         case StepMade():
             connection.execute(_STEP_MADE, {"of_model": effect.model_id, "to_step": effect.step})
         case SamplerOpened():
-            open_sampler(connection, effect.sampler, now)
+            insert_sampler(connection, effect.sampler, now)
         case SamplerLoaded():
             connection.execute(
                 sa.update(Sampler).where(col(Sampler.id) == effect.sampler_id).values(snapshot_id=effect.snapshot_id)
             )
-        case SamplerEnded():
-            return end_samplers(connection, [effect.sampler_id], effect.state, effect.detail, now)
         case SnapshotTaken():
-            history.snapshot_taken(connection, effect, now)
+            snapshot_taken(connection, effect, now)
         case CheckpointSaved():
-            checkpoint_row(connection, effect, now)
+            put_checkpoint(connection, effect, now)
             _note_saved(connection, effect, now)
         case SequencesRecorded():
-            stability.record(connection, effect, now)
-        case Used():
-            pass  # finishing.finish adds up those of all outcomes
+            _record_sequences(connection, effect, now)
         case _:
             assert_never(effect)
     return []
 
 
-def end_models(
-    connection: sa.Connection, model_ids: Sequence[str], state: ModelState, detail: str, now: datetime
-) -> list[str]:
-    """End models that still take work, and fail what waits for them: nothing is left that nobody will answer."""
-    topics: list[str] = []
-    for model_id in model_ids:
-        ended = connection.execute(
-            sa.update(Model)
-            .where(col(Model.id) == model_id, col(Model.state).in_(TAKES_WORK))
-            .values(state=state, detail=detail)
-            .returning(col(Model.id))
-        ).first()
-        if ended is not None:
-            text, category = model_ended(model_id, state, detail)
-            failed = fail_pending(connection, now, text, category, col(Request.model_id) == model_id)
-            if state is ModelState.UNLOADED:  # others may be revived (holding.py)
-                history.forget(connection, model_id)
-            topics += [*done(failed), f"model:{model_id}"]
-    return topics
-
-
-def end_samplers(
-    connection: sa.Connection, sampler_ids: Sequence[str], state: SamplerState, detail: str, now: datetime
-) -> list[str]:
-    """End live samplers, and fail what waits for them."""
-    topics: list[str] = []
-    for sampler_id in sampler_ids:
-        ended = connection.execute(
-            sa.update(Sampler)
-            .where(col(Sampler.id) == sampler_id, col(Sampler.state) == SamplerState.LIVE)
-            .values(state=state, detail=detail, **completions.NEXT)
-            .returning(col(Sampler.id))
-        ).first()
-        if ended is not None:
-            text, category = sampler_ended(sampler_id, state, detail)
-            failed = fail_pending(connection, now, text, category, col(Request.sampler_id) == sampler_id)
-            topics += [*done(failed), answered(sampler_id)]
-    return [*topics, "sample"] if topics else topics
-
-
-def open_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime) -> bool:
-    """Make the sampler's row unless its id exists; whether it was made."""
-    values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now, "last_completion": 0, "clones": 0}
-    return insert_if_absent(connection, Sampler, values)
-
-
+# ------------------------------------------------------------------ models and samplers
 def _model_live(connection: sa.Connection, effect: ModelLive) -> None:
     decided = {
         name: value
@@ -129,13 +210,72 @@ def _model_live(connection: sa.Connection, effect: ModelLive) -> None:
     )
 
 
-def checkpoint_row(connection: sa.Connection, saved: CheckpointSaved, now: datetime) -> None:
-    """Write the row of a committed checkpoint, over that of an earlier one of its path: what that had set is gone."""
+def end_models(
+    connection: sa.Connection, model_ids: Sequence[str], state: ModelState, detail: str, now: datetime
+) -> list[str]:
+    """End models that still take work, and fail the requests that wait for them; the topics.
+
+    state, detail: what the models end as, and why. Unloaded models cannot be revived, so what made them is forgotten.
+    """
+    topics: list[str] = []
+    for model_id in model_ids:
+        ended = connection.execute(
+            sa.update(Model)
+            .where(col(Model.id) == model_id, col(Model.state).in_(TAKES_WORK))
+            .values(state=state, detail=detail)
+            .returning(col(Model.id))
+        ).first()
+        if ended is not None:
+            text, category = model_ended(model_id, state, detail)
+            failed = _fail_pending(connection, now, text, category, col(Request.model_id) == model_id)
+            if state is ModelState.UNLOADED:
+                forget(connection, model_id)
+            topics += [*failed, f"model:{model_id}"]
+    return topics
+
+
+def close_samplers(connection: sa.Connection, sampler_ids: Sequence[str], detail: str, now: datetime) -> list[str]:
+    """Close live samplers, and fail the requests that wait for them; the topics."""
+    topics: list[str] = []
+    for sampler_id in sampler_ids:
+        closed = connection.execute(
+            sa.update(Sampler)
+            .where(col(Sampler.id) == sampler_id, col(Sampler.state) == SamplerState.LIVE)
+            .values(state=SamplerState.CLOSED, detail=detail, **NEXT_COMPLETION)
+            .returning(col(Sampler.id))
+        ).first()
+        if closed is not None:
+            text, category = sampler_ended(sampler_id, detail)
+            failed = _fail_pending(connection, now, text, category, col(Request.sampler_id) == sampler_id)
+            topics += [*failed, answered(sampler_id)]
+    return [*topics, "sample"] if topics else topics
+
+
+def _fail_pending(
+    connection: sa.Connection, now: datetime, error: str, category: Category, *where: sa.ColumnElement[bool]
+) -> list[str]:
+    """Fail every request that waits and is `where`; the topics. One statement, which locks them in order of id.
+
+    The caller has taken the next number of every sampler whose requests may be among them.
+    """
+    waiting = sa.select(col(Request.id)).where(IS_PENDING, *where).order_by(col(Request.id)).with_for_update()
+    statement = (
+        sa.update(Request)
+        .where(col(Request.id).in_(waiting))
+        .values(state=RequestState.FAILED, error=error, category=category, finished_at=now, completion=COMPLETION)
+        .returning(col(Request.id))
+    )
+    return [f"done:{request_id}" for request_id in connection.execute(statement).scalars()]
+
+
+# ------------------------------------------------------------------ checkpoints
+def put_checkpoint(connection: sa.Connection, saved: CheckpointSaved, now: datetime, *, public: bool = False) -> None:
+    """Write the row of a committed checkpoint. It replaces the row of an earlier one of its path, settings included."""
     values = {
         **asdict(saved),
         "user_metadata": dict(saved.user_metadata),
         "created_at": saved.created_at or now,
-        "public": False,
+        "public": public,
         "deleted_at": None,
         "purged_at": None,
         "noted": True,
@@ -155,3 +295,62 @@ def _note_saved(connection: sa.Connection, effect: CheckpointSaved, now: datetim
         tinker_path=effect.path,
         details=details,
     )
+
+
+# ------------------------------------------------------------------ stable_reinforce
+def _record_sequences(connection: sa.Connection, effect: SequencesRecorded, now: datetime) -> None:
+    """Keep what was recorded of a session's sequences, and drop what nobody used for a day."""
+    connection.execute(sa.delete(StabilityRow).where(col(StabilityRow.used_at) < now - STABILITY_KEPT))
+    for info in effect.sequences:
+        row = {
+            "sequence_id": info.sequence_id,
+            "session_id": effect.session_id,
+            "used_at": now,
+            "tokens": info.tokens_T.astype("<i4", copy=False).tobytes(),
+            "logprobs": info.logprobs_T.astype("<f4", copy=False).tobytes(),
+        }
+        insert_if_absent(connection, StabilityRow, row)
+
+
+# ------------------------------------------------------------------ recovery snapshots (recovery.py says what they are)
+def snapshot_taken(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
+    """Record a committed snapshot, and let go of what it makes superfluous; False when it must not be used.
+
+    It must not be used when the model has ended, when a request in it is not answered yet (it would be executed twice,
+    or a save that later requests have overtaken would find another state), or when an unnamed save in it is not stored.
+    """
+    if taken.snapshot_id is not None:
+        return _published(connection, taken, now)
+    model = connection.execute(
+        sa.select(col(Model.next_seq), col(Model.state)).where(col(Model.id) == taken.model_id).with_for_update()
+    ).one()
+    if model.state not in TAKES_WORK or model.next_seq <= taken.seq_id:
+        return False
+    up_to = (col(Request.model_id) == taken.model_id, col(Request.seq_id) <= taken.seq_id)
+    waiting, unstored = (sa.exists().where(*up_to, where) for where in (IS_PENDING, IS_UNSTORED))
+    if connection.execute(sa.select(sa.or_(waiting, unstored))).scalar():
+        return False
+    if not insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now}):
+        return False
+    # Requests that all kept snapshots hold are not replayed any more.
+    newest = sa.select(col(RecoverySnapshot.seq_id)).where(
+        col(RecoverySnapshot.model_id) == taken.model_id, IS_MODEL_SNAPSHOT
+    )
+    last_kept = newest.order_by(col(RecoverySnapshot.seq_id).desc()).offset(SNAPSHOTS_KEPT - 1).limit(1)
+    forget(connection, taken.model_id, col(Request.seq_id) <= last_kept.scalar_subquery())
+    return True
+
+
+def _published(connection: sa.Connection, taken: SnapshotTaken, now: datetime) -> bool:
+    """Record the snapshot that a sampler samples. It may outlive the model; `superfluous` finds unused ones."""
+    # Inflight samplers of a model share one snapshot: what it held before goes.
+    held = col(RecoverySnapshot.snapshot_id) == taken.snapshot_id
+    connection.execute(sa.update(RecoverySnapshot).where(held).values(snapshot_id=RecoverySnapshot.path))
+    connection.execute(sa.update(Request).where(col(Request.id) == taken.snapshot_id).values(**_LET_GO))
+    return insert_if_absent(connection, RecoverySnapshot, {**asdict(taken), "created_at": now})
+
+
+def forget(connection: sa.Connection, model_id: str, *where: sa.ColumnElement[bool]) -> None:
+    """Replay the model's requests that are `where` (all by default) no more: their payloads may go."""
+    replayed = (col(Request.model_id) == model_id, *where, col(Request.replays))
+    connection.execute(sa.update(Request).where(*replayed).values(**_LET_GO))

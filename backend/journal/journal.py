@@ -10,26 +10,25 @@ from __future__ import annotations
 from typing import Self
 
 from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.journal.aggregates import (
-    AuditLog,
-    BaseModels,
-    Checkpoints,
-    Keys,
-    Losses,
-    Models,
-    Queue,
-    Requests,
-    Results,
-    Samplers,
-    Sessions,
-    Shares,
-    UsageReports,
-)
+from tinkerflow.backend.journal.audit import AuditLog
+from tinkerflow.backend.journal.base_models import BaseModels
+from tinkerflow.backend.journal.checkpoints import Checkpoints, Shares
 from tinkerflow.backend.journal.database import Database
+from tinkerflow.backend.journal.imports import Imports
+from tinkerflow.backend.journal.keys import Keys
+from tinkerflow.backend.journal.leases import Leases
+from tinkerflow.backend.journal.losses import Losses
 from tinkerflow.backend.journal.migrate import check_revision
+from tinkerflow.backend.journal.models import Models
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS, Notifier, ResultSubscriptions
-from tinkerflow.backend.journal.recovery import Leases, Recovery
+from tinkerflow.backend.journal.queue import Queue
+from tinkerflow.backend.journal.recovery import Recovery
+from tinkerflow.backend.journal.requests import Requests
+from tinkerflow.backend.journal.results import Results
+from tinkerflow.backend.journal.samplers import Samplers
+from tinkerflow.backend.journal.sessions import Sessions
 from tinkerflow.backend.journal.upkeep import Upkeep
+from tinkerflow.backend.journal.usage import UsageReports
 
 
 class Journal:
@@ -50,6 +49,7 @@ class Journal:
         self.losses = Losses(*parts)
         self.checkpoints = Checkpoints(*parts)
         self.shares = Shares(*parts)
+        self.imports = Imports(*parts)
         self.upkeep = Upkeep(*parts)
         self.usage = UsageReports(*parts)
         self.keys = Keys(*parts)

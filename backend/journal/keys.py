@@ -1,10 +1,14 @@
-"""API keys: 256 random bits each, of which only the SHA-256 is kept. A key opens its project's rows and no others."""
+"""API keys: 256 random bits each, of which only the SHA-256 is kept. A key opens its project's rows and no others.
+
+Secrets of the service itself, which all its processes share, are here too: made once, on first use.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import secrets
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -13,9 +17,8 @@ from sqlmodel import col
 
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.statements import missing
-from tinkerflow.backend.journal.tables import ApiKey
-from tinkerflow.backend.journal.views import KeyView, key_view
+from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, missing
+from tinkerflow.backend.journal.tables import ApiKey, ServiceSecret
 
 PREFIX = "tml-"
 _SHOWN = len(PREFIX) + 6
@@ -25,76 +28,107 @@ _USABLE = sa.select(ApiKey).where(col(ApiKey.id) == sa.bindparam("key_id"), col(
 _FIND = sa.select(ApiKey).where(col(ApiKey.key_hash) == sa.bindparam("hashed"), col(ApiKey.revoked_at).is_(None))
 
 
-def create_key(connection: sa.Connection, name: str, project: str, admin: bool, now: datetime) -> tuple[KeyView, str]:
-    """Make a key; what is stored of it, and the secret, which can never be shown again."""
-    secret = PREFIX + secrets.token_urlsafe(32)
-    row = connection.execute(
-        sa.insert(ApiKey)
-        .values(
-            id=new_id("key"),
-            key_hash=_hash(secret),
-            prefix=secret[:_SHOWN],
-            name=name,
-            project=project,
-            admin=admin,
-            created_at=now,
-        )
-        .returning(*sa.inspect(ApiKey).local_table.columns)
-    ).one()
-    _note(connection, now, row, audit.Event.PROJECT_KEY_CREATED)
-    return key_view(row), secret
+@dataclass(frozen=True)
+class KeyView:
+    """An API key without its secret. prefix: its first characters, for people to recognise it by."""
+
+    id: str
+    prefix: str
+    name: str
+    project: str
+    admin: bool
+    created_at: datetime
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+    @property
+    def owner(self) -> str:
+        """Whose rows this key reads and writes: everybody's in its project."""
+        return self.project
 
 
-def keys(connection: sa.Connection) -> list[KeyView]:
-    """All keys, revoked ones too, oldest first."""
-    rows = connection.execute(sa.select(ApiKey).order_by(col(ApiKey.created_at), col(ApiKey.id)))
-    return [key_view(row) for row in rows]
+class Keys(Aggregate):
+    """API keys, and the service's secrets."""
 
+    def create(self, name: str, project: str, *, admin: bool = False) -> tuple[KeyView, str]:
+        """Make an API key; what is stored of it, and its secret (`tml-...`), which is never shown again."""
+        secret, now = PREFIX + secrets.token_urlsafe(32), self._now()
+        with self._write() as connection:
+            row = connection.execute(
+                sa.insert(ApiKey)
+                .values(
+                    id=new_id("key"),
+                    key_hash=_hash(secret),
+                    prefix=secret[:_SHOWN],
+                    name=name,
+                    project=project,
+                    admin=admin,
+                    created_at=now,
+                )
+                .returning(*sa.inspect(ApiKey).local_table.columns)
+            ).one()
+            _note(connection, now, row, audit.Event.PROJECT_KEY_CREATED)
+        return as_view(KeyView, row), secret
 
-def revoke_key(connection: sa.Connection, key_id: str, now: datetime) -> KeyView:
-    """Make a key useless from now on; a revoked one stays as it is. NotFoundError for an unknown id."""
-    revoked = connection.execute(
-        sa.update(ApiKey)
-        .where(col(ApiKey.id) == key_id, col(ApiKey.revoked_at).is_(None))
-        .values(revoked_at=now)
-        .returning(*sa.inspect(ApiKey).local_table.columns)
-    ).one_or_none()
-    if revoked is not None:
-        _note(connection, now, revoked, audit.Event.PROJECT_KEY_REVOKED)
-        return key_view(revoked)
-    row = connection.execute(sa.select(ApiKey).where(col(ApiKey.id) == key_id)).one_or_none()
-    if row is None:
-        raise missing(ApiKey, key_id)
-    return key_view(row)
+    def all(self) -> list[KeyView]:
+        """All keys, revoked ones too, oldest first."""
+        with self._read() as connection:
+            rows = connection.execute(sa.select(ApiKey).order_by(col(ApiKey.created_at), col(ApiKey.id)))
+            return [as_view(KeyView, row) for row in rows]
 
+    def revoke(self, key_id: str) -> KeyView:
+        """Make a key useless from now on; a revoked one stays as it is. NotFoundError: unknown id."""
+        now = self._now()
+        with self._write() as connection:
+            row = connection.execute(
+                sa.update(ApiKey)
+                .where(col(ApiKey.id) == key_id, col(ApiKey.revoked_at).is_(None))
+                .values(revoked_at=now)
+                .returning(*sa.inspect(ApiKey).local_table.columns)
+            ).one_or_none()
+            if row is not None:
+                _note(connection, now, row, audit.Event.PROJECT_KEY_REVOKED)
+            else:
+                row = connection.execute(sa.select(ApiKey).where(col(ApiKey.id) == key_id)).one_or_none()
+        if row is None:
+            raise missing(ApiKey, key_id)
+        return as_view(KeyView, row)
 
-def find_key(connection: sa.Connection, secret: str) -> KeyView | None:
-    """The key with this secret, or None when there is none or it is revoked. One statement."""
-    hashed = _hash(secret)
-    row = connection.execute(_FIND, {"hashed": hashed}).one_or_none()
-    # The look-up is by a hash that nobody can steer; comparing again costs nothing and does not depend on the index.
-    return key_view(row) if row is not None and hmac.compare_digest(row.key_hash, hashed) else None
+    def verify(self, secret: str) -> KeyView | None:
+        """The key with this secret, None when there is none or it was revoked. Its use is noted once a minute."""
+        hashed = _hash(secret)
+        with self._read() as connection:
+            row = connection.execute(_FIND, {"hashed": hashed}).one_or_none()
+        # The look-up is by a hash that nobody can steer. Comparing again costs nothing, whatever the index does.
+        return self._used(row if row is not None and hmac.compare_digest(row.key_hash, hashed) else None)
 
+    def usable(self, key_id: str) -> KeyView | None:
+        """The key with this id (a token names it), None when it was revoked. Its use is noted once a minute."""
+        with self._read() as connection:
+            row = connection.execute(_USABLE, {"key_id": key_id}).one_or_none()
+        return self._used(row)
 
-def usable_key(connection: sa.Connection, key_id: str) -> KeyView | None:
-    """The key, or None when there is none or it is revoked. One statement."""
-    row = connection.execute(_USABLE, {"key_id": key_id}).one_or_none()
-    return None if row is None else key_view(row)
+    def has_any(self) -> bool:
+        """Whether a key was ever made: revoking the last one must not open the door again."""
+        with self._read() as connection:
+            return connection.execute(sa.select(col(ApiKey.id)).limit(1)).first() is not None
 
+    def service_secret(self, name: str) -> bytes:
+        """32 random bytes under `name`, the same for all processes: made on first use."""
+        row = {"name": name, "value": secrets.token_bytes(32), "created_at": self._now()}
+        with self._write() as connection:
+            insert_if_absent(connection, ServiceSecret, row)
+            of_name = sa.select(col(ServiceSecret.value)).where(col(ServiceSecret.name) == name)
+            return connection.execute(of_name).scalar_one()
 
-def use_is_due(key: KeyView, now: datetime) -> bool:
-    """Whether the key's last use was noted so long ago that this one should be."""
-    return key.last_used_at is None or now - key.last_used_at >= _USE_NOTED_EVERY
-
-
-def note_use(connection: sa.Connection, key_id: str, now: datetime) -> None:
-    """Note that a key was used."""
-    connection.execute(sa.update(ApiKey).where(col(ApiKey.id) == key_id).values(last_used_at=now))
-
-
-def has_keys(connection: sa.Connection) -> bool:
-    """Whether a key was ever made: revoking the last one must not open the door again."""
-    return connection.execute(sa.select(col(ApiKey.id)).limit(1)).first() is not None
+    def _used(self, row: sa.Row[Any] | None) -> KeyView | None:
+        if row is None:
+            return None
+        now = self._now()
+        if row.last_used_at is None or now - row.last_used_at >= _USE_NOTED_EVERY:
+            with self._write() as connection:
+                connection.execute(sa.update(ApiKey).where(col(ApiKey.id) == row.id).values(last_used_at=now))
+        return as_view(KeyView, row)
 
 
 def _note(connection: sa.Connection, now: datetime, row: sa.Row[Any], event: audit.Event) -> None:

@@ -1,7 +1,7 @@
 """Which engine works on this database, and since when the API answers without a pause.
 
-An engine holds the lease by its epoch: it is raised with every new holder, and whoever has an older one is refused when
-it answers requests (`check`, in the same transaction), whatever it still believes.
+An engine holds the lease by its epoch, a number that each new holder raises. An engine with an older epoch is refused
+when it answers requests, in the same transaction (Database.write, fenced), whatever that engine still believes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.errors import FencedError
-from tinkerflow.backend.journal.recovery_tables import Process
-from tinkerflow.backend.journal.statements import insert_if_absent
+from tinkerflow.backend.journal.database import Aggregate, insert_if_absent
+from tinkerflow.backend.journal.tables import Process
 
 ENGINE, API = "engine", "api"
-LEASE_SECONDS = 15.0  # without a beat, the lease is free
-PAUSE_SECONDS = 15.0  # without a beat, the API was away
-
-_HELD = sa.select(col(Process.epoch)).where(col(Process.name) == ENGINE).with_for_update(read=True)
+LEASE_SECONDS = 15.0  # without a heartbeat, the lease is free
+PAUSE_SECONDS = 15.0  # without a heartbeat, the API was away
 
 
 @dataclass(frozen=True)
@@ -31,47 +28,71 @@ class Held:
     beat_at: datetime
 
 
-def acquire(connection: sa.Connection, holder: str, now: datetime, *, force: bool) -> int | Held:
-    """Take the engine's lease when it is free, run out, or by force (its holder is known to be dead): the epoch."""
-    empty = {"name": ENGINE, "holder": "", "epoch": 0, "began_at": now, "beat_at": now}
-    insert_if_absent(connection, Process, empty)
-    row = connection.execute(sa.select(Process).where(col(Process.name) == ENGINE).with_for_update()).one()
-    if row.holder and not force and row.beat_at > now - timedelta(seconds=LEASE_SECONDS):
-        return Held(row.holder, row.beat_at)
-    values = {"holder": holder, "epoch": row.epoch + 1, "began_at": now, "beat_at": now}
-    connection.execute(sa.update(Process).where(col(Process.name) == ENGINE).values(**values))
-    return int(row.epoch) + 1
+class Leases(Aggregate):
+    """The engine's lease, and the API's heartbeats."""
 
+    @property
+    def epoch(self) -> int | None:
+        """The epoch under which this process holds the engine's lease; None when it never took it."""
+        return self._database.epoch
 
-def renew(connection: sa.Connection, epoch: int, now: datetime) -> None:
-    """Keep the lease; FencedError when another engine has it."""
-    check(connection, epoch)
-    connection.execute(sa.update(Process).where(col(Process.name) == ENGINE).values(beat_at=now))
+    def acquire(self, holder: str, *, force: bool = False) -> Held | None:
+        """Take the engine's lease if it is free or has run out; who holds it otherwise.
 
+        force: take it in any case, because its holder is known to be dead.
+        From then on this process's answers are refused (FencedError) once another engine has taken the lease.
+        """
+        now = self._now()
+        with self._write() as connection:
+            empty = {"name": ENGINE, "holder": "", "epoch": 0, "began_at": now, "beat_at": now}
+            insert_if_absent(connection, Process, empty)
+            row = connection.execute(sa.select(Process).where(col(Process.name) == ENGINE).with_for_update()).one()
+            if row.holder and not force and row.beat_at > now - timedelta(seconds=LEASE_SECONDS):
+                return Held(row.holder, row.beat_at)
+            values = {"holder": holder, "epoch": row.epoch + 1, "began_at": now, "beat_at": now}
+            connection.execute(sa.update(Process).where(col(Process.name) == ENGINE).values(**values))
+        self._database.epoch = int(row.epoch) + 1
+        return None
 
-def release(connection: sa.Connection, epoch: int) -> None:
-    """Give the lease back, if it is still ours."""
-    mine = (col(Process.name) == ENGINE, col(Process.epoch) == epoch)
-    connection.execute(sa.update(Process).where(*mine).values(holder=""))
+    def renew(self) -> None:
+        """Keep the lease; FencedError when another engine has taken it."""
+        self._check_held()
+        with self._write(fenced=True) as connection:
+            connection.execute(sa.update(Process).where(col(Process.name) == ENGINE).values(beat_at=self._now()))
 
+    def release(self) -> None:
+        """Give the lease back, if it is still ours."""
+        ours = (col(Process.name) == ENGINE, col(Process.epoch) == self._check_held())
+        with self._write() as connection:
+            connection.execute(sa.update(Process).where(*ours).values(holder=""))
 
-def check(connection: sa.Connection, epoch: int) -> None:
-    """FencedError unless the lease is still that of `epoch`. Until the transaction ends nobody can take it."""
-    if connection.execute(_HELD).scalar() != epoch:
-        raise FencedError(f"another engine works on this journal: our epoch {epoch} is over, and we may change nothing")
+    def beat(self) -> None:
+        """Say that the API answers its clients; a pause since its last heartbeat makes it begin anew."""
+        now = self._now()
+        row = {"name": API, "holder": "", "epoch": 0, "began_at": now, "beat_at": now}
+        with self._write() as connection:
+            if insert_if_absent(connection, Process, row):
+                return
+            paused = col(Process.beat_at) < now - timedelta(seconds=PAUSE_SECONDS)
+            began = sa.case((paused, now), else_=col(Process.began_at))
+            connection.execute(sa.update(Process).where(col(Process.name) == API).values(began_at=began, beat_at=now))
 
+    def answering_since(self) -> datetime | None:
+        """Since when clients can reach the API without a pause.
 
-def beat(connection: sa.Connection, now: datetime) -> None:
-    """The API answers; a pause since its last beat makes it begin anew."""
-    if insert_if_absent(connection, Process, {"name": API, "holder": "", "epoch": 0, "began_at": now, "beat_at": now}):
-        return
-    paused = col(Process.beat_at) < now - timedelta(seconds=PAUSE_SECONDS)
-    began = sa.case((paused, now), else_=col(Process.began_at))
-    connection.execute(sa.update(Process).where(col(Process.name) == API).values(began_at=began, beat_at=now))
+        None when no API ever said so, the present time when the API is away at this moment.
+        """
+        with self._read() as connection:
+            return answering_since(connection, self._now())
+
+    def _check_held(self) -> int:
+        if self._database.epoch is None:
+            raise ValueError("the engine's lease was never acquired: call acquire first")
+        return self._database.epoch
 
 
 def answering_since(connection: sa.Connection, now: datetime) -> datetime | None:
-    """Since when clients can reach the API; None when it never said so, `now` when it is away at this moment."""
+    """As Leases.answering_since, in the caller's transaction."""
     row = connection.execute(sa.select(Process).where(col(Process.name) == API)).one_or_none()
     if row is None:
         return None

@@ -17,10 +17,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.errors import Category, TooManyError, UserError
-from tinkerflow.backend.journal.kinds import TAKES_WORK, Kind
-from tinkerflow.backend.journal.records import NewRequest
-from tinkerflow.backend.journal.statements import IS_PENDING
-from tinkerflow.backend.journal.tables import Checkpoint, Model, Request
+from tinkerflow.backend.journal.tables import IS_PENDING, TAKES_WORK, Checkpoint, Kind, Model, Request
 
 
 @dataclass(frozen=True)
@@ -58,38 +55,43 @@ _COUNT_BYTES = sa.select(sa.func.coalesce(sa.func.sum(col(Checkpoint.size_bytes)
 )
 
 
-def take_turn(connection: sa.Connection, request: NewRequest, limits: Limits) -> None:
-    """Wait for the project's other transactions that add to what is limited; before any row is locked."""
-    creates = request.kind in (Kind.CREATE_MODEL, Kind.LOAD_MODEL)
+def take_turn(connection: sa.Connection, limits: Limits, owner: str, kind: Kind, tokens: int, *, stores: bool) -> None:
+    """Wait for the project's other transactions that add to what is limited; before any row is locked.
+
+    owner: the project. kind, tokens, stores: of the request that would add to it, as in NewRequest.
+    """
+    creates = kind in (Kind.CREATE_MODEL, Kind.LOAD_MODEL)
     limited = (
-        (request.kind == Kind.SAMPLE and limits.sampling_requests)
-        or (request.tokens and limits.queued_tokens)
-        or (request.stores and limits.stored_bytes)
+        (kind == Kind.SAMPLE and limits.sampling_requests)
+        or (tokens and limits.queued_tokens)
+        or (stores and limits.stored_bytes)
         or (creates and limits.live_models)
     )
     if limited and connection.dialect.name == "postgresql":
-        connection.execute(_TURN, {"owner": request.owner})
+        connection.execute(_TURN, {"owner": owner})
 
 
-def check_sample(connection: sa.Connection, request: NewRequest, limits: Limits) -> None:
+def check_sample(connection: sa.Connection, limits: Limits, owner: str) -> None:
     """TooManyError when the project has as many samples waiting as it may: the client sends this one again later."""
     most = limits.sampling_requests
-    if most and _ask(connection, _COUNT_SAMPLES, request.owner, at_most=most) >= most:
+    if most and _ask(connection, _COUNT_SAMPLES, owner, at_most=most) >= most:
         raise TooManyError(
             f"this project has {most} sampling requests waiting, as many as it may (max_sampling_requests)"
         )
 
 
-def training_failure(connection: sa.Connection, request: NewRequest, limits: Limits) -> tuple[str, Category] | None:
+def training_failure(
+    connection: sa.Connection, limits: Limits, owner: str, tokens: int, *, stores: bool
+) -> tuple[str, Category] | None:
     """Why the project may not have this operation now, or None. No statement for what adds nothing that is limited."""
-    if request.tokens and limits.queued_tokens:
-        waiting = _ask(connection, _COUNT_TOKENS, request.owner)
-        if waiting + request.tokens > limits.queued_tokens:
+    if tokens and limits.queued_tokens:
+        waiting = _ask(connection, _COUNT_TOKENS, owner)
+        if waiting + tokens > limits.queued_tokens:
             return _over(
-                f"the request has {request.tokens} tokens, and this project has {waiting} waiting: "
+                f"the request has {tokens} tokens, and this project has {waiting} waiting: "
                 f"together they must be at most {limits.queued_tokens} (max_queued_tokens)"
             )
-    return storage_failure(connection, request.owner, limits) if request.stores else None
+    return storage_failure(connection, owner, limits) if stores else None
 
 
 def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> tuple[str, Category] | None:

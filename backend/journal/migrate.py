@@ -20,8 +20,8 @@ from tinkerflow.backend.journal.database import Database
 _LOCK = 0x74696E6B  # any number, the same in every process
 
 
-def migrate(url: str) -> None:
-    """Upgrade the database to the newest schema, making an SQLite file if need be.
+def migrate(url: str, revision: str = "head") -> None:
+    """Upgrade the database to the newest schema (or to `revision`), making an SQLite file if need be.
 
     Several processes may call this at once: one works in a transaction, the others wait and then find nothing to do.
     """
@@ -32,7 +32,7 @@ def migrate(url: str) -> None:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             config = _config()
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            command.upgrade(config, revision)
     finally:
         database.close()
 

@@ -1,131 +1,258 @@
-"""The part of the journal that only recovery uses: `journal.recovery`. Every method is one short transaction."""
+"""Recovery: what a model is made of. Its last recovery snapshot, and the executed requests since, replayed in order.
+
+The order of seq_id is the order of execution, and no two requests ever share a command of the pool. So the rows are
+the whole record of how a model came to be, and nothing more is written before a command is sent. A request that was
+sent and not answered is still pending; it is executed again, because what it did ended with its worker group. That may
+be a save which later requests have overtaken: a replay passes its place, so no snapshot past it counts before its
+answer.
+
+Payloads stay exactly as long as a replay may need them. `replays` is set with the answer of a request that changed its
+model. It is taken back when two snapshots that hold the request are committed (the newer one may turn out to be
+damaged), when the model is unloaded, or when the session of a model that failed is over.
+
+An unnamed save is answered when its weights are published in the worker group, and stored after that. Until then it
+`replays` too: the replay passes its place, where the weights are copied again. No snapshot past it counts before the
+weights are stored, unless no sampler uses them any more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
-from tinkerflow.backend.journal import condition, history, leases
-from tinkerflow.backend.journal.condition import Condition
-from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.leases import Held
-from tinkerflow.backend.journal.records import SnapshotTaken
-from tinkerflow.backend.journal.views import Executed, Pending, SnapshotView
+import sqlalchemy as sa
+from sqlalchemy.orm import Mapped
+from sqlmodel import col
+
+from tinkerflow.backend.journal.database import Aggregate, as_view, in_chunks, insert_if_absent
+from tinkerflow.backend.journal.effects import (
+    IS_MODEL_SNAPSHOT,
+    IS_UNSTORED,
+    SNAPSHOTS_KEPT,
+    SnapshotTaken,
+    snapshot_taken,
+)
+from tinkerflow.backend.journal.requests import Pending
+from tinkerflow.backend.journal.tables import (
+    IS_PENDING,
+    TAKES_WORK,
+    BaseModelRow,
+    Model,
+    ModelState,
+    Process,
+    RecoverySnapshot,
+    Request,
+    RequestState,
+    Sampler,
+    SamplerState,
+    Session,
+    SessionState,
+    Suspect,
+)
 
 
-class Leases(Aggregate):
-    """The engine's lease, and the API's heartbeats."""
+@dataclass(frozen=True)
+class Executed:
+    """A request to replay. succeeded: how it ended the first time, None when that is not known any more.
 
-    @property
-    def epoch(self) -> int | None:
-        """The epoch under which this process holds the engine's lease; None when it never took it."""
-        return self._database.epoch
+    answered_at: when that was; None: it is a save that later requests have overtaken, and still to be answered. A save
+    that is answered and replayed is not stored yet.
+    """
 
-    def acquire(self, holder: str, *, force: bool = False) -> Held | None:
-        """Take the engine's lease; who holds it if that fails. From then on answers are refused when it is lost."""
-        with self._database.write() as connection:
-            taken = leases.acquire(connection, holder, self._clock.now(), force=force)
-        if isinstance(taken, Held):
-            return taken
-        self._database.epoch = taken
-        return None
+    request: Pending
+    succeeded: bool | None
+    answered_at: datetime | None
 
-    def renew(self) -> None:
-        """Keep the lease; FencedError when another engine has taken it."""
-        with self._database.write() as connection:
-            leases.renew(connection, self._held(), self._clock.now())
 
-    def release(self) -> None:
-        """Give the lease back."""
-        with self._database.write() as connection:
-            leases.release(connection, self._held())
+@dataclass(frozen=True)
+class SnapshotView:
+    """A committed recovery snapshot; see SnapshotTaken."""
 
-    def beat(self) -> None:
-        """Say that the API answers its clients."""
-        with self._database.write() as connection:
-            leases.beat(connection, self._clock.now())
+    path: str
+    model_id: str
+    seq_id: int
+    snapshot_id: str | None
+    step: int
+    size_bytes: int
+    created_at: datetime
 
-    def answering_since(self) -> datetime | None:
-        """Since when clients can reach the API without a pause; None when no API ever said so."""
-        with self._database.read() as connection:
-            return leases.answering_since(connection, self._clock.now())
 
-    def _held(self) -> int:
-        if self._database.epoch is None:
-            raise ValueError("the engine's lease was never acquired: call acquire first")
-        return self._database.epoch
+@dataclass(frozen=True)
+class Health:
+    """The state of the service, for `tinkerflow doctor`.
+
+    beats: when each part (`engine`, `api`) last said that it works; parts that were stopped in order are not in it.
+    waits: why the requests of a base model or a model are not executed at present.
+    suspects: how many pending requests a worker group was executing when it ended.
+    """
+
+    beats: Mapping[str, datetime]
+    waits: Mapping[str, str]
+    suspects: int
 
 
 class Recovery(Aggregate):
-    """Snapshots, what is replayed after them, and suspects."""
+    """Snapshots, what is replayed after them, suspects, and the health of the service."""
 
     def snapshot_taken(self, taken: SnapshotTaken) -> bool:
-        """Record a snapshot whose commit is in the store; False when it must not be used, and should be deleted."""
-        with self._database.write() as connection:
-            if self._database.epoch is not None:
-                leases.check(connection, self._database.epoch)
-            return history.snapshot_taken(connection, taken, self._clock.now())
+        """Record a snapshot whose commit is in the store; False when it must not be used, and should be deleted.
+
+        FencedError from an engine whose lease another one has taken.
+        """
+        with self._write(fenced=True) as connection:
+            return snapshot_taken(connection, taken, self._now())
 
     def snapshots(self, model_id: str | None = None) -> list[SnapshotView]:
         """Snapshots of a model, or of all, newest first."""
-        with self._database.read() as connection:
-            return history.snapshots(connection, model_id)
+        where = [IS_MODEL_SNAPSHOT] if model_id is None else [IS_MODEL_SNAPSHOT, _of_model(model_id)]
+        newest = (col(RecoverySnapshot.model_id), col(RecoverySnapshot.seq_id).desc())
+        with self._read() as connection:
+            rows = connection.execute(sa.select(RecoverySnapshot).where(*where).order_by(*newest))
+            return [as_view(SnapshotView, row) for row in rows]
 
     def restorable(self, model_id: str) -> list[SnapshotView]:
         """The model's snapshots after which everything is still there to be replayed, newest first."""
-        return self.snapshots(model_id)[: history.KEPT]
+        return self.snapshots(model_id)[:SNAPSHOTS_KEPT]
 
     def sampler_snapshot(self, snapshot_id: str) -> SnapshotView | None:
-        """Where the weights of a sampling snapshot are stored, if they are."""
-        with self._database.read() as connection:
-            return history.sampler_snapshot(connection, snapshot_id)
+        """Where the weights of a sampling snapshot are stored; None when they are not (yet: see `is_unstored`)."""
+        of_sampler = sa.select(RecoverySnapshot).where(col(RecoverySnapshot.snapshot_id) == snapshot_id)
+        with self._read() as connection:
+            row = connection.execute(of_sampler).one_or_none()
+        return None if row is None else as_view(SnapshotView, row)
 
     def unstored_models(self) -> list[str]:
         """Ids of models that take work and have saves as in `unstored`. One statement."""
-        with self._database.read() as connection:
-            return history.unstored_models(connection)
+        with self._read() as connection:
+            return [str(model_id) for model_id in connection.execute(_unstored(col(Model.id)).distinct()).scalars()]
 
     def is_unstored(self, snapshot_id: str) -> bool:
         """Whether a save as in `unstored`, of a model that takes work, has published this snapshot."""
-        with self._database.read() as connection:
-            return history.is_unstored(connection, snapshot_id)
+        with self._read() as connection:
+            published = _unstored(col(Request.id)).where(col(Request.id) == snapshot_id)
+            return connection.execute(published).first() is not None
 
     def unstored(self, model_id: str) -> list[Pending]:
         """The model's unnamed saves that are answered, used by samplers and not stored yet, in order."""
-        with self._database.read() as connection:
-            return history.unstored(connection, model_id)
+        of_model = sa.select(Request).where(col(Request.model_id) == model_id, IS_UNSTORED)
+        with self._read() as connection:
+            return [Pending.of(row) for row in connection.execute(of_model.order_by(col(Request.seq_id)))]
 
     def executed(self, model_id: str, after: int, limit: int) -> list[Executed]:
-        """What to replay after seq_id `after`, in order, at most `limit` requests."""
-        with self._database.read() as connection:
-            return history.executed(connection, model_id, after, limit)
+        """What to replay after seq_id `after`, in order, at most `limit`, with the saves that these have overtaken."""
+        next_seq = sa.select(col(Model.next_seq)).where(col(Model.id) == model_id).scalar_subquery()
+        overtaken = sa.and_(IS_PENDING, col(Request.seq_id) < next_seq)
+        of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays) | overtaken)
+        with self._read() as connection:
+            rows = connection.execute(sa.select(Request).where(*of_model).order_by(col(Request.seq_id)).limit(limit))
+            return [
+                Executed(Pending.of(row), None if row.dropped_at else row.state == RequestState.DONE, row.finished_at)
+                for row in rows
+            ]
 
     def count_executed(self, model_id: str, after: int) -> int:
         """How many requests there are to replay after seq_id `after`."""
-        with self._database.read() as connection:
-            return history.count_executed(connection, model_id, after)
+        of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays))
+        with self._read() as connection:
+            return connection.execute(sa.select(sa.func.count()).select_from(Request).where(*of_model)).scalar_one()
 
     def superfluous(self, limit: int = 100) -> list[str]:
-        """Paths of snapshots that nothing needs any more."""
-        with self._database.read() as connection:
-            return history.superfluous(connection, limit)
+        """Paths of at most `limit` snapshots that nothing needs any more.
+
+        These are all but the newest SNAPSHOTS_KEPT of a model, the snapshots of models that ended for good, and
+        sampling snapshots that no live sampler uses.
+        """
+        age = sa.func.row_number().over(
+            partition_by=(col(RecoverySnapshot.model_id), IS_MODEL_SNAPSHOT),
+            order_by=col(RecoverySnapshot.seq_id).desc(),
+        )
+        ranked = sa.select(RecoverySnapshot, age.label("age")).subquery()
+        # A model that failed can be revived (models.py) while its session goes on.
+        in_use = sa.exists().where(col(Session.id) == col(Model.session_id), col(Session.state) == SessionState.ACTIVE)
+        may_live = sa.or_(
+            col(Model.state).in_(TAKES_WORK), sa.and_(col(Model.state) != ModelState.UNLOADED, in_use.correlate(Model))
+        )
+        live_model = sa.exists().where(col(Model.id) == ranked.c.model_id, may_live)
+        used = sa.exists().where(
+            col(Sampler.snapshot_id) == ranked.c.snapshot_id, col(Sampler.state) == SamplerState.LIVE
+        )
+        of_model = ranked.c.snapshot_id.is_(None)
+        needless = sa.or_(
+            sa.and_(of_model, sa.or_(ranked.c.age > SNAPSHOTS_KEPT, sa.not_(live_model))),
+            sa.and_(sa.not_(of_model), sa.not_(used)),
+        )
+        with self._read() as connection:
+            return list(connection.execute(sa.select(ranked.c.path).where(needless).limit(limit)).scalars())
 
     def strays(self, found: Mapping[str, str]) -> dict[str, str]:
-        """Of recovery snapshots in the store (path: model id) those that are of no live model, not listed: whose."""
-        with self._database.read() as connection:
-            return history.strays(connection, found)
+        """Of snapshots in the store (the path of each, and its model): which nobody needs or sweeps away, and why.
+
+        Snapshots that have a row are looked after by `superfluous`. One of a live model may be about to get its row.
+        """
+        known, states = set[str](), dict[str, str]()
+        with self._read() as connection:
+            for paths in in_chunks(found):
+                rows = sa.select(col(RecoverySnapshot.path)).where(col(RecoverySnapshot.path).in_(paths))
+                known |= set(connection.execute(rows).scalars())
+            for models in in_chunks(set(found.values())):
+                of_models = sa.select(col(Model.id), col(Model.state)).where(col(Model.id).in_(models))
+                states |= {row.id: row.state for row in connection.execute(of_models)}
+        return {
+            path: f"model {model_id}, which is {states[model_id]}"
+            if model_id in states
+            else f"unknown model {model_id}"
+            for path, model_id in found.items()
+            if path not in known and states.get(model_id) not in TAKES_WORK
+        }
 
     def forget_snapshot(self, path: str) -> None:
-        """Note that a snapshot is deleted."""
-        with self._database.write() as connection:
-            history.forget_snapshot(connection, path)
+        """Note that the store does not hold a snapshot any more."""
+        with self._write() as connection:
+            connection.execute(sa.delete(RecoverySnapshot).where(col(RecoverySnapshot.path) == path))
 
     def suspect(self, request_ids: Sequence[str], *, crashed: bool) -> dict[str, tuple[int, int]]:
         """Note that a worker group ended while it executed these; of each, how many did, and how many by crashing."""
-        with self._database.write() as connection:
-            return history.suspect(connection, request_ids, crashed)
+        counts: dict[str, tuple[int, int]] = {}
+        with self._write() as connection:
+            for request_id in request_ids:
+                insert_if_absent(connection, Suspect, {"request_id": request_id, "deaths": 0, "crashes": 0})
+                row = connection.execute(
+                    sa.update(Suspect)
+                    .where(col(Suspect.request_id) == request_id)
+                    .values(deaths=Suspect.deaths + 1, crashes=Suspect.crashes + int(crashed))
+                    .returning(col(Suspect.deaths), col(Suspect.crashes))
+                ).one()
+                counts[request_id] = (row.deaths, row.crashes)
+        return counts
 
-    def health(self) -> Condition:
-        """What works, what is waited for, and what is suspected, for people."""
-        with self._database.read() as connection:
-            return condition.condition(connection)
+    def health(self) -> Health:
+        """What works, what is waited for, and what is suspected, for people. Three statements."""
+        engine_gone = sa.and_(col(Process.name) == "engine", col(Process.holder) == "")
+        of_bases = sa.select(col(BaseModelRow.name), col(BaseModelRow.progress))
+        of_models = sa.select(col(Model.id), col(Model.progress))
+        waiting = sa.union_all(
+            of_bases.where(col(BaseModelRow.progress).is_not(None)), of_models.where(col(Model.progress).is_not(None))
+        )
+        pending_suspects = (
+            sa.select(sa.func.count())
+            .select_from(Suspect)
+            .join(Request, col(Request.id) == col(Suspect.request_id))
+            .where(col(Request.state) == RequestState.PENDING)
+        )
+        with self._read() as connection:
+            beats = connection.execute(sa.select(col(Process.name), col(Process.beat_at)).where(sa.not_(engine_gone)))
+            return Health(
+                {row.name: row.beat_at for row in beats},
+                {name: str(text) for name, text in connection.execute(waiting)},
+                int(connection.execute(pending_suspects).scalar_one()),
+            )
+
+
+def _of_model(model_id: str) -> sa.ColumnElement[bool]:
+    return col(RecoverySnapshot.model_id) == model_id
+
+
+def _unstored(what: Mapped[str]) -> sa.Select[tuple[str]]:
+    of_model = sa.select(what).join(Model, col(Model.id) == col(Request.model_id)).select_from(Request)
+    return of_model.where(IS_UNSTORED, col(Model.state).in_(TAKES_WORK))

@@ -1,42 +1,131 @@
-"""Sampling sessions that a client opens itself, and which snapshots are still in use."""
+"""Samplers: sampling sessions that clients open themselves, and the numbers of their answers.
+
+Every transaction that answers requests of a sampler takes the sampler's next number, and the requests carry it
+(`completion`). results.py says what the numbers are for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
 import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.errors import ConflictError, UserError
-from tinkerflow.backend.journal import effects
-from tinkerflow.backend.journal.kinds import SamplerState, SessionState
-from tinkerflow.backend.journal.records import NewSampler
-from tinkerflow.backend.journal.statements import missing, owned_by
-from tinkerflow.backend.journal.submitting import session_over
-from tinkerflow.backend.journal.tables import Sampler, Session
+from tinkerflow.backend.journal.database import (
+    Aggregate,
+    as_view,
+    get_owned,
+    insert_if_absent,
+    is_owned,
+    missing,
+    owned_by,
+)
+from tinkerflow.backend.journal.tables import Request, Sampler, SamplerState, Session, SessionState, session_over
+
+CLONE_BLOCK = 1_000_000_000  # the sequence ids of clone n of a client are [n * CLONE_BLOCK, (n + 1) * CLONE_BLOCK)
+NEXT_COMPLETION = {"last_completion": col(Sampler.last_completion) + 1}
+# The number of the transaction that we are in; NULL for training requests.
+COMPLETION = sa.select(col(Sampler.last_completion)).where(col(Sampler.id) == col(Request.sampler_id)).scalar_subquery()
+_JOIN = (
+    sa.update(Sampler).where(is_owned(Sampler)).values(clones=col(Sampler.clones) + 1).returning(col(Sampler.clones))
+)
 
 
-def open_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime) -> str:
-    """Make a sampler in an active session; repeating it changes nothing, the id with other content is a conflict."""
-    locked = sa.select(Session).where(col(Session.id) == sampler.session_id, *owned_by(Session, sampler.owner))
-    session = connection.execute(locked.with_for_update(read=True)).one_or_none()
-    if session is None:
-        raise missing(Session, sampler.session_id)
-    if session.state != SessionState.ACTIVE:
-        raise UserError(session_over(session.id, session.state, session.detail)[0])
-    if not effects.open_sampler(connection, sampler, now):
-        stored = connection.execute(sa.select(Sampler).where(col(Sampler.id) == sampler.id)).one()
-        if (stored.base_model, stored.model_path) != (sampler.base_model, sampler.model_path):
-            raise ConflictError(
-                f"sampler {sampler.id} exists already for {stored.model_path or stored.base_model}, "
-                f"not for {sampler.model_path or sampler.base_model}"
-            )
-    return sampler.id
+@dataclass(frozen=True)
+class NewSampler:
+    """A sampling session; its id is `{session_id}:sample:{n}` (tinkerflow.backend.ids.sampler_id).
+
+    model_path: the checkpoint it samples (it can be loaded again); snapshot_id: its snapshot in the worker group.
+    Both None: the base model itself.
+    """
+
+    id: str
+    session_id: str
+    owner: str
+    base_model: str
+    model_path: str | None = None
+    snapshot_id: str | None = None
 
 
-def unused_snapshots(connection: sa.Connection, snapshot_ids: Collection[str]) -> set[str]:
-    """Those of the snapshots that no live sampler uses."""
-    live = (col(Sampler.snapshot_id).in_(snapshot_ids), col(Sampler.state) == SamplerState.LIVE)
-    used = connection.execute(sa.select(col(Sampler.snapshot_id)).where(*live)).scalars()
-    return set(snapshot_ids) - set(used)
+@dataclass(frozen=True)
+class SamplerView:
+    """A sampling session; see NewSampler for model_path and snapshot_id."""
+
+    id: str
+    session_id: str
+    owner: str
+    base_model: str
+    model_path: str | None
+    snapshot_id: str | None
+    state: SamplerState
+    detail: str | None
+    created_at: datetime
+
+
+class Samplers(Aggregate):
+    """Sampling sessions."""
+
+    def open(self, sampler: NewSampler) -> str:
+        """Make a sampler; its id. Repeating changes nothing.
+
+        NotFoundError: unknown or foreign session. UserError: the session is over. ConflictError: the id has other
+        content.
+        """
+        with self._write() as connection:
+            locked = sa.select(Session).where(col(Session.id) == sampler.session_id, *owned_by(Session, sampler.owner))
+            session = connection.execute(locked.with_for_update(read=True)).one_or_none()
+            if session is None:
+                raise missing(Session, sampler.session_id)
+            if session.state != SessionState.ACTIVE:
+                raise UserError(session_over(session.id, session.state, session.detail)[0])
+            if not insert_sampler(connection, sampler, self._now()):
+                stored = connection.execute(sa.select(Sampler).where(col(Sampler.id) == sampler.id)).one()
+                if (stored.base_model, stored.model_path) != (sampler.base_model, sampler.model_path):
+                    raise ConflictError(
+                        f"sampler {sampler.id} exists already for {stored.model_path or stored.base_model}, "
+                        f"not for {sampler.model_path or sampler.base_model}"
+                    )
+        return sampler.id
+
+    def get(self, sampler_id: str, owner: str | None) -> SamplerView:
+        """A sampler; NotFoundError when it is unknown or foreign."""
+        with self._read() as connection:
+            return as_view(SamplerView, get_owned(connection, Sampler, sampler_id, owner))
+
+    def of_session(self, session_id: str) -> list[SamplerView]:
+        """The session's samplers, in any state."""
+        statement = sa.select(Sampler).where(col(Sampler.session_id) == session_id).order_by(col(Sampler.id))
+        with self._read() as connection:
+            return [as_view(SamplerView, row) for row in connection.execute(statement)]
+
+    def unused_snapshots(self, snapshot_ids: Collection[str]) -> set[str]:
+        """The snapshots among `snapshot_ids` that no live sampler uses: they can be dropped."""
+        live = (col(Sampler.snapshot_id).in_(snapshot_ids), col(Sampler.state) == SamplerState.LIVE)
+        with self._read() as connection:
+            used = connection.execute(sa.select(col(Sampler.snapshot_id)).where(*live)).scalars()
+            return set(snapshot_ids) - set(used)
+
+    def join(self, sampler_id: str, owner: str | None) -> int:
+        """A number from 1 for a copy of the sampler's client; no two copies ever get the same. One statement.
+
+        NotFoundError: unknown or foreign sampler.
+        """
+        with self._write() as connection:
+            clone = connection.execute(_JOIN, {"row_id": sampler_id, "as_owner": owner}).scalar()
+        if clone is None:
+            raise missing(Sampler, sampler_id)
+        return int(clone)
+
+
+def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime) -> bool:
+    """Make the sampler's row unless its id exists; whether it was made."""
+    values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now, "last_completion": 0, "clones": 0}
+    return insert_if_absent(connection, Sampler, values)
+
+
+def answered(sampler_id: str, seq_id: int | None = None) -> str:
+    """The topic for answers of a sampler: `answered:<clone>:<sampler>`, for all its clones without seq_id."""
+    return f"answered:{'' if seq_id is None else seq_id // CLONE_BLOCK}:{sampler_id}"

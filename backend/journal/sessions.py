@@ -1,23 +1,54 @@
-"""Sessions: they begin, beat, and end; its samplers close with it, its models are unloaded in order."""
+"""Sessions: they begin, send heartbeats and end; they are listed, searched and timed.
+
+A session's samplers close with it. Its models are unloaded in order, by a request. The project of a session is its
+label `project_id`, or its owner when it has none: the owner (the project of the key that made the session) is the
+boundary between tenants, and labels only sort what is inside.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from typing import Any, Literal
 
 import sqlalchemy as sa
+from sqlalchemy.orm import aliased
 from sqlmodel import col
 
+from tinkerflow.backend.errors import Category, NotFoundError, StateLostError
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.blame import what_failed
-from tinkerflow.backend.journal.effects import end_samplers
-from tinkerflow.backend.journal.kinds import TAKES_WORK, Kind, SamplerState, SessionState
-from tinkerflow.backend.journal.records import NewSession
-from tinkerflow.backend.journal.statements import IS_PENDING, get_owned, is_owned, locked_ids, missing
-from tinkerflow.backend.journal.submitting import session_over
-from tinkerflow.backend.journal.tables import Model, Request, Sampler, Session
-from tinkerflow.backend.journal.views import SamplerView, SessionFailure, sampler_view
+from tinkerflow.backend.journal.checkpoints import exists
+from tinkerflow.backend.journal.database import (
+    Aggregate,
+    as_view,
+    get_owned,
+    insert_if_absent,
+    is_owned,
+    locked_ids,
+    missing,
+    owned_by,
+)
+from tinkerflow.backend.journal.effects import close_samplers
+from tinkerflow.backend.journal.leases import answering_since
+from tinkerflow.backend.journal.tables import (
+    Checkpoint,
+    Kind,
+    Model,
+    ModelState,
+    Request,
+    RequestState,
+    Sampler,
+    SamplerState,
+    Session,
+    SessionState,
+    session_over,
+)
+
+PROJECT: sa.ColumnElement[str] = sa.func.coalesce(col(Session.project_id), col(Session.owner))
+SessionStatus = Literal["active", "cancelled", "failed", "client_finished"]
 
 _IS_ACTIVE = col(Session.state) == SessionState.ACTIVE
 _HEARTBEAT = (
@@ -26,44 +57,268 @@ _HEARTBEAT = (
     .values(last_seen_at=sa.case((_IS_ACTIVE, sa.bindparam("now")), else_=col(Session.last_seen_at)))
     .returning(col(Session.state))
 )
+_NEWEST = (col(Session.created_at).desc(), col(Session.id).desc())
+_BATCH = 500  # rows read at once when texts decide, which SQL does not compare alike everywhere
+_NEWER = aliased(Request, name="newer")
 
 
-def create_session(connection: sa.Connection, session: NewSession, now: datetime) -> str:
-    """Store a new active session; its id."""
-    session_id = new_id("sess")
-    connection.execute(
-        sa.insert(Session).values(
-            **{**asdict(session), "tags": list(session.tags), "user_metadata": dict(session.user_metadata)},
-            id=session_id,
-            state=SessionState.ACTIVE,
-            created_at=now,
-            last_seen_at=now,
-        )
-    )
-    return session_id
+@dataclass(frozen=True)
+class NewSession:
+    """A client's session, as create_session describes it. key_id: the key that made it, "" without keys.
+
+    owner is the tenant boundary; project_id is a label of the client's inside it.
+    """
+
+    owner: str
+    sdk_version: str
+    tags: tuple[str, ...] = ()
+    user_metadata: Mapping[str, object] = field(default_factory=dict)
+    project_id: str | None = None
+    display_name: str | None = None
+    key_id: str = ""
 
 
-def heartbeat(connection: sa.Connection, session_id: str, owner: str | None, now: datetime) -> SessionState:
-    """Note that an active session's client lives; the session's state. One statement."""
-    beat = {"row_id": session_id, "as_owner": owner, "now": now}
-    state = connection.execute(_HEARTBEAT, beat).scalar()
-    if state is None:
-        raise missing(Session, session_id)
-    return SessionState(state)
+@dataclass(frozen=True)
+class SessionFailure:
+    """What an expired session had failed at: a `training_run`, `sampling_session` or `request` with this id.
+
+    request_kind: the Kind of the request, None for a training run or sampling session. message: its error, or why it
+    was lost.
+    """
+
+    category: Category
+    what: Literal["training_run", "sampling_session", "request"]
+    id: str
+    request_kind: str | None
+    message: str
 
 
-def end_session(
-    connection: sa.Connection,
-    session_id: str,
-    state: SessionState,
-    detail: str | None,
-    now: datetime,
-    *,
-    finish_reason: str | None = None,
-    failure: SessionFailure | None = None,
+@dataclass(frozen=True)
+class SessionView:
+    """A session. finish_reason, detail: what the client said when it finished; or detail: why it expired.
+
+    failure: of expired sessions, None when nothing had failed. key_id: the key that made it, "" without keys.
+    """
+
+    id: str
+    owner: str
+    key_id: str
+    tags: tuple[str, ...]
+    user_metadata: Mapping[str, object]
+    sdk_version: str
+    project_id: str | None
+    display_name: str | None
+    state: SessionState
+    detail: str | None
+    finish_reason: str | None
+    failure: SessionFailure | None
+    created_at: datetime
+    last_seen_at: datetime
+    ended_at: datetime | None
+
+    @property
+    def project(self) -> str:
+        """The project it is in: its label, or its owner when it has none."""
+        return self.project_id or self.owner
+
+
+@dataclass(frozen=True)
+class SessionSummary:
+    """A session with how many checkpoints its runs have now, and their bytes."""
+
+    session: SessionView
+    checkpoints: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class SessionQuery:
+    """What to look for; None and empty mean anything.
+
+    statuses: status, and for client_finished the reasons that count (None: all). text fields: see `_matches`.
+    after: created_at and id of the last session of the page before.
+    """
+
+    session_id: str | None = None
+    display_name: str | None = None
+    projects: tuple[str, ...] | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    owners: tuple[str, ...] | None = None
+    statuses: tuple[tuple[SessionStatus, tuple[str, ...] | None], ...] | None = None
+    limit: int = 50
+    after: tuple[datetime, str] | None = None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When a request came, when work on it began (None: not, or not yet), and when it was answered."""
+
+    id: str
+    kind: Kind
+    model_id: str | None
+    sampler_id: str | None
+    seq_id: int | None
+    state: str
+    base_model: str
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+class Sessions(Aggregate):
+    """Clients' sessions."""
+
+    def create(self, session: NewSession) -> str:
+        """Begin a session; its id."""
+        session_id = new_id("sess")
+        with self._write() as connection:
+            insert_session(connection, session_id, session, self._now())
+        return session_id
+
+    def get(self, session_id: str, owner: str | None) -> SessionView:
+        """A session; NotFoundError when it is unknown or foreign."""
+        with self._read() as connection:
+            return _view(get_owned(connection, Session, session_id, owner))
+
+    def heartbeat(self, session_id: str, owner: str | None) -> SessionState:
+        """Note that an active session's client lives; the session's state, which does not change. One statement.
+
+        NotFoundError: unknown or foreign session.
+        """
+        with self._write() as connection:
+            beat = {"row_id": session_id, "as_owner": owner, "now": self._now()}
+            state = connection.execute(_HEARTBEAT, beat).scalar()
+        if state is None:
+            raise missing(Session, session_id)
+        return SessionState(state)
+
+    def finish(self, session_id: str, owner: str | None, detail: str | None = None, *, reason: str = "success") -> None:
+        """End a session for its client: samplers close, models wait for their unload. Repeating changes nothing.
+
+        detail, reason: what the client says of the end. NotFoundError: unknown or foreign session.
+        """
+        said = {"detail": detail, "finish_reason": reason}
+        with self._write() as connection:
+            get_owned(connection, Session, session_id, owner)
+            topics = _end(connection, session_id, SessionState.FINISHED, self._now(), said)
+        self._publish(*topics)
+
+    def expire(self, timeout: float) -> list[str]:
+        """End sessions that sent neither heartbeat nor training request for `timeout` seconds; their ids.
+
+        No session ends while clients could not reach the API for all of that time: nobody could have sent anything.
+        """
+        before, now = self._ago(timeout), self._now()
+        with self._read() as connection:
+            since = answering_since(connection, now)
+        if since is not None and since > before:
+            return []
+        busy = sa.exists().where(col(Model.session_id) == col(Session.id), col(Model.last_request_at) >= before)
+        silent = (_IS_ACTIVE, col(Session.last_seen_at) < before, sa.not_(busy))
+        why = f"no heartbeat since {before.isoformat(timespec='seconds')}"
+        topics: list[str] = []
+        with self._write() as connection:
+            expired = locked_ids(connection, Session, *silent)
+            for session_id in expired:
+                failure = what_failed(connection, session_id)
+                said = {"detail": why, "failure": None if failure is None else asdict(failure)}
+                topics += _end(connection, session_id, SessionState.EXPIRED, now, said)
+        self._publish(*topics)
+        return expired
+
+    def assign_project(self, session_id: str, owner: str | None, project_id: str, *, key_id: str = "") -> None:
+        """Put a session under another label inside its owner's project; what it used and stores counts there.
+
+        key_id: who asks, for the audit log. NotFoundError: unknown or foreign session.
+        """
+        with self._write() as connection:
+            before = get_owned(connection, Session, session_id, owner)
+            connection.execute(sa.update(Session).where(col(Session.id) == session_id).values(project_id=project_id))
+            details = {
+                "session_id": session_id,
+                "project_id": project_id,
+                "previous_project_id": before.project_id,
+                "key_id": key_id,
+            }
+            event = audit.Event.PROJECT_SESSION_ASSIGNED
+            audit.note(connection, self._now(), owner=before.owner, event=event, details=details)
+
+    def ids(self, owner: str | None, *, limit: int, offset: int) -> list[str]:
+        """Ids of sessions, newest first. One statement."""
+        mine = sa.select(col(Session.id)).where(*owned_by(Session, owner))
+        with self._read() as connection:
+            return list(connection.execute(mine.order_by(*_NEWEST).limit(limit).offset(offset)).scalars())
+
+    def search(self, query: SessionQuery, owner: str | None) -> tuple[list[SessionSummary], bool]:
+        """At most query.limit sessions that match, newest first, and whether there are more.
+
+        NotFoundError: a project that no session of the caller's carries.
+        """
+        mine = owned_by(Session, owner)
+        matching = sa.select(Session).where(*mine, *_conditions(query)).order_by(*_NEWEST)
+        found: list[sa.Row[Any]] = []
+        by_text = bool(query.user_metadata) or query.display_name is not None
+        size, after = (_BATCH if by_text else query.limit + 1), query.after
+        with self._read() as connection:
+            _check_projects(connection, query, mine)
+            while len(found) <= query.limit:
+                rows = connection.execute(matching.where(*_older(after)).limit(size)).all()
+                found += [row for row in rows if _matches(row, query)]
+                if len(rows) < size:
+                    break
+                after = (rows[-1].created_at, rows[-1].id)
+            page = found[: query.limit]
+            stored = _stored(connection, [row.id for row in page], self._now())
+        return [SessionSummary(_view(row), *stored.get(row.id, (0, 0))) for row in page], len(found) > query.limit
+
+    def timeline(self, session_id: str) -> list[Timed]:
+        """When the requests of the session's models and samplers came, began and were answered.
+
+        In order of submission. Two statements, without payloads.
+        """
+        found: list[Timed] = []
+        with self._read() as connection:
+            for table, of in ((Model, col(Request.model_id)), (Sampler, col(Request.sampler_id))):
+                columns = (
+                    col(Request.id), col(Request.kind), col(Request.model_id), col(Request.sampler_id),
+                    col(Request.seq_id), col(Request.state), col(Request.created_at), col(Request.started_at),
+                    col(Request.finished_at),
+                )  # fmt: skip
+                owned = sa.select(*columns, col(table.base_model)).join(table, of == col(table.id))
+                rows = connection.execute(owned.where(col(table.session_id) == session_id))
+                found += [as_view(Timed, row) for row in rows]
+        return sorted(found, key=lambda request: (request.created_at, request.id))
+
+
+def insert_session(
+    connection: sa.Connection, session_id: str, session: NewSession, now: datetime, **over: object
+) -> bool:
+    """Make the row of a session unless its id exists; whether it was made. `over`: columns of one that is over."""
+    row = {
+        **asdict(session),
+        "id": session_id,
+        "tags": list(session.tags),
+        "user_metadata": dict(session.user_metadata),
+        "state": SessionState.ACTIVE,
+        "created_at": now,
+        "last_seen_at": now,
+        **over,
+    }
+    return insert_if_absent(connection, Session, row)
+
+
+def _view(row: sa.Row[Any]) -> SessionView:
+    view = as_view(SessionView, row)
+    return view if row.failure is None else replace(view, failure=SessionFailure(**row.failure))
+
+
+def _end(
+    connection: sa.Connection, session_id: str, state: SessionState, now: datetime, said: Mapping[str, Any]
 ) -> list[str]:
-    """End an active session and close its samplers; the bell's topics, none when it was over already."""
-    said = {"detail": detail, "finish_reason": finish_reason, "failure": None if failure is None else asdict(failure)}
+    """End an active session and close its samplers; the topics, none when it was over already.
+
+    said: the columns that tell why it ended.
+    """
     ended = connection.execute(
         sa.update(Session)
         .where(col(Session.id) == session_id, _IS_ACTIVE)
@@ -73,73 +328,114 @@ def end_session(
     if ended is None:
         return []
     live = (col(Sampler.session_id) == session_id, col(Sampler.state) == SamplerState.LIVE)
-    why, _ = session_over(session_id, state, detail)
-    topics = end_samplers(connection, locked_ids(connection, Sampler, *live), SamplerState.CLOSED, why, now)
+    why, _ = session_over(session_id, state, said["detail"])
+    topics = close_samplers(connection, locked_ids(connection, Sampler, *live), why, now)
     return [*topics, f"session:{session_id}"]
 
 
-def finish_session(
-    connection: sa.Connection, session_id: str, owner: str | None, reason: str, detail: str | None, now: datetime
-) -> list[str]:
-    """The client says that it is done; the bell's topics."""
-    get_owned(connection, Session, session_id, owner)
-    return end_session(connection, session_id, SessionState.FINISHED, detail, now, finish_reason=reason)
+# ------------------------------------------------------------------ failure lookup, of sessions that fell silent
+def what_failed(connection: sa.Connection, session_id: str) -> SessionFailure | None:
+    """What a session that fell silent had failed at: a training run that was lost with its worker group, or a request.
+
+    The last request of each model and sampler counts, and only when it failed: what failed earlier the client got over.
+    """
+    lost = (col(Model.session_id) == session_id, col(Model.state) == ModelState.LOST)
+    run = connection.execute(sa.select(col(Model.id), col(Model.detail)).where(*lost).order_by(col(Model.id))).first()
+    if run is not None:
+        return SessionFailure(StateLostError.category, "training_run", run.id, None, str(run.detail))
+    failed = [*_last(connection, Model, session_id), *_last(connection, Sampler, session_id)]
+    if not failed:
+        return None
+    last = max(failed, key=lambda row: (row.finished_at, row.id))
+    return SessionFailure(last.category, "request", last.id, last.kind, last.error)
 
 
-def assign_project(
-    connection: sa.Connection, session_id: str, owner: str | None, project_id: str, key_id: str, now: datetime
-) -> None:
-    """Put a session under another label; what it used and stores counts there from now on. key_id: who asks."""
-    before = get_owned(connection, Session, session_id, owner)
-    connection.execute(sa.update(Session).where(col(Session.id) == session_id).values(project_id=project_id))
-    details = {
-        "session_id": session_id,
-        "project_id": project_id,
-        "previous_project_id": before.project_id,
-        "key_id": key_id,
-    }
-    audit.note(connection, now, owner=before.owner, event=audit.Event.PROJECT_SESSION_ASSIGNED, details=details)
-
-
-def expire_sessions(connection: sa.Connection, before: datetime, now: datetime) -> tuple[list[str], list[str]]:
-    """End the sessions from which neither a heartbeat nor a training request came since `before`; (ids, topics)."""
-    busy = sa.exists().where(col(Model.session_id) == col(Session.id), col(Model.last_request_at) >= before)
-    silent = (_IS_ACTIVE, col(Session.last_seen_at) < before, sa.not_(busy))
-    expired = locked_ids(connection, Session, *silent)
-    topics: list[str] = []
-    for session_id in expired:
-        why = f"no heartbeat since {before.isoformat(timespec='seconds')}"
-        failure = what_failed(connection, session_id)
-        topics += end_session(connection, session_id, SessionState.EXPIRED, why, now, failure=failure)
-    return expired, topics
-
-
-def models_of(connection: sa.Connection, session_id: str) -> list[str]:
-    """Ids of the session's models, in any state, oldest first."""
-    oldest = (col(Model.created_at), col(Model.id))
-    statement = sa.select(col(Model.id)).where(col(Model.session_id) == session_id).order_by(*oldest)
-    return list(connection.execute(statement).scalars())
-
-
-def live_models(connection: sa.Connection, session_id: str) -> list[str]:
-    """Ids of the session's models that are being created or live."""
-    of_session = (col(Model.session_id) == session_id, col(Model.state).in_(TAKES_WORK))
-    return list(connection.execute(sa.select(col(Model.id)).where(*of_session).order_by(col(Model.id))).scalars())
-
-
-def abandoned_models(connection: sa.Connection) -> list[str]:
-    """Ids of models that still take work although their session is over, and that nobody unloads yet."""
-    unloading = sa.exists().where(col(Request.model_id) == col(Model.id), col(Request.kind) == Kind.UNLOAD, IS_PENDING)
+def _last(connection: sa.Connection, table: type[Model] | type[Sampler], session_id: str) -> list[sa.Row[Any]]:
+    """The last request of each of the session's models or samplers, where it failed. Walks the unique constraint."""
+    of = col(Request.model_id) if table is Model else col(Request.sampler_id)
+    of_newer = col(_NEWER.model_id) if table is Model else col(_NEWER.sampler_id)
+    last_seq = sa.select(sa.func.max(col(_NEWER.seq_id))).where(of_newer == col(table.id)).scalar_subquery()
+    # One that was dropped reads as failed in any case: its result expired.
+    failed = (col(Request.state) == RequestState.FAILED, col(Request.dropped_at).is_(None))
+    columns = (col(Request.id), col(Request.kind), col(Request.error), col(Request.category), col(Request.finished_at))
     statement = (
-        sa.select(col(Model.id))
-        .join(Session, col(Session.id) == col(Model.session_id))
-        .where(col(Model.state).in_(TAKES_WORK), col(Session.state) != SessionState.ACTIVE, sa.not_(unloading))
-        .order_by(col(Model.id))
+        sa.select(*columns)
+        .join(table, sa.and_(of == col(table.id), col(Request.seq_id) == last_seq))
+        .where(col(table.session_id) == session_id, *failed)
     )
-    return list(connection.execute(statement).scalars())
+    return list(connection.execute(statement).all())
 
 
-def samplers_of(connection: sa.Connection, session_id: str) -> list[SamplerView]:
-    """The session's samplers, in any state."""
-    statement = sa.select(Sampler).where(col(Sampler.session_id) == session_id).order_by(col(Sampler.id))
-    return [sampler_view(row) for row in connection.execute(statement)]
+# ------------------------------------------------------------------ searching
+def plain_metadata(metadata: Mapping[str, object]) -> dict[str, str]:
+    """Metadata as clients read it: what is no text (old SDKs send any JSON) is its JSON."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+
+
+def _check_projects(connection: sa.Connection, query: SessionQuery, mine: tuple[sa.ColumnElement[bool], ...]) -> None:
+    wanted = query.projects
+    if not wanted:
+        return
+    known = set(connection.execute(sa.select(PROJECT).where(*mine, PROJECT.in_(wanted)).distinct()).scalars())
+    for project in wanted:
+        if project not in known:
+            raise NotFoundError(f"project {project!r} does not exist")
+
+
+def _conditions(query: SessionQuery) -> list[sa.ColumnElement[bool]]:
+    where: list[sa.ColumnElement[bool]] = []
+    if query.session_id is not None and query.display_name is None:
+        where.append(col(Session.id) == query.session_id)
+    if query.projects is not None:
+        where.append(PROJECT.in_(query.projects))
+    if query.owners is not None:
+        where.append(col(Session.owner).in_(query.owners))
+    if query.statuses is not None:
+        where.append(sa.or_(*(_has_status(status, reasons) for status, reasons in query.statuses)))
+    return where
+
+
+def _has_status(status: SessionStatus, reasons: tuple[str, ...] | None) -> sa.ColumnElement[bool]:
+    state = col(Session.state)
+    match status:
+        case "active":
+            return state == SessionState.ACTIVE
+        case "cancelled":
+            return sa.and_(state == SessionState.EXPIRED, col(Session.failure).is_(None))
+        case "failed":
+            return sa.and_(state == SessionState.EXPIRED, col(Session.failure).is_not(None))
+        case "client_finished":
+            finished = state == SessionState.FINISHED
+            return finished if reasons is None else sa.and_(finished, col(Session.finish_reason).in_(reasons))
+
+
+def _older(after: tuple[datetime, str] | None) -> tuple[sa.ColumnElement[bool], ...]:
+    if after is None:
+        return ()
+    created_at, session_id = after
+    same = sa.and_(col(Session.created_at) == created_at, col(Session.id) < session_id)
+    return (sa.or_(col(Session.created_at) < created_at, same),)
+
+
+def _matches(row: sa.Row[Any], query: SessionQuery) -> bool:
+    """All metadata pairs equal; and the id equal, or every word of display_name in the name, whatever its case."""
+    metadata = plain_metadata(row.user_metadata)
+    if any(metadata.get(key) != value for key, value in query.user_metadata.items()):
+        return False
+    if query.display_name is None or row.id == query.session_id:
+        return True
+    name = (row.display_name or "").casefold()
+    return all(word in name for word in query.display_name.casefold().split())
+
+
+def _stored(connection: sa.Connection, session_ids: list[str], now: datetime) -> dict[str, tuple[int, int]]:
+    """Of each session: how many checkpoints its runs have, and their bytes. One statement."""
+    size = sa.cast(sa.func.sum(col(Checkpoint.size_bytes)), sa.BigInteger)
+    statement = (
+        sa.select(col(Model.session_id), sa.func.count(), size)
+        .select_from(Checkpoint)
+        .join(Model, col(Model.id) == col(Checkpoint.run_id))
+        .where(col(Model.session_id).in_(session_ids), exists(now))
+        .group_by(col(Model.session_id))
+    )
+    return {session_id: (count, size) for session_id, count, size in connection.execute(statement)}

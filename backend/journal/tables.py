@@ -1,48 +1,116 @@
-"""The journal's tables. Rows are written and read by the other modules here; nobody else sees a row, only views."""
+"""The journal's tables, and the states that their rows pass through.
+
+Only the aggregates read and write rows; their callers get frozen dataclasses.
+"""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
+from enum import StrEnum
+from typing import Literal
 
 import sqlalchemy as sa
-from sqlalchemy.engine import Dialect
-from sqlmodel import Field, SQLModel
+from sqlmodel import Field, col
 
-NAMES = {
-    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-    "fk": "fk_%(table_name)s_%(column_0_name)s",
-    "pk": "pk_%(table_name)s",
-}
+from tinkerflow.backend.errors import Category, StateLostError, UserError
+from tinkerflow.backend.journal.database import Table, UtcDateTime
+
+PayloadType = Literal["json", "proto"]
 
 
-class UtcDateTime(sa.types.TypeDecorator[datetime]):
-    """Aware UTC datetimes in and out. SQLite stores no zone, so we convert on the way in and add it on the way out."""
+# ------------------------------------------------------------------ kinds and states
+class Kind(StrEnum):
+    """What a request asks for."""
 
-    impl = sa.DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Refuse naive datetimes; give the database UTC."""
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            raise ValueError(f"datetime {value!r} has no zone: the journal takes aware datetimes only")
-        return value.astimezone(UTC)
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Give back an aware datetime in UTC."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+    CREATE_MODEL = "create_model"
+    LOAD_MODEL = "load_model"  # create-via-load
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_WEIGHTS = "save_weights"
+    LOAD_WEIGHTS = "load_weights"
+    SAVE_FOR_SAMPLER = "save_for_sampler"
+    SAVE_EXTERNAL = "save_weights_external"
+    SAMPLE = "sample"
+    CREATE_CUSTOM_LOSS = "create_custom_loss"  # answered as it is stored: nothing executes it
+    UNLOAD = "unload"
 
 
-class Table(SQLModel):
-    """Base of the tables: they share one MetaData of their own, away from other users of SQLModel."""
+class RequestState(StrEnum):
+    """pending -> done | failed; nothing leaves `failed`, and `done` becomes `failed` only when its result expires."""
 
-    metadata = sa.MetaData(naming_convention=NAMES)
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
 
 
+class SessionState(StrEnum):
+    """active -> finished (the client said so) | expired (its heartbeats stopped)."""
+
+    ACTIVE = "active"
+    FINISHED = "finished"
+    EXPIRED = "expired"
+
+
+class ModelState(StrEnum):
+    """creating -> live | failed; creating | live -> lost | unloaded, an end; lost | failed -> live when revived."""
+
+    CREATING = "creating"
+    LIVE = "live"
+    LOST = "lost"
+    UNLOADED = "unloaded"
+    FAILED = "failed"
+
+
+TAKES_WORK = (ModelState.CREATING, ModelState.LIVE)
+
+
+class SamplerState(StrEnum):
+    """live -> closed (its session ended)."""
+
+    LIVE = "live"
+    CLOSED = "closed"
+
+
+class UsageKind(StrEnum):
+    """What is counted: tokens, or for the last one checkpoints that were saved."""
+
+    TRAINING = "training"  # of forward_backward and forward alike: the SDK knows no other kind for either
+    PREFILL = "prefill"  # of prompts, that were computed: once for all sequences of a request
+    CACHED_PREFILL = "cached_prefill"  # of prompts, that were not: all but the first sequence's, as the SDK tells users
+    SAMPLE = "sample"
+    CHECKPOINT = "checkpoint"
+
+
+class CheckpointKind(StrEnum):
+    """The path segment of a checkpoint: training state, weights for sampling, or weights exported for downloads."""
+
+    WEIGHTS = "weights"
+    SAMPLER_WEIGHTS = "sampler_weights"
+    EXTERNAL_WEIGHTS = "external_weights"
+
+
+# ------------------------------------------------------------------ what requests are answered after an end
+def session_over(session_id: str, state: str, detail: str | None) -> tuple[str, Category]:
+    """The answer to a request in a session that is over: text and category."""
+    return f"session {session_id} is {state}" + (f": {detail}" if detail else ""), UserError.category
+
+
+def model_ended(model_id: str, state: ModelState, detail: str | None) -> tuple[str, Category]:
+    """The answer to a request for a model that has ended: text and category."""
+    if state is ModelState.LOST:
+        advice = "create it again from its last checkpoint"
+        return f"model {model_id} was lost: {detail}; {advice}", StateLostError.category
+    word = "was unloaded" if state is ModelState.UNLOADED else "was never created"
+    return f"model {model_id} {word}: {detail}", UserError.category
+
+
+def sampler_ended(sampler_id: str, detail: str | None) -> tuple[str, Category]:
+    """The answer to a request for a sampler that is closed: text and category."""
+    return f"sampler {sampler_id} is closed: {detail}", UserError.category
+
+
+# ------------------------------------------------------------------ tables
 class ApiKey(Table, table=True):
     """An API key: only the SHA-256 of its 256 random bits is kept."""
 
@@ -76,9 +144,10 @@ class AuditEvent(Table, table=True):
 
 
 class BaseModelRow(Table, table=True):
-    """A base model that the engine serves. generation counts the engine's registrations.
+    """A base model that the engine serves.
 
-    warmth: which programs its worker group has compiled: a tinkerflow.backend.commands.CompileStatus as JSON.
+    progress: what all its requests wait for, None when nothing holds them up. compile_status: which programs its worker
+    group has compiled, a tinkerflow.backend.commands.CompileStatus as JSON.
     """
 
     __tablename__ = "base_model"
@@ -86,9 +155,8 @@ class BaseModelRow(Table, table=True):
     name: str = Field(primary_key=True)
     card: str
     registered_at: datetime = Field(sa_type=UtcDateTime)
-    generation: int
     progress: str | None = None
-    warmth: str | None = None
+    compile_status: str | None = None
 
 
 class ServiceSecret(Table, table=True):
@@ -130,7 +198,7 @@ class Session(Table, table=True):
 class Model(Table, table=True):
     """A training run. next_seq is the next seq_id to execute; submit and finish meet on this row's lock.
 
-    progress: what its requests wait for while it is being restored; held: why people let it wait.
+    progress: what its requests wait for while it is being restored; paused: why people let it wait.
     """
 
     __tablename__ = "model"
@@ -153,7 +221,7 @@ class Model(Table, table=True):
     state: str
     detail: str | None = None
     progress: str | None = None
-    held: str | None = None
+    paused: str | None = None
     next_seq: int = Field(sa_type=sa.BigInteger)
     step: int
     created_at: datetime = Field(sa_type=UtcDateTime)
@@ -251,7 +319,6 @@ class Request(Table, table=True):
     sampler_id: str | None = Field(default=None, foreign_key="sampler.id")
     seq_id: int | None = Field(default=None, sa_type=sa.BigInteger)
     content_hash: str
-    payload_type: str
     state: str
     result_type: str
     error: str | None = None
@@ -267,6 +334,10 @@ class Request(Table, table=True):
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
     result: bytes | None = None
+
+
+# A literal, not a parameter: only so does SQLite see that the partial indexes apply.
+IS_PENDING = col(Request.state) == sa.literal_column(f"'{RequestState.PENDING}'")
 
 
 class Checkpoint(Table, table=True):
@@ -388,3 +459,48 @@ class UsageBucket(Table, table=True):
     base_model: str = Field(primary_key=True)
     kind: str = Field(primary_key=True)
     quantity: int = Field(sa_type=sa.BigInteger)
+
+
+# ------------------------------------------------------------------ tables of recovery
+class RecoverySnapshot(Table, table=True):
+    """A committed snapshot of a model (snapshot_id None), or of what one sampler samples. Clients never see it.
+
+    seq_id: every request of the model up to it, and none after it, is in the snapshot. snapshot_id: as in the worker
+    group; when a later publication has taken the id over, the path stands for it, which no sampler uses.
+    """
+
+    __tablename__ = "recovery_snapshot"
+    __table_args__ = (sa.Index("ix_recovery_snapshot_model_id_seq_id", "model_id", "seq_id"),)
+
+    path: str = Field(primary_key=True)
+    model_id: str = Field(foreign_key="model.id")
+    seq_id: int = Field(sa_type=sa.BigInteger)
+    snapshot_id: str | None = Field(default=None, unique=True)
+    step: int
+    size_bytes: int = Field(sa_type=sa.BigInteger)
+    created_at: datetime = Field(sa_type=UtcDateTime)
+
+
+class Suspect(Table, table=True):
+    """A request that a worker group was executing when it ended. crashes: how many groups ended by themselves."""
+
+    __tablename__ = "suspect"
+
+    request_id: str = Field(primary_key=True, foreign_key="request.id")
+    deaths: int
+    crashes: int
+
+
+class Process(Table, table=True):
+    """A part of the service. Of the engine: its lease; whoever raised `epoch` last holds it. Of the API: its beats.
+
+    began_at: since when it beats without a pause.
+    """
+
+    __tablename__ = "process"
+
+    name: str = Field(primary_key=True)
+    holder: str
+    epoch: int
+    began_at: datetime = Field(sa_type=UtcDateTime)
+    beat_at: datetime = Field(sa_type=UtcDateTime)

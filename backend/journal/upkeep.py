@@ -1,48 +1,124 @@
-"""The part of the journal that looks after checkpoints: `journal.upkeep`. Every method is one short transaction."""
+"""Upkeep of checkpoints: which ones are over, whose files may go, and whose commit lags behind their row.
+
+Whoever sweeps the store asks here. Nothing here removes a file.
+"""
 
 from __future__ import annotations
 
-from tinkerflow.backend.journal import adopting, keeping, retention
-from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.records import CheckpointFound
-from tinkerflow.backend.journal.retention import Retention
-from tinkerflow.backend.journal.views import CheckpointView
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared, note_change
+from tinkerflow.backend.journal.database import Aggregate, as_view
+from tinkerflow.backend.journal.tables import Checkpoint, CheckpointKind, Sampler, SamplerState, WeightsShare
+
+_KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Of each run and kind the `last` newest are kept (0: all), and those with a step of n times `every` (0: none).
+
+    Exports are not counted. Published checkpoints are never deleted. Neither is a checkpoint that a valid token opens,
+    that a live sampler samples, or that has a time of its own, until then. Recovery has its own snapshots and needs no
+    checkpoint.
+    """
+
+    last: int = 0
+    every: int = 0
 
 
 class Upkeep(Aggregate):
-    """Which checkpoints are over and which are still to be removed or written about, for whoever sweeps the store."""
+    """Which checkpoints are over, and which are still to be removed or written about."""
 
     def delete_expired(self, limit: int = 100) -> list[str]:
-        """Mark at most `limit` checkpoints past their time as deleted; their paths."""
-        with self._database.write() as connection:
-            return keeping.delete_expired(connection, self._clock.now(), limit)
+        """Mark at most `limit` checkpoints past their time as deleted, the longest expired first; their paths."""
+        due, now = col(Checkpoint.expires_at), self._now()
+        is_due = (col(Checkpoint.deleted_at).is_(None), due <= now)
+        chosen = sa.select(col(Checkpoint.path)).where(*is_due).order_by(due, col(Checkpoint.path)).limit(limit)
+        # Asked for again, because an owner may have cleared the time since the look.
+        return self._delete((col(Checkpoint.path).in_(chosen), *is_due), now)
 
     def delete_retired(self, rule: Retention, limit: int = 100) -> list[str]:
-        """Mark at most `limit` checkpoints that `rule` does not keep as deleted; their paths."""
-        with self._database.write() as connection:
-            return retention.delete_retired(connection, rule, self._clock.now(), limit)
+        """Mark at most `limit` checkpoints that `rule` does not keep as deleted, the oldest first; their paths."""
+        if rule.last == 0:
+            return []
+        now = self._now()
+        newest = (col(Checkpoint.created_at).desc(), col(Checkpoint.step).desc(), col(Checkpoint.path))
+        age = sa.func.row_number().over(partition_by=(col(Checkpoint.run_id), col(Checkpoint.kind)), order_by=newest)
+        ranked = (
+            sa.select(col(Checkpoint.path), col(Checkpoint.created_at), age.label("age"))
+            .where(exists(now), col(Checkpoint.kind).in_(_KINDS))
+            .subquery()
+        )
+        old = (
+            sa.select(ranked.c.path)
+            .join(Checkpoint, col(Checkpoint.path) == ranked.c.path)
+            .where(ranked.c.age > rule.last, _may_go(rule, now))
+            .order_by(ranked.c.created_at, ranked.c.path)
+            .limit(limit)
+        )
+        # Asked for again, because it may have been published since the look.
+        which = (col(Checkpoint.path).in_(old), col(Checkpoint.deleted_at).is_(None), _may_go(rule, now))
+        return self._delete(which, now, {"retention": f"last {rule.last}, every {rule.every}"})
 
     def unpurged(self, limit: int = 100) -> list[tuple[str, str]]:
-        """(path, attempt) of deleted checkpoints whose files may still be in the store."""
-        with self._database.read() as connection:
-            return keeping.unpurged(connection, limit)
+        """(path, attempt) of deleted checkpoints whose files may still be there, the longest deleted first."""
+        deleted = col(Checkpoint.deleted_at)
+        statement = sa.select(col(Checkpoint.path), col(Checkpoint.attempt)).where(
+            deleted.is_not(None), col(Checkpoint.purged_at).is_(None)
+        )
+        with self._read() as connection:
+            rows = connection.execute(statement.order_by(deleted, col(Checkpoint.path)).limit(limit))
+            return [(row.path, row.attempt) for row in rows]
 
     def purged(self, path: str, attempt: str) -> None:
-        """Note that the files of a deleted checkpoint are gone."""
-        with self._database.write() as connection:
-            keeping.purged(connection, path, attempt, self._clock.now())
+        """Note that a deleted checkpoint's files are gone; one saved anew meanwhile stays as it is."""
+        deleted = col(Checkpoint.deleted_at).is_not(None)
+        which = (col(Checkpoint.path) == path, col(Checkpoint.attempt) == attempt, deleted)
+        with self._write() as connection:
+            connection.execute(sa.update(Checkpoint).where(*which).values(purged_at=self._now()))
 
     def unnoted(self, limit: int = 100) -> list[CheckpointView]:
         """Checkpoints whose publication or time of expiry the store's commit does not tell yet."""
-        with self._database.read() as connection:
-            return keeping.unnoted(connection, limit)
+        # The condition of the partial index, word for word.
+        changed = sa.text("deleted_at IS NULL AND NOT noted")
+        with self._read() as connection:
+            rows = connection.execute(sa.select(Checkpoint).where(changed).order_by(col(Checkpoint.path)).limit(limit))
+            return [as_view(CheckpointView, row) for row in rows]
 
     def noted(self, seen: CheckpointView) -> None:
-        """Note that the store's commit tells what `seen` tells."""
-        with self._database.write() as connection:
-            keeping.noted(connection, seen)
+        """Note that the store's commit tells what `seen` tells; a row that was changed again since stays unnoted."""
+        same = (
+            col(Checkpoint.path) == seen.path,
+            col(Checkpoint.attempt) == seen.attempt,
+            col(Checkpoint.public) == seen.public,
+            col(Checkpoint.expires_at).is_not_distinct_from(seen.expires_at),
+        )
+        with self._write() as connection:
+            connection.execute(sa.update(Checkpoint).where(*same).values(noted=True))
 
-    def restore(self, found: CheckpointFound) -> bool:
-        """Make the rows of what the store holds and the journal does not know; whether it did."""
-        with self._database.write() as connection:
-            return adopting.restore(connection, found, self._clock.now())
+    def _delete(
+        self, which: Sequence[sa.ColumnElement[bool]], now: datetime, details: Mapping[str, object] | None = None
+    ) -> list[str]:
+        """Mark `which` checkpoints as deleted because their time is over; their paths."""
+        deleted = sa.update(Checkpoint).where(*which).values(deleted_at=now)
+        with self._write() as connection:
+            rows = connection.execute(deleted.returning(*sa.inspect(Checkpoint).local_table.columns)).all()
+            for row in rows:
+                note_change(connection, row, audit.Event.CHECKPOINT_EXPIRED, now, details)
+        return [row.path for row in rows]
+
+
+def _may_go(rule: Retention, now: datetime) -> sa.ColumnElement[bool]:
+    sampled = sa.exists().where(
+        col(Sampler.model_path) == col(Checkpoint.path), col(Sampler.state) == SamplerState.LIVE
+    )
+    shared = sa.select(col(WeightsShare.id)).where(is_shared(now)).correlate(Checkpoint).exists()
+    may = [col(Checkpoint.public).is_(False), col(Checkpoint.expires_at).is_(None), sa.not_(sampled), sa.not_(shared)]
+    return sa.and_(*may, *([col(Checkpoint.step) % rule.every != 0] if rule.every else []))

@@ -1,122 +1,138 @@
-"""What was used: tokens and checkpoints in hourly buckets by session and base model, and the bytes that are kept.
+"""Usage: tokens and checkpoints in hourly buckets by session and base model, and the bytes that are stored.
 
-Tokens are added up in the transaction that answers their request, so that nothing is counted twice, or lost, or counted
-for work that was thrown away. Stored bytes are not counted: they follow from when checkpoints were saved and deleted.
+Tokens are added up in the transaction that answers their request (requests.py). So nothing is counted twice, or lost,
+or counted for work that was thrown away. Stored bytes are not counted: they follow from when checkpoints were saved
+and deleted.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import accumulate
 from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.journal.kinds import UsageKind
-from tinkerflow.backend.journal.records import Used
-from tinkerflow.backend.journal.search import PROJECT
-from tinkerflow.backend.journal.statements import owned_by
-from tinkerflow.backend.journal.tables import ApiKey, Checkpoint, Model, Session, UsageBucket
-from tinkerflow.backend.journal.views import StoredNow, StoredUsage, Usage
+from tinkerflow.backend.journal.checkpoints import exists
+from tinkerflow.backend.journal.database import Aggregate, as_view, owned_by
+from tinkerflow.backend.journal.sessions import PROJECT
+from tinkerflow.backend.journal.tables import ApiKey, Checkpoint, Model, Session, UsageBucket, UsageKind
 
 HOUR = timedelta(hours=1)
 
-_ADD = sa.text(
-    "INSERT INTO usage_bucket (session_id, bucket_start, base_model, kind, quantity)"
-    " VALUES (:session_id, :bucket_start, :base_model, :kind, :quantity)"
-    " ON CONFLICT (session_id, bucket_start, base_model, kind)"
-    " DO UPDATE SET quantity = usage_bucket.quantity + excluded.quantity"
-).bindparams(sa.bindparam("bucket_start", type_=sa.inspect(UsageBucket).local_table.c.bucket_start.type))
 _KEY_NAME: sa.ColumnElement[str | None] = col(ApiKey.name).label("key_name")
 # The project of a checkpoint is that of its run's session; one whose run is not here belongs to its owner.
 _STORED_PROJECT = sa.func.coalesce(col(Session.project_id), col(Checkpoint.owner))
 
 
-def add(connection: sa.Connection, used: Sequence[Used], now: datetime) -> None:
-    """Add to the current hour's buckets: one upsert for each bucket that is touched."""
-    sums: Counter[tuple[str, str, UsageKind]] = Counter()
-    for one in used:
-        sums[one.session_id, one.base_model, one.kind] += one.quantity
-    rows = [
-        {"session_id": session, "bucket_start": floor(now), "base_model": base, "kind": kind, "quantity": quantity}
-        for (session, base, kind), quantity in sorted(sums.items())  # sorted, so that writers lock in one order
-        if quantity
-    ]
-    if rows:
-        connection.execute(_ADD, rows)
+@dataclass(frozen=True)
+class Usage:
+    """What a session used of one kind on a base model, in the hour from bucket_start on.
 
-
-def usage(connection: sa.Connection, owner: str | None, start: datetime, end: datetime) -> list[Usage]:
-    """The buckets that begin in [start, end), by hour and then the largest first. One statement."""
-    bucket = col(UsageBucket.bucket_start)
-    statement = (
-        sa.select(UsageBucket, PROJECT.label("project"), col(Session.key_id), col(Session.user_metadata), _KEY_NAME)
-        .join(Session, col(Session.id) == col(UsageBucket.session_id))
-        .outerjoin(ApiKey, col(ApiKey.id) == col(Session.key_id))
-        .where(bucket >= start, bucket < end, *owned_by(Session, owner))
-        .order_by(bucket, col(UsageBucket.quantity).desc(), col(UsageBucket.session_id), col(UsageBucket.kind))
-    )
-    return [
-        Usage(
-            bucket_start=row.bucket_start,
-            session_id=row.session_id,
-            base_model=row.base_model,
-            kind=UsageKind(row.kind),
-            quantity=row.quantity,
-            project=row.project,
-            key_id=row.key_id,
-            key_name=row.key_name,
-            user_metadata=row.user_metadata,
-        )
-        for row in connection.execute(statement)
-    ]
-
-
-def stored(
-    connection: sa.Connection, owner: str | None, start: datetime, end: datetime, now: datetime
-) -> list[StoredUsage]:
-    """Byte-hours of checkpoints in each hour of [start, end), which are whole hours, up to now. One statement.
-
-    From saving until deletion or expiry. A checkpoint that was saved again under its name counts from then on only.
+    project: the session's today. key_id, key_name: of the key that made the session, "" and None without keys.
     """
-    until = min(end, now)
-    gone = sa.func.coalesce(col(Checkpoint.deleted_at), until)
-    due = sa.func.coalesce(col(Checkpoint.expires_at), until)
-    lived = _checkpoints(owner).where(col(Checkpoint.created_at) < until, gone > start, due > start)
-    hours = int((end - start) / HOUR)
-    lines: dict[tuple[str, str, str, str | None], _Line] = defaultdict(lambda: _Line([0.0] * hours, [0] * (hours + 1)))
-    for row in connection.execute(lived):
-        last = min(moment for moment in (row.deleted_at, row.expires_at, until) if moment is not None)
-        begin = (max(row.created_at, start) - start) / HOUR
-        lines[row.base_model, row.project, row.key_id, row.key_name].add(begin, (last - start) / HOUR, row.size_bytes)
-    found = [
-        StoredUsage(start + hour * HOUR, base_model, project, key_id, key_name, byte_hours)
-        for (base_model, project, key_id, key_name), line in lines.items()
-        for hour, byte_hours in enumerate(line.byte_hours())
-        if byte_hours
-    ]
-    return sorted(found, key=lambda one: (one.bucket_start, -one.byte_hours, one.project, one.key_id, one.base_model))
+
+    bucket_start: datetime
+    session_id: str
+    base_model: str
+    kind: UsageKind
+    quantity: int
+    project: str
+    key_id: str
+    key_name: str | None
+    user_metadata: Mapping[str, object]
 
 
-def stored_now(connection: sa.Connection, owner: str | None, project: str | None, now: datetime) -> list[StoredNow]:
-    """How many checkpoints there are and their bytes, by project and key. One statement."""
-    due = col(Checkpoint.expires_at)
-    every = _checkpoints(owner).where(col(Checkpoint.deleted_at).is_(None), sa.or_(due.is_(None), due > now))
-    sums: dict[tuple[str, str, str | None], tuple[int, int]] = {}
-    for row in connection.execute(every):
-        if project is None or row.project == project:
-            count, size = sums.get((row.project, row.key_id, row.key_name), (0, 0))
-            sums[row.project, row.key_id, row.key_name] = count + 1, size + row.size_bytes
-    return [StoredNow(*whose, count, size) for whose, (count, size) in sorted(sums.items())]
+@dataclass(frozen=True)
+class StoredUsage:
+    """What checkpoints of a base model took up in the hour from bucket_start on, in byte-hours."""
+
+    bucket_start: datetime
+    base_model: str
+    project: str
+    key_id: str
+    key_name: str | None
+    byte_hours: float
 
 
-def floor(moment: datetime) -> datetime:
-    """The beginning of its hour, in UTC."""
-    return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+@dataclass(frozen=True)
+class StoredNow:
+    """How many checkpoints of a project and key there are, and their bytes."""
+
+    project: str
+    key_id: str
+    key_name: str | None
+    checkpoints: int
+    size_bytes: int
+
+
+class UsageReports(Aggregate):
+    """What was used and stored."""
+
+    def hourly(self, owner: str | None, start: datetime, end: datetime) -> list[Usage]:
+        """Tokens and saved checkpoints in the hours that begin in [start, end), by hour and then the most first.
+
+        One statement.
+        """
+        bucket = col(UsageBucket.bucket_start)
+        statement = (
+            sa.select(UsageBucket, PROJECT.label("project"), col(Session.key_id), col(Session.user_metadata), _KEY_NAME)
+            .join(Session, col(Session.id) == col(UsageBucket.session_id))
+            .outerjoin(ApiKey, col(ApiKey.id) == col(Session.key_id))
+            .where(bucket >= start, bucket < end, *owned_by(Session, owner))
+            .order_by(bucket, col(UsageBucket.quantity).desc(), col(UsageBucket.session_id), col(UsageBucket.kind))
+        )
+        with self._read() as connection:
+            return [as_view(Usage, row) for row in connection.execute(statement)]
+
+    def stored(self, owner: str | None, start: datetime, end: datetime) -> list[StoredUsage]:
+        """Byte-hours of checkpoints in each hour of [start, end), which are whole hours, up to now. One statement.
+
+        From saving until deletion or expiry. A checkpoint that was saved again under its name counts from then on only.
+        """
+        until = min(end, self._now())
+        gone = sa.func.coalesce(col(Checkpoint.deleted_at), until)
+        due = sa.func.coalesce(col(Checkpoint.expires_at), until)
+        lived = _checkpoints(owner).where(col(Checkpoint.created_at) < until, gone > start, due > start)
+        hours = int((end - start) / HOUR)
+        lines: dict[tuple[str, str, str, str | None], _Line] = defaultdict(
+            lambda: _Line([0.0] * hours, [0] * (hours + 1))
+        )
+        with self._read() as connection:
+            rows = connection.execute(lived).all()
+        for row in rows:
+            last = min(moment for moment in (row.deleted_at, row.expires_at, until) if moment is not None)
+            begin = (max(row.created_at, start) - start) / HOUR
+            lines[row.base_model, row.project, row.key_id, row.key_name].add(
+                begin, (last - start) / HOUR, row.size_bytes
+            )
+        found = [
+            StoredUsage(start + hour * HOUR, base_model, project, key_id, key_name, byte_hours)
+            for (base_model, project, key_id, key_name), line in lines.items()
+            for hour, byte_hours in enumerate(line.byte_hours())
+            if byte_hours
+        ]
+        return sorted(
+            found, key=lambda one: (one.bucket_start, -one.byte_hours, one.project, one.key_id, one.base_model)
+        )
+
+    def stored_now(self, owner: str | None, project: str | None = None) -> list[StoredNow]:
+        """How many checkpoints there are and their bytes, by project and key; of one project when it is given.
+
+        One statement.
+        """
+        sums: dict[tuple[str, str, str | None], tuple[int, int]] = {}
+        with self._read() as connection:
+            rows = connection.execute(_checkpoints(owner).where(exists(self._now()))).all()
+        for row in rows:
+            if project is None or row.project == project:
+                count, size = sums.get((row.project, row.key_id, row.key_name), (0, 0))
+                sums[row.project, row.key_id, row.key_name] = count + 1, size + row.size_bytes
+        return [StoredNow(*whose, count, size) for whose, (count, size) in sorted(sums.items())]
 
 
 @dataclass

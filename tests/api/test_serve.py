@@ -63,7 +63,7 @@ def test_it_waits_serves_and_stops(tmp_path: Any, settings_for: Any) -> None:
 
         session = journal.sessions.create(NewSession("local", "0"))
         model = NewModel(f"{session}:train:0", session, "local", "m", rank=8)
-        request = NewRequest("create_model", "local", b"{}", "json", "h", model_id=model.id, seq_id=0)  # type: ignore[arg-type]
+        request = NewRequest("create_model", "local", b"{}", "h", model_id=model.id, seq_id=0)  # type: ignore[arg-type]
         request_id = journal.models.create(model, request)
         held = HTTPConnection("127.0.0.1", port, timeout=60)
         headers = {"X-API-Key": "tml-a", "Content-Type": "application/json"}

@@ -51,7 +51,7 @@ def forward_backward(model: str, seq_id: int) -> NewRequest:
         tensor.dense, tensor.dtype = np.asarray(tokens, dtype).tobytes(), kind
         tensor.shape.append(len(tokens))
     payload = message.SerializeToString()
-    return NewRequest(Kind.FORWARD_BACKWARD, "local", payload, "proto", f"f{seq_id}", model_id=model, seq_id=seq_id)
+    return NewRequest(Kind.FORWARD_BACKWARD, "local", payload, f"f{seq_id}", model_id=model, seq_id=seq_id)
 
 
 def train(journal: Journal, base_model: str, steps: int) -> str:
@@ -59,7 +59,7 @@ def train(journal: Journal, base_model: str, steps: int) -> str:
     session = journal.sessions.create(NewSession("local", "0.38.0"))
     model = model_id(session, 0)
     new = NewModel(model, session, "local", base_model, rank=1, seed=7)
-    creation = NewRequest(Kind.CREATE_MODEL, "local", b"{}", "json", "create", model_id=model, seq_id=0)
+    creation = NewRequest(Kind.CREATE_MODEL, "local", b"{}", "create", model_id=model, seq_id=0)
     journal.models.create(new, creation)
     step = orjson.dumps({"adam_params": {"learning_rate": 0.01}})
     began = time.monotonic()
@@ -68,7 +68,7 @@ def train(journal: Journal, base_model: str, steps: int) -> str:
             time.sleep(0.02)
         seq_id = 1 + 2 * number
         journal.requests.submit(forward_backward(model, seq_id))
-        optim = NewRequest(Kind.OPTIM_STEP, "local", step, "json", f"o{seq_id}", model_id=model, seq_id=seq_id + 1)
+        optim = NewRequest(Kind.OPTIM_STEP, "local", step, f"o{seq_id}", model_id=model, seq_id=seq_id + 1)
         journal.requests.submit(optim)
         if number % 1000 == 999:
             journal.sessions.heartbeat(session, "local")

@@ -122,7 +122,7 @@ async def run(port: int, pid: int, journal: Journal, waiters: int, seconds: floa
     requests = []
     for sampler in samplers:
         journal.samplers.open(NewSampler(sampler, session, OWNER, "m"))
-        new = NewRequest(Kind.SAMPLE, OWNER, b"{}", "json", "x", sampler_id=sampler, seq_id=0)
+        new = NewRequest(Kind.SAMPLE, OWNER, b"{}", "x", sampler_id=sampler, seq_id=0)
         requests.append(journal.requests.submit(new))
     print(f"heartbeat alone: {shown(await heartbeats(port, session, 5.0))}", flush=True)
 

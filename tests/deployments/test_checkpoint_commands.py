@@ -43,7 +43,7 @@ def test_a_token_is_shown_once_and_opens_until_revoked(tmp_path: Path) -> None:
     assert isinstance(missing.exception, NotFoundError)
     with open_journal(settings) as journal:
         saved = CheckpointSaved(PATH, RUN, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, True, True, 1, 10)
-        journal.checkpoints.record_copy(CopyMade("copy-1", saved, "tinker://elsewhere/weights/a"))
+        journal.imports.record_copy(CopyMade("copy-1", saved, "tinker://elsewhere/weights/a"))
     share_id, token = (
         runner.invoke(app, ["checkpoint", "share", PATH, "--ttl", "3600", *where]).stdout.strip().split(": ")
     )
@@ -129,7 +129,7 @@ def test_gc_removes_recovery_snapshots_of_models_that_are_not_live(tmp_path: Pat
     assert path not in checkpoint(tmp_path, "gc").stdout, "no journal says that its model is not live"
     with open_journal(Settings(data_dir=tmp_path)) as journal:
         session = journal.sessions.create(NewSession("team", "0.38.0"))
-        creation = NewRequest(Kind.CREATE_MODEL, "team", b"{}", "json", "create", model_id=RUN, seq_id=0)
+        creation = NewRequest(Kind.CREATE_MODEL, "team", b"{}", "create", model_id=RUN, seq_id=0)
         journal.models.create(NewModel(RUN, session, "team", "tiny", rank=4), creation)
         (pending,) = journal.requests.ready(RUN)
         journal.requests.finish([pending.done(b"{}", "json", ModelLive(RUN))])

@@ -196,17 +196,14 @@ class Client:
         }
         seq = self.seqs.setdefault(sampler, 0)
         self.seqs[sampler] += 1
-        new = NewRequest(
-            Kind.SAMPLE, self.owner, orjson.dumps(body), "json", f"{sampler}{seq}", sampler_id=sampler, seq_id=seq
-        )
+        new = NewRequest(Kind.SAMPLE, self.owner, orjson.dumps(body), f"{sampler}{seq}", sampler_id=sampler, seq_id=seq)
         return self.journal.requests.submit(new)
 
     def request(self, kind: Kind, body: dict[str, object] | bytes, *, model: str) -> NewRequest:
         seq = self.seqs[model]
         self.seqs[model] += 1
         payload = body if isinstance(body, bytes) else orjson.dumps(body)
-        kind_of = "proto" if isinstance(body, bytes) else "json"
-        return NewRequest(kind, self.owner, payload, kind_of, f"{kind}{seq}", model_id=model, seq_id=seq)
+        return NewRequest(kind, self.owner, payload, f"{kind}{seq}", model_id=model, seq_id=seq)
 
     async def result(self, request: str, seconds: float = 120.0) -> Result:
         with self.subscriptions.request(request) as answer:

@@ -385,13 +385,13 @@ async def test_the_buttons_of_the_ui_are_obeyed(
         later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
         suspended = {"pause_timeout": later, "pause_reschedule": True}
         await press(http, run, type="PAUSED", name="Suspended", state_details=suspended)
-        await until(lambda: client.journal.models.get(model, None).held is not None)
+        await until(lambda: client.journal.models.get(model, None).paused is not None)
         request = client.optim_step(model)
         assert "Resume lets it go on" in client.journal.queue.waits_for(request)
         await post(http, f"/flow_runs/{run['id']}/resume")
         assert (await client.result(request)).error is None
         await in_state(http, run, "Running")
-        assert client.journal.models.get(model, None).held is None
+        assert client.journal.models.get(model, None).paused is None
         assert pool.names.count("OptimStep") == 1
 
         client.journal.models.end(model, ModelState.FAILED, "the store was away")

@@ -29,7 +29,7 @@ from tinkerflow.backend.journal import (
     Pending,
     migrate,
 )
-from tinkerflow.backend.journal.tables import Table
+from tinkerflow.backend.journal.database import Table
 
 OWNER = "local"
 
@@ -111,13 +111,13 @@ class Scene:
         return name
 
     def creation(self, name: str, content: str = "create") -> NewRequest:
-        return NewRequest(Kind.CREATE_MODEL, self.owner, b"{}", "json", content, model_id=name, seq_id=0)
+        return NewRequest(Kind.CREATE_MODEL, self.owner, b"{}", content, model_id=name, seq_id=0)
 
     def operation(self, model: str, seq: int, content: str = "", error: str | None = None) -> NewRequest:
         payload = f"payload {seq}".encode()
         content = content or f"content {seq}"
         kind = Kind.FORWARD_BACKWARD
-        return NewRequest(kind, self.owner, payload, "proto", content, model_id=model, seq_id=seq, error=error)
+        return NewRequest(kind, self.owner, payload, content, model_id=model, seq_id=seq, error=error)
 
     def submit(self, model: str, seq: int, content: str = "", error: str | None = None) -> str:
         return self.journal.requests.submit(self.operation(model, seq, content, error))
@@ -130,7 +130,7 @@ class Scene:
 
     def sample(self, sampler: str, seq: int, content: str = "") -> str:
         content = content or f"sample {seq}"
-        request = NewRequest(Kind.SAMPLE, self.owner, b"{}", "json", content, sampler_id=sampler, seq_id=seq)
+        request = NewRequest(Kind.SAMPLE, self.owner, b"{}", content, sampler_id=sampler, seq_id=seq)
         return self.journal.requests.submit(request)
 
     def ready(self, model: str, limit: int = 64) -> list[int | None]:

@@ -21,14 +21,14 @@ def measure(journal: Journal, requests: int, clock: Callable[[], float]) -> list
     """Seconds per call, for each of `requests` requests of a fresh model."""
     session = journal.sessions.create(NewSession("bench", "0"))
     model = model_id(session, 0)
-    creation = NewRequest(Kind.CREATE_MODEL, "bench", b"{}", "json", "create", model_id=model, seq_id=0)
+    creation = NewRequest(Kind.CREATE_MODEL, "bench", b"{}", "create", model_id=model, seq_id=0)
     journal.models.create(NewModel(model, session, "bench", "tiny", rank=8), creation)
     journal.requests.finish(
         [pending.done(b"{}", "json", ModelLive(model)) for pending in journal.requests.ready(model)]
     )
     seconds = []
     for seq in range(1, requests + 1):
-        request = NewRequest(Kind.OPTIM_STEP, "bench", b"x" * 300, "json", str(seq), model_id=model, seq_id=seq)
+        request = NewRequest(Kind.OPTIM_STEP, "bench", b"x" * 300, str(seq), model_id=model, seq_id=seq)
         times = [clock()]
         request_id = journal.requests.submit(request)
         times.append(clock())

@@ -9,9 +9,9 @@ import pytest
 import sqlalchemy as sa
 
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import Journal, Outcome, completions
-from tinkerflow.backend.journal.cancelling import CANCELLED
-from tinkerflow.backend.journal.statements import CLONE_BLOCK
+from tinkerflow.backend.journal import Completions, Journal, Outcome
+from tinkerflow.backend.journal.requests import CANCELLED
+from tinkerflow.backend.journal.samplers import CLONE_BLOCK
 
 
 @pytest.fixture
@@ -26,12 +26,12 @@ def finish_all(journal, *, one_by_one=False):
     return [one.id for one in pending]
 
 
-def after(scene, sampler, cursor, clone=0):
-    return scene.journal.results.completions(sampler, "local", clone=clone, after=cursor)
+def after(scene, sampler, cursor, clone=0, **more):
+    return scene.journal.results.completions(sampler, "local", clone=clone, after=cursor, **more)
 
 
 def test_a_cursor_gives_each_answer_once_in_order(scene, sampler):
-    assert after(scene, sampler, 0) == completions.Completions((), 0)
+    assert after(scene, sampler, 0) == Completions((), 0)
     first = [scene.sample(sampler, seq) for seq in range(3)]
     finish_all(scene.journal, one_by_one=True)
     page = after(scene, sampler, 0)
@@ -123,12 +123,13 @@ def test_a_number_is_not_passed_while_its_transaction_is_open(scene, sampler, ur
     by_id = {one.id: one for one in scene.journal.queue.pending_samples(10)}
     with engine.connect() as connection:
         open_transaction = connection.begin()
-        assert completions.take_number(connection, sampler) == 1
+        taken = sa.text("UPDATE sampler SET last_completion = last_completion + 1 WHERE id = :id RETURNING last_completion")
+        assert connection.execute(taken, {"id": sampler}).scalar_one() == 1
         writer = threading.Thread(target=lambda: scene.journal.requests.finish([by_id[second].done(b"2", "proto")]))
         writer.start()
         writer.join(0.3)
         assert writer.is_alive()
-        assert after(scene, sampler, 0) == completions.Completions((), 0)
+        assert after(scene, sampler, 0) == Completions((), 0)
         connection.execute(
             sa.text("UPDATE request SET state = 'done', result = 'x', completion = 1 WHERE id = :id"), {"id": first}
         )
@@ -138,14 +139,13 @@ def test_a_number_is_not_passed_while_its_transaction_is_open(scene, sampler, ur
     assert [row.request_id for row in after(scene, sampler, 0).rows] == [first, second]
 
 
-def test_long_lists_come_in_pages_that_cut_no_transaction(scene, sampler, monkeypatch):
-    monkeypatch.setattr(completions, "PAGE", 3)
+def test_long_lists_come_in_pages_that_cut_no_transaction(scene, sampler):
     ids = []
     for count in (1, 1, 5, 2, 1):
         ids += [scene.sample(sampler, len(ids) + n) for n in range(count)]
         finish_all(scene.journal)
     seen, sizes, cursor = [], [], 0
-    while (page := after(scene, sampler, cursor)).rows:
+    while (page := after(scene, sampler, cursor, page=3)).rows:
         seen += [row.request_id for row in page.rows]
         sizes.append(len(page.rows))
         cursor = page.cursor

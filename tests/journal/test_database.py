@@ -20,7 +20,7 @@ from tinkerflow.backend.journal import Journal, Kind, NewRequest
 journal = Journal.open(sys.argv[1])
 for n in range(150):
     seq_id = 2 * n + 1 + int(sys.argv[3])
-    request = NewRequest(Kind.FORWARD, "local", b"x" * 1000, "json", str(n), model_id=sys.argv[2], seq_id=seq_id)
+    request = NewRequest(Kind.FORWARD, "local", b"x" * 1000, str(n), model_id=sys.argv[2], seq_id=seq_id)
     journal.requests.submit(request)
 journal.close()
 """
@@ -80,7 +80,7 @@ def test_readers_do_not_wait_for_a_writer(scene, url):
 def test_an_exception_rolls_back(url):
     opened = Database(url)
     with pytest.raises(RuntimeError), opened.write() as connection:
-        values = "(name, card, registered_at, generation) VALUES ('x', '{}', '2026-01-01 00:00:00', 1)"
+        values = "(name, card, registered_at) VALUES ('x', '{}', '2026-01-01 00:00:00')"
         connection.execute(sa.text(f"INSERT INTO base_model {values}"))
         raise RuntimeError
     with opened.read() as connection:
@@ -97,7 +97,7 @@ def test_urls():
 
 
 def test_naive_datetimes_are_refused(url):
-    from tinkerflow.backend.journal.tables import UtcDateTime
+    from tinkerflow.backend.journal.database import UtcDateTime
 
     opened = Database(url)
     statement = sa.text("SELECT :when").bindparams(sa.bindparam("when", type_=UtcDateTime()))

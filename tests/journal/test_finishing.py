@@ -17,7 +17,6 @@ from tinkerflow.backend.journal import (
     ModelState,
     NewSampler,
     Outcome,
-    SamplerEnded,
     SamplerLoaded,
     SamplerOpened,
     SamplerState,
@@ -165,15 +164,15 @@ def test_samplers_open_load_and_end(scene):
     assert scene.journal.samplers.get(opened.id, "local").snapshot_id == "snap-2"
     assert scene.journal.samplers.unused_snapshots(["snap-1", "snap-2"]) == {"snap-1"}
     (two,) = scene.journal.queue.pending_samples(10)
-    ended = SamplerEnded(opened.id, SamplerState.LOST, "worker group 3 ended")
     third = scene.sample(opened.id, 2)
-    scene.journal.requests.finish([two.done(b"t", "proto", ended)])
+    scene.journal.requests.finish([two.done(b"t", "proto")])
+    scene.journal.sessions.finish(session, "local", "the client went")
     assert scene.journal.requests.result(first, "local").result == b"s"
     assert scene.journal.requests.result(second, "local").result == b"t"
-    assert "worker group 3 ended" in scene.journal.requests.result(third, "local").error
-    assert scene.journal.requests.result(third, "local").category == "server"
+    assert "the client went" in scene.journal.requests.result(third, "local").error
+    assert scene.journal.requests.result(third, "local").category == "user"
     assert scene.journal.samplers.unused_snapshots(["snap-2"]) == {"snap-2"}
-    assert "was lost" in scene.journal.requests.result(scene.sample(opened.id, 3), "local").error
+    assert "is closed" in scene.journal.requests.result(scene.sample(opened.id, 3), "local").error
 
 
 def test_a_checkpoint_saved_again_replaces_its_row(scene, clock):

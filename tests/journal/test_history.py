@@ -67,7 +67,7 @@ def test_a_save_that_others_have_overtaken_is_passed_by_a_replay_and_no_snapshot
 
 def published(scene, session, model, seq):
     """An unnamed save that is answered: its id."""
-    asked = replace(scene.operation(model, seq), kind=Kind.SAVE_FOR_SAMPLER, payload=b"{}", payload_type="json")
+    asked = replace(scene.operation(model, seq), kind=Kind.SAVE_FOR_SAMPLER, payload=b"{}")
     request = scene.journal.requests.submit(asked)
     (pending,) = scene.journal.requests.ready(model)
     opened = SamplerOpened(NewSampler(f"sampler {seq}", session, scene.owner, "tiny", snapshot_id=request))
@@ -197,7 +197,7 @@ def test_clients_are_told_what_they_wait_for(scene):
     model = scene.model(session)
     request = scene.submit(model, 1)
     sampler = scene.sampler(session, 1)
-    content = NewRequest(Kind.SAMPLE, "local", b"{}", "json", "s", sampler_id=sampler, seq_id=0)
+    content = NewRequest(Kind.SAMPLE, "local", b"{}", "s", sampler_id=sampler, seq_id=0)
     sample, journal = scene.journal.requests.submit(content), scene.journal
     assert journal.queue.waits_for(request) is None
     journal.base_models.note_progress("tiny", "the worker group is starting")

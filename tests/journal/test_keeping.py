@@ -129,7 +129,7 @@ def test_a_copy_has_a_run_of_its_own_that_takes_no_work(scene, save, as_owner):
         path, run, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, False, True, 3, 10, {"k": "v"}, attempt="t"
     )
     for _ in range(2):
-        assert scene.journal.checkpoints.record_copy(CopyMade("copy-1", saved, source)) == path
+        assert scene.journal.imports.record_copy(CopyMade("copy-1", saved, source)) == path
     found = scene.journal.checkpoints.get(path, "team")
     assert (found.step, found.user_metadata, found.attempt, found.public) == (3, {"k": "v"}, "t", False)
     assert [row.path for row in scene.journal.checkpoints.page("team", run_id=run).rows] == [path]

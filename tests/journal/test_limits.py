@@ -14,7 +14,7 @@ from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal,
 
 
 def a_sample(sampler: str, seq: int, owner: str = "local") -> NewRequest:
-    return NewRequest(Kind.SAMPLE, owner, b"{}", "json", f"sample {seq}", sampler_id=sampler, seq_id=seq)
+    return NewRequest(Kind.SAMPLE, owner, b"{}", f"sample {seq}", sampler_id=sampler, seq_id=seq)
 
 
 def store(scene, name: str, size: int) -> None:

@@ -2,18 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
+from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.journal import Journal, migrate
-from tinkerflow.backend.journal.database import driver_url
-from tinkerflow.backend.journal.tables import Table
+from tinkerflow.backend.journal import Journal, Kind, SamplerState, migrate
+from tinkerflow.backend.journal.database import Table, driver_url
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+STATUS = {"planned": 3, "ready": 2, "failed": 0, "needed": 1, "late": 0}
+OF_MODEL = {"owner": "local", "session_id": "sess-1", "model_id": "sess-1:train:0", "result_type": "json"}
+ROWS_OF_V0001 = {
+    "session": [
+        {"id": "sess-1", "owner": "local", "key_id": "", "tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
+        | {"state": "active", "created_at": NOW, "last_seen_at": NOW}
+    ],
+    "model": [
+        {"id": "sess-1:train:0", "session_id": "sess-1", "owner": "local", "base_model": "tiny", "rank": 8}
+        | {"train_attn": True, "train_mlp": True, "train_unembed": True, "optimizer": "adamw", "user_metadata": {}}
+        | {"state": "live", "held": "for a look", "next_seq": 2, "step": 0, "created_at": NOW, "last_request_at": NOW}
+    ],
+    "sampler": [
+        {"id": "sess-1:sample:0", "session_id": "sess-1", "owner": "local", "base_model": "tiny", "state": "lost"}
+        | {"created_at": NOW, "last_completion": 0, "clones": 0}
+    ],
+    "request": [
+        {"id": "req-1", "kind": "optim_step", "seq_id": 1, "content_hash": "a", "payload_type": "json", "state": "done"}
+        | {
+            "replays": True,
+            "waiting_tokens": 0,
+            "payload": b"p",
+            "result": b"r",
+            **OF_MODEL,
+            "created_at": NOW,
+            "finished_at": NOW,
+        },
+        {
+            "id": "req-2",
+            "kind": "forward",
+            "seq_id": 2,
+            "content_hash": "b",
+            "payload_type": "proto",
+            "state": "pending",
+            "finished_at": None,
+        }
+        | {"replays": False, "waiting_tokens": 7, "payload": b"x" * 20_000, "result": None, "created_at": NOW, **OF_MODEL},
+    ],
+    "base_model": [{"name": "tiny", "card": "{}", "registered_at": NOW, "generation": 3, "warmth": json.dumps(STATUS)}],
+}
 
 
 def test_migrations_lead_to_the_models(empty_url):
@@ -28,8 +72,36 @@ def test_migrations_lead_to_the_models(empty_url):
 
 
 def test_an_unmigrated_database_is_refused(empty_url):
-    with pytest.raises(ServerError, match="schema is at revision None, this version needs v0001"):
+    with pytest.raises(ServerError, match="schema is at revision None, this version needs v0002"):
         Journal.open(empty_url)
+
+
+def test_a_database_of_the_first_version_is_upgraded_in_place_with_its_rows(empty_url):
+    migrate(empty_url, "v0001")
+    engine = sa.create_engine(driver_url(empty_url))
+    tables = sa.MetaData()
+    tables.reflect(engine)
+    with engine.begin() as connection:
+        for name, rows in ROWS_OF_V0001.items():
+            connection.execute(tables.tables[name].insert(), rows)
+    with pytest.raises(ServerError, match="schema is at revision v0001, this version needs v0002"):
+        Journal.open(empty_url)
+    migrate(empty_url)
+    journal = Journal.open(empty_url)
+    assert journal.sessions.get("sess-1", "local").sdk_version == "0.38.0"
+    assert journal.models.get("sess-1:train:0", "local").paused == "for a look"
+    assert journal.samplers.get("sess-1:sample:0", "local").state is SamplerState.CLOSED
+    (pending,) = journal.requests.ready("sess-1:train:0")
+    assert (pending.id, pending.kind, pending.payload) == ("req-2", Kind.FORWARD, b"x" * 20_000)
+    assert journal.queue.waits_for("req-2") == "for a look"
+    assert journal.requests.result("req-1", "local").result == b"r"
+    assert [(row.name, row.compile_status) for row in journal.base_models.all()] == [("tiny", CompileStatus(**STATUS))]
+    assert journal.requests.finish([pending.done(b"answer", "proto")]) == ["req-2"]
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Table.metadata) == []
+    engine.dispose()
+    journal.close()
 
 
 def test_processes_that_start_together_migrate_once(empty_url):

@@ -31,7 +31,7 @@ def test_pending_carries_what_was_submitted(scene):
     model = scene.model()
     scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
-    assert (pending.kind, pending.payload, pending.payload_type) == (Kind.FORWARD_BACKWARD, b"payload 1", "proto")
+    assert (pending.kind, pending.payload) == (Kind.FORWARD_BACKWARD, b"payload 1")
     assert (pending.owner, pending.model_id, pending.seq_id) == ("local", model, 1)
 
 

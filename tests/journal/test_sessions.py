@@ -9,7 +9,6 @@ from tinkerflow.backend.journal import (
     ModelEnded,
     ModelState,
     NewSession,
-    SamplerEnded,
     SamplerState,
     SessionFailure,
     SessionQuery,
@@ -133,18 +132,6 @@ def test_a_lost_model_is_why_its_session_failed(scene, clock):
         [pending.failed(StateLostError("gone"), None, ModelEnded(model, ModelState.LOST, "the group died"))]
     )
     assert expired(scene, clock, session) == SessionFailure("server", "training_run", model, None, "the group died")
-
-
-def test_a_lost_sampler_is_why_its_session_failed(scene, clock):
-    session = scene.session()
-    sampler = scene.sampler(session, snapshot_id="s")
-    scene.sample(sampler, 0)
-    (pending,) = scene.journal.queue.pending_samples(1)
-    ended = SamplerEnded(sampler, SamplerState.LOST, "the group died")
-    scene.journal.requests.finish([pending.failed(StateLostError("gone"), None, ended)])
-    assert expired(scene, clock, session) == SessionFailure(
-        "server", "sampling_session", sampler, None, "the group died"
-    )
 
 
 def test_failed_and_cancelled_sessions_are_told_apart(scene, clock):

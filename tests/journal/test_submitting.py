@@ -25,7 +25,7 @@ def test_other_content_under_a_used_seq_id_is_a_conflict(scene):
     scene.submit(model, 1, "a")
     with pytest.raises(ConflictError, match=f"seq_id 1 of model {model} was used before for another request"):
         scene.submit(model, 1, "b")
-    optim = NewRequest(Kind.OPTIM_STEP, "local", b"{}", "json", "a", model_id=model, seq_id=1)
+    optim = NewRequest(Kind.OPTIM_STEP, "local", b"{}", "a", model_id=model, seq_id=1)
     with pytest.raises(ConflictError, match="forward_backward"):
         scene.journal.requests.submit(optim)
 
@@ -126,9 +126,7 @@ def test_content_known_to_be_wrong_is_stored_failed_and_does_not_hold_back_other
 def test_a_creation_known_to_be_wrong_fails_its_model(scene):
     session = scene.session()
     model = f"{session}:train:0"
-    wrong = NewRequest(
-        Kind.CREATE_MODEL, "local", b"", "json", "c", model_id=model, seq_id=0, error="rank 0: must be >= 1"
-    )
+    wrong = NewRequest(Kind.CREATE_MODEL, "local", b"", "c", model_id=model, seq_id=0, error="rank 0: must be >= 1")
     request = scene.journal.models.create(NewModel(model, session, "local", "tiny", rank=0), wrong)
     assert scene.journal.requests.result(request, "local").error == "rank 0: must be >= 1"
     assert scene.journal.models.get(model, "local").state is ModelState.FAILED
@@ -176,7 +174,7 @@ def test_nobody_submits_for_what_is_missing_or_foreign(scene, as_owner):
 
 def test_a_request_without_an_address_is_a_programming_error(scene):
     with pytest.raises(ValueError, match="exactly one of model_id and sampler_id"):
-        scene.journal.requests.submit(NewRequest(Kind.SAMPLE, "local", b"", "json", "h"))
+        scene.journal.requests.submit(NewRequest(Kind.SAMPLE, "local", b"", "h"))
 
 
 def test_an_unload_runs_after_what_can_run_and_ends_the_model(scene):

@@ -122,8 +122,8 @@ def test_changes_are_told_to_the_store_once(scene, save, clock):
 def test_a_lost_row_is_made_again_with_its_run(scene, clock):
     saved_at = clock.now() - timedelta(days=3)
     found = CheckpointFound(replace(SAVED, created_at=saved_at), True, {"renderer": "qwen3"})
-    assert scene.journal.upkeep.restore(found)
-    assert not scene.journal.upkeep.restore(found)
+    assert scene.journal.imports.restore(found)
+    assert not scene.journal.imports.restore(found)
     row = scene.journal.checkpoints.get(PATH, "team")
     assert (row.step, row.user_metadata, row.attempt, row.public) == (3, {"k": "v"}, "t-1", True)
     assert row.created_at == saved_at
@@ -140,10 +140,10 @@ def test_what_the_journal_knows_stays(scene, save, clock):
     path = save(model, "a")
     scene.journal.checkpoints.set_ttl(path, "local", 100)
     known = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-1")
-    assert not scene.journal.upkeep.restore(CheckpointFound(known, True, {}))
+    assert not scene.journal.imports.restore(CheckpointFound(known, True, {}))
     assert scene.journal.checkpoints.get(path, "local").expires_at is not None
     scene.journal.checkpoints.delete(path, "local")
-    assert not scene.journal.upkeep.restore(CheckpointFound(known, False, {}))
+    assert not scene.journal.imports.restore(CheckpointFound(known, False, {}))
     assert left(scene) == []
 
 
@@ -151,7 +151,7 @@ def test_the_commit_is_the_truth_about_a_row_of_an_earlier_save(scene, save, clo
     model = scene.model()
     path = save(model, "a")
     newer = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-9")
-    assert scene.journal.upkeep.restore(CheckpointFound(newer, False, {"lost": "run"}))
+    assert scene.journal.imports.restore(CheckpointFound(newer, False, {"lost": "run"}))
     assert scene.journal.checkpoints.get(path, "local").attempt == "a-9"
     assert scene.journal.models.get(model, "local").state == ModelState.LIVE
     assert scene.journal.models.get(model, "local").user_metadata == {}

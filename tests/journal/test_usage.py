@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, ModelEnded, ModelState, UsageKind, Used
-from tinkerflow.backend.journal.usage import HOUR, floor
+from tinkerflow.backend.journal.requests import hour_of
+from tinkerflow.backend.journal.usage import HOUR
 
 
 def used(session, kind=UsageKind.TRAINING, quantity=10):
@@ -19,7 +20,7 @@ def amounts(journal, owner, start):
 
 
 def test_usage_is_added_up_by_hour_and_only_with_the_first_answer(scene, clock):
-    session, start = scene.session(), floor(clock.now())
+    session, start = scene.session(), hour_of(clock.now())
     model = scene.model(session)
     for seq in (1, 2):
         scene.submit(model, seq)
@@ -41,7 +42,7 @@ def test_usage_is_added_up_by_hour_and_only_with_the_first_answer(scene, clock):
 
 
 def test_usage_is_told_apart_by_session_base_model_and_owner(scene, clock, as_owner):
-    start, other = floor(clock.now()), as_owner("stranger")
+    start, other = hour_of(clock.now()), as_owner("stranger")
     sessions = [scene.session(), scene.session(), other.session()]
     for owned, session, base, quantity in zip((scene, scene, other), sessions, ("a", "b", "a"), (1, 2, 4), strict=True):
         model = owned.model(session)
@@ -60,7 +61,7 @@ def test_usage_is_told_apart_by_session_base_model_and_owner(scene, clock, as_ow
 
 
 def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
-    session, start = scene.session(), floor(clock.now())
+    session, start = scene.session(), hour_of(clock.now())
     model = scene.model(session)
     scene.submit(model, 1)
     (save,) = scene.journal.requests.ready(model)
@@ -91,4 +92,4 @@ def test_what_failed_used_nothing(scene, clock):
     scene.submit(model, 1)
     (request,) = scene.journal.requests.ready(model)
     scene.journal.requests.finish([request.failed("no", "user", ModelEnded(model, ModelState.LOST, "gone"))])
-    assert amounts(scene.journal, None, floor(clock.now())) == []
+    assert amounts(scene.journal, None, hour_of(clock.now())) == []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from alembic import context
 
-from tinkerflow.backend.journal.tables import Table
+from tinkerflow.backend.journal import tables
 
 context.configure(
     connection=context.config.attributes["connection"],
-    target_metadata=Table.metadata,
+    target_metadata=tables.Session.metadata,
     render_as_batch=True,  # SQLite alters tables by copying them
 )
 with context.begin_transaction():

@@ -1,0 +1,149 @@
+"""Losses that clients traced and sent, and what sampling records for stable_reinforce. Both belong to their session.
+
+A custom loss's number in its session decides which of two equal submits was first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.commands import StabilityInfo
+from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.ids import custom_loss_id, new_id
+from tinkerflow.backend.journal.database import Aggregate, insert_if_absent, missing, owned_by
+from tinkerflow.backend.journal.effects import STABILITY_KEPT
+from tinkerflow.backend.journal.tables import (
+    CustomLoss,
+    Kind,
+    Request,
+    RequestState,
+    Session,
+    SessionState,
+    StabilityRow,
+    session_over,
+)
+
+
+@dataclass(frozen=True)
+class NewCustomLoss:
+    """A loss that a client traced; its id is `{session_id}:loss:{n}` (tinkerflow.backend.ids.custom_loss_id).
+
+    definition: its inputs and graph as JSON text, checked already; error: what was wrong with it, as in NewRequest.
+    """
+
+    session_id: str
+    owner: str
+    seq_id: int
+    name: str
+    definition: str
+    payload: bytes
+    content_hash: str
+    error: str | None = None
+
+
+class Losses(Aggregate):
+    """Custom losses, and what stable_reinforce records."""
+
+    def submit(self, loss: NewCustomLoss) -> str:
+        """Store a traced loss and the request that it answers at once; the request's id, of a replay the first one's.
+
+        NotFoundError: unknown or foreign session. ConflictError: the number holds other content. A loss with an error,
+        or in a session that is over, is stored as a failed request: a refusal would hang the client.
+        """
+        loss_id, request_id, now = custom_loss_id(loss.session_id, loss.seq_id), new_id("req"), self._now()
+        with self._write() as connection:
+            locked = sa.select(Session).where(col(Session.id) == loss.session_id, *owned_by(Session, loss.owner))
+            session = connection.execute(locked.with_for_update(read=True)).one_or_none()
+            if session is None:
+                raise missing(Session, loss.session_id)
+            error = loss.error
+            if session.state != SessionState.ACTIVE:
+                error, _ = session_over(session.id, session.state, session.detail)
+            row = {
+                "id": loss_id,
+                "session_id": loss.session_id,
+                "owner": loss.owner,
+                "seq_id": loss.seq_id,
+                "request_id": request_id,
+                "name": loss.name,
+                "definition": loss.definition if error is None else None,
+                "created_at": now,
+            }
+            if not insert_if_absent(connection, CustomLoss, row):
+                return _replayed(connection, loss_id, loss)
+            done = orjson.dumps({"type": "create_custom_loss", "loss_id": loss_id})
+            connection.execute(
+                sa.insert(Request).values(
+                    id=request_id,
+                    kind=Kind.CREATE_CUSTOM_LOSS,
+                    owner=loss.owner,
+                    session_id=loss.session_id,
+                    content_hash=loss.content_hash,
+                    payload=loss.payload,
+                    state=RequestState.DONE if error is None else RequestState.FAILED,
+                    result=done if error is None else None,
+                    result_type="json",
+                    error=error,
+                    category=None if error is None else UserError.category,
+                    waiting_tokens=0,
+                    created_at=now,
+                    finished_at=now,
+                )
+            )
+        return request_id
+
+    def definition(self, loss_id: str, session_id: str) -> str:
+        """The definition (JSON) of a session's loss; NotFoundError: unknown, or another session's."""
+        of_session = (col(CustomLoss.id) == loss_id, col(CustomLoss.session_id) == session_id)
+        with self._read() as connection:
+            definition = connection.execute(sa.select(col(CustomLoss.definition)).where(*of_session)).scalar()
+        if definition is None:
+            raise NotFoundError(f"loss_fn_config['loss_id'] {loss_id!r}: this session has no custom loss of that id")
+        return definition
+
+    def stability(self, session_id: str, sequence_ids: Collection[str]) -> dict[str, StabilityInfo]:
+        """What was recorded of these sequences of the session, by id; they are kept for another day.
+
+        NotFoundError names a sequence that is unknown, another session's, or too old: these look alike.
+        """
+        now = self._now()
+        usable = (
+            col(StabilityRow.sequence_id).in_(sequence_ids),
+            col(StabilityRow.session_id) == session_id,
+            col(StabilityRow.used_at) >= now - STABILITY_KEPT,
+        )
+        columns = (col(StabilityRow.sequence_id), col(StabilityRow.tokens), col(StabilityRow.logprobs))
+        with self._write() as connection:
+            used = sa.update(StabilityRow).where(*usable).values(used_at=now).returning(*columns)
+            infos = {
+                row.sequence_id: StabilityInfo(
+                    row.sequence_id, np.frombuffer(row.tokens, "<i4"), np.frombuffer(row.logprobs, "<f4")
+                )
+                for row in connection.execute(used)
+            }
+            if absent := sorted(set(sequence_ids) - infos.keys()):
+                raise NotFoundError(
+                    f"sequence_id {absent[0]!r}: nothing is recorded of it in this session. Sample with "
+                    "record_stability_info true, and train within a day"
+                )
+        return infos
+
+
+def _replayed(connection: sa.Connection, loss_id: str, loss: NewCustomLoss) -> str:
+    stored = connection.execute(
+        sa.select(col(Request.id), col(Request.content_hash))
+        .join(CustomLoss, col(CustomLoss.request_id) == col(Request.id))
+        .where(col(CustomLoss.id) == loss_id)
+    ).one()
+    if stored.content_hash != loss.content_hash:
+        raise ConflictError(
+            f"custom_loss_seq_id {loss.seq_id} of session {loss.session_id} was used before for another loss; "
+            "a repeated request must have the same content"
+        )
+    return str(stored.id)

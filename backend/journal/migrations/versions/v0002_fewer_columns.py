@@ -1,0 +1,20 @@
+"""Columns that nobody read go; others get the names that the code uses."""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "v0002"
+down_revision = "v0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Bring the schema here, in place: SQLite (3.35) and Postgres drop and rename columns without copying the table."""
+    op.execute("ALTER TABLE request DROP COLUMN payload_type")
+    op.execute("ALTER TABLE base_model DROP COLUMN generation")
+    op.execute("ALTER TABLE base_model RENAME COLUMN warmth TO compile_status")
+    op.execute("ALTER TABLE model RENAME COLUMN held TO paused")
+    # No version ever made a sampler `lost`; the state is gone.
+    op.execute("UPDATE sampler SET state = 'closed' WHERE state = 'lost'")

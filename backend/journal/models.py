@@ -1,0 +1,281 @@
+"""Models (training runs): created, paused, revived, ended, and listed with their newest checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.commands import Optimizer
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal.checkpoints import CheckpointView, Page, exists
+from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, insert_if_absent, missing, owned_by
+from tinkerflow.backend.journal.effects import end_models, forget
+from tinkerflow.backend.journal.limits import NO_LIMITS, Limits, model_failure, take_turn
+from tinkerflow.backend.journal.requests import Failure, NewRequest, store
+from tinkerflow.backend.journal.sessions import PROJECT
+from tinkerflow.backend.journal.tables import (
+    IS_PENDING,
+    TAKES_WORK,
+    Checkpoint,
+    CheckpointKind,
+    Kind,
+    Model,
+    ModelState,
+    RecoverySnapshot,
+    Request,
+    Session,
+    SessionState,
+    session_over,
+)
+
+_REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # what made them is kept until their session is over
+
+
+@dataclass(frozen=True)
+class NewModel:
+    """A training run about to be created; its id is `{session_id}:train:{n}` (tinkerflow.backend.ids.model_id)."""
+
+    id: str
+    session_id: str
+    owner: str
+    base_model: str
+    rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    optimizer: Optimizer = "adamw"
+    seed: int | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A model (training run). detail: why it is in its state; step: optimizer steps; next_seq: next to execute.
+
+    paused: why people let it wait, None when they do not.
+    """
+
+    id: str
+    session_id: str
+    owner: str
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer: Optimizer
+    seed: int | None
+    user_metadata: Mapping[str, str]
+    state: ModelState
+    detail: str | None
+    paused: str | None
+    next_seq: int
+    step: int
+    created_at: datetime
+    last_request_at: datetime
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A training run with the newest checkpoint of each kind."""
+
+    model: ModelView
+    last_checkpoint: CheckpointView | None
+    last_sampler_checkpoint: CheckpointView | None
+
+
+class Models(Aggregate):
+    """Models (training runs)."""
+
+    def create(self, model: NewModel, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
+        """Store a model in state `creating` and the request (seq_id 0) that creates it; replays as in Requests.submit.
+
+        When the request carries an error, the session is over, or the project is over its `limits`, both are stored as
+        failed. NotFoundError: unknown or foreign session. ConflictError: the model was created by another request.
+        """
+        if request.model_id != model.id or request.seq_id != 0:
+            raise ValueError(f"model {model.id}: its creation must name it with seq_id 0, not {request.seq_id!r}")
+        now = self._now()
+        with self._write() as connection:
+            take_turn(connection, limits, request.owner, request.kind, request.tokens, stores=request.stores)
+            # Locked, so that a session which ends meanwhile either sees this model or is seen by it.
+            locked = sa.select(Session).where(col(Session.id) == model.session_id, *owned_by(Session, model.owner))
+            session = connection.execute(locked.with_for_update(read=True)).one_or_none()
+            if session is None:
+                raise missing(Session, model.session_id)
+            failure: Failure = (request.error, request.category) if request.error is not None else None
+            if session.state != SessionState.ACTIVE:
+                failure = session_over(session.id, session.state, session.detail)
+            failure = failure or model_failure(connection, model.owner, limits)
+            state, detail = (ModelState.CREATING, None) if failure is None else (ModelState.FAILED, failure[0])
+            insert_model(connection, model, state, detail, now)
+            request_id = store(connection, request, model.session_id, failure, now)
+        self._publish(f"model:{model.id}")
+        return request_id
+
+    def get(self, model_id: str, owner: str | None) -> ModelView:
+        """A model; NotFoundError when it is unknown or foreign."""
+        with self._read() as connection:
+            return as_view(ModelView, get_owned(connection, Model, model_id, owner))
+
+    def of_session(self, session_id: str) -> list[str]:
+        """Ids of the session's models, in any state, oldest first."""
+        oldest = (col(Model.created_at), col(Model.id))
+        statement = sa.select(col(Model.id)).where(col(Model.session_id) == session_id).order_by(*oldest)
+        with self._read() as connection:
+            return list(connection.execute(statement).scalars())
+
+    def abandoned(self) -> list[str]:
+        """Ids of models that take work although their session is over, and that no request unloads yet."""
+        unloading = sa.exists().where(col(Request.model_id) == col(Model.id), _is_unload())
+        statement = (
+            sa.select(col(Model.id))
+            .join(Session, col(Session.id) == col(Model.session_id))
+            .where(col(Model.state).in_(TAKES_WORK), col(Session.state) != SessionState.ACTIVE, sa.not_(unloading))
+            .order_by(col(Model.id))
+        )
+        with self._read() as connection:
+            return list(connection.execute(statement).scalars())
+
+    def run(self, run_id: str, owner: str | None) -> RunView:
+        """A training run (its id is its model's) with its newest checkpoints; NotFoundError: unknown or foreign."""
+        with self._read() as connection:
+            return _with_checkpoints(connection, [get_owned(connection, Model, run_id, owner)], self._now())[0]
+
+    def runs(self, owner: str | None, *, limit: int, offset: int, project_id: str | None = None) -> Page[RunView]:
+        """Training runs, newest first; of one project's sessions when project_id is given. Three statements."""
+        mine = owned_by(Model, owner)
+        if project_id is not None:
+            in_project = sa.select(col(Session.id)).where(PROJECT.in_([project_id]), *owned_by(Session, owner))
+            mine = (*mine, col(Model.session_id).in_(in_project))
+        newest = (col(Model.created_at).desc(), col(Model.id))
+        with self._read() as connection:
+            total = connection.execute(sa.select(sa.func.count()).select_from(Model).where(*mine)).scalar_one()
+            rows = connection.execute(sa.select(Model).where(*mine).order_by(*newest).limit(limit).offset(offset)).all()
+            return Page(tuple(_with_checkpoints(connection, rows, self._now())), total)
+
+    def request_unload(self, model_id: str, reason: str) -> str | None:
+        """Ask for a model to be unloaded after what can still run; the request's id.
+
+        The id of the request that waits already, if there is one; None when the model has ended. NotFoundError: unknown
+        model.
+        """
+        with self._write() as connection:
+            by_id = sa.select(Model).where(col(Model.id) == model_id)
+            model = connection.execute(by_id.with_for_update()).one_or_none()
+            if model is None:
+                raise missing(Model, model_id)
+            request_id = None
+            if model.state in TAKES_WORK:
+                waiting = sa.select(col(Request.id)).where(col(Request.model_id) == model_id, _is_unload())
+                unload = NewRequest(Kind.UNLOAD, model.owner, reason.encode(), content_hash="", model_id=model_id)
+                request_id = connection.execute(waiting).scalar() or store(
+                    connection, unload, model.session_id, None, self._now()
+                )
+        self._publish(f"model:{model_id}")
+        return request_id
+
+    def end(self, model_id: str, state: ModelState, detail: str) -> None:
+        """End a model now, if it still takes work: what waits for it fails, with `detail`."""
+        with self._write() as connection:
+            topics = end_models(connection, [model_id], state, detail, self._now())
+        self._publish(*topics)
+
+    def pause(self, model_id: str, why: str | None) -> None:
+        """Let nothing of the model be executed, for the reason that its clients are told; None: let it go on."""
+        with self._write() as connection:
+            connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(paused=why))
+
+    def revive(self, model_id: str) -> None:
+        """Make a model that failed or was lost live again: it is restored from what the journal has of it.
+
+        UserError when it was unloaded, never made, or its session is over. A model that takes work stays as it is.
+        """
+        with self._write() as connection:
+            model = get_owned(connection, Model, model_id, None)
+            if model.state in TAKES_WORK:
+                return
+            if model.state not in _REVIVABLE:
+                raise UserError(f"model {model_id} was unloaded ({model.detail}): there is nothing to go on with")
+            session = get_owned(connection, Session, model.session_id, None)
+            if session.state != SessionState.ACTIVE:
+                raise UserError(f"session {session.id} of model {model_id} is {session.state}: nobody could use it")
+            snapshot = sa.exists().where(
+                col(RecoverySnapshot.model_id) == model_id, col(RecoverySnapshot.snapshot_id).is_(None)
+            )
+            replayed = sa.exists().where(col(Request.model_id) == model_id, col(Request.replays))
+            if not connection.execute(sa.select(sa.or_(snapshot, replayed))).scalar():
+                raise UserError(f"model {model_id} was never made ({model.detail}): there is nothing to go on with")
+            back = {"state": ModelState.LIVE, "detail": None, "paused": None}
+            connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(**back))
+
+    def forget_ended(self) -> None:
+        """Forget what made the models that failed or were lost in sessions that are over: nobody can revive them."""
+        over = (
+            sa.select(col(Model.id))
+            .join(Session, col(Session.id) == col(Model.session_id))
+            .where(col(Model.state).in_(_REVIVABLE), col(Session.state) != SessionState.ACTIVE)
+        )
+        replayed = (col(Request.replays) == sa.true(), col(Request.model_id).in_(over))
+        held = sa.select(col(Request.model_id)).where(*replayed).distinct()
+        with self._write() as connection:
+            for model_id in connection.execute(held).scalars().all():
+                forget(connection, str(model_id))
+
+    def note_progress(self, model_id: str, text: str | None) -> None:
+        """Say what a model's requests wait for, None when nothing holds them up."""
+        with self._write() as connection:
+            connection.execute(sa.update(Model).where(col(Model.id) == model_id).values(progress=text))
+
+
+def insert_model(
+    connection: sa.Connection, model: NewModel, state: ModelState, detail: str | None, now: datetime, step: int = 0
+) -> None:
+    """Make the row of a model unless its id exists. state, detail, step: what it is at the beginning, and why."""
+    row = {
+        **asdict(model),
+        "user_metadata": dict(model.user_metadata),
+        "state": state,
+        "detail": detail,
+        "next_seq": 0,
+        "step": step,
+        "created_at": now,
+        "last_request_at": now,
+    }
+    insert_if_absent(connection, Model, row)
+
+
+def _is_unload() -> sa.ColumnElement[bool]:
+    return sa.and_(col(Request.kind) == Kind.UNLOAD, IS_PENDING)
+
+
+def _with_checkpoints(connection: sa.Connection, models: Sequence[sa.Row[Any]], now: datetime) -> list[RunView]:
+    ids = [row.id for row in models]
+    ranked = (
+        sa.select(
+            col(Checkpoint.path),
+            sa.func.row_number()
+            .over(
+                partition_by=(col(Checkpoint.run_id), col(Checkpoint.kind)),
+                order_by=(col(Checkpoint.created_at).desc(), col(Checkpoint.path)),
+            )
+            .label("age"),
+        )
+        .where(col(Checkpoint.run_id).in_(ids), exists(now))
+        .subquery()
+    )
+    newest = sa.select(Checkpoint).join(ranked, ranked.c.path == col(Checkpoint.path)).where(ranked.c.age == 1)
+    latest = {(row.run_id, row.kind): as_view(CheckpointView, row) for row in connection.execute(newest)}
+    return [
+        RunView(
+            as_view(ModelView, row),
+            latest.get((row.id, CheckpointKind.WEIGHTS)),
+            latest.get((row.id, CheckpointKind.SAMPLER_WEIGHTS)),
+        )
+        for row in models
+    ]
