@@ -123,7 +123,9 @@ def test_a_number_is_not_passed_while_its_transaction_is_open(scene, sampler, ur
     by_id = {one.id: one for one in scene.journal.queue.pending_samples(10)}
     with engine.connect() as connection:
         open_transaction = connection.begin()
-        taken = sa.text("UPDATE sampler SET last_completion = last_completion + 1 WHERE id = :id RETURNING last_completion")
+        taken = sa.text(
+            "UPDATE sampler SET last_completion = last_completion + 1 WHERE id = :id RETURNING last_completion"
+        )
         assert connection.execute(taken, {"id": sampler}).scalar_one() == 1
         writer = threading.Thread(target=lambda: scene.journal.requests.finish([by_id[second].done(b"2", "proto")]))
         writer.start()

@@ -19,7 +19,13 @@ from tinkerflow.backend.journal.database import Table, driver_url
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 STATUS = {"planned": 3, "ready": 2, "failed": 0, "needed": 1, "late": 0}
-OF_MODEL = {"owner": "local", "session_id": "sess-1", "model_id": "sess-1:train:0", "result_type": "json"}
+OF_MODEL = {
+    "owner": "local",
+    "session_id": "sess-1",
+    "model_id": "sess-1:train:0",
+    "result_type": "json",
+    "created_at": NOW,
+}
 ROWS_OF_V0001 = {
     "session": [
         {"id": "sess-1", "owner": "local", "key_id": "", "tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
@@ -42,7 +48,6 @@ ROWS_OF_V0001 = {
             "payload": b"p",
             "result": b"r",
             **OF_MODEL,
-            "created_at": NOW,
             "finished_at": NOW,
         },
         {
@@ -54,7 +59,14 @@ ROWS_OF_V0001 = {
             "state": "pending",
             "finished_at": None,
         }
-        | {"replays": False, "waiting_tokens": 7, "payload": b"x" * 20_000, "result": None, "created_at": NOW, **OF_MODEL},
+        | {
+            "replays": False,
+            "waiting_tokens": 7,
+            "payload": b"x" * 20_000,
+            "result": None,
+            "created_at": NOW,
+            **OF_MODEL,
+        },
     ],
     "base_model": [{"name": "tiny", "card": "{}", "registered_at": NOW, "generation": 3, "warmth": json.dumps(STATUS)}],
 }
