@@ -1,6 +1,6 @@
 """The checkpoint store: training state and sampler weights as PEFT folders on a file system, committed atomically.
 
-Blobs are written under a fresh attempt, `commit.json` last: what has no commit does not exist.
+The files are written under a new attempt, and `commit.json` last. A checkpoint without `commit.json` does not exist.
 """
 
 from tinkerflow.backend.store.commit import BLOCK, CheckpointMeta, Digest, Saved

@@ -1,4 +1,4 @@
-"""Whole named objects, the only thing that a store needs of a file system or an object store."""
+"""Objects that are written whole under a name: all that a store needs from a file system or an object store."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.store.local import LocalBlobs
 from tinkerflow.backend.store.objects import MEMORY_LOCK, ObjectBlobs
 
-# Else gcsfs asks another API over gRPC what kind of bucket it is (FINDINGS.md, 2). It looks at import, and not only we
-# import it: data of pipelines and the results that Prefect keeps go through fsspec.
+# Without this, gcsfs first asks another API over gRPC what kind of bucket it is: 88 s against an emulator. It reads the
+# variable when it is imported, and fsspec imports it, too: for data of pipelines, and for results of Prefect.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 class Blobs(Protocol):
-    """Objects by key (`a/b/c`), each written whole; safe from many threads and processes. Failures are OSErrors."""
+    """Objects by key (`a/b/c`), each written whole. Safe for many threads and processes. Failures are OSErrors."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Write an object that does not exist; FileExistsError when it does: of many creators exactly one succeeds."""
+        """Write a new object; FileExistsError when it exists. Of several creators exactly one succeeds."""
         ...
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Write `new` over `old`, whether it did: False when the object holds other bytes by now, or is gone.
+        """Write `new` over `old`. False: the object holds other bytes by now, or is gone, and nothing was written.
 
-        Of many who replace the same bytes exactly one succeeds; a reader sees the old bytes or the new ones.
+        Of several writers that replace the same bytes exactly one succeeds. A reader sees the old or the new bytes.
         """
         ...
 
@@ -41,7 +41,7 @@ class Blobs(Protocol):
         ...
 
     def signed_url(self, key: str, seconds: int) -> str | None:
-        """A URL by which anybody can read the object for so long, or None where there are no such URLs."""
+        """A URL by which anybody can read the object for `seconds`; None when this kind of store has no such URLs."""
         ...
 
     def size(self, key: str) -> int:
@@ -49,15 +49,15 @@ class Blobs(Protocol):
         ...
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
-        """Remove an object, with `old` only while it holds these bytes; whether it was there."""
+        """Remove an object; whether it was removed. With `old`, remove it only if it holds these bytes."""
         ...
 
     def remove_folder(self, prefix: str) -> None:
-        """Remove all objects directly below `prefix`; none is fine."""
+        """Remove all objects directly below `prefix`, if there are any."""
         ...
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
-        """Remove what writers that died before then left directly below `prefix` of their own; how many."""
+        """Remove unfinished files directly below `prefix` whose writers died before `before`; how many."""
         ...
 
     def children(self, prefix: str) -> list[str]:
@@ -65,15 +65,15 @@ class Blobs(Protocol):
         ...
 
     def written_at(self, prefix: str) -> datetime | None:
-        """When the newest object directly below `prefix` was written (by its keeper's clock), None when none is."""
+        """When the newest object directly below `prefix` was written, by the store's clock; None when there is none."""
         ...
 
 
 def open_blobs(url: str) -> Blobs:
     """The objects at `file:///folder` (or a plain absolute folder), `memory://name` or `gs://bucket/prefix`.
 
-    gs:// takes the machine's own Google credentials; STORAGE_EMULATOR_HOST sends it to an emulator. UserError for
-    anything else.
+    gs:// uses the machine's own Google credentials; STORAGE_EMULATOR_HOST redirects it to an emulator. UserError for
+    any other URL.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -87,7 +87,7 @@ def open_blobs(url: str) -> Blobs:
     if scheme == "gs":
         if not rest.partition("/")[0]:
             raise UserError(f"store {url!r}: the bucket is missing, as in gs://bucket/prefix")
-        from tinkerflow.backend.store.gcs import GcsBlobs  # costs 1.4 s of CPU, so only those pay who use it
+        from tinkerflow.backend.store.gcs import GcsBlobs  # importing it costs 1.4 s of CPU
 
         return GcsBlobs(rest)
     raise UserError(f"store {url!r}: scheme {scheme!r} is not supported; supported: file://, gs://, memory://")

@@ -1,4 +1,4 @@
-"""The commit object: what a checkpoint is, and size and hash of each of its files. Without it, nothing was saved."""
+"""The commit object: what a checkpoint is, and the size and hash of each of its files."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"
 FILES = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER)
-BLOCK = 4 * 2**20  # bytes of a file that are hashed together, so that a part of it can be read and believed
+BLOCK = 4 * 2**20  # bytes of a file that are hashed together, so that a part of the file can be read and verified
 
 
 @dataclass(frozen=True)
 class CheckpointMeta:
-    """What the one who saves says of a checkpoint, beside the state itself.
+    """Facts about a checkpoint that are saved beside its state.
 
-    request_id: the request that asked for it; a save repeated under it gives the same checkpoint. expires_at: aware, or
-    None for never. generation: the worker group's. topology: mesh axes and sizes, e.g. {"fsdp": 2, "tensor": 1}.
-    run_metadata: what its run's maker said of the run. public and expires_at change after the save (`Store.amend`).
+    request_id: the request that asked for the save; repeating a save with the same id gives the same checkpoint.
+    expires_at: with a time zone, or None for never. generation: of the worker group. topology: mesh axes and sizes,
+    as in {"fsdp": 2, "tensor": 1}. run_metadata: the metadata of the training run. `Store.amend` changes public and
+    expires_at after the save.
     """
 
     base_model: str
@@ -47,14 +48,14 @@ class CheckpointMeta:
 
 @dataclass(frozen=True)
 class Digest:
-    """A file's size in bytes, its SHA-256 (hex), and that of each BLOCK of it."""
+    """The size of a file in bytes, its SHA-256 (hex), and the SHA-256 of each of its blocks of BLOCK bytes."""
 
     size: int
     sha256: str
     blocks: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """ValueError when there are not as many blocks as the size has."""
+        """ValueError when the number of blocks does not fit the size."""
         if len(self.blocks) != max(1, -(-self.size // BLOCK)):
             raise ValueError(f"{self.size} bytes have {len(self.blocks)} blocks of {BLOCK}")
 
@@ -70,7 +71,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint: everything that its database row holds, so that rows can be rebuilt from commits."""
+    """A committed checkpoint, with everything that its database row holds: rows can be rebuilt from commits."""
 
     path: str
     run_id: str
@@ -91,7 +92,7 @@ class Saved:
 
 
 def to_json(saved: Saved) -> bytes:
-    """A commit object. Versions of what wrote it are recorded for people; nothing here reads them back."""
+    """The commit object as JSON. It also records the versions of the programs that wrote it, for people to read."""
     meta = {
         **vars(saved.meta),
         "user_metadata": dict(saved.meta.user_metadata),
@@ -115,13 +116,13 @@ def to_json(saved: Saved) -> bytes:
 
 
 def seal(commit: Mapping[str, object]) -> bytes:
-    """The bytes of a commit object: its JSON with the SHA-256 of the rest of it."""
+    """The bytes of a commit object: its JSON, with the SHA-256 of all its other fields."""
     sealed = {**commit, "sha256": _sha256(commit)}
     return (json.dumps(sealed, indent=2, sort_keys=True) + "\n").encode()
 
 
 def from_json(data: bytes, path: CheckpointPath) -> Saved:
-    """The commit object of `path`; StoreError when it is damaged, of another format, or of another checkpoint."""
+    """The commit object of `path`; StoreError when it is damaged, has another format, or names another checkpoint."""
     try:
         commit: dict[str, Any] = json.loads(data)
         if commit["format"] != FORMAT:
@@ -151,7 +152,7 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"checkpoint {path}: commit.json is damaged ({type(error).__name__}: {error})") from error
-    # The commit names the files that are read, so its names are checked like a stranger's.
+    # Files are read by the names in the commit, so these are checked like the names in a request.
     if not is_name(saved.attempt) or not _are_files_of(saved.kind, set(saved.files)):
         raise StoreError(
             f"checkpoint {path}: commit.json names attempt {saved.attempt!r} and files {sorted(saved.files)}"

@@ -1,7 +1,7 @@
 """Objects in Google Cloud Storage through gcsfs: every write has a precondition, and every failure is an OSError.
 
-gcsfs tries a request again, six times with growing pauses, when it meets a 5xx, 408, 429 or a broken connection. So the
-answer to a write may be lost and the repeated write refused with 412: then we look whether the object is our own.
+gcsfs repeats a request six times, with growing pauses, after a 5xx, 408, 429 or a broken connection. So the answer to a
+write may be lost, and the repeated write is refused with 412. Then we check whether the object holds our own bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gcsfs.retry import ChecksumError, HttpError
 from google.auth.credentials import Signing
 from google.auth.exceptions import GoogleAuthError
 
-RESUMABLE = 16 * 2**20  # bytes; an object of this size or more is sent in pieces of it, and each piece is tried again
+RESUMABLE = 16 * 2**20  # bytes; larger objects are sent in pieces of this size, and a failed piece is repeated alone
 _TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=20, sock_read=60)  # seconds, of one request
 _NOT_SATISFIABLE = 416  # a range that begins at the end or after it
 
@@ -30,13 +30,13 @@ class GcsBlobs:
     """`Blobs` in a bucket. All methods may be called from any thread; gcsfs runs the requests on a loop of its own."""
 
     def __init__(self, root: str) -> None:
-        """Objects below `bucket/prefix`. Nothing is asked of the service yet."""
+        """Objects below `bucket/prefix`. This makes no request."""
         self._bucket, _, self._prefix = root.strip("/").partition("/")
         with _failures(root):
             self._fs = gcsfs.GCSFileSystem(use_listings_cache=False, requests_timeout=_TIMEOUT)
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a new object (ifGenerationMatch=0); FileExistsError when there is one that we did not write."""
+        """Write a new object (ifGenerationMatch=0); FileExistsError when there is one with other bytes."""
         with _failures(key):
             try:
                 if len(data) >= RESUMABLE:
@@ -48,7 +48,7 @@ class GcsBlobs:
                     raise
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Write an object over the generation of it that holds these bytes."""
+        """Replace the generation of an object that holds the bytes `old`."""
         with _failures(key):
             try:
                 now, generation = self._read(key)
@@ -77,7 +77,7 @@ class GcsBlobs:
                 raise
 
     def signed_url(self, key: str, seconds: int) -> str:
-        """A V4 signed URL, at most 7 days good; OSError when the credentials have no key to sign with."""
+        """A V4 signed URL, valid for 7 days at most; OSError when the credentials have no key to sign with."""
         with _failures(key):
             if not isinstance(self._fs.credentials.credentials, Signing):
                 raise OSError(
@@ -92,7 +92,7 @@ class GcsBlobs:
             return int(self._about(key)["size"])
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
-        """Remove an object, with `old` the generation of it that holds these bytes."""
+        """Remove an object; with `old`, only the generation that holds these bytes."""
         with _failures(key):
             only: dict[str, str] = {}
             try:
@@ -112,7 +112,7 @@ class GcsBlobs:
             self.remove(f"{prefix}/{name}")
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
-        """An upload that was not finished is no object; the service forgets it after a week."""
+        """0: an unfinished upload is not an object, and the service forgets it after a week."""
         return 0
 
     def children(self, prefix: str) -> list[str]:
@@ -137,7 +137,10 @@ class GcsBlobs:
                 return []
 
     def _upload(self, key: str, data: bytes, generation: str) -> Mapping[str, Any]:
-        """One request with the bytes as its body: gcsfs's own uses a fixed multipart boundary that data may contain."""
+        """Upload in one request, with the bytes as its body.
+
+        gcsfs's own upload uses a fixed multipart boundary, and cuts data that contains it.
+        """
         _, answer = self._fs.call(
             "POST",
             self._fs.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{self._bucket}/o",
@@ -165,14 +168,14 @@ class GcsBlobs:
 
 
 class _Body(io.BytesIO):
-    """A request's body that outlives its request, for the next try."""
+    """The body of a request, readable again for the next try."""
 
     def close(self) -> None:
-        """Stay open."""
+        """Do nothing: aiohttp closes a body after its request, and gcsfs may send it again."""
 
 
 def _is(data: bytes, about: Mapping[str, Any]) -> bool:
-    """Whether the object that the service describes has these bytes."""
+    """Whether the object that the service describes holds the bytes `data`."""
     return (
         int(about["size"]) == len(data)
         and about.get("md5Hash") == base64.b64encode(hashlib.md5(data).digest()).decode()
@@ -188,7 +191,7 @@ def _check(key: str, data: bytes, about: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _failures(key: str) -> Iterator[None]:
-    """What gcsfs and what it stands on raise, as OSErrors."""
+    """Raise the exceptions of gcsfs and of its libraries as OSErrors."""
     try:
         yield
     except OSError:  # FileNotFoundError and FileExistsError have their meaning, and 403 comes as a plain OSError

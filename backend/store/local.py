@@ -1,4 +1,4 @@
-"""Objects as files that survive a power cut: written aside, flushed, then linked or renamed into place."""
+"""Objects as files that survive a power cut: written as a draft, flushed, then linked or renamed into place."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 
 
 class LocalBlobs:
-    """`Blobs` in a folder. Names that begin with '.' are drafts and belong to nobody."""
+    """`Blobs` in a folder. Files whose names begin with '.' are drafts: no method reads or lists them."""
 
     def __init__(self, root: Path) -> None:
-        """Objects below `root`, which is made by the first write."""
+        """Objects below `root`; the first write makes that folder."""
         self._root = root
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a new file; FileExistsError when there is one. `link` decides: unlike rename it never replaces."""
+        """Write a new file; FileExistsError when it exists. `link`, unlike rename, never replaces a file."""
         with self._draft(key, data) as (draft, target):
             os.link(draft, target)
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Write a file over one with these bytes."""
+        """Replace a file that holds the bytes `old`."""
         with self._changing():
             if not self._holds(key, old):
                 return False
@@ -43,14 +43,14 @@ class LocalBlobs:
             return file.read(length)
 
     def signed_url(self, key: str, seconds: int) -> None:
-        """Nobody but us serves these files."""
+        """None: local files have no URLs of their own; the API serves them."""
 
     def size(self, key: str) -> int:
         """A file's size in bytes."""
         return (self._root / key).stat().st_size
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
-        """Remove a file, durably."""
+        """Remove a file, and flush its folder."""
         path = self._root / key
         if not path.exists():
             return False
@@ -67,13 +67,13 @@ class LocalBlobs:
     def remove_folder(self, prefix: str) -> None:
         """Remove a folder and the files in it."""
         folder = self._root / prefix
-        with suppress(FileNotFoundError):  # somebody else may be removing it too
+        with suppress(FileNotFoundError):  # another process may be removing it, too
             for path in folder.iterdir():
                 path.unlink(missing_ok=True)
             folder.rmdir()
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
-        """Remove old drafts: the file's writer died, or took longer than any does."""
+        """Remove drafts that are so old that their writers must have died."""
         folder, cleared = self._root / prefix, 0
         for path in folder.glob(".*") if folder.is_dir() else ():
             with suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ class LocalBlobs:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Alone among all processes that look at a file and then change it; the lock ends with its process."""
+        """Hold the lock of all processes that compare a file and then change it. The lock ends with its process."""
         _make_folder(self._root)
         with (self._root / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -112,7 +112,7 @@ class LocalBlobs:
 
     @contextmanager
     def _draft(self, key: str, data: bytes) -> Iterator[tuple[Path, Path]]:
-        """A flushed file beside its target, and the target; afterwards the folder is flushed and the draft is gone."""
+        """A flushed draft beside its target, and the target. At the end, flush the folder and remove the draft."""
         target = self._root / key
         _make_folder(target.parent)
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
@@ -128,7 +128,7 @@ class LocalBlobs:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and its parents; each new entry is flushed, or a power cut could take the folder with its files."""
+    """Make a folder and its parents. Each new entry is flushed: a power cut could otherwise lose the folder."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)

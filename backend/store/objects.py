@@ -9,7 +9,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-# fsspec's memory file system is one per process, looks before it writes, and lists a dict that others may be changing.
+# A process has one memory file system of fsspec. It looks before it writes, and lists a dict that threads may change.
 MEMORY_LOCK = threading.Lock()
 
 
@@ -17,7 +17,7 @@ class ObjectBlobs:
     """`Blobs` in an fsspec file system whose `pipe_file(mode="create")` fails when the object exists."""
 
     def __init__(self, filesystem: AbstractFileSystem, root: str, *, lock: AbstractContextManager[Any]) -> None:
-        """Objects below `root`. `lock` is held for every call; a file system that is atomic by itself needs none."""
+        """Objects below `root`. Every call holds `lock`, because the file system itself is not atomic."""
         self._fs = filesystem
         self._lock = lock
         self._root = root.rstrip("/")
@@ -25,8 +25,8 @@ class ObjectBlobs:
     def create(self, key: str, data: bytes) -> None:
         """Write a new object; FileExistsError when there is one with other bytes.
 
-        Equal bytes are our own: a response may be lost, and the retry then finds what the first try wrote. Whoever must
-        be the only creator puts something unique into `data`.
+        An object with equal bytes counts as our own: when a response is lost, the retry finds the object of the first
+        try. A caller that must be the only creator puts something unique into `data`.
         """
         try:
             with self._lock:
@@ -36,7 +36,7 @@ class ObjectBlobs:
                 raise
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
-        """Write an object over one with these bytes."""
+        """Replace an object that holds the bytes `old`."""
         with self._lock:
             if not self._holds(key, old):
                 return False
@@ -54,7 +54,7 @@ class ObjectBlobs:
             return bytes(self._fs.cat_file(self._path(key), start=start, end=start + length))
 
     def signed_url(self, key: str, seconds: int) -> str | None:
-        """Nobody but us serves these objects."""
+        """None: these objects have no URLs of their own; the API serves them."""
         return None
 
     def size(self, key: str) -> int:
@@ -79,7 +79,7 @@ class ObjectBlobs:
             self.remove(f"{prefix}/{name}")
 
     def clear_drafts(self, prefix: str, before: datetime) -> int:
-        """There are none: an object is written at once."""
+        """0: an object is written in one step, so there are no drafts."""
         return 0
 
     def children(self, prefix: str) -> list[str]:

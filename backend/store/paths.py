@@ -13,10 +13,10 @@ WEIGHTS = "weights"
 SAMPLER_WEIGHTS = "sampler_weights"
 EXTERNAL_WEIGHTS = "external_weights"
 KINDS = (WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS)
-RECOVERY = "recovery"  # the service's own snapshots: no client can list or name them, the journal knows their paths
+RECOVERY = "recovery"  # recovery snapshots: clients can neither list nor name them; the journal knows their paths
 RUNS = "runs"
 RUN_RULE = "1 to 200 letters, digits, '.', '_', ':' or '-', not starting with '.' or ':'"
-# Run ids hold ':' (`sess-1:train:0`). POSIX file names and object keys may too, so the layout is the same everywhere.
+# Run ids contain ':' (`sess-1:train:0`). POSIX file names and object keys allow it, so all stores have one layout.
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}")
 
 
@@ -26,7 +26,7 @@ def is_run_id(text: str) -> bool:
 
 
 def check_run_id(text: str) -> str:
-    """The run id itself; UserError when it may not be one."""
+    """The run id itself; UserError when it is malformed."""
     if not is_run_id(text):
         raise UserError(f"checkpoint run id {text!r}: must be {RUN_RULE}")
     return text
@@ -34,14 +34,14 @@ def check_run_id(text: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """`tinker://{run_id}/{kind}/{name}`. Every part is checked, so that no path leads out of its place in the store."""
+    """`tinker://{run_id}/{kind}/{name}`. Every part is checked, so that no path leads out of the store."""
 
     run_id: str
     kind: str
     name: str
 
     def __post_init__(self) -> None:
-        """Refuse what may not be part of a path: UserError."""
+        """UserError when a part is malformed."""
         check_run_id(self.run_id)
         if self.kind not in (*KINDS, RECOVERY):
             raise UserError(f"checkpoint kind {self.kind!r}: must be one of {', '.join(KINDS)}")
@@ -50,7 +50,7 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The parts of `tinker://run/kind/name`; UserError when it is something else."""
+        """The parts of `tinker://run/kind/name`; UserError for any other text."""
         scheme, separator, rest = text.partition("://")
         parts = rest.split("/")
         if scheme != "tinker" or not separator or len(parts) != 3:

@@ -1,4 +1,4 @@
-"""What is in a store: which checkpoints there are, and their commits and files, believed only when they are whole."""
+"""Reading a store: which checkpoints there are, and their commits and files. Every byte that is read is verified."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinkerflow.backend.store.paths import KINDS, RUNS, CheckpointPath, is_run_i
 
 
 def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KINDS) -> Iterator[CheckpointPath]:
-    """The paths of a run, or of all, under which something was begun; whether it was committed is another question."""
+    """The paths of a run, or of all runs, under which a save has begun. A save may have begun without a commit."""
     runs = filter(is_run_id, blobs.children(RUNS)) if run_id is None else [run_id]
     for run in runs:
         for kind in kinds:
@@ -31,13 +31,16 @@ def commit_bytes(blobs: Blobs, path: CheckpointPath) -> bytes | None:
 
 
 def commit_of(blobs: Blobs, path: CheckpointPath) -> Saved | None:
-    """What is committed under `path`; StoreError when the commit object is damaged, or not of this checkpoint."""
+    """The checkpoint that is committed under `path`, or None.
+
+    StoreError when the commit object is damaged, or belongs to another checkpoint.
+    """
     data = commit_bytes(blobs, path)
     return None if data is None else commit.from_json(data, path)
 
 
 def committed(blobs: Blobs, path: CheckpointPath) -> Saved:
-    """The same; NotFoundError when there is none."""
+    """The same as `commit_of`, but NotFoundError when there is no commit."""
     saved = commit_of(blobs, path)
     if saved is None:
         raise NotFoundError(f"checkpoint {path}: there is none in the store")
@@ -45,7 +48,7 @@ def committed(blobs: Blobs, path: CheckpointPath) -> Saved:
 
 
 def file_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> bytes:
-    """A file's bytes; FileNotFoundError when it is missing, StoreError when they are not those that were saved."""
+    """The bytes of a file; FileNotFoundError when it is missing, StoreError when the bytes are not the saved ones."""
     data, digest = blobs.read(f"{path.attempt(saved.attempt)}/{file}"), saved.files[file]
     if len(data) != digest.size:
         raise StoreError(f"checkpoint {path}: {file} has {len(data)} bytes; {digest.size} were saved")
@@ -55,7 +58,7 @@ def file_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> byte
 
 
 def part_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str, start: int, length: int) -> bytes:
-    """At most `length` bytes of a file from `start` on; errors as above. Whole blocks are read, and compared."""
+    """At most `length` bytes of a file from `start` on; errors as in `file_of`. Whole blocks are read and verified."""
     digest = saved.files[file]
     first, end = start // BLOCK, min(start + length, digest.size)
     if start >= end:
@@ -70,13 +73,13 @@ def part_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str, start: 
 
 
 def files_of(blobs: Blobs, path: CheckpointPath, wanted: Callable[[str], bool]) -> tuple[Saved, dict[str, bytes]]:
-    """The files of `path` that are `wanted`, all of one save, and its commit; errors as above."""
+    """The commit of `path`, and those of its files that are `wanted`, all of the same save; errors as in `file_of`."""
     saved = committed(blobs, path)
     while True:
         try:
             return saved, {file: file_of(blobs, path, saved, file) for file in saved.files if wanted(file)}
         except FileNotFoundError as error:
-            # An overwrite or a deletion may have passed between the commit and its files: then look again.
+            # The checkpoint may have been overwritten or deleted after its commit was read: then read again.
             before, saved = saved, committed(blobs, path)
             if saved.attempt == before.attempt:
                 raise StoreError(f"checkpoint {path}: a file of attempt {saved.attempt} is missing") from error

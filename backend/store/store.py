@@ -1,4 +1,4 @@
-"""Checkpoints: saved whole or not at all, and read back only when every byte is as it was."""
+"""Checkpoints: saved whole or not at all, and verified byte by byte when they are read."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 class Store:
     """The checkpoints under one URL. All methods block, and may be called from any thread and from many processes.
 
-    A checkpoint is its commit object. It is written last, so a crash before leaves nothing that can be seen.
+    A checkpoint exists when its commit object does. That is written last, so a crash before it leaves no checkpoint.
     """
 
     def __init__(self, url: str, blobs: Blobs, clock: Clock) -> None:
-        """Checkpoints kept in `blobs`; `url` is for messages. Use `open`."""
+        """A store over `blobs`; `url` is for messages. Callers use `open`."""
         self.url = url
         self._blobs = blobs
         self._clock = clock
@@ -48,8 +48,8 @@ class Store:
     ) -> Saved:
         """Save `state` as `tinker://run_id/kind/name`; kind is `weights` or `sampler_weights`.
 
-        ConflictError when the name is taken, unless `overwrite`. Repeated with the same `meta.request_id`, it returns
-        what that request saved. UserError for a name that may not be; StoreError when the store fails.
+        ConflictError when the name is taken, unless `overwrite`. A repetition with the same `meta.request_id` returns
+        the checkpoint that the request saved. UserError for a malformed name; StoreError when the store fails.
         """
         path = CheckpointPath(run_id, str(kind), name)
         if path.kind == EXTERNAL_WEIGHTS:
@@ -66,10 +66,10 @@ class Store:
         recipients: Sequence[str] = (),
         overwrite: bool = False,
     ) -> Saved:
-        """Save the weights of `state` as `tinker://run_id/external_weights/name`, to be downloaded and used elsewhere.
+        """Save the weights of `state` as `tinker://run_id/external_weights/name`, for downloads.
 
-        A PEFT folder; with age `recipients` each of its files is encrypted to them, and its name ends with `.age`.
-        Names, repetition and errors as in `save`.
+        The result is a PEFT folder. With age `recipients`, each file is encrypted to them, under its name with `.age`.
+        Names, repetition and errors are as in `save`.
         """
         path = CheckpointPath(run_id, EXTERNAL_WEIGHTS, name)
         plain = replace(state, moments={})
@@ -83,7 +83,7 @@ class Store:
     def copy(self, source: str, run_id: str, *, owner: str, expires_at: datetime | None, request_id: str) -> Saved:
         """Copy all files of a checkpoint to one of the same kind and name in `run_id`, which belongs to `owner`.
 
-        Every file is checked on the way. Errors as in `load`; names and repetition as in `save`.
+        Every file is verified. Errors are as in `load`; names and repetition are as in `save`.
         """
         where = CheckpointPath.parse(source)
         with self._failures(f"copy {where}"):
@@ -130,9 +130,9 @@ class Store:
                 raise
 
     def load(self, path: str, *, optimizer: bool = True) -> tuple[AdapterState, Saved]:
-        """The state saved under `path`, and its commit; without `optimizer` its moments are neither read nor returned.
+        """The state saved under `path`, and its commit. Without `optimizer`, moments are neither read nor returned.
 
-        NotFoundError when there is none; UserError for a malformed path; StoreError names the file that is damaged.
+        NotFoundError when there is no checkpoint; UserError for a malformed path; StoreError names the damaged file.
         """
         where = CheckpointPath.parse(path)
         if where.kind == EXTERNAL_WEIGHTS:
@@ -150,14 +150,14 @@ class Store:
             return reading.commit_of(self._blobs, where)
 
     def exists(self, path: str) -> bool:
-        """Whether something is saved under `path`."""
+        """Whether a checkpoint is saved under `path`."""
         return self.find(path) is not None
 
     def part(self, saved: Saved, file: str, start: int, length: int) -> bytes:
-        """At most `length` bytes from `start` on of a file that the commit `saved` names.
+        """At most `length` bytes, from `start` on, of a file that the commit `saved` names.
 
-        They are those that were saved: the blocks they lie in (commit.BLOCK) are read whole and compared. NotFoundError
-        when the checkpoint was deleted or saved anew meanwhile; StoreError names the file that is damaged.
+        The blocks in which these bytes lie (commit.BLOCK) are read whole and verified. NotFoundError when the
+        checkpoint was deleted or overwritten meanwhile; StoreError names the damaged file.
         """
         where = CheckpointPath.parse(saved.path)
         with self._failures(f"read {file} of {where}"):
@@ -169,13 +169,13 @@ class Store:
                 ) from error
 
     def signed_url(self, path: str, attempt: str, file: str, seconds: int) -> str | None:
-        """A URL of the file system's own by which anybody can read the file for so long; None where it has none."""
+        """A URL by which anybody can read the file for `seconds`; None when this kind of store has no such URLs."""
         where = CheckpointPath.parse(path)
         with self._failures(f"sign {file} of {where}"):
             return self._blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
 
     def amend(self, path: str, attempt: str, *, public: bool, expires_at: datetime | None) -> bool:
-        """Let the commit of `path` say so of itself from now on; False when it is not of this attempt, or is gone."""
+        """Change `public` and `expires_at` in the commit of `path`; False when it is gone, or of another attempt."""
         where = CheckpointPath.parse(path)
         with self._failures(f"amend {where}"):
             while (data := reading.commit_bytes(self._blobs, where)) is not None:
@@ -188,15 +188,15 @@ class Store:
             return False
 
     def delete(self, path: str, attempt: str = "") -> bool:
-        """Remove a checkpoint, the commit first; whether there was one.
+        """Remove a checkpoint, its commit first; whether there was one.
 
-        With `attempt` only if it is that one, and not saved anew under its path. Repeated after a crash it finishes
-        the work; a commit that is damaged goes with its files.
+        With `attempt`, remove it only if it is of this attempt, and was not overwritten. A call that is repeated after
+        a crash finishes the work. A damaged commit is removed together with its files.
         """
         where = CheckpointPath.parse(path)
         with self._failures(f"delete {where}"):
             found, of = False, attempt
-            # Only the commit that we looked at: another process may have saved anew, or amended it, since.
+            # Only the commit that was read: another process may have replaced or amended it since.
             while not found and (data := reading.commit_bytes(self._blobs, where)) is not None:
                 try:
                     saved = commit.from_json(data, where)
@@ -230,39 +230,39 @@ class Store:
             return sorted(found, key=lambda saved: (saved.created_at, saved.path))
 
     def paths(self, run_id: str | None = None) -> list[str]:
-        """The paths of all that was begun, the service's own snapshots too; what has no commit does not exist."""
+        """The paths under which saves have begun, recovery snapshots included. Not all of them have a commit."""
         with self._failures("list paths"):
             return [str(path) for path in reading.paths(self._blobs, run_id, upkeep.ALL_KINDS)]
 
     def problems(self, path: str) -> list[str]:
-        """What is wrong with a checkpoint, all of whose bytes are read: one sentence each, which names the file."""
+        """Read all bytes of a checkpoint; a sentence for each problem, which names the file."""
         where = CheckpointPath.parse(path)
         with self._failures(f"verify {where}"):
             return upkeep.problems(self._blobs, where)
 
     def orphans(self, before: datetime) -> list[Orphan]:
-        """What saves that never were have left, if nobody has written to it since `before`: longer than any takes."""
+        """Files of interrupted saves, into which nothing was written since `before`; see `upkeep.orphans`."""
         with self._failures("look for what was left behind"):
             return list(upkeep.orphans(self._blobs, before))
 
     def snapshots(self, before: datetime) -> list[Snapshot]:
-        """The service's own recovery snapshots that were committed before then; whether one is needed it cannot say."""
+        """Recovery snapshots that were committed before `before`. The journal knows which of them are needed."""
         with self._failures("look for recovery snapshots"):
             return list(upkeep.snapshots(self._blobs, before))
 
     def clear_drafts(self, before: datetime) -> int:
-        """Remove what writers of commits that died before then have left of their own; how many."""
+        """Remove unfinished commits whose writers died before `before`; how many."""
         with self._failures("clear drafts"):
             paths = reading.paths(self._blobs, kinds=upkeep.ALL_KINDS)
             return sum(self._blobs.clear_drafts(path.folder, before) for path in paths)
 
     def remove_orphan(self, orphan: Orphan) -> bool:
-        """Remove it, unless it has been committed since; whether it was removed."""
+        """Remove an orphan; False when it was committed meanwhile."""
         with self._failures(f"remove attempt {orphan.attempt} of {orphan.path}"):
             return upkeep.remove(self._blobs, orphan)
 
     def _write(self, path: CheckpointPath, saved: Saved, files: dict[str, bytes]) -> None:
-        """Write all files at once, then see that each is there whole."""
+        """Write all files in parallel, then check the size of each."""
         keys = {file: f"{path.attempt(saved.attempt)}/{file}" for file in files}
         with ThreadPoolExecutor(len(files), thread_name_prefix="store") as threads:
             for written in [threads.submit(self._blobs.create, keys[file], data) for file, data in files.items()]:
@@ -273,7 +273,7 @@ class Store:
                 raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {len(data)}")
 
     def _publish(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
-        """Write the commit; with `overwrite` over what is there by now, so the last of many who overwrite stays."""
+        """Write the commit. With `overwrite`, replace the commit that is there: the last of several writers wins."""
         data = commit.to_json(saved)
         while True:
             if self._put(path, None, data):
@@ -290,7 +290,7 @@ class Store:
                 return saved
 
     def _put(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
-        """Create a commit (`old` None), or replace one; False when another is there. One that arrived cut is undone."""
+        """Create a commit (`old` None), or replace one; False when another is there. A truncated commit is undone."""
         try:
             if old is not None:
                 done = self._blobs.replace(path.commit, old, new)
@@ -308,7 +308,7 @@ class Store:
         return done
 
     def _undo_cut(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
-        """Where the beginning of `new` is all that arrived, put back what was there before; whether it was so."""
+        """If only a beginning of `new` has arrived, put back the bytes from before; whether that was necessary."""
         there = reading.commit_bytes(self._blobs, path)
         if there is None or there == new or not new.startswith(there):
             return False
@@ -317,7 +317,7 @@ class Store:
         return self._blobs.replace(path.commit, there, old)
 
     def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
-        """After a failure: it may have come after the commit, and then the files are needed."""
+        """Remove the files of a failed save, unless the failure came after its commit: then the files are needed."""
         try:
             now = reading.commit_of(self._blobs, path)
         except (OSError, StoreError) as error:
@@ -327,7 +327,7 @@ class Store:
             self._tidy(path.attempt(saved.attempt))
 
     def _tidy(self, prefix: str) -> None:
-        """Remove files that no commit names. They cost space and nothing else, so failing here fails nobody."""
+        """Remove files that no commit names. A failure is only logged, because such files cost nothing but space."""
         try:
             self._blobs.remove_folder(prefix)
         except OSError as error:
@@ -335,7 +335,7 @@ class Store:
 
     @contextmanager
     def _failures(self, doing: str) -> Iterator[None]:
-        """What goes wrong with files becomes a StoreError that says what was being done."""
+        """Raise OSErrors as StoreErrors that say what was being done; StoreAwayError unless a file is missing."""
         try:
             yield
         except OSError as error:

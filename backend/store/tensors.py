@@ -20,13 +20,13 @@ def encode(tensors: Mapping[str, Floats]) -> bytes:
     for name, array in tensors.items():
         if array.dtype != np.float32:
             raise StoreError(f"tensor {name!r} is {array.dtype}; checkpoints hold float32")
-    # safetensors 0.8.0 writes the wrong bytes, silently, for arrays that are not contiguous (FINDINGS.md, 3).
+    # safetensors 0.8.0 silently writes wrong bytes for arrays that are not contiguous, such as transposes and slices.
     data: bytes = save_safetensors({k: np.ascontiguousarray(a) for k, a in tensors.items()}, metadata={"format": "pt"})
     return data
 
 
 def decode(data: bytes) -> dict[str, Floats]:
-    """The inverse of `encode`; StoreError when the bytes are not that."""
+    """The inverse of `encode`; StoreError when the bytes are not a safetensors file of float32 tensors."""
     try:
         tensors: dict[str, Floats] = load_safetensors(data)
     except (SafetensorError, ValueError, KeyError) as error:

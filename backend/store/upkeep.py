@@ -1,4 +1,4 @@
-"""Looking after a store: what is wrong with what is committed, and what was left behind by saves that never were."""
+"""Looking after a store: damage in committed checkpoints, and files that interrupted saves left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL_KINDS = (*KINDS, RECOVERY)
 
 @dataclass(frozen=True)
 class Orphan:
-    """Files that no commit names, under the key prefix of an attempt of `path`; the newest was written then."""
+    """Files of an attempt of `path` that no commit names. written_at: of the newest file."""
 
     path: str
     attempt: str
@@ -25,7 +25,7 @@ class Orphan:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A recovery snapshot of a run, and when anything was last written beside its commit."""
+    """A recovery snapshot of a run. written_at: when anything was last written beside its commit."""
 
     path: str
     run_id: str
@@ -33,9 +33,9 @@ class Snapshot:
 
 
 def problems(blobs: Blobs, path: CheckpointPath) -> list[str]:
-    """What is wrong with the commit of `path` and each of its files, all of which are read; [] when nothing is.
+    """Read the commit of `path` and all of its files; a sentence for each that is damaged, missing or foreign.
 
-    Nothing is wrong with what is not committed. A save or deletion that passes meanwhile is not mistaken for damage.
+    A path without a commit has no problems. A save or deletion that happens meanwhile is not mistaken for damage.
     """
     try:
         saved = reading.commit_of(blobs, path)
@@ -69,10 +69,10 @@ def problems(blobs: Blobs, path: CheckpointPath) -> list[str]:
 
 
 def orphans(blobs: Blobs, before: datetime) -> Iterator[Orphan]:
-    """Attempts that no commit names and that nobody has written to since `before`.
+    """Attempts that no commit names, and into which nothing was written since `before`.
 
-    A save is an orphan until its commit is written: `before` must be longer ago than any save takes. Attempts beside a
-    commit that cannot be read are left alone: one of them may be its own.
+    A save is an orphan until its commit is written, so `before` must be longer ago than any save takes. Attempts beside
+    an unreadable commit are left alone: the commit may name one of them.
     """
     for path in reading.paths(blobs, kinds=ALL_KINDS):
         attempts = [name for name in blobs.children(path.folder) if name.startswith("attempt-")]
@@ -91,17 +91,17 @@ def orphans(blobs: Blobs, before: datetime) -> Iterator[Orphan]:
 
 
 def snapshots(blobs: Blobs, before: datetime) -> Iterator[Snapshot]:
-    """Recovery snapshots that were committed before then, damaged ones too."""
+    """Recovery snapshots that were committed before `before`, damaged ones included."""
     for path in reading.paths(blobs, kinds=(RECOVERY,)):
         if path.commit.rpartition("/")[2] not in blobs.children(path.folder):
-            continue  # what was never committed is an orphan
+            continue  # an attempt without a commit is an orphan
         written_at = blobs.written_at(path.folder)
         if written_at is not None and written_at < before:
             yield Snapshot(str(path), path.run_id, written_at)
 
 
 def remove(blobs: Blobs, orphan: Orphan) -> bool:
-    """Remove an orphan's files, whether it still was one."""
+    """Remove the files of an orphan; False when a commit names its attempt by now."""
     path = CheckpointPath.parse(orphan.path)
     saved = reading.commit_of(blobs, path)
     if saved is not None and saved.attempt == orphan.attempt:
