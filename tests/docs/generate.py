@@ -23,6 +23,7 @@ from tests.docs.pages import DOCS
 
 from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.losses import LOSSES
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.deployments.cli import app
 from tinkerflow.flows.pipelines import pipelines
@@ -219,6 +220,19 @@ def model_families() -> str:
 
 
 # ---------------------------------------------------------------------- what is trained with
+def losses() -> str:
+    """Every loss with its inputs and its configuration."""
+    rows = []
+    for name, spec in LOSSES.items():
+        needed = ", ".join(f"`{one.name}`" for one in spec.inputs if one.required)
+        optional = ", ".join(f"`{one.name}`" for one in spec.inputs if not one.required)
+        config = ", ".join(f"`{key}` = {value.default:g}" for key, value in spec.config.items())
+        rows.append((f"`{name}`", needed, optional, config))
+    return table(
+        ("loss", "inputs besides `target_tokens`", "optional inputs", "`loss_fn_config` and its defaults"), rows
+    )
+
+
 def optimizers() -> str:
     """Every optimizer with its parameters, defaults and bounds."""
     rows = []
@@ -234,6 +248,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "metrics": metrics,
     "families": model_families,
+    "losses": losses,
     "optimizers": optimizers,
     "pipelines": pipeline_table,
     "pipeline-parameters": pipeline_parameters,

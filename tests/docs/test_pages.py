@@ -15,6 +15,7 @@ from tests.docs.pages import DOCS, ROOT, anchors, links, paths, written
 
 import tinkerflow.api.routes as routes
 from tinkerflow.backend.settings import Settings
+from tinkerflow.tasks.execution.save_state import SaveState
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in written()}
 ROOMS = ("api", "flows", "tasks", "backend", "deployments")
@@ -131,6 +132,11 @@ def test_pictures_are_small_and_used() -> None:
     for picture in (DOCS / "images").iterdir():
         assert picture.stat().st_size < 200_000, picture.name
         assert picture.name in used, picture.name
+
+
+def test_the_picture_of_a_save_has_its_states() -> None:
+    picture = (DOCS / "images" / "save.svg").read_text()
+    assert set(re.findall(r'class="name"[^>]*>(\w+)<', picture)) == {state.value for state in SaveState}
 
 
 def test_terms_of_the_glossary_mean_one_thing_each() -> None:
