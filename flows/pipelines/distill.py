@@ -8,12 +8,13 @@ from prefect import flow
 from pydantic import Field
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.flows.pipelines.fine_tuning import PreparedRun, TrainingResult, cancellable, prepare, train
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.rl import RlRecipe, SamplingParameters
 from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.environments import unrewarded
 from tinkerflow.tasks.pipelines.parameters import PATH, Parameters
+from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import Renderer
 from tinkerflow.tasks.pipelines.rollouts import Rollouts
 
@@ -43,12 +44,10 @@ async def distill(parameters: DistillParameters) -> TrainingResult:
     async with prepare("distill", parameters, "prompt", "prompt_completion", "chat") as run:
         key, rows = run.prompts("data")
         recipe = RlRecipe(
+            run,
             rows,
             Rollouts(run.renderer, unrewarded, parameters.group_size, parameters.answer_tokens),
             await _teacher(parameters.teacher, run),
-            batch_size=parameters.training.batch_size,
-            seed=parameters.model.seed,
-            preview=run.preview,
             kl="reverse_kl",
             coefficient=1.0,
             rewards=False,

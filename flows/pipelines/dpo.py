@@ -11,14 +11,13 @@ import numpy.typing as npt
 from prefect import flow
 from pydantic import Field
 
-from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, prepare, train
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.forwards import answer_logprobs
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import TokenizedExample
-from tinkerflow.tasks.pipelines.schedule import batch_of
-from tinkerflow.tasks.pipelines.scoring import Preview
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
@@ -83,20 +82,11 @@ class DpoRecipe:
 
     ahead = 0
 
-    def __init__(
-        self, examples: Examples, *, beta: float, batch_size: int, seed: int, preview: Preview, held_out: Examples = ()
-    ) -> None:
-        """Keep what the steps are made of.
-
-        examples: pairs; the chosen and the rejected answer follow one another. beta: see `dpo_loss`. batch_size: pairs
-        of one step. seed: of the order of the pairs in an epoch. preview: prompts whose answers are shown after
-        each segment. held_out: pairs that are measured after each segment.
-        """
+    def __init__(self, run: PreparedRun, examples: Examples, *, beta: float, held_out: Examples = ()) -> None:
+        """Keep the pairs to learn and those to measure; a chosen and its rejected answer follow one another."""
+        self._run = run
         self._examples = examples
         self._beta = beta
-        self._batch_size = batch_size
-        self._seed = seed
-        self.preview = preview
         self._held_out = held_out
         self._reference: Floats = np.zeros(0)
         self._held_out_reference: Floats = np.zeros(0)
@@ -108,8 +98,7 @@ class DpoRecipe:
 
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
         """Learn from the pairs of step `step`."""
-        pairs = batch_of(step, size=self._batch_size, rows=len(self._examples) // 2, seed=self._seed)
-        picked = [i for pair in pairs for i in (2 * pair, 2 * pair + 1)]
+        picked = [i for pair in self._run.batch(step, len(self._examples) // 2) for i in (2 * pair, 2 * pair + 1)]
         examples = [self._examples[i] for i in picked]
         gained = await answer_logprobs(client, examples) - self._reference[picked]
         loss = dpo_loss(gained[0::2], gained[1::2], self._beta)
@@ -143,15 +132,7 @@ async def dpo(parameters: DpoParameters) -> TrainingResult:
     async with prepare("dpo", parameters, "preference") as run:
         key, examples = run.examples("data")
         _, held_out = run.examples("held_out")
-        recipe = DpoRecipe(
-            examples,
-            beta=parameters.beta,
-            batch_size=parameters.training.batch_size,
-            seed=parameters.model.seed,
-            preview=run.preview,
-            held_out=held_out,
-        )
-        return await train(run, key, recipe)
+        return await train(run, key, DpoRecipe(run, examples, beta=parameters.beta, held_out=held_out))
 
 
 PIPELINE = Pipeline(dpo, DpoParameters)

@@ -11,9 +11,9 @@ from tinkerflow.backend.errors import UserError
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
 from tinkerflow.tasks.pipelines.champions import champion
-from tinkerflow.tasks.pipelines.connection import ServerClients, connect
+from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.data import DataSource, check_data, load_rows
-from tinkerflow.tasks.pipelines.parameters import NAME, PATH, RunParameters
+from tinkerflow.tasks.pipelines.parameters import NAME, PATH, PipelineParameters, RunParameters
 from tinkerflow.tasks.pipelines.render import Format, Renderer, load_examples, render
 from tinkerflow.tasks.pipelines.scoring import Scores, score
 from tinkerflow.tasks.pipelines.work import default_work_url
@@ -52,42 +52,46 @@ async def evaluate(parameters: EvaluateParameters) -> EvaluationResult:
         "champion": best.weights if best else "",
     }
     given = {name: path for name, path in paths.items() if path}
-    async with connect(parameters.connection) as server:
-        base = await server.base_model(parameters.base_model)
-        scores = await score_all(
-            server, base, given | {BASE: ""}, parameters.data, work_url, parameters.format, parameters.max_tokens
-        )
+    scores = await score_all(parameters, given | {BASE: ""})
     await show_scores(RunArtifacts(f"evaluate-{parameters.name}"), scores)
     return EvaluationResult(scores=scores)
 
 
-async def score_all(
-    server: ServerClients,
-    base_model: str,
-    candidates: Mapping[str, str],
-    source: DataSource,
-    work_url: str,
-    format_: Format,
-    max_tokens: int,
-) -> dict[str, Scores]:
+def on_held_out(parameters: PipelineParameters) -> EvaluateParameters:
+    """The evaluation of what a fine-tune makes, on its held-out rows."""
+    assert parameters.held_out is not None
+    return EvaluateParameters(
+        connection=parameters.connection,
+        work=parameters.work,
+        base_model=parameters.model.base_model,
+        data=parameters.held_out,
+        format=parameters.model.format,
+        max_tokens=parameters.samples.max_tokens,
+    )
+
+
+async def score_all(parameters: EvaluateParameters, candidates: Mapping[str, str]) -> dict[str, Scores]:
     """Score several weights on the same rows; candidate's name -> scores.
 
-    server: the clients to use. base_model: a name that the server offers. candidates: name -> path of sampler weights,
-    empty: the base model. source: rows with answers. work_url: the work folder. format_: how conversations become
-    tokens. max_tokens: of an answer. Raises DataCheckError when too many rows are wrong, UserError when rows have no
-    answers.
+    candidates: name -> path of sampler weights, empty: the base model. The weights that `parameters` name are not used.
+    Raises DataCheckError when too many rows are wrong, UserError when the rows have no answers.
     """
-    sampler = await server.service.create_sampling_client(base_model=base_model)
-    renderer = Renderer(sampler.get_tokenizer(), format_)
-    report = check_data(source, work_url, renderer.special_tokens)
-    if report.schema_name not in ("chat", "prompt_completion"):
-        raise UserError(f"data: schema {report.schema_name}: an evaluation needs rows with answers")
-    rendered = render(report.digest, work_url, renderer, max_tokens=1 << 20)
-    rows, examples = load_rows(work_url, report.digest), load_examples(work_url, rendered.key)
-    scores = {}
-    for name, path in candidates.items():
-        weights = await server.service.create_sampling_client(model_path=path) if path else sampler
-        scores[name] = await score(name, weights, renderer, rows, examples, max_tokens=max_tokens, shown=8)
+    work_url = parameters.work or default_work_url()
+    async with connect(parameters.connection) as server:
+        base_model = await server.base_model(parameters.base_model)
+        sampler = await server.service.create_sampling_client(base_model=base_model)
+        renderer = Renderer(sampler.get_tokenizer(), parameters.format)
+        report = check_data(parameters.data, work_url, renderer.special_tokens)
+        if report.schema_name not in ("chat", "prompt_completion"):
+            raise UserError(f"data: schema {report.schema_name}: an evaluation needs rows with answers")
+        rendered = render(report.digest, work_url, renderer, max_tokens=1 << 20)
+        rows, examples = load_rows(work_url, report.digest), load_examples(work_url, rendered.key)
+        scores = {}
+        for name, path in candidates.items():
+            weights = await server.service.create_sampling_client(model_path=path) if path else sampler
+            scores[name] = await score(
+                name, weights, renderer, rows, examples, max_tokens=parameters.max_tokens, shown=8
+            )
     return scores
 
 

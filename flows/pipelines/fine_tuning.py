@@ -1,22 +1,20 @@
-"""What all fine-tuning pipelines share: prepare the data, train in segments, show the progress, and stop when asked.
+"""What all fine-tuning pipelines share: train in segments, show the progress, and stop when asked.
 
 A pipeline's flow prepares a run, makes its recipe from it, and trains:
 
     async with prepare("sft", parameters, "chat") as run:
         key, examples = run.examples("data")
-        return await train(run, key, MyRecipe(examples, ...))
+        return await train(run, key, MyRecipe(run, examples))
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import orjson
 from prefect import tags
@@ -25,21 +23,13 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 from pydantic import BaseModel
 
-from tinkerflow.backend.errors import UserError
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
-from tinkerflow.tasks.pipelines.connection import ServerClients, connect
 from tinkerflow.tasks.pipelines.control import StoppedError, controlled
-from tinkerflow.tasks.pipelines.data import DataReport, check_data, load_rows
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import RunProgress, Sample, SegmentRecord, StepMetrics
-from tinkerflow.tasks.pipelines.render import Renderer, TokenizedExample, load_examples, render
-from tinkerflow.tasks.pipelines.rows import Row, Schema
-from tinkerflow.tasks.pipelines.scoring import Preview
 from tinkerflow.tasks.pipelines.trainer import Lineage, Recipe, Trainer, train_segment
-from tinkerflow.tasks.pipelines.work import default_work_url, digest
-
-if TYPE_CHECKING:
-    import tinker
+from tinkerflow.tasks.pipelines.work import digest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,77 +71,6 @@ def cancellable(work: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, A
     return call
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run whose data passed its checks.
-
-    base: samples from the base model. renderer: makes tokens of rows. work_url: the work folder. artifacts: what people
-    see of the run. reports: of the data sets `data` and, when it is given, `held_out`.
-    """
-
-    pipeline: str
-    parameters: PipelineParameters
-    server: ServerClients
-    base_model: str
-    base: tinker.SamplingClient
-    renderer: Renderer
-    work_url: str
-    artifacts: RunArtifacts
-    reports: dict[str, DataReport]
-
-    def rows(self, dataset: str) -> list[Row]:
-        """The rows of `data` or `held_out`; none when that was not given."""
-        return load_rows(self.work_url, self.reports[dataset].digest) if dataset in self.reports else []
-
-    def examples(self, dataset: str) -> tuple[str, list[TokenizedExample]]:
-        """The rows of `data` or `held_out` as tokens, after the key under which the work folder keeps them."""
-        if dataset not in self.reports:
-            return "", []
-        longest = self.parameters.training.max_tokens
-        rendered = render(self.reports[dataset].digest, self.work_url, self.renderer, longest)
-        return rendered.key, load_examples(self.work_url, rendered.key)
-
-    def prompts(self, dataset: str) -> tuple[str, list[Row]]:
-        """The rows whose prompts have at most `training.max_tokens` tokens, after a digest of these rows.
-
-        Raises UserError when there are rows, but every prompt is longer.
-        """
-        rows, longest = self.rows(dataset), self.parameters.training.max_tokens
-        fit = [row for row in rows if len(self.renderer.prompt(row.prompt)) <= longest]
-        if rows and not fit:
-            raise UserError(f"training.max_tokens {longest}: all {len(rows)} prompts of {dataset} are longer")
-        return digest(self.renderer.fingerprint, *(orjson.dumps(row.to_json()) for row in fit)), fit
-
-    @property
-    def preview(self) -> Preview:
-        """The prompts whose answers are shown after each segment."""
-        wanted = self.parameters.samples
-        rows = self.rows("held_out") or self.rows("data")
-        return Preview(self.renderer, rows[: wanted.rows], wanted.max_tokens)
-
-
-@asynccontextmanager
-async def prepare(pipeline: str, parameters: PipelineParameters, *schemas: Schema) -> AsyncIterator[PreparedRun]:
-    """Connect to the server, check the data and show the report; the connection lasts for the block.
-
-    Raises DataCheckError when too many rows are wrong, UserError when the data is of none of the `schemas`.
-    """
-    work_url = parameters.work or default_work_url()
-    artifacts = RunArtifacts(f"{pipeline}-{parameters.name}")
-    async with connect(parameters.connection) as server:
-        base_model = await server.base_model(parameters.model.base_model)
-        base = await server.service.create_sampling_client(base_model=base_model)
-        renderer = Renderer(base.get_tokenizer(), parameters.model.format)
-        sources = {"data": parameters.data} | ({"held_out": parameters.held_out} if parameters.held_out else {})
-        reports: dict[str, DataReport] = {}
-        for dataset, source in sources.items():
-            report = reports[dataset] = check_data(source, work_url, renderer.special_tokens)
-            if report.schema_name not in schemas:
-                raise UserError(f"{dataset}: schema {report.schema_name}: {pipeline} needs {' or '.join(schemas)}")
-        await artifacts.data(reports)
-        yield PreparedRun(pipeline, parameters, server, base_model, base, renderer, work_url, artifacts, reports)
-
-
 async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
     """Make all steps, in segments; steps that an earlier run of the same name has made are not made again.
 
@@ -162,7 +81,7 @@ async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
     training = parameters.training
     progress = RunProgress(run.work_url, name, _plan(run, data))
     lineage = Lineage(run.pipeline, name, data, f"tinkerflow {version('tinkerflow')}", parameters.model.start_from)
-    trainer = Trainer(run.server.service, run.base_model, parameters.model, training, recipe, progress, lineage)
+    trainer = Trainer(run, recipe, progress, lineage)
     segments = progress.segments()
     if _done(segments) < training.steps:
         await recipe.prepare(trainer)

@@ -8,13 +8,12 @@ from prefect import flow
 from pydantic import BaseModel, Field
 
 from tinkerflow.backend.clock import SystemClock
-from tinkerflow.flows.pipelines.evaluate import BASE, score_all, show_scores
-from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable
+from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all, show_scores
+from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import SftParameters, fine_tune
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
 from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
-from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.data import DataCheckError, DataSource
 from tinkerflow.tasks.pipelines.parameters import NAME
 from tinkerflow.tasks.pipelines.scoring import Metric, Scores
@@ -56,7 +55,8 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
         page = _page(parameters.champion, f"data check failed: {error}", before, before)
         await artifacts.text("report", page, "report")
         raise
-    scores = await _evaluate(parameters, work_url, trained, before)
+    candidates = {"new": trained.weights} | ({"champion": before.weights} if before else {}) | {BASE: ""}
+    scores = await score_all(on_held_out(parameters), candidates)
     await show_scores(artifacts, scores)
     new, old = scores["new"], scores.get("champion", scores[BASE])
     better = new.beats(old, parameters.metric, parameters.margin)
@@ -78,23 +78,6 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     page = _page(parameters.champion, verdict, before, after if better else before)
     await artifacts.text("report", page, "report")
     return NightlyResult(outcome="promoted" if better else "kept", weights=trained.weights, scores=scores)
-
-
-async def _evaluate(
-    parameters: NightlyParameters, work_url: str, trained: TrainingResult, before: Champion | None
-) -> dict[str, Scores]:
-    candidates = {"new": trained.weights} | ({"champion": before.weights} if before else {}) | {BASE: ""}
-    async with connect(parameters.connection) as server:
-        base = await server.base_model(parameters.model.base_model)
-        return await score_all(
-            server,
-            base,
-            candidates,
-            parameters.held_out,
-            work_url,
-            parameters.model.format,
-            parameters.samples.max_tokens,
-        )
 
 
 def _page(name: str, verdict: str, before: Champion | None, after: Champion | None) -> str:

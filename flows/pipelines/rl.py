@@ -12,15 +12,14 @@ import numpy.typing as npt
 from prefect import flow
 from pydantic import Field, model_validator
 
-from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, prepare, train
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.environments import environment_maker
 from tinkerflow.tasks.pipelines.parameters import IMPORT, PipelineParameters
+from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.rollouts import Episode, Rollouts, SampledTurn
 from tinkerflow.tasks.pipelines.rows import Row
-from tinkerflow.tasks.pipelines.schedule import batch_of
-from tinkerflow.tasks.pipelines.scoring import Preview
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
@@ -99,20 +98,17 @@ class RlRecipe:
     A step samples with the current weights and learns from the samples at once; see `trainer.Recipe`. The loss is
     divided by the number of sampled tokens, so the size of a step does not depend on their number.
 
-    rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with.
-    batch_size: prompts of one step. seed: of the order of the prompts and of the samples. preview: prompts to answer
-    after each segment. kl: the name of the metric that compares the two models, the mean of the model's own minus the
-    other's log probability. coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether
-    answers have rewards. by_deviation: see `group_centred`. loss: the policy's loss. held_out_rows: prompts that are
-    measured after each segment.
+    rows: the prompts. rollouts: how conversations go. other: the model that every sampled token is compared with. kl:
+    the name of the metric that compares the two models, the mean of the model's own minus the other's log probability.
+    coefficient: the weight of this comparison in the advantages, 0: none. rewards: whether answers have rewards.
+    by_deviation: see `group_centred`. loss: the policy's loss. held_out_rows: prompts that are measured after each
+    segment.
     """
 
+    run: PreparedRun
     rows: Sequence[Row]
     rollouts: Rollouts
     other: tinker.SamplingClient
-    batch_size: int
-    seed: int
-    preview: Preview
     kl: str
     coefficient: float
     rewards: bool = True
@@ -126,8 +122,8 @@ class RlRecipe:
 
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
         """Sample answers to the prompts of step `step`, and learn from them."""
-        picked = batch_of(step, size=self.batch_size, rows=len(self.rows), seed=self.seed)
-        groups, turns, gaps = await self._sample(client, [self.rows[i] for i in picked], step)
+        picked = [self.rows[i] for i in self.run.batch(step, len(self.rows))]
+        groups, turns, gaps = await self._sample(client, picked, step)
         advantages = [
             advantage
             for group in groups
@@ -164,7 +160,7 @@ class RlRecipe:
     ) -> tuple[list[list[Episode]], list[SampledTurn], list[Floats]]:
         """Groups of conversations, all their turns in order, and each turn's gaps [N] (see `kl_advantages`)."""
         sampler = await client.save_weights_and_get_sampling_client()
-        groups = await self.rollouts.groups(sampler, rows, [self.seed, step])
+        groups = await self.rollouts.groups(sampler, rows, [self.run.parameters.model.seed, step])
         turns = [turn for group in groups for episode in group for turn in episode.turns]
         others = await asyncio.gather(*(turn.logprobs_by(self.other) for turn in turns))
         return groups, turns, [turn.logprobs - other for turn, other in zip(turns, others, strict=True)]
@@ -186,12 +182,10 @@ async def rl(parameters: RlParameters) -> TrainingResult:
     async with prepare("rl", parameters, "prompt", "prompt_completion", "chat") as run:
         key, rows = run.prompts("data")
         recipe = RlRecipe(
+            run,
             rows,
             Rollouts(run.renderer, make, parameters.group_size, parameters.answer_tokens, parameters.max_turns),
             run.base,
-            batch_size=parameters.training.batch_size,
-            seed=parameters.model.seed,
-            preview=run.preview,
             kl="kl_to_base",
             coefficient=parameters.kl_coefficient,
             by_deviation=parameters.by_deviation,

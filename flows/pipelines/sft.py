@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from prefect import flow
 from pydantic import Field
 
-from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, prepare, train
+from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, train
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.forwards import mean_loss
 from tinkerflow.tasks.pipelines.parameters import PipelineParameters
+from tinkerflow.tasks.pipelines.preparation import PreparedRun, prepare
 from tinkerflow.tasks.pipelines.render import TokenizedExample
-from tinkerflow.tasks.pipelines.schedule import batch_of
-from tinkerflow.tasks.pipelines.scoring import Preview
 from tinkerflow.tasks.pipelines.trainer import Trainer, Values, grad_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
     import tinker
 
 
@@ -31,39 +29,24 @@ class SftParameters(PipelineParameters):
     held_out: DataSource | None = Field(None, description="Rows whose loss is measured after each segment.")
 
 
+@dataclass(frozen=True)
 class SftRecipe:
-    """Learn the answers' tokens by cross entropy, averaged over the batch; see `trainer.Recipe`."""
+    """Learn the answers' tokens by cross entropy, averaged over the batch; see `trainer.Recipe`.
 
-    ahead = 1
+    examples: what is learnt, in the order of the data. held_out_examples: their loss is measured after each segment.
+    """
 
-    def __init__(
-        self,
-        examples: Sequence[TokenizedExample],
-        *,
-        batch_size: int,
-        seed: int,
-        preview: Preview,
-        held_out: Sequence[TokenizedExample] = (),
-    ) -> None:
-        """Keep what the steps are made of.
-
-        examples: what is learnt, in the order of the data. batch_size: examples of one step. seed: of the order of the
-        examples in an epoch. preview: prompts whose answers are shown after each segment. held_out: examples whose
-        loss is measured after each segment.
-        """
-        self._examples = examples
-        self._batch_size = batch_size
-        self._seed = seed
-        self.preview = preview
-        self._held_out = held_out
+    run: PreparedRun
+    examples: Sequence[TokenizedExample]
+    held_out_examples: Sequence[TokenizedExample] = ()
+    ahead: ClassVar[int] = 1
 
     async def prepare(self, trainer: Trainer) -> None:
         """Do nothing: the first step needs no measurement."""
 
     def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Awaitable[Values]:
         """Learn from the batch of step `step`, without waiting for the step before it."""
-        picked = batch_of(step, size=self._batch_size, rows=len(self._examples), seed=self._seed)
-        batch = [self._examples[i] for i in picked]
+        batch = [self.examples[i] for i in self.run.batch(step, len(self.examples))]
         learnt = sum(float(example.weights.sum()) for example in batch)
         forward = client.forward_backward([example.scaled(1 / learnt).datum() for example in batch], "cross_entropy")
         update = client.optim_step(params)
@@ -76,7 +59,7 @@ class SftRecipe:
 
     async def held_out(self, client: tinker.TrainingClient) -> Values:
         """Measure the mean loss of a token of the held-out answers."""
-        return {"held_out_loss": await mean_loss(client, self._held_out)} if self._held_out else {}
+        return {"held_out_loss": await mean_loss(client, self.held_out_examples)} if self.held_out_examples else {}
 
 
 @flow(name="sft", flow_run_name="sft {parameters.name}", log_prints=False)
@@ -91,14 +74,7 @@ async def fine_tune(parameters: SftParameters, *, pipeline: str = "sft") -> Trai
     async with prepare(pipeline, parameters, "chat", "prompt_completion") as run:
         key, examples = run.examples("data")
         _, held_out = run.examples("held_out")
-        recipe = SftRecipe(
-            examples,
-            batch_size=parameters.training.batch_size,
-            seed=parameters.model.seed,
-            preview=run.preview,
-            held_out=held_out,
-        )
-        return await train(run, key, recipe)
+        return await train(run, key, SftRecipe(run, examples, held_out))
 
 
 PIPELINE = Pipeline(sft, SftParameters)

@@ -15,12 +15,11 @@ from prefect.client.schemas.objects import State
 from pydantic import BaseModel, Field, model_validator
 
 from tinkerflow.backend.errors import ServerError
-from tinkerflow.flows.pipelines.evaluate import BASE, score_all
+from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all
 from tinkerflow.flows.pipelines.fine_tuning import TrainingResult, cancellable, run_name
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts
-from tinkerflow.tasks.pipelines.connection import connect
 from tinkerflow.tasks.pipelines.control import controlled
 from tinkerflow.tasks.pipelines.data import DataSource
 from tinkerflow.tasks.pipelines.parameters import Parameters
@@ -147,16 +146,8 @@ async def sweep(parameters: SweepParameters) -> SweepResult:
     }
     if not trained:
         raise ServerError("sweep: every point was cancelled")
-    async with connect(parameters.connection) as server:
-        scores = await score_all(
-            server,
-            await server.base_model(parameters.model.base_model),
-            {label: result.weights for label, result in trained.items()} | {BASE: ""},
-            parameters.held_out,
-            work_url,
-            parameters.model.format,
-            parameters.samples.max_tokens,
-        )
+    candidates = {label: result.weights for label, result in trained.items()}
+    scores = await score_all(on_held_out(parameters), candidates | {BASE: ""})
     best = min(trained, key=lambda label: scores[label].worse(parameters.metric))
     await _show(RunArtifacts(f"sweep-{parameters.name}"), grid, trained, scores, best)
     return SweepResult(best=best, weights=trained[best].weights, state=trained[best].state, scores=scores)

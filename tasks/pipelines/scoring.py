@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from prefect import task
@@ -18,22 +17,6 @@ if TYPE_CHECKING:
     import tinker
 
 Metric = Literal["loss", "exact_match"]
-
-
-@dataclass(frozen=True)
-class Preview:
-    """The prompts of `rows`, answered after each segment in at most `max_tokens` tokens, for people to look at."""
-
-    renderer: Renderer
-    rows: Sequence[Row]
-    max_tokens: int
-
-    async def answers(self, client: tinker.TrainingClient) -> list[Sample]:
-        """The greedy answers of the model as it is now."""
-        if not self.rows:
-            return []
-        sampler = await client.save_weights_and_get_sampling_client()
-        return await greedy_answers(sampler, self.renderer, self.rows, max_tokens=self.max_tokens)
 
 
 async def greedy_answers(

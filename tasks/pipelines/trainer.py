@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefect import task
@@ -13,10 +13,9 @@ from prefect.client.schemas.objects import State
 
 from tinkerflow.backend.errors import UserError
 from tinkerflow.tasks.pipelines.control import Control
-from tinkerflow.tasks.pipelines.parameters import ModelParameters, TrainingParameters
+from tinkerflow.tasks.pipelines.preparation import PreparedRun
 from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord, StepMetrics
 from tinkerflow.tasks.pipelines.schedule import learning_rate
-from tinkerflow.tasks.pipelines.scoring import Preview
 
 if TYPE_CHECKING:
     import tinker
@@ -44,11 +43,6 @@ class Recipe(Protocol):
         """Measure on the held-out rows; {} when there are none."""
         ...
 
-    @property
-    def preview(self) -> Preview:
-        """The prompts whose answers are shown after each segment."""
-        ...
-
 
 @dataclass(frozen=True)
 class Lineage:
@@ -66,14 +60,7 @@ class Lineage:
 
     def metadata(self, step: int) -> dict[str, str]:
         """The user metadata of the checkpoint after `step` steps."""
-        return {
-            "pipeline": self.pipeline,
-            "run": self.run,
-            "data": self.data,
-            "code": self.code,
-            "parent": self.parent,
-            "step": str(step),
-        }
+        return asdict(self) | {"step": str(step)}
 
 
 class Trainer:
@@ -83,50 +70,36 @@ class Trainer:
     uses any more.
     """
 
-    def __init__(
-        self,
-        service: tinker.ServiceClient,
-        base_model: str,
-        model: ModelParameters,
-        training: TrainingParameters,
-        recipe: Recipe,
-        progress: RunProgress,
-        lineage: Lineage,
-    ) -> None:
+    def __init__(self, run: PreparedRun, recipe: Recipe, progress: RunProgress, lineage: Lineage) -> None:
         """Keep the parts; nothing is requested from the server yet.
 
-        service: the client to make models with. base_model: a name that the server offers. model: adapter and start.
-        training: steps, learning rate and segments. recipe: makes the steps. progress: the record of this run. lineage:
-        what checkpoints say about their origin.
+        run: its parameters and its connection. recipe: makes the steps. progress: the record of this run. lineage: what
+        checkpoints say about their origin.
         """
-        self.training = training
+        self.run = run
+        self.training = run.parameters.training
+        self.recipe = recipe
         self.progress = progress
         self.lineage = lineage
-        self.recipe = recipe
-        self._service = service
-        self._base_model = base_model
-        self._model = model
         self._live: tuple[int, tinker.TrainingClient] | None = None
 
     async def at(self, step: int) -> tinker.TrainingClient:
         """The model after `step` steps."""
         if self._live is not None and self._live[0] == step:
             return self._live[1]
-        metadata = self.lineage.metadata(step)
+        service, model, metadata = self.run.server.service, self.run.parameters.model, self.lineage.metadata(step)
         client: tinker.TrainingClient
-        if step == 0 and self._model.start_from:
-            client = await self._service.create_training_client_from_state(
-                self._model.start_from, user_metadata=metadata
-            )
-        elif step == 0:
-            client = await self._service.create_lora_training_client(
-                self._base_model, rank=self._model.rank, seed=self._model.seed, user_metadata=metadata
-            )
-        else:
+        if step > 0:
             state = next(segment.state for segment in self.progress.segments() if segment.last_step == step)
-            client = await self._service.create_training_client_from_state_with_optimizer(state, user_metadata=metadata)
+            client = await service.create_training_client_from_state_with_optimizer(state, user_metadata=metadata)
+        elif model.start_from:
+            client = await service.create_training_client_from_state(model.start_from, user_metadata=metadata)
+        else:
+            client = await service.create_lora_training_client(
+                self.run.base_model, rank=model.rank, seed=model.seed, user_metadata=metadata
+            )
         self._live = (step, client)
-        return self._live[1]
+        return client
 
     def moved(self, step: int) -> None:
         """The live model has made all steps up to `step`."""
@@ -187,7 +160,7 @@ async def train_segment(
             state=await _save(trainer, client, made[-1].step),
             steps=made,
             held_out={} if cut else dict(await trainer.recipe.held_out(client)),
-            samples=[] if cut else await trainer.recipe.preview.answers(client),
+            samples=[] if cut else await trainer.run.preview(client),
         )
         trainer.progress.add(segment)
         trainer.moved(segment.last_step)
