@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +12,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
-from tinkerflow.deployments.run import see_again
-from tinkerflow.deployments.up import Stack
+from tinkerflow.deployments.run import see_again, started_service
 
 if TYPE_CHECKING:
     import tinker
@@ -35,15 +32,12 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
     data_dir: for what the service keeps; default: a scratch folder. steps: of the optimizer. stay: keep serving after
     the lesson, until Ctrl-C. Returns whether the loss fell and the model then says every answer exactly.
     """
-    with tempfile.TemporaryDirectory(prefix="tinkerflow-quickstart-") as scratch:
-        settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0, warm_up=False)
-        with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
-            console.print(stack.ready_line, highlight=False)
-            learnt, page = teach(console, stack.api_url, stack.prefect_url, steps)
-            if stay:
-                console.print(f"serving until Ctrl-C: {stack.api_url}  {page}", highlight=False, soft_wrap=True)
-                with contextlib.suppress(KeyboardInterrupt):
-                    stack.keep()
+    with started_service(console, data_dir, warm_up=False) as stack:
+        learnt, page = teach(console, stack.api_url, stack.prefect_url, steps)
+        if stay:
+            console.print(f"serving until Ctrl-C: {stack.api_url}  {page}", highlight=False, soft_wrap=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                stack.keep()
     if page and stack.settings.prefect == "embedded":
         console.print(see_again(page, data_dir), highlight=False, soft_wrap=True)
         if not stay:
@@ -91,8 +85,7 @@ def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> tuple
 def _datum(tokenizer: PreTrainedTokenizerBase, lesson: Lesson) -> tinker.Datum:
     from tinker import types
 
-    prompt = tokenizer.encode(lesson.prompt)
-    completion = tokenizer.encode(lesson.completion)
+    prompt, completion = tokenizer.encode(lesson.prompt), tokenizer.encode(lesson.completion)
     tokens = prompt + completion
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
     return types.Datum(

@@ -31,6 +31,7 @@ from tinkerflow.backend.settings import Settings
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
+    from tinkerflow.deployments.up import Stack
     from tinkerflow.flows.pipelines import Pipeline
 
 
@@ -65,24 +66,31 @@ def run(
 
 
 def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: Path | None) -> bool:
-    from tinkerflow.deployments.up import Stack
-
     Thread(target=_import, daemon=True).start()  # while other processes start
-    with tempfile.TemporaryDirectory(prefix="tinkerflow-example-") as scratch:
-        settings = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0)
-        with Stack(settings, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
-            console.print(stack.ready_line, highlight=False)
-            os.environ |= {"TINKER_BASE_URL": stack.api_url, "TINKER_API_KEY": "tml-example"}
-            values = read_config(example_file(f"{name}.yaml"), changes)
-            values.setdefault("work", settings.pipelines_url)
-            prefect_url = f"{stack.prefect_url}/api"
-            wait_for_prefect(prefect_url, settings.start_deadline)
-            if name == "distill" and "teacher" not in values:
-                _make_student_and_teacher(console, values, prefect_url)
-            page, completed = _run_and_show(console, find(name), values, prefect_url)
-    if settings.prefect == "embedded" and "PREFECT_API_URL" not in os.environ:
+    with started_service(console, data_dir) as stack:
+        os.environ |= {"TINKER_BASE_URL": stack.api_url, "TINKER_API_KEY": "tml-example"}
+        values = read_config(example_file(f"{name}.yaml"), changes)
+        values.setdefault("work", stack.settings.pipelines_url)
+        prefect_url = f"{stack.prefect_url}/api"
+        wait_for_prefect(prefect_url, stack.settings.start_deadline)
+        if name == "distill" and "teacher" not in values:
+            _make_student_and_teacher(console, values, prefect_url)
+        page, completed = _run_and_show(console, find(name), values, prefect_url)
+    if stack.settings.prefect == "embedded":
         console.print(see_again(page, data_dir), highlight=False, soft_wrap=True)
     return completed
+
+
+@contextmanager
+def started_service(console: Console, data_dir: Path | None, **settings: Any) -> Iterator[Stack]:
+    """The whole service on free ports for the block, in `data_dir` or a scratch folder. settings: as in Settings."""
+    from tinkerflow.deployments.up import Stack
+
+    with tempfile.TemporaryDirectory(prefix="tinkerflow-") as scratch:
+        chosen = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0, **settings)
+        with Stack(chosen, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
+            console.print(stack.ready_line, highlight=False)
+            yield stack
 
 
 def find(name: str) -> Pipeline:
