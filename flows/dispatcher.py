@@ -70,7 +70,10 @@ class Dispatcher:
                     for model in self._served.values():
                         runners.create_task(model.sampling.serve(), name="sampling")
                     on_ready()
-                    await self._stopping.wait()
+                    try:
+                        await self._stopping.wait()
+                    finally:
+                        self._stopping.set()  # also when we are cancelled: no runner begins any more
                     self._stop_runners()
             finally:
                 for task in watches:

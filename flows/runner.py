@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -225,7 +225,7 @@ class ModelRunner:
         if self._flying:
             self._interrupted = True  # they fail one after the other, and the last one wakes us
             return False
-        context = replace(self._unbound, generation=generation)
+        context = self._unbound.bound_to(generation)
         model = await context.read(context.journal.models.get, self.model_id, None)
         if model.state is ModelState.LIVE and needed:
             self.mirror.restoring(generation)

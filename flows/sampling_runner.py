@@ -7,7 +7,6 @@ import heapq
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 from tinkerflow.backend.journal import Outcome, Pending
 from tinkerflow.flows.prefect.mirror import RunMirror
@@ -46,7 +45,7 @@ class SamplingRunner:
 
     async def serve(self) -> End:
         """Answer samples as they come, until stopped."""
-        context = replace(self._context, generation=await self._context.pool.serving())
+        context = self._context.bound_to(await self._context.pool.serving())
         async with asyncio.TaskGroup() as group:
             batch = self._batch = SampleBatch(context, group)
             decoding = group.create_task(_decode(batch), name="decode")

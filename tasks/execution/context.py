@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ParamSpec, Protocol, TypeVar, cast
 
@@ -68,6 +68,10 @@ class ExecutionContext:
     snapshots: Snapshots
     generation: int | None = None
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
+
+    def bound_to(self, generation: int) -> ExecutionContext:
+        """The same, for the worker group of this generation alone."""
+        return replace(self, generation=generation)
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
         """Start a command; of one adapter, those started earlier are executed earlier. The task holds its reply."""

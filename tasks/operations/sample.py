@@ -155,7 +155,7 @@ class SampleBatch:
         self._give_back(error)
         generation = await self._context.pool.serving()
         self._give_back(error)  # also who came meanwhile, and counts on what the group had
-        self._context = replace(self._context, generation=generation)
+        self._context = self._context.bound_to(generation)
 
     def _give_back(self, error: GroupFailedError) -> None:
         for ended in self._answers.values():
@@ -170,7 +170,7 @@ class SampleBatch:
                 outcome = await self._decode(request)
             except GroupFailedError as error:
                 log.info("sample %s is taken again: %s", request.id, error)
-                self._context = replace(self._context, generation=await self._context.pool.serving())
+                self._context = self._context.bound_to(await self._context.pool.serving())
                 return None
             except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
                 outcome = failure(request, error)

@@ -1,0 +1,320 @@
+"""A real journal and store, a unigram model in place of the worker group, and a client that writes wire bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.commands import Command, GroupConfig, Reply
+from tinkerflow.backend.errors import GroupFailedError, SuspectError
+from tinkerflow.backend.ids import model_id, sampler_id
+from tinkerflow.backend.journal import (
+    Journal,
+    Kind,
+    NewModel,
+    NewRequest,
+    NewSampler,
+    NewSession,
+    Result,
+    ResultSubscriptions,
+    migrate,
+)
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.pool import GroupLost
+from tinkerflow.backend.store import Store
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.mirror import Mirror
+from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.runner import ModelRunner
+from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution.answers import AnswerWriter
+from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
+from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution.snapshots import Snapshots
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from numpy_executor import VOCAB, Unigram  # noqa: E402
+
+CONFIG = GroupConfig("none", "float32", 1, 1, 64, 64, 4, 4, "")
+CARD = ModelCard("folder/unigram", "/nowhere", "unigram", "Unigram", VOCAB, 64, (2,), VOCAB, tied=False)
+
+
+@dataclass
+class NumpyPool:
+    """Executes in order like a worker group; tests make it slow, or make it fail."""
+
+    executor: Unigram = field(default_factory=lambda: Unigram(CONFIG, print, 1, 0))
+    generation: int = 1
+    log: list[Command] = field(default_factory=list)
+    hold: asyncio.Event | None = None
+    failing: Exception | None = None
+    line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lost: asyncio.Queue[GroupLost] = field(default_factory=asyncio.Queue)
+
+    down: asyncio.Event | None = None  # set: the next generation serves
+    executing: bool = False
+    deaths: int = 0
+    poison: Callable[[Command], bool] = lambda command: False
+
+    async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
+        if self.down is not None and generation is None:
+            await self.down.wait()
+        generation = generation or self.generation
+        self.check(generation)
+        self.log.append(command)
+        async with self.line:  # fair: first come, first served
+            self.executing, deaths = True, self.deaths
+            try:
+                if self.hold is not None:
+                    await self.hold.wait()
+                if self.poison(command):
+                    self.die()
+                    raise SuspectError("the group crashed", crashed=True)
+                if self.deaths != deaths:
+                    raise SuspectError("the group was killed", crashed=False)
+                self.check(generation)
+                if self.failing is not None:
+                    raise self.failing
+                return self.executor.execute(command)
+            finally:
+                self.executing = False
+
+    def check(self, generation: int) -> None:
+        if self.down is not None or generation != self.generation:
+            raise GroupFailedError(f"worker group {generation} serves no more")
+
+    async def serving(self) -> int:
+        if self.down is not None:
+            await self.down.wait()
+        return self.generation
+
+    def die(self, *, down: bool = False) -> None:
+        """The group ends with all that it holds; unless it stays down, the next one serves at once."""
+        self.lost.put_nowait(GroupLost(self.generation, "rank 0 died of signal 9"))
+        self.executor = Unigram(CONFIG, print, 1, 0)
+        self.generation += 1
+        self.deaths += 1
+        if down:
+            self.down = asyncio.Event()
+
+    def come_back(self) -> None:
+        assert self.down is not None
+        self.down.set()
+        self.down = None
+
+    async def losses(self) -> AsyncIterator[GroupLost]:
+        while True:
+            yield await self.lost.get()
+
+    @property
+    def names(self) -> list[str]:
+        return [type(command).__name__ for command in self.log]
+
+
+@dataclass
+class Client:
+    """What the API would do for one session's client."""
+
+    journal: Journal
+    subscriptions: ResultSubscriptions
+    session: str
+    base_model: str = CARD.name
+    seqs: dict[str, int] = field(default_factory=dict)
+    owner: str = "local"
+
+    async def ring(self, topic: str, runner: ModelRunner | SamplingRunner) -> None:
+        """Wake the runner whenever the journal's bell rings, as the dispatcher does; until cancelled."""
+        async with self.journal.notifier.subscribe(topic) as topics:
+            runner.wake()  # for what came before we listened
+            async for _ in topics:
+                runner.wake()
+
+    async def create(self, number: int = 0) -> str:
+        model, request = self.submit_create(number)
+        result = await self.result(request)
+        assert result.error is None, result.error
+        return model
+
+    def submit_create(self, number: int = 0) -> tuple[str, str]:
+        model = model_id(self.session, number)
+        new = NewModel(model, self.session, self.owner, self.base_model, rank=1, seed=7, user_metadata={"made": "here"})
+        self.seqs[model] = 0
+        return model, self.journal.models.create(new, self.request(Kind.CREATE_MODEL, {}, model=model))
+
+    def load_model(self, number: int, path: str, *, optimizer: bool) -> tuple[str, str]:
+        model = model_id(self.session, number)
+        new = NewModel(model, self.session, self.owner, self.base_model, rank=1, seed=7)
+        self.seqs[model] = 0
+        body = {"path": path, "optimizer": optimizer}
+        return model, self.journal.models.create(new, self.request(Kind.LOAD_MODEL, body, model=model))
+
+    def submit(self, model: str, kind: Kind, body: dict[str, object] | bytes | None = None, *, skip: int = 0) -> str:
+        self.seqs[model] += skip
+        return self.journal.requests.submit(self.request(kind, {} if body is None else body, model=model))
+
+    def forward_backward(self, model: str, *targets: Sequence[int], forward_only: bool = False) -> str:
+        kind = Kind.FORWARD if forward_only else Kind.FORWARD_BACKWARD
+        message = pb.ForwardBackwardRequest(
+            model_id=model, seq_id=self.seqs[model], loss_fn="cross_entropy", forward_only=forward_only
+        )
+        for some in targets:
+            datum = message.data.add()
+            datum.model_input.add().encoded_text.tokens = np.asarray(some, np.int32).tobytes()
+            tensor = datum.loss_fn_inputs["target_tokens"]
+            tensor.dense, tensor.dtype = np.asarray(some, np.int64).tobytes(), pb.DTYPE_INT64
+            tensor.shape.append(len(some))
+            weights = datum.loss_fn_inputs["weights"]
+            weights.dense, weights.dtype = np.ones(len(some), np.float32).tobytes(), pb.DTYPE_FLOAT32
+            weights.shape.append(len(some))
+        return self.submit(model, kind, message.SerializeToString())
+
+    def optim_step(self, model: str, learning_rate: float = 0.5) -> str:
+        return self.submit(model, Kind.OPTIM_STEP, {"adam_params": {"learning_rate": learning_rate}})
+
+    def sampler(self, number: int, path: str | None = None) -> str:
+        new = NewSampler(sampler_id(self.session, number), self.session, self.owner, self.base_model, model_path=path)
+        return self.journal.samplers.open(new)
+
+    def sample(self, sampler: str, of: Mapping[str, object] | None = None, **params: object) -> str:
+        body = {
+            **(of or {}),
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "sampling_params": {"seed": 1, "max_tokens": 6, **params},
+        }
+        seq = self.seqs.setdefault(sampler, 0)
+        self.seqs[sampler] += 1
+        new = NewRequest(Kind.SAMPLE, self.owner, orjson.dumps(body), f"{sampler}{seq}", sampler_id=sampler, seq_id=seq)
+        return self.journal.requests.submit(new)
+
+    def request(self, kind: Kind, body: dict[str, object] | bytes, *, model: str) -> NewRequest:
+        seq = self.seqs[model]
+        self.seqs[model] += 1
+        payload = body if isinstance(body, bytes) else orjson.dumps(body)
+        return NewRequest(kind, self.owner, payload, f"{kind}{seq}", model_id=model, seq_id=seq)
+
+    async def result(self, request: str, seconds: float = 120.0) -> Result:
+        with self.subscriptions.request(request) as answer:
+            result = self.journal.requests.result(request, self.owner)
+            if result is None:
+                assert await answer.wait(seconds), f"{request} was not answered in {seconds} s"
+                result = self.journal.requests.result(request, self.owner)
+        assert result is not None
+        return result
+
+    async def results(self, *requests: str) -> list[Result]:
+        return [await self.result(request) for request in requests]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path / 'journal.db'}"
+    migrate(url)
+    return url
+
+
+@pytest.fixture
+async def journal(url: str) -> AsyncIterator[Journal]:
+    journal = Journal.open(url)
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def pool() -> NumpyPool:
+    return NumpyPool()
+
+
+@pytest.fixture
+async def context(journal: Journal, pool: NumpyPool, tmp_path: Path) -> AsyncIterator[ExecutionContext]:
+    answers = AnswerWriter(journal.requests.finish)
+    store = Store.open(f"file://{tmp_path / 'store'}")
+    saves = Saves()
+    context = ExecutionContext(journal, pool, store, CARD, SystemClock(), answers, saves, Snapshots(saves))
+    yield context
+    await answers.close()
+    context.close()
+
+
+ConnectClient = Callable[..., Awaitable[Client]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[ConnectClient]:
+    """Make clients, each with a session of its own."""
+    opened: list[ResultSubscriptions] = []
+
+    async def connect(journal: Journal, base_model: str = CARD.name, owner: str = "local") -> Client:
+        subscriptions = journal.result_subscriptions()
+        await subscriptions.__aenter__()
+        opened.append(subscriptions)
+        return Client(
+            journal, subscriptions, journal.sessions.create(NewSession(owner, "0.38.0")), base_model, owner=owner
+        )
+
+    yield connect
+    for subscriptions in opened:
+        await subscriptions.__aexit__(None, None, None)
+
+
+@pytest.fixture
+async def client(connect: ConnectClient, journal: Journal) -> Client:
+    return await connect(journal)
+
+
+@pytest.fixture
+def mirror() -> Mirror:
+    """Without Prefect."""
+    return Mirror(PrefectConnection(""), Pacing(10.0, SystemClock()))
+
+
+@pytest.fixture
+def make_runner(context: ExecutionContext, mirror: Mirror) -> Callable[..., ModelRunner]:
+    """make_runner(model, snapshots=SnapshotPolicy(…)): the runner of a model, which nobody sees."""
+
+    def make(model: str, steps_made: int = 0, snapshots: SnapshotPolicy | None = None) -> ModelRunner:
+        shown = mirror.training_run(model, CARD.name)
+        return ModelRunner(context, shown, snapshots or SnapshotPolicy(), model, steps_made)
+
+    return make
+
+
+@pytest.fixture
+def running() -> Callable[[Awaitable[object]], object]:
+    """`async with running(coroutine) as task`: it runs meanwhile, and is cancelled at the end unless it has ended."""
+
+    @asynccontextmanager
+    async def running(work: Awaitable[object]) -> AsyncIterator[asyncio.Task[object]]:
+        task = asyncio.ensure_future(work)
+        try:
+            yield task
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    return running
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """`await until(condition)`; fails when it does not hold within 120 s."""
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(120):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    return until

@@ -1,0 +1,37 @@
+"""The same real parts that the engine's tests have: a SQLite journal, a store, and a unigram model as worker group."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.journal import Outcome
+from tinkerflow.tasks.execution.context import Execution
+from tinkerflow.tasks.execution.operation import SAVES, begin
+from tinkerflow.tasks.execution.sequencer import Sequencer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "flows"))
+
+from engine_parts import *  # noqa: F403
+
+
+@pytest.fixture
+def execute(context: Any) -> Callable[..., Awaitable[list[Outcome | None]]]:
+    """`await execute(model)`: begin all requests of the model that are ready, in order; their outcomes."""
+
+    async def execute(model: str, generation: int | None = None) -> list[Outcome | None]:
+        bound = context if generation is None else context.bound_to(generation)
+        sequencer = Sequencer(model, context.saves)
+        async with asyncio.TaskGroup() as group:
+            operations = [
+                begin(Execution(bound, row, sequencer.slot(row.id if row.kind in SAVES else None)), group)
+                for row in context.journal.requests.ready(model, 64)
+            ]
+        return [operation.answered.result() for operation in operations]
+
+    return execute

@@ -1,0 +1,91 @@
+"""A model made again in another worker group, with a real journal and store and the unigram model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.errors import GroupFailedError, ServerError
+from tinkerflow.backend.journal import Kind
+from tinkerflow.tasks.execution.recovery_snapshots import take
+from tinkerflow.tasks.execution.restore import restore
+from tinkerflow.tasks.execution.sequencer import Sequencer
+
+
+def state(pool: Any, model: str) -> list[bytes]:
+    adapter = pool.executor.adapters[model]
+    return [array.tobytes() for array in (*adapter.weights.values(), *adapter.moments.values())]
+
+
+@pytest.fixture
+async def model(client: Any, execute: Any) -> str:
+    """A model after two steps: requests 0 to 4."""
+    model, _ = client.submit_create()
+    for token in (5, 7):
+        client.forward_backward(model, [token, token])
+        client.optim_step(model)
+    await execute(model)
+    return str(model)
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+async def test_a_model_is_made_again_as_its_answers_left_it(
+    context: Any, client: Any, pool: Any, execute: Any, model: str, snapshot: bool
+) -> None:
+    if snapshot:
+        assert await take(context, model, 4, Sequencer(model, context.saves).slot()) is not None
+    client.forward_backward(model, [9])
+    await execute(model)
+    before = state(pool, model)
+    client.optim_step(model)  # not executed: it is no part of what is restored
+    pool.die()
+    restored = await restore(context.bound_to(pool.generation), model)
+    assert state(pool, model) == before
+    assert (restored.snapshot is not None) is snapshot
+    assert (restored.requests, restored.steps, restored.last) == ((1, 0, 5) if snapshot else (6, 2, 5))
+    assert restored.copies == {} and restored.unreadable == ()
+
+
+async def test_saves_that_are_not_stored_are_copied_at_their_place(
+    context: Any, client: Any, pool: Any, execute: Any, model: str
+) -> None:
+    weights = {name: array.copy() for name, array in pool.executor.adapters[model].weights.items()}
+    saved = client.submit(model, Kind.SAVE_WEIGHTS, {"path": "named"})
+    rows = context.journal.requests.ready(model, 1)
+    assert [row.id for row in rows] == [saved]
+    client.optim_step(model)
+    later = context.journal.requests.ready(model, 2)[1]
+    context.journal.requests.finish(
+        [later.done(b"{}", "json").__class__(**{**vars(later.done(b"{}", "json")), "replays": True})]
+    )
+    pool.die()
+    restored = await restore(context.bound_to(pool.generation), model)
+    assert set(restored.copies) == {saved}
+    assert {name: array.tobytes() for name, array in restored.copies[saved].weights.items()} == {
+        name: array.tobytes() for name, array in weights.items()
+    }
+    pool.die()
+    again = await restore(context.bound_to(pool.generation), model, detached={saved})
+    assert again.copies == {}, "it is being written already"
+
+
+async def test_a_group_that_ends_meanwhile_is_named(context: Any, pool: Any, model: str) -> None:
+    pool.die()
+    with pytest.raises(GroupFailedError):
+        await restore(context.bound_to(pool.generation - 1), model)
+
+
+async def test_a_model_without_a_snapshot_that_can_be_read_cannot_be_restored(
+    context: Any, client: Any, pool: Any, execute: Any, model: str
+) -> None:
+    slots = Sequencer(model, context.saves)
+    for seq_id in (4, 5):
+        taken = await take(context, model, seq_id, slots.slot())
+        assert taken is not None
+        context.store.delete(taken.path)
+        client.optim_step(model)
+        await execute(model)
+    pool.die()
+    with pytest.raises(ServerError, match="none of its snapshots can be read"):
+        await restore(context.bound_to(pool.generation), model)
