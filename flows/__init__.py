@@ -5,6 +5,6 @@ are Prefect flows that people schedule.
 """
 
 from tinkerflow.flows.engine import run_engine
-from tinkerflow.flows.prefect_server import PrefectServer, start_server
+from tinkerflow.flows.prefect.server import PrefectServer, start_server
 
 __all__ = ["PrefectServer", "run_engine", "start_server"]

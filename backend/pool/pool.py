@@ -12,15 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from tinkerflow.backend.commands import (
-    Command,
-    Forward,
-    GroupInfo,
-    NextMicroBatch,
-    Reply,
-    SampleProgress,
-    SampleStep,
-)
+from tinkerflow.backend.commands import Command, Forward, GroupInfo, NextMicroBatch, Reply, SampleProgress, SampleStep
 from tinkerflow.backend.errors import GroupFailedError, SuspectError, TinkerflowError, UserError
 from tinkerflow.backend.pool.group import Group, PoolConfig
 from tinkerflow.backend.pool.host.places import Site

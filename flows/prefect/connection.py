@@ -29,7 +29,7 @@ from prefect.states import Crashed
 from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
-from tinkerflow.flows.prefect_server import is_healthy, start_server
+from tinkerflow.flows.prefect.server import is_healthy, start_server
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect_server import server_environment
+from tinkerflow.flows.prefect.server import server_environment
 from tinkerflow.flows.runner import Batch
 from tinkerflow.tasks.execution.operation import Operation
 

@@ -27,7 +27,7 @@ from tinkerflow.flows.prefect.connection import PrefectConnection, open_prefect
 from tinkerflow.flows.prefect.controls import CANCELLED
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.prefect_server import PrefectServer, start_server
+from tinkerflow.flows.prefect.server import PrefectServer, start_server
 from tinkerflow.flows.runner import End, ModelRunner, Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy

@@ -27,7 +27,7 @@ import msgpack
 import numpy as np
 
 from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
-from tinkerflow.backend.pool.protocol.messages import Message
+from tinkerflow.backend.pool.protocol.messages import HostMessage, WorkerMessage
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 Buffer = bytes | memoryview
@@ -43,14 +43,9 @@ def _dataclasses(hint: Any) -> Iterator[type]:
         yield from _dataclasses(argument)
 
 
-CLASSES = tuple(
-    dict.fromkeys(
-        [
-            *_dataclasses(Command | Reply | GroupConfig | GroupInfo | Message),
-            *(spec.params for spec in OPTIMIZERS.values()),  # what OptimStep carries
-        ]
-    )
-)
+_CROSSES = Command | Reply | GroupConfig | GroupInfo | WorkerMessage | HostMessage
+_PARAMS = [spec.params for spec in OPTIMIZERS.values()]  # what OptimStep carries
+CLASSES = tuple(dict.fromkeys([*_dataclasses(_CROSSES), *_PARAMS]))
 _FIELDS: dict[type, tuple[str, ...]] = {kind: tuple(f.name for f in fields(kind)) for kind in CLASSES}
 _BY_NAME: dict[str, type] = {kind.__name__: kind for kind in CLASSES}
 _ARRAY = 1  # msgpack extension code

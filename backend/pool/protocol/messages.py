@@ -184,24 +184,8 @@ class Ended:
     crashed: bool
 
 
-Message = (
-    Start
-    | Left
-    | Ready
-    | Progress
-    | Beat
-    | Failed
-    | Ack
-    | Fatal
-    | Offer
-    | Welcome
-    | Refusal
-    | Spawn
-    | TakeOver
-    | Signal
-    | Spawned
-    | Ended
-)
+WorkerMessage = Start | Left | Ready | Progress | Beat | Failed | Ack | Fatal
+HostMessage = Offer | Welcome | Refusal | Spawn | TakeOver | Signal | Spawned | Ended
 
 
 def to_failed(error: BaseException) -> Failed:
