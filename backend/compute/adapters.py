@@ -24,10 +24,10 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter on the devices. `pending`: gradients wait for the next optimizer step.
+    """One adapter on the devices.
 
-    steps_before: optimizer steps made before the last one. last_norm: that one's gradient norm on the devices, which
-    computed it maybe not yet; None: there is none to wait for.
+    steps_before: optimizer steps made before the last one. last_norm: the last step's gradient norm, a device array
+    that may still be computing; None: no step to wait for. pending: gradients wait for the next optimizer step.
     """
 
     spec: LoraSpec
@@ -40,7 +40,7 @@ class Adapter:
 
     @property
     def step(self) -> int:
-        """Optimizer steps made, once the last one has ended. One whose norm is not finite was not made."""
+        """Optimizer steps made; waits for the last one. A step whose gradient norm is not finite was not made."""
         return self.steps_before + int(self.last_norm is not None and np.isfinite(to_host(self.last_norm)))
 
     @property
@@ -50,7 +50,7 @@ class Adapter:
 
 
 class AdapterStore:
-    """Adapters by id, each shaped by its own rank and targets. Values are immutable: a step puts new ones in place."""
+    """Adapters by id, each shaped by its own rank and targets. Values are immutable: a step stores new ones."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh) -> None:
         """No adapters yet."""
@@ -81,13 +81,13 @@ class AdapterStore:
         self.set(adapter_id, self._fresh(spec, init_lora(self._cfg, check_spec(spec), seed), optimizer))
 
     def clear_gradients(self, adapter_id: str) -> None:
-        """Set the adapter's gradients to zero, also when their buffers are gone with a step that failed."""
+        """Set the adapter's gradients to zero, even if their buffers were donated to a step that failed."""
         adapter = self.get(adapter_id)
         grads = self._put(jax.tree.map(_zeros, adapter.lora))
         self.set(adapter_id, replace(adapter, grads=grads, pending=False))
 
     def export(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
-        """A copy on the host; with `optimizer` also moments, and gradients when some wait."""
+        """A copy on the host; with `optimizer` also the moments, and the gradients if they are pending."""
         adapter = self.get(adapter_id)
         parts = {"": adapter.lora}
         if optimizer:

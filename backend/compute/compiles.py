@@ -11,7 +11,7 @@ _EVENT = "/jax/core/compile/backend_compile_duration"  # also recorded for one t
 
 
 class CompileCounter:
-    """Counts the executables made in this process since the counter was. JAX keeps it for the process's life."""
+    """Counts the executables made in this process from now on. JAX keeps the counter for the life of the process."""
 
     def __init__(self) -> None:
         """Start at 0."""
@@ -20,12 +20,12 @@ class CompileCounter:
 
     @property
     def count(self) -> int:
-        """Those of all threads."""
+        """Executables made by all threads."""
         return self._by_thread.total()
 
     @property
     def here(self) -> int:
-        """Those that the calling thread has made."""
+        """Executables made by the calling thread."""
         return self._by_thread[threading.get_ident()]
 
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:

@@ -30,7 +30,7 @@ MLP = ("gate", "up", "down")
 
 
 def route(cfg: ModelConfig, y_BTD: jax.Array, router_ED: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The experts of every token, int32 [B, T, k], and what their results count, float32 [B, T, k].
+    """The experts of every token, int32 [B, T, k], and the share of each one's result, float32 [B, T, k].
 
     Softmax over all experts in float32, then the k largest; with `norm_topk` these are made to sum to 1.
     """
@@ -49,7 +49,12 @@ def mixture(
     y_BTD: jax.Array,
     lora_apply: LoraApply,
 ) -> jax.Array:
-    """What the experts make of y_BTD, in its dtype. `layer_lora` may hold pairs for gate, up and down, [E, R, ...]."""
+    """The experts' results for y_BTD, summed by share: [B, T, D] in its dtype.
+
+    cfg: how many experts a token goes to. mesh: experts are split over its `expert` axis. layer_params: `router`
+    [E, D], gate and up [E, D, F], down [E, F, D]. layer_lora: pairs [E, R, ...] for some or all of gate, up and down.
+    y_BTD: normalised hidden states. lora_apply: computes the adapters' updates.
+    """
     chosen_BTk, shares_BTk = route(cfg, y_BTD, layer_params["router"])
     weights = {name: layer_params[name] for name in MLP}
     pairs = {name: layer_lora[name] for name in MLP if name in layer_lora}
@@ -74,14 +79,16 @@ def mixture(
 
 def _weight_specs(name: str, weight: Weight, inner: str | None) -> Any:
     """The experts split, and F over the tensor axis where that divides it; gathered over fsdp."""
-    whole = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)
+    whole: Any = PartitionSpec(EXPERT, inner, None) if name == "down" else PartitionSpec(EXPERT, None, inner)
     if isinstance(weight, Int8):
-        return Int8(values=whole, scale=PartitionSpec(EXPERT, whole[2]))
+        scale: Any = PartitionSpec(EXPERT, whole[2])
+        return Int8(values=whole, scale=scale)
     return whole
 
 
 def _pair_specs(name: str, inner: str | None) -> LoraPair:
-    whole, split = PartitionSpec(EXPERT), PartitionSpec(EXPERT, None, inner)
+    whole: Any = PartitionSpec(EXPERT)
+    split: Any = PartitionSpec(EXPERT, None, inner)
     return LoraPair(A=split, B=whole) if name == "down" else LoraPair(A=whole, B=split)
 
 

@@ -1,4 +1,4 @@
-"""Matmuls of rows that are sorted by expert, each with the matrix of its own.
+"""Matmuls of rows that are sorted by expert, each row with the matrix of its expert.
 
 Letters: M rows, E experts, i in, o out, b rows of a block.
 """
@@ -6,14 +6,13 @@ Letters: M rows, E experts, i in, o out, b rows of a block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tinkerflow.backend.compute.mesh import on_cpu
-from tinkerflow.backend.compute.quantized import Int8, Weight
+from tinkerflow.backend.compute.mesh import Array, on_cpu
+from tinkerflow.backend.compute.quantized import Int8
 
 _MOST_ROWS = 64  # of a block
 _LEAST_ROWS = 8
@@ -21,37 +20,38 @@ _LEAST_ROWS = 8
 
 @flax.struct.dataclass
 class Groups:
-    """Rows sorted by expert, expert 0's first; any that are left over, of no expert, come last and give no result.
+    """Rows sorted by expert, those of expert 0 first. Rows of no expert come last, and have no result.
 
-    sizes_E: how many rows each expert has. expert_M: whose each row is. batch_M: the row of the batch it came from.
+    All int32. sizes_E: how many rows each expert has. expert_M: the expert of each row. batch_M: the row of the batch
+    that each row came from.
     """
 
-    sizes_E: Any
-    expert_M: Any
-    batch_M: Any
+    sizes_E: jax.Array
+    expert_M: jax.Array
+    batch_M: jax.Array
 
-    def dot(self, x_Mi: jax.Array, weight_Eio: Weight) -> jax.Array:
+    def dot(self, x_Mi: jax.Array, weight_Eio: Array | Int8) -> jax.Array:
         """[M, o] in the dtype of x. Differentiable by x, and by the weight unless it is int8."""
         if isinstance(weight_Eio, Int8):
             return _dot(x_Mi, weight_Eio.values, self.sizes_E) * weight_Eio.scale[self.expert_M]
         return _dot(x_Mi, weight_Eio, self.sizes_E)
 
 
-def _dot(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
     if on_cpu():
         # XLA:CPU knows `ragged_dot` only as a product of every row with every expert's matrix.
         return by_blocks(x_Mi, weight_Eio, sizes_E)
-    return jax.lax.ragged_dot(x_Mi, weight_Eio.astype(x_Mi.dtype), sizes_E)
+    return jax.lax.ragged_dot(x_Mi, jnp.asarray(weight_Eio).astype(x_Mi.dtype), sizes_E)
 
 
 @jax.custom_vjp
-def by_blocks(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def by_blocks(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
     """As `jax.lax.ragged_dot` with zeros in the rows of no expert: a loop over blocks of rows of one expert each."""
     return _product(x_Mi, weight_Eio, sizes_E, transposed=False)
 
 
-def _product(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
-    """Each row times its matrix, or times the transpose of that."""
+def _product(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
+    """Each row times the matrix of its expert, or times the transpose of that matrix."""
 
     def add(sums: jax.Array, expert: jax.Array, start: jax.Array, mine_b1: jax.Array) -> jax.Array:
         matrix = jax.lax.dynamic_index_in_dim(weight_Eio, expert, keepdims=False).astype(x_Mi.dtype)
@@ -103,7 +103,7 @@ def _over_blocks(
     return jax.lax.fori_loop(0, last_E[-1], one, sums)
 
 
-def _forward(x_Mi: jax.Array, weight_Eio: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _forward(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple[Array, ...]]:
     return by_blocks(x_Mi, weight_Eio, sizes_E), (x_Mi, weight_Eio, sizes_E)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import flax.struct
 import jax
@@ -24,6 +24,7 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.decoder import Projection
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
+from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MAX_RANK
 
@@ -32,18 +33,18 @@ _PEFT = "base_model.model."  # what PEFT puts before a module's name
 
 @flax.struct.dataclass
 class LoraPair:
-    """A [..., R, in] and B [..., R, out], float32; inside `Lora.layers` both begin with L, in a scan's body not.
+    """A [..., R, in] and B [..., R, out], float32. Both begin with L inside `Lora.layers`, but not in a scan's body.
 
-    Then comes E where the projection is the experts'.
+    If each expert has such a matrix, E follows.
     """
 
-    A: Any
-    B: Any
+    A: Array
+    B: Array
 
 
 @flax.struct.dataclass
 class Lora:
-    """An adapter's weights. `layers`: by projection name, those adapted only; `unembed`: None when not adapted."""
+    """An adapter's weights. layers: the adapted projections, by name. unembed: None when not adapted."""
 
     layers: dict[str, LoraPair]
     unembed: LoraPair | None
@@ -59,11 +60,11 @@ class LoraApply(Protocol):
     def __call__(
         self, x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None
     ) -> tuple[jax.Array, ...]:
-        """See the class."""
+        """The updates [..., out] of each pair, in the dtype of x."""
 
 
 def scale(rank: int) -> float:
-    """What an update is multiplied by: alpha / rank, alpha 32."""
+    """The factor of an update: alpha / rank, alpha 32."""
     return LORA_ALPHA / rank
 
 

@@ -18,6 +18,8 @@ from tinkerflow.backend.errors import UserError
 
 FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
 Tree = TypeVar("Tree")
+Array = jax.Array | npt.NDArray[Any]  # on the devices, or on the host; inside a jitted function always the first
+Scalar = jax.Array | np.number[Any] | np.bool
 
 
 def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
@@ -31,7 +33,7 @@ def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
 
 
 def on_cpu() -> bool:
-    """Whether the devices are CPUs, for what XLA:CPU does otherwise than XLA does elsewhere."""
+    """Whether the devices are CPUs, where XLA compiles some things differently."""
     return jax.default_backend() == "cpu"
 
 

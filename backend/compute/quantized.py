@@ -2,8 +2,8 @@
 
 The rule, for a matrix as Hugging Face stores it, W [out, in]: scale[o] = max|W[o]| / 127, rounded to the dtype of the
 activations; values[o, i] = W[o, i] / scale[o] in float32, rounded to the nearest integer (halves to even) and kept
-within +-127. A row of zeros has the scale 0 and values 0. What is computed is x @ values.T * scale, so the matrix that
-is meant is values * scale, and no copy of it is made.
+within +-127. A row of zeros has scale 0 and values 0. A product is computed as x @ values.T * scale; the matrix
+values * scale is never made.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Int8:
     The values of experts lie the other way, [..., in, out].
     """
 
-    values: Any
-    scale: Any
+    values: jax.Array
+    scale: jax.Array
 
     @property
     def size(self) -> int:
-        """How many parameters it stands for."""
+        """How many parameters it has."""
         return int(self.values.size)
 
 
@@ -36,7 +36,7 @@ Weight = jax.Array | Int8
 
 
 def scales(rows: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:
-    """The scale of each of `rows` [out, in], which must be whole, as `dtype` [out]."""
+    """The scale of each row of `rows` [out, in], as `dtype` [out]. The rows must be whole."""
     return np.asarray(np.max(np.abs(np.asarray(rows, np.float32)), axis=1) / np.float32(127), dtype)
 
 

@@ -1,7 +1,8 @@
-"""Decoder-only transformers (Qwen2.5, Qwen3, Qwen3-MoE, Llama 3) as pure functions on pytrees; layers are scanned.
+"""Decoder-only transformers as pure functions on pytrees. Flags of `ModelConfig`, set by families, decide the layers.
 
-`block` is the one layer that training, prefill and decode share. What differs between them is handed in: `attend`
-(which keys a query sees, and where keys and values are kept) and `lora_apply` (one adapter for all rows, or one a row).
+Training, prefill and decode share one layer, `block`. They differ in two arguments: `attend` (which keys a query sees,
+and where keys and values are kept) and `lora_apply` (one adapter for all rows, or one for each row). `block` is called
+by `forward` here and by `sampler.decode.layers`, and nowhere else: a family with other layers brings its own there.
 
 Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head dimension, F mlp, V vocabulary, L layers.
 """
@@ -22,6 +23,7 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.experts import mixture
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul, product
+from tinkerflow.backend.compute.mesh import Array
 
 # attend(q_BTHd, k_BTGd, v_BTGd) -> o_BTHd; keys and queries are rotated already, and scores are still to be scaled.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -36,7 +38,7 @@ KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low")
 
 @flax.struct.dataclass
 class Params:
-    """Frozen base weights. `unembed_VD` is None when the embedding is tied.
+    """Frozen base weights in the dtype of the activations. `unembed_VD` is None when the embedding is tied.
 
     layers, each stacked [L, ...]: q [H*d, D], k and v [G*d, D], o [D, H*d], gate and up [F, D], down [D, F],
     attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d], with qkv_bias q_bias [H*d], k_bias and v_bias
@@ -60,7 +62,7 @@ class Params:
         return isinstance(self.layers, tuple)
 
 
-def embed(params: Params, tokens_BT: jax.Array) -> jax.Array:
+def embed(params: Params, tokens_BT: Array) -> jax.Array:
     """x_BTD, in the dtype of the weights."""
     return params.embed_VD[tokens_BT]
 
@@ -117,10 +119,12 @@ def block(
     attend: Attend,
     lora_apply: LoraApply,
 ) -> jax.Array:
-    """One layer: x_BTD in, x_BTD out.
+    """One layer: hidden states in, hidden states out, [B, T, D] in the dtype of the weights.
 
-    `layer_lora` holds the pairs of this layer by projection name and may lack some or all; `rope` comes from
-    `rope_tables`. Whatever `attend` keeps (a cache), it keeps by itself.
+    cfg: its flags say what the layer is made of. mesh: for the experts, which are split over it. layer_params: the
+    layer's weights, as in `Params.layers` without L. layer_lora: the adapter pairs of this layer by projection; it may
+    lack some or all. x_BTD: hidden states. rope: from `rope_tables`. attend: the attention; it keeps its cache itself.
+    lora_apply: computes the adapters' updates.
     """
     B, T, _ = x_BTD.shape
 
@@ -160,7 +164,12 @@ def over_layers(
     lora: Lora,
     layers: int,
 ) -> Carry:
-    """`carry` after layer(carry, (number, its weights, its adapters)) of every layer: a loop, or one by one."""
+    """The carry after layer(carry, (number, weights, adapter pairs)) of every layer.
+
+    layer: returns the next carry, and None. carry: what the first layer is given. params: stacked weights are looped
+    over in one program; weights by layer are computed one after the other. lora: stacked or by layer, as `params` are.
+    layers: how many there are.
+    """
     if isinstance(params.layers, tuple):
         for number, weights in enumerate(params.layers):
             pairs = {name: LoraPair(A=pair.A[number], B=pair.B[number]) for name, pair in lora.layers.items()}
@@ -183,10 +192,12 @@ def forward(
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     remat: bool = False,
 ) -> jax.Array:
-    """Final hidden states [B, T, D] for training: a scan over the layers, all with the same `attend`.
+    """Final hidden states [B, T, D] for training, in the dtype of the weights: a scan over the layers.
 
-    `constrain` pins the sharding of activations between layers. For a backward pass each layer keeps its input and
-    `KEPT`, and computes the rest again; with `remat` it keeps its input only.
+    cfg, mesh, params: the base model and its devices. lora: one adapter, float32 A and B. tokens_BT int32: token ids.
+    positions_BT int32: each token's place in its own sequence, from 0. attend: the attention, the same in all layers.
+    lora_apply: computes the adapter's updates. constrain: pins the sharding of [B, T, D] activations between layers.
+    remat: for a backward pass keep only each layer's input, not `KEPT`, and compute the rest again.
     """
     rope = rope_tables(cfg, positions_BT)
 

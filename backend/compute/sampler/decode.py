@@ -1,4 +1,4 @@
-"""Decode: every slot of the batch goes on by some tokens, in one dispatch.
+"""Decode: every slot of the batch gets some more tokens, in one dispatch.
 
 Letters: S slots, C tokens of a chunk, D hidden, V vocabulary, L layers.
 """
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora, LoraPair
-from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
+from tinkerflow.backend.compute.mesh import FSDP, Array, replicated, sharding
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
@@ -24,16 +24,16 @@ from tinkerflow.backend.compute.transformer import Params, block, embed, final_h
 
 @flax.struct.dataclass
 class Rows:
-    """What a chunk starts from, one entry a slot; an unused slot has zeros and decodes what nobody reads.
+    """The start of a chunk, one entry a slot. An unused slot has zeros, and its tokens are never read.
 
     tokens_S int32: the last token, not yet in the cache. positions_S int32: where it stands in its sequence.
     columns_S2 int32: its adapter's columns of the stack. uniform_CS float32: a random number for every token to come.
     """
 
-    tokens_S: Any
-    positions_S: Any
-    columns_S2: Any
-    uniform_CS: Any
+    tokens_S: Array
+    positions_S: Array
+    columns_S2: Array
+    uniform_CS: Array
     choice: Choice
 
 
@@ -41,10 +41,10 @@ class Rows:
 class Decoded:
     """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, or None without."""
 
-    tokens_CS: Any
-    logprobs_CS: Any
-    top_CSk: Any = None
-    top_logprobs_CSk: Any = None
+    tokens_CS: Array
+    logprobs_CS: Array
+    top_CSk: Array | None = None
+    top_logprobs_CSk: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
@@ -59,15 +59,16 @@ def decode(
     rows: Rows,
     steps: jax.Array,
 ) -> tuple[KVCache, Decoded]:
-    """`steps` tokens for every slot (C = `chunk` >= steps, the rest 0), and the `top` most likely at each, if any.
+    """More tokens for every slot: the cache, updated in place, and the tokens [C, S], replicated.
 
-    The cache is updated in place. The rest is replicated. If `params` is by layer, the adapters and the cache
-    must be too.
+    chunk: C, the most tokens of a slot. top: how many of the most likely tokens to list at each position, 0 = none.
+    params: the base model. lora: the stack of adapters. cache: of S slots. If `params` is by layer, the stack and the
+    cache must be too. rows: where each slot starts. steps: int32 scalar, tokens to decode, at most C; the rest are 0.
     """
 
     def step(i: jax.Array, state: tuple[KVCache, jax.Array, Decoded]) -> Any:
         cache, last_S, decoded = state
-        positions_S = rows.positions_S + i
+        positions_S = i + rows.positions_S
         cache, x_S1D = layers(cfg, mesh, params, lora, cache, last_S[:, None], positions_S, columns_S2=rows.columns_S2)
         logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
@@ -99,14 +100,16 @@ def layers(
     params: Params,
     lora: Lora,
     cache: KVCache,
-    tokens_SQ: jax.Array,
+    tokens_SQ: Array,
     start_S: jax.Array,
     *,
-    columns_S2: jax.Array,
+    columns_S2: Array,
 ) -> tuple[KVCache, jax.Array]:
-    """Final hidden states [S, Q, D] of tokens that stand at start_S.. of their sequences; their keys go into the cache.
+    """The cache with the tokens' keys and values, and their final hidden states [S, Q, D], in the weights' dtype.
 
-    The cache is carried through the loop over layers, so it is never copied.
+    The cache is carried through the loop over layers, so it is never copied. lora: the stack of adapters.
+    tokens_SQ int32: Q tokens of each row. start_S int32: where the first of them stands in its sequence. columns_S2
+    int32: each row's columns of the stack.
     """
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     rope = rope_tables(cfg, positions_SQ)
@@ -129,8 +132,8 @@ def layers(
     return cache, final_hidden(cfg, params, x_SQD)
 
 
-def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: jax.Array) -> jax.Array:
-    """Logits float32 [S, Q, V] of final hidden states, each row with its own adapter of the stack."""
+def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:
+    """Logits float32 [S, Q, V] of final hidden states, each row with its own columns of the stack's `pair`."""
     logits = unembed(params, x_SQD)
     if pair is None:
         return logits

@@ -60,7 +60,7 @@ class DecodeBatch:
         assert self.cache is not None
         held = list(self._scheduler.decoding())
         self.cache, decoded = self._model.decode_chunk(self.cache, held, steps)
-        self.zero(~np.isfinite(decoded.logprobs_CS).all(axis=0))
+        self.zero(np.asarray(~np.isfinite(decoded.logprobs_CS).all(axis=0)))
         return held, steps, decoded
 
     def zero(self, dirty_S: npt.NDArray[np.bool_]) -> None:

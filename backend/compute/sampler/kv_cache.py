@@ -38,8 +38,8 @@ _MASKED = -1e30
 class KVCache:
     """Keys (rotated) [L, S, G, d, T], values [L, S, G, T, d], in the dtype of the weights; or L of each with L = 1."""
 
-    k: Any
-    v: Any
+    k: jax.Array | tuple[jax.Array, ...]
+    v: jax.Array | tuple[jax.Array, ...]
 
     @property
     def slots(self) -> int:
@@ -54,7 +54,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """The first `pages` pages of slot `source` of one cache go to slot `into` of another."""
+    """The first `pages` pages of slot `source` of one cache are to be copied to slot `into` of another."""
 
     source: int
     into: int
@@ -73,13 +73,16 @@ def cache_shape(cfg: ModelConfig, slots: int, length: int, axis: int = _VALUES) 
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh, slots: int, length: int) -> NamedSharding:
-    """Slots over fsdp, heads over tensor (whole where the axis does not divide them); of a single layer too."""
+    """Slots over fsdp, heads over tensor (whole where the axis does not divide them); of a single layer as well."""
     return sharding(mesh, cache_shape(cfg, slots, length), None, FSDP, TENSOR, None, None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str, by_layer: bool) -> KVCache:
-    """A cache of zeros. Never of anything else: a masked value still meets a weight of 0, and 0 * nan is nan."""
+    """A cache of zeros. It must be zeros: a masked value is multiplied by a weight of 0, and 0 * nan is nan.
+
+    slots, length: its size, length a multiple of BLOCK. dtype: by name. by_layer: one array for each layer.
+    """
 
     def zeros(layers: int, axis: int) -> jax.Array:
         shape = (layers, *cache_shape(cfg, slots, length, axis)[1:])
@@ -92,9 +95,10 @@ def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: st
 
 
 def copy_slots(cfg: ModelConfig, mesh: Mesh, into: KVCache, source: KVCache, moves: Sequence[SlotCopy]) -> KVCache:
-    """`into` with the front of slots of `source` copied to slots of its own. In place; several dispatches.
+    """`into`, updated in place, with the first pages of some slots of `source`. Several dispatches.
 
-    By way of an array of a fixed size: so there is a program for each shape of cache, and none for each pair of them.
+    into, source: caches of any two shapes. copies: which slots. Pages go through an array of a fixed size, so there is
+    a program for each shape of cache, and none for each pair of shapes.
     """
     pages = [(move, page) for move in moves for page in range(move.pages)]
     for begin in range(0, len(pages), PAGES):
@@ -111,7 +115,11 @@ def copy_slots(cfg: ModelConfig, mesh: Mesh, into: KVCache, source: KVCache, mov
 def pages_of(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, slot_N: jax.Array, page_N: jax.Array, count: jax.Array
 ) -> KVCache:
-    """Page page_N[i] of slot slot_N[i], i < count, as a cache of N = PAGES slots of BLOCK: one array for all layers."""
+    """Some pages as a cache of N = PAGES slots of BLOCK positions, one array for all layers.
+
+    cache: of any shape. slot_N, page_N int32: slot i of the result is page page_N[i] of slot slot_N[i], for i < count
+    (int32 scalar); the other slots are zeros.
+    """
 
     def one(axis: int, whole: Any) -> jax.Array:
         parts = whole if isinstance(whole, tuple) else (whole,)
@@ -134,9 +142,12 @@ def pages_of(
 def pages_put(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, pages: KVCache, slot_N: jax.Array, page_N: jax.Array, count: jax.Array
 ) -> KVCache:
-    """The inverse of `pages_of`: `cache` with those pages in their places. In place."""
+    """The inverse of `pages_of`: `cache`, updated in place, with these pages.
 
-    def one(axis: int, whole: Any, source: jax.Array) -> Any:
+    cache: of any shape. pages: from `pages_of`. slot_N, page_N, count: where they go, as in `pages_of`.
+    """
+
+    def one(axis: int, whole: Any, source: Any) -> Any:
         parts = whole if isinstance(whole, tuple) else (whole,)
 
         def copy(i: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -191,19 +202,36 @@ def zero_slots(cfg: ModelConfig, mesh: Mesh, cache: KVCache, dirty_S: jax.Array)
 def attend_cached(
     mesh: Mesh, cache: KVCache, layer: Any, start_S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[KVCache, jax.Array]:
-    """Write k and v [S, Q, G, d] at positions start_S.. of `layer`, then attend: the new cache, and o [S, Q, H, d].
+    """Write k and v into a layer of the cache, then attend: the new cache, and o [S, Q, H, d].
 
-    `layer` is an int if the cache is by layer. Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all
-    rows start together (start_S[0]), and must fit; with Q = 1 what would lie beyond the cache is not written, or, of an
-    only row, over its last position: that row's sequence has ended.
+    Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all rows start together (start_S[0]) and must
+    fit. With Q = 1, what would lie beyond the cache is not written, or, if there is only one row, is written over its
+    last position: the sequence of that row has ended.
+
+    mesh: slots are split over fsdp, heads over tensor. cache: updated in place. layer: its number, an int if the cache
+    is by layer. start_S int32: where each row's first query stands. q [S, Q, H, d] and k [S, Q, G, d]: rotated.
+    v [S, Q, G, d].
     """
-    if isinstance(cache.k, tuple):
-        one = KVCache(k=cache.k[layer], v=cache.v[layer])
-        one, o = attend_cached(mesh, one, jnp.int32(0), start_S, q, k, v)
+    if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
+        new_k, new_v, o = _attend_stacked(mesh, cache.k[layer], cache.v[layer], jnp.int32(0), start_S, q, k, v)
         before, after = slice(0, layer), slice(layer + 1, None)
-        return KVCache(k=(*cache.k[before], one.k, *cache.k[after]), v=(*cache.v[before], one.v, *cache.v[after])), o
+        return KVCache(k=(*cache.k[before], new_k, *cache.k[after]), v=(*cache.v[before], new_v, *cache.v[after])), o
+    new_k, new_v, o = _attend_stacked(mesh, cache.k, cache.v, layer, start_S, q, k, v)
+    return KVCache(k=new_k, v=new_v), o
+
+
+def _attend_stacked(
+    mesh: Mesh,
+    cache_k: Any,
+    cache_v: Any,
+    layer: Any,
+    start_S: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
-    cell = _spec(mesh, cache.slots, k.shape[2])
+    cell = _spec(mesh, cache_k.shape[1], k.shape[2])
     rows = PartitionSpec(cell[0])
     heads = PartitionSpec(cell[0], None, cell[1], None)
     held = PartitionSpec(None, cell[0], cell[1], None, None)
@@ -214,8 +242,8 @@ def attend_cached(
         out_specs=(held, held, heads),
         check_vma=False,
     )
-    new_k, new_v, o = local(cache.k, cache.v, layer, start_S, q, k, v)
-    return KVCache(k=new_k, v=new_v), o
+    results: tuple[jax.Array, jax.Array, jax.Array] = local(cache_k, cache_v, layer, start_S, q, k, v)
+    return results
 
 
 def _spec(mesh: Mesh, slots: int, heads: int) -> tuple[str | None, str | None]:

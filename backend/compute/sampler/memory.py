@@ -11,7 +11,7 @@ from tinkerflow.backend.compute.sampler.shapes import BLOCK
 
 _SHARE = 0.2  # a cache that grows exists twice for a moment, and training wants its part
 _PAGES_A_SLOT = 16  # 2,048 tokens of prompt for every sequence that may decode
-_PREFIXES = 0.25  # of as many cells as the batch may have; the prompts that are kept have them on top
+_PREFIXES = 0.25  # of the cells that the batch may have, in addition to these
 
 
 def most_cells(cfg: ModelConfig, mesh: Mesh, itemsize: int) -> int:
@@ -22,8 +22,9 @@ def most_cells(cfg: ModelConfig, mesh: Mesh, itemsize: int) -> int:
 
 
 def most_pages(cells: int, *, rows: int, slots: int) -> int:
-    """How many pages of prompts to keep beside a batch of at most `cells` and `slots`, `rows` rows of cache a page.
+    """How many pages of prompts to keep.
 
-    However much memory there is: so the process stops growing soon.
+    cells: slots times positions of the largest batch. rows: rows of cache that a page has. slots: of the batch; they
+    bound the number however much memory there is, so that the process soon stops growing.
     """
     return min(int(cells * _PREFIXES) // (rows * BLOCK), slots * _PAGES_A_SLOT)

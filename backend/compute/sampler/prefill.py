@@ -1,8 +1,8 @@
-"""Prefill: a piece of several prompts goes through the model and into a cache of its own, in one dispatch.
+"""Prefill: a piece of several prompts goes through the model and into a staged cache, in one dispatch.
 
-Prompts are computed away from the decode batch, in a small cache of their own shape (`staged`), and copied to as many
-slots as want them. So its compiled shapes have nothing to do with those of the batch, and prompts shared by several
-samples are computed once.
+Prompts are computed outside the decode batch, in a small cache of their own shape (`staged`), and are then copied to
+the slots of their samples. So the compiled shapes of prefill do not depend on the batch's, and a prompt that several
+samples share is computed once.
 
 Letters: B rows, Q tokens of a piece, D hidden.
 """
@@ -10,7 +10,6 @@ Letters: B rows, Q tokens of a piece, D hidden.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -19,7 +18,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.compute.mesh import replicated
+from tinkerflow.backend.compute.mesh import Array, Scalar, replicated
 from tinkerflow.backend.compute.sampler.decode import layers, pin_cache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceQueries, PieceScores, Widths, score
@@ -34,10 +33,10 @@ class Piece:
     score: bool scalar, whether anything is wanted of what follows each token; `wanted` says what.
     """
 
-    tokens_BQ: Any
-    start: Any
-    columns_B2: Any
-    score: Any
+    tokens_BQ: Array
+    start: Scalar
+    columns_B2: Array
+    score: Scalar
     wanted: PieceQueries
 
 
@@ -45,10 +44,11 @@ class Piece:
 def prefill(
     cfg: ModelConfig, mesh: Mesh, widths: Widths, params: Params, lora: Lora, staged: KVCache, piece: Piece
 ) -> tuple[KVCache, PieceScores]:
-    """The cache with the piece's keys and values in it, and what is wanted of it (zeros unless `score`).
+    """The cache, updated in place, with the piece's keys and values, and its scores, replicated (zeros unless `score`).
 
-    The cache is updated in place; the rest is replicated. Rows past their prompt's end write what nobody attends to.
-    If `params` is by layer, the adapters and the cache must be too.
+    widths: how many scores of each kind the program computes. params: the base model. lora: the stack of adapters.
+    staged: the cache of B rows. If `params` is by layer, the stack and the cache must be too. piece: the tokens; a row
+    past its prompt's end writes keys that no query attends to.
     """
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
     staged, x_BQD = layers(cfg, mesh, params, lora, staged, piece.tokens_BQ, start_B, columns_S2=piece.columns_B2)

@@ -1,10 +1,10 @@
 """The prefix cache: pages of prompts that outlive their requests, for later prompts that begin with the same tokens.
 
-A page is BLOCK positions of a staged cache. It is found again by all that decided its numbers: who may share it, every
-token up to its end, and the pieces in which those were computed. What is taken from here is therefore bit for bit what
-would have been computed, and what is computed after it goes in the pieces in which it would have gone: a result does
-not depend on what is cached. Prompts that are prefilled together neither look here nor come here, because the shapes
-they are computed in depend on the company. Nor does anything that was decoded.
+A page is BLOCK positions of a staged cache. Its key is everything that decided its numbers: the requests that may share
+it, every token up to its end, and the pieces in which these tokens were computed. So a page from the cache is bit for
+bit what would have been computed, and the rest of the prompt is computed in the pieces it would have been computed in:
+a result does not depend on what is cached. Prompts that are prefilled together do not use the cache, because their
+compiled shape depends on each other. Decoded tokens are not cached.
 
 Which pages are kept follows from the commands alone, so every process of a group keeps the same ones.
 """
@@ -39,9 +39,9 @@ class PrefixCache:
         return len(self._pages)
 
     def fill(self, group: PrefillGroup, staged: KVCache) -> tuple[KVCache, int]:
-        """`staged` with all that is known of the prompt of a group that is alone, and how many tokens that is.
+        """`staged`, updated in place, with the cached pages of a group's only prompt, and how many tokens they hold.
 
-        It ends at a border of the prompt's own pieces, and before the first token whose logits are asked for.
+        That number is a border of the prompt's own pieces, and comes before the first token whose scores are wanted.
         """
         if (scope := group.scope) is None:
             return staged, 0
@@ -56,7 +56,7 @@ class PrefixCache:
         return staged, known
 
     def keep(self, group: PrefillGroup, staged: KVCache) -> None:
-        """Keep the prompt of a group that is alone, all of it computed; the least recently used pages make room."""
+        """Keep the computed prompt of a group that has only one; the least recently used pages make room."""
         if (scope := group.scope) is None:
             return
         keys = _keys(scope, group.jobs[0], _borders(group))[: self._most]
@@ -67,7 +67,7 @@ class PrefixCache:
                 del self._pages[next(iter(self._pages))]
 
     def forget(self, gone: Callable[[PrefixScope], bool]) -> None:
-        """Drop every page of a scope that is `gone`."""
+        """Drop every page of a scope for which `gone` is true."""
         self._pages = {key: page for key, page in self._pages.items() if not gone(key[0])}
 
     def clear(self) -> None:
@@ -81,7 +81,7 @@ def _borders(group: PrefillGroup) -> list[int]:
 
 
 def _keys(scope: PrefixScope, job: PrefillJob, borders: Sequence[int]) -> list[tuple[PrefixScope, bytes]]:
-    """What the pages of a prompt are found by: each a digest of all before it, its own tokens, and their pieces."""
+    """The keys of a prompt's pages: each a digest of the page before, its own tokens, and their pieces."""
     tokens_T: Int32 = job.tokens_T[: job.length]
     keys, digest = [], b""
     for begin in range(0, job.length, BLOCK):

@@ -1,7 +1,7 @@
-"""The programs of the sampler: those that requests of the usual kinds come to, in caches of every size.
+"""The programs that the warm-up compiles: those that usual requests need, in caches of every size.
 
-Left out are those that few requests need: lists of top tokens, more of a prompt than its logprobs, and stacks of more
-than `_WIDTHS` columns (four adapters of rank 32 in one batch). These are compiled when they are first asked for.
+Programs that few requests need are left out: lists of top tokens, more of a prompt than its logprobs, and stacks of
+more than `_WIDTHS` columns (four adapters of rank 32 in one batch). They are compiled when they are first needed.
 
 Letters: S slots, C tokens of a chunk, B rows, Q tokens of a piece, N pages that are copied at once.
 """
@@ -52,7 +52,7 @@ _WIDE = 4  # and those of several adapters in one batch
 
 @dataclass(frozen=True)
 class SamplerPrograms:
-    """Of one sampler: its shapes, and the weights that its programs are given."""
+    """The programs of one sampler. shapes: its sizes. params: the weights. chunk: tokens of a decode dispatch."""
 
     cfg: ModelConfig
     mesh: Mesh
@@ -61,7 +61,7 @@ class SamplerPrograms:
     chunk: int
 
     def all(self) -> Iterator[Program]:
-        """Everything but what depends on an adapter's shape; shorter caches of fewer slots first."""
+        """All programs but those that depend on an adapter's shape; shorter caches with fewer slots first."""
         for number, length in enumerate(self.shapes.lengths):
             pieces = self._pieces(length)
             yield from self._of_prompts(2 * number, length, pieces)
@@ -72,7 +72,7 @@ class SamplerPrograms:
                 yield Program(f"pages of {rows} rows of {length}", 2 * number, partial(self._pages_of, (rows, length)))
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
-        """What it takes to sample an adapter of that shape; `adapter` is one, with or without values."""
+        """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
         columns, of = padded_columns(spec.rank), f"rank {spec.rank}"
         publish = partial(result_of, frozen, self.mesh, columns, self._dtype, adapter)
         yield Program(f"publish, {of}", 1, publish)

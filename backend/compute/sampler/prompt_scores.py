@@ -1,8 +1,8 @@
-"""What a request wants of its prompt: logprobs, most likely tokens, given tokens' logprobs, alternative tokens.
+"""The scores that a request wants of its prompt: logprobs, most likely tokens, given tokens' logprobs, alternatives.
 
-All of it is read from the logits of one scan over a piece of the prompt, a few positions at a time, so logits of a
-whole prompt never exist. How many of each are wanted is padded to a few widths (`Widths`), so few programs are made;
-requests that want logprobs alone share the plain one.
+All are read from the logits of one scan over a piece of the prompt, a few positions at a time, so the logits of a whole
+prompt never exist. The number of each is padded to one of a few widths (`Widths`), so few programs are compiled.
+Requests that want only logprobs share one program.
 
 Letters: B rows, Q tokens of a piece, c positions scored at once, D hidden, V vocabulary, k top tokens, K given tokens,
 A alternatives, N rows of a result (prompt tokens but the first).
@@ -11,7 +11,6 @@ A alternatives, N rows of a result (prompt tokens but the first).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import flax.struct
 import jax
@@ -29,7 +28,7 @@ from tinkerflow.backend.commands import (
     SampleResult,
 )
 from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.compute.mesh import FSDP, sharding
+from tinkerflow.backend.compute.mesh import FSDP, Array, sharding
 from tinkerflow.backend.compute.sampler.decode import unembedded
 from tinkerflow.backend.compute.sampler.sampling import (
     ALTERNATIVES,
@@ -58,25 +57,25 @@ PLAIN = Widths()
 
 @flax.struct.dataclass
 class PieceQueries:
-    """What is asked of every position: the token after it, tokens to score, random numbers to draw alternatives with.
+    """What to score at every position: the token after it, given tokens, random numbers to draw alternatives with.
 
     next_BQ int32; targets_BQK int32, uniform_BQA float32 and temperature_B float32 (0 = greedy), or None without them.
     """
 
-    next_BQ: Any
-    targets_BQK: Any = None
-    uniform_BQA: Any = None
-    temperature_B: Any = None
+    next_BQ: Array
+    targets_BQK: Array | None = None
+    uniform_BQA: Array | None = None
+    temperature_B: Array | None = None
 
 
 @flax.struct.dataclass
 class PieceScores:
-    """Logprobs float32 and token ids int32 by position; None what the program's widths leave out."""
+    """Logprobs float32 and token ids int32 by position; fields that the program's widths leave out are None."""
 
-    logprobs_BQ: Any
-    top: tuple[Any, Any] | None = None  # tokens_BQk, logprobs_BQk
-    targets_BQK: Any = None
-    alternatives: tuple[Any, Any] | None = None  # tokens_BQA, logprobs_BQA
+    logprobs_BQ: Array
+    top: tuple[Array, Array] | None = None  # tokens_BQk, logprobs_BQk
+    targets_BQK: Array | None = None
+    alternatives: tuple[Array, Array] | None = None  # tokens_BQA, logprobs_BQA
 
 
 # ------------------------------------------------------------------ on the devices
@@ -86,10 +85,14 @@ def score(
     params: Params,
     lora: Lora,
     x_BQD: jax.Array,
-    columns_B2: jax.Array,
+    columns_B2: Array,
     wanted: PieceQueries,
 ) -> PieceScores:
-    """What is wanted, from final hidden states; Q is a power of two."""
+    """What is wanted of every position of a piece. Q is a power of two.
+
+    widths: how many of each the program computes. params, lora: the unembedding and the stack's pair for it. x_BQD:
+    final hidden states. columns_B2 int32: each row's columns of the stack. wanted: as wide as `widths`.
+    """
     B, Q, _ = x_BQD.shape
     size = Q
     while size > 1 and size * B * params.embed_VD.shape[0] > _LOGITS:
@@ -107,7 +110,7 @@ def score(
             found = replace(found, top=(tokens.astype(jnp.int32), values - total_Bc1))
         if targets_BcK is not None:
             found = replace(found, targets_BQK=_pick(logits, targets_BcK) - total_Bc1)
-        if uniform_BcA is not None:
+        if uniform_BcA is not None and wanted.temperature_B is not None:
             tokens = _drawn(logits, uniform_BcA, wanted.temperature_B)
             found = replace(found, alternatives=(tokens, _pick(logits, tokens) - total_Bc1))
         return found
@@ -127,7 +130,7 @@ def _pick(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits, tokens, axis=-1)
 
 
-def _drawn(logits_BcV: jax.Array, uniform_BcA: jax.Array, temperature_B: jax.Array) -> jax.Array:
+def _drawn(logits_BcV: jax.Array, uniform_BcA: jax.Array, temperature_B: Array) -> jax.Array:
     """Tokens int32 [B, c, A], each drawn from the whole distribution at the row's temperature."""
     B, c, V = logits_BcV.shape
     rows = logits_BcV.reshape(B * c, V)
@@ -143,10 +146,10 @@ def _drawn(logits_BcV: jax.Array, uniform_BcA: jax.Array, temperature_B: jax.Arr
 
 # ------------------------------------------------------------------ on the host
 class PromptScores:
-    """What one request wants of its prompt, and as much of it as is computed."""
+    """The scores that one request wants of its prompt, as far as they are computed."""
 
     def __init__(self, request: SampleRequest, vocab: int) -> None:
-        """Nothing computed yet."""
+        """No scores yet. vocab: of the base model; a list of top tokens is no longer."""
         wishes = request.prompt or PromptWishes()
         rows = len(request.prompt_T) - 1
         self._request, self._wishes, self._rows = request, wishes, rows
@@ -170,7 +173,7 @@ class PromptScores:
 
     @property
     def finite(self) -> bool:
-        """Whether every logprob that was computed and is wanted is a finite number."""
+        """Whether every wanted logprob so far is a finite number."""
         return self._finite
 
     def want(self, start: int, end: int) -> bool:
@@ -180,9 +183,9 @@ class PromptScores:
     def fill(self, start: int, end: int, row: int, wanted: PieceQueries) -> None:
         """Write what is wanted of rows [start, end) into row `row` of `wanted` (on the host). Call in order."""
         count = end - start
-        if (targets_NK := self._wishes.targets_TK) is not None and self.widths.targets:
+        if (targets_NK := self._wishes.targets_TK) is not None and wanted.targets_BQK is not None:
             wanted.targets_BQK[row, :count, : targets_NK.shape[1]] = np.maximum(targets_NK[start:end], 0)
-        if k := self._wishes.alternatives:
+        if (k := self._wishes.alternatives) and wanted.uniform_BQA is not None and wanted.temperature_B is not None:
             wanted.uniform_BQA[row, :count, :k] = self._uniforms.take(count * k).reshape(count, k)
             wanted.temperature_B[row] = normal_temperature(self._request.temperature)
 
@@ -209,7 +212,7 @@ class PromptScores:
         self._finite = self._finite and all(bool(np.isfinite(part).all()) for part in found)
 
     def add_to(self, result: SampleResult) -> SampleResult:
-        """`result` with all that was wanted."""
+        """`result` with the wanted scores."""
         wishes, nan = self._wishes, np.full(1, np.nan, np.float32)
         empty = Candidates(np.zeros((1, wishes.top), np.int32), np.full((1, wishes.top), NO_LOGPROB, np.float32))
         return replace(
@@ -222,7 +225,7 @@ class PromptScores:
 
 
 def empty_queries(widths: Widths, rows: int, tokens: int) -> PieceQueries:
-    """Host arrays of zeros for a piece of `rows` by `tokens`, with what a program of `widths` takes."""
+    """Host arrays for a piece of `rows` by `tokens`, with the fields that a program of `widths` takes."""
     cells = (rows, tokens)
     return PieceQueries(
         next_BQ=np.zeros(cells, np.int32),
@@ -233,7 +236,7 @@ def empty_queries(widths: Widths, rows: int, tokens: int) -> PieceQueries:
 
 
 def prompt_scores(request: SampleRequest, vocab: int) -> PromptScores | None:
-    """The scores of a request that wants any."""
+    """Where the scores of a request are collected; None when it wants none."""
     wanted = request.prompt_logprobs or request.prompt is not None
     return PromptScores(request, vocab) if wanted else None
 

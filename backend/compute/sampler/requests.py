@@ -20,8 +20,9 @@ from tinkerflow.backend.compute.sampler.stops import StopDetector
 
 @dataclass(frozen=True)
 class PrefixScope:
-    """Requests that may share cached prompts: of one owner (else how fast one's answer comes, and the hit that it
-    reports, would tell what others asked), and of the same snapshot (None: the base model).
+    """Requests that may share cached prompts: of one owner and of one snapshot (None: the base model).
+
+    Across owners, the time an answer takes and the cache hit it reports would tell what other owners asked.
     """
 
     owner: str
@@ -30,11 +31,12 @@ class PrefixScope:
 
 @dataclass(eq=False)
 class ParentRequest:
-    """A request on its way. `snapshot` is held until the end, so that dropping it does not matter; None = base model.
-    Another one takes its place when its id passes to that (`Scheduler.switch_snapshot`).
+    """An admitted request, of which each sample is an `ActiveSequence`.
 
-    limit: tokens each sequence may have; done: finished sequences by index; scores: what is wanted of the prompt;
-    known: how many tokens of the prompt were cached when its prefill began, None before.
+    snapshot: held until the request is done, even if it is dropped meanwhile; None: the base model.
+    `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. limit: tokens that each sequence may
+    have. done: finished sequences by index. scores: what is wanted of the prompt. known: how many tokens of the prompt
+    were cached when its prefill began; None before.
     """
 
     request: SampleRequest
@@ -46,7 +48,7 @@ class ParentRequest:
 
     @property
     def scope(self) -> PrefixScope:
-        """With whom it may share what is computed of its prompt."""
+        """The requests with which it may share what is computed of its prompt."""
         return PrefixScope(self.request.owner, self.snapshot)
 
     def result(self) -> SampleResult | None:
@@ -60,7 +62,7 @@ class ParentRequest:
 
 @dataclass(eq=False)
 class ActiveSequence:
-    """Sample `index` of a request, as far as it has come."""
+    """Sample `index` of a request, with its tokens so far. top: candidates at every token so far, k or more a token."""
 
     parent: ParentRequest
     index: int
@@ -68,7 +70,7 @@ class ActiveSequence:
     uniforms: UniformStream
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top: list[Candidates] = field(default_factory=list)  # of every token so far, k or more a token
+    top: list[Candidates] = field(default_factory=list)
 
     @property
     def remaining(self) -> int:
@@ -77,7 +79,7 @@ class ActiveSequence:
 
     @property
     def cached(self) -> int:
-        """How many tokens of it the cache holds while it decodes: all but the last."""
+        """How many of its tokens the cache holds while it decodes: all but the last."""
         return len(self.parent.request.prompt_T) + len(self.tokens) - 1
 
     @property
@@ -90,9 +92,9 @@ class ActiveSequence:
         return np.concatenate([self.parent.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float], top: Candidates | None = None) -> bool:
-        """Add tokens until the sequence ends; True when it has. What is left over is ignored.
+        """Add tokens until the sequence ends; True when it has ended. Tokens after its end are ignored.
 
-        top: the candidates at each of the tokens, when the request wants some.
+        tokens, logprobs: one chunk's. top: the candidates at each of the tokens, when the request wants some.
         """
         if top is not None:
             self.top.append(top)

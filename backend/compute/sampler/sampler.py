@@ -307,7 +307,9 @@ class Sampler:
             logprobs_C = decoded.logprobs_CS[:count, slot]
             top = None
             if sequence.parent.request.topk_sample:
-                top = Candidates(decoded.top_CSk[:count, slot], decoded.top_logprobs_CSk[:count, slot])
+                assert decoded.top_CSk is not None and decoded.top_logprobs_CSk is not None
+                listed, their_logprobs = decoded.top_CSk[:count, slot], decoded.top_logprobs_CSk[:count, slot]
+                top = Candidates(np.asarray(listed), np.asarray(their_logprobs))
             if not np.isfinite(logprobs_C).all():
                 self._fail(sequence.parent)
             elif sequence.take(decoded.tokens_CS[:count, slot].tolist(), logprobs_C.tolist(), top):

@@ -11,7 +11,6 @@ Letters: S rows, V vocabulary, c columns and r rows of the table into which a vo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tinkerflow.backend.commands import Float32
+from tinkerflow.backend.compute.mesh import Array
 
 _TINY = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for 0
 _COLUMNS = 128
@@ -34,13 +34,13 @@ class Choice:
     A temperature above 0 and a top_p are normal numbers: see `normal_temperature` and `normal_top_p`.
     """
 
-    temperature_S: Any
-    top_k_S: Any
-    top_p_S: Any
+    temperature_S: Array
+    top_k_S: Array
+    top_p_S: Array
 
 
 class UniformStream:
-    """The random numbers of one sequence: number i decides token i, whatever else is in the batch.
+    """The random numbers of one sequence: number i decides token i, whatever the batch holds.
 
     Philox with key (seed, sample index): the same numbers on every machine and in every release of NumPy.
     """
@@ -56,12 +56,12 @@ class UniformStream:
 
 
 def normal_temperature(temperature: float) -> float:
-    """One that float32 takes for 0 is 0: greedy."""
+    """The temperature, or 0 (greedy) where it is too small for a normal float32."""
     return temperature if temperature >= _TINY else 0.0
 
 
 def normal_top_p(top_p: float) -> float:
-    """One that float32 takes for 0 still keeps the most likely token."""
+    """The top_p, at least the smallest normal float32, which still keeps the most likely token."""
     return max(top_p, _TINY)
 
 

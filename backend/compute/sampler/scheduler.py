@@ -1,13 +1,20 @@
-"""Who is prefilled, who has a slot, who is done: the sampler's host state, without a single array of the device.
+"""Which requests are prefilled, have a slot, or are done: the sampler's state on the host, without device arrays.
 
     waiting --next_group--> prefilling --assign_slots--> decoding in a slot --take--> finished
      | ^------------------ preempt (no memory for longer caches) --'     ^
      '--next_short_group--> over within a chunk, beside the batch -------------'
 
-Owners share the slots by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in which all sequences count
-alike: who asks for much waits behind what others ask meanwhile. One owner's requests are served as they come, but who
-wants little overtakes a busy batch. All decisions follow from commands and from what the devices answered, so every
-process of a group makes the same ones.
+Owners (the projects that ask) share the slots by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). All
+sequences count alike: an owner that asks for many waits behind what other owners ask meanwhile. One owner's requests
+are served in the order they come, but a request for few tokens overtakes a busy batch. All decisions follow from
+commands and from what the devices answered, so every process of a group decides alike.
+
+Three schedulers share a worker group fairly, each at its own level. The pool (`pool/scheduler.py`) divides the devices
+between training and sampling, and training between models: a step of the sampler follows a micro-batch. The engine
+(`flows/sampling_runner.py`) decides which waiting requests the sampler is told of when there are more than it takes:
+each owner gets an equal number of places. This scheduler decides which of the admitted requests get the slots of the
+decode batch. The engine's shares keep an owner with a long queue from filling the sampler before others are seen; the
+slots' shares then hold for what was admitted, by sequences, which the engine does not count. Neither knows of training.
 """
 
 from __future__ import annotations
@@ -29,13 +36,17 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 
 @dataclass(eq=False)
 class PrefillJob:
-    """Sequences that go on from the same tokens: all but the last are prefilled, the last is decode's first input."""
+    """Sequences that continue the same tokens. All but the last token are prefilled; the last is decode's first input.
+
+    score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
+    the number of sequences its owner may have been served before it, had all owners shared alike.
+    """
 
     parent: ParentRequest
     tokens_T: Int32
     sequences: deque[ActiveSequence]
-    score: bool  # the parent wants something of the prompt, and it is still to be computed
-    start: int = 0  # its place in line: how many sequences its owner may have been served before, had all shared alike
+    score: bool
+    start: int = 0
 
     @property
     def length(self) -> int:
@@ -44,28 +55,28 @@ class PrefillJob:
 
     @property
     def alone(self) -> bool:
-        """Whether it is prefilled with no other: nobody else waits for its long prompt, or for more than logprobs."""
+        """Whether it is prefilled alone: other jobs would wait for its long prompt, or for its prompt scores."""
         scores = self.parent.scores
         return self.length > SHORT_PROMPT or (self.score and scores is not None and scores.widths != PLAIN)
 
     def is_over_in(self, tokens: int) -> bool:
-        """Whether its sequences end within so many tokens."""
+        """Whether its sequences end within that many tokens."""
         return all(sequence.remaining <= tokens for sequence in self.sequences)
 
     def wants(self, start: int, end: int) -> bool:
-        """Whether something is wanted of what follows the prompt's tokens [start, end)."""
+        """Whether the request wants scores of what follows the prompt's tokens [start, end)."""
         scores = self.parent.scores
         return self.score and scores is not None and scores.want(start, min(end, self.length))
 
 
 @dataclass(eq=False)
 class PrefillGroup:
-    """Jobs that are prefilled together, one a row. `length` is that of the cache they are staged in."""
+    """Jobs that are prefilled together, one a row. length: of the cache that they are staged in, in positions."""
 
     jobs: list[PrefillJob]
     rows: int
     length: int
-    start: int = 0  # tokens of every row that are done
+    start: int = 0  # tokens of every row that are computed
 
     @property
     def remaining(self) -> int:
@@ -74,13 +85,13 @@ class PrefillGroup:
 
     @property
     def widths(self) -> Widths:
-        """What its program computes beside logprobs: only a job that goes alone wants any of it."""
+        """What its program computes beside logprobs. Only a job that goes alone wants any of it."""
         scores = self.jobs[0].parent.scores
         return scores.widths if scores is not None and self.jobs[0].score else PLAIN
 
     @property
     def scope(self) -> PrefixScope | None:
-        """With whom its prompt may be shared, if it is one that is computed in shapes of its own; else None."""
+        """The requests that may share its prompt's pages; None when it was computed in shapes that depend on others."""
         return self.jobs[0].parent.scope if len(self.jobs) == 1 and self.widths == PLAIN else None
 
     @property
@@ -90,14 +101,14 @@ class PrefillGroup:
         return prefill_piece(alone=alone, start=self.start, remaining=self.remaining, room=room)
 
     def begin(self, known: int) -> None:
-        """The staged cache is there, with the first `known` tokens of each prompt in it."""
+        """The staged cache exists, with the first `known` tokens of each prompt in it."""
         self.start = known
         for job in self.jobs:
-            if job.parent.known is None:  # else it comes again, after it was preempted
+            if job.parent.known is None:  # else it was preempted, and is prefilled again
                 job.parent.known = known
 
     def advance(self, tokens: int, scored: PieceScores | None) -> None:
-        """So many more tokens are computed; `scored` (on the host), when someone wants it, is of what follows them."""
+        """That many more tokens are computed. scored: what was asked of the tokens after them, on the host, or None."""
         for row, job in enumerate(self.jobs):
             end = min(self.start + tokens, job.length)
             if scored is not None and job.wants(self.start, end):
@@ -108,7 +119,7 @@ class PrefillGroup:
 
 @dataclass(frozen=True)
 class SlotAssignment:
-    """A sequence gets a slot: row `row` of the staged cache is copied to `slot`."""
+    """A sequence gets a slot: row `row` of the staged cache is to be copied to slot `slot`."""
 
     row: int
     slot: int
@@ -118,12 +129,12 @@ class Scheduler:
     """The queue, the group in prefill, and the slots."""
 
     def __init__(self, shapes: Shapes, max_slots: int) -> None:
-        """Nobody there. At most `max_slots` sequences decode together."""
+        """No requests. shapes: the sizes of caches. max_slots: the most sequences that decode together."""
         self._shapes = shapes
         self._max_slots = max_slots
         self._parents: dict[str, ParentRequest] = {}
         self._waiting: deque[PrefillJob] = deque()  # by their starts
-        self._now = 0  # the start of who was served last
+        self._now = 0  # the start of the job that was served last
         self._next_start: dict[str, int] = {}  # by owner
         self.group: PrefillGroup | None = None
         self.slots: list[ActiveSequence | None] = []
@@ -159,13 +170,13 @@ class Scheduler:
         return [snapshot for parent in parents if (snapshot := parent.snapshot) is not None]
 
     def wanted_slots(self) -> int:
-        """How many sequences would decode if there were slots for all."""
+        """How many sequences would decode if there were slots for all, at most `max_slots`."""
         jobs = [*self._waiting, *(self.group.jobs if self.group else ())]
         return min(self._max_slots, self.busy + sum(len(job.sequences) for job in jobs))
 
     # ------------------------------------------------------------------ coming and going
     def admit(self, parent: ParentRequest, sequences: list[ActiveSequence]) -> None:
-        """Put a checked request in line: behind all of its owner, before what is more than others' share."""
+        """Queue a request: behind its owner's other requests, before what exceeds the share of other owners."""
         request = parent.request
         self._parents[request.request_id] = parent
         tokens = np.asarray(request.prompt_T, np.int32)
@@ -175,7 +186,7 @@ class Scheduler:
         self._waiting.insert(bisect.bisect(self._waiting, start, key=lambda other: other.start), job)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request and free all that it has; unknown ids are fine."""
+        """Forget a request and free its slots; unknown ids are fine."""
         parent = self._parents.pop(request_id, None)
         if parent is None:
             return
@@ -186,7 +197,7 @@ class Scheduler:
             self._next_start[owner] = max(theirs, default=min(job.start for job in unserved))
         self.slots = [None if sequence and sequence.parent is parent else sequence for sequence in self.slots]
         if self.group is not None:
-            for job in self.group.jobs:  # the row stays until the group is through; nobody waits for it any more
+            for job in self.group.jobs:  # the row stays until the group is computed, for no request
                 if job.parent is parent:
                     job.sequences.clear()
                     job.score = False
@@ -194,13 +205,13 @@ class Scheduler:
                 self.group = None
 
     def switch_snapshot(self, snapshot: AdapterSnapshot) -> None:
-        """From now on every request that samples a snapshot of this id samples this one."""
+        """From now on every request that samples a snapshot of this id samples `snapshot`."""
         for parent in self._parents.values():
             if parent.snapshot is not None and parent.snapshot.snapshot_id == snapshot.snapshot_id:
                 parent.snapshot = snapshot
 
     def clear(self) -> list[str]:
-        """Forget everybody; returns whose requests those were."""
+        """Forget all requests; returns their ids."""
         requests = list(self._parents)
         self._parents.clear()
         self._waiting.clear()
@@ -210,7 +221,7 @@ class Scheduler:
         return requests
 
     def finish(self) -> list[SampleResult]:
-        """Results of requests whose sequences are all done; they are gone afterwards."""
+        """The results of requests whose sequences are all done; the scheduler forgets these requests."""
         results = [result for parent in self._parents.values() if (result := parent.result())]
         for result in results:
             del self._parents[result.request_id]
@@ -218,7 +229,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------ prefill
     def next_group(self, cache_length: int) -> PrefillGroup | None:
-        """The group in prefill; if there is none and a slot would be free, a new one from the head of the line."""
+        """The group in prefill; if there is none and a slot would be free, a new one from the head of the queue.
+
+        cache_length: positions of the decode batch's cache; a longer one has fewer slots.
+        """
         if self.group is not None or not self._waiting:
             return self.group
         first = self._waiting[0]
@@ -238,9 +252,9 @@ class Scheduler:
         return self.group
 
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
-        """Those in line, with short prompts, who want at most so many tokens: they need no slot, and overtake.
+        """Waiting requests with short prompts that want at most `most_tokens` tokens: they need no slot, and overtake.
 
-        At most `most_sequences` sequences; None when there are none, or nobody but such.
+        At most `most_sequences` sequences. None when no such request waits, or when no other request is there.
         """
         jobs: list[PrefillJob] = []
         short = [job for job in self._waiting if not job.alone and job.is_over_in(most_tokens)]
@@ -256,7 +270,7 @@ class Scheduler:
         return self._formed(jobs)
 
     def _formed(self, jobs: list[PrefillJob]) -> PrefillGroup:
-        """The group of jobs that have left the line. Who comes now is behind them, but not behind who waits still."""
+        """The group of jobs taken from the queue. Later requests start behind them, not behind jobs that still wait."""
         served = max(job.start for job in jobs)
         self._now = max(self._now, min(served, self._waiting[0].start if self._waiting else served))
         longest = max(job.length for job in jobs)
@@ -265,7 +279,7 @@ class Scheduler:
     def assign_slots(self, cache_length: int) -> list[SlotAssignment]:
         """Give free slots to the prefilled group's sequences; when all have one, the group is gone.
 
-        `slots` has been resized before, so a slot is free if it is None, as long as memory and the maximum allow.
+        Call `resize` before. A slot is free if it is None, as long as `max_slots` and memory at `cache_length` allow.
         """
         group = self._group()
         assignments = []
@@ -282,14 +296,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------ slots
     def resize(self, slots: int) -> list[int]:
-        """Have `slots` slots, all sequences at the front; returns for each the slot it came from, -1 for none."""
+        """Have `slots` slots, with all sequences at the front. Returns the slot that each came from, -1 for none."""
         moved = [slot for slot, _ in self.decoding()]
         assert len(moved) <= slots
         self.slots = [self.slots[slot] for slot in moved] + [None] * (slots - len(moved))
         return moved + [-1] * (slots - len(moved))
 
     def preempt(self, keep: int) -> None:
-        """Take slots from the youngest requests until `keep` sequences decode: they go to the head of the line."""
+        """Take slots from the youngest requests until `keep` sequences decode; theirs go to the head of the queue."""
         order = {parent: place for place, parent in enumerate(self._parents.values())}
         youngest = sorted(self.decoding(), key=lambda held: (order[held[1].parent], held[1].index))
         for slot, sequence in reversed(youngest[keep:]):

@@ -34,7 +34,7 @@ class Shapes:
     rows_are_dear: bool = False
 
     def together(self, prompts: int) -> int:
-        """How many of so many prompts to prefill at once: all, unless more than an eighth of the rows would lie idle.
+        """How many of `prompts` prompts to prefill together: all, unless more than an eighth of the rows would be idle.
 
         On CPUs 16 rows of 32 tokens take 700 CPU-ms, 4 take 204 and one 83, and alone a prompt goes in larger pieces.
         """
@@ -57,7 +57,11 @@ class Shapes:
 
 
 def make_shapes(*, max_slots: int, max_context: int, fsdp: int, most_cells: int, rows_are_dear: bool = False) -> Shapes:
-    """Sizes for at most `max_slots` sequences (rounded up to a multiple of fsdp) of at most `max_context` tokens."""
+    """The sizes of one sampler.
+
+    max_slots: the most sequences that decode together, rounded up to a multiple of fsdp. max_context: the most tokens
+    of a sequence. fsdp: devices that rows are split over. most_cells, rows_are_dear: as in `Shapes`.
+    """
     slots = _ladder(1, max_slots)
     if rows_are_dear and max_slots > _FEW_SLOTS:
         slots = [1, *_ladder(_FEW_SLOTS, max_slots, factor=2)]

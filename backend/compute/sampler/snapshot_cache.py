@@ -1,7 +1,7 @@
 """The snapshot cache: immutable copies of adapters, and the stack of those in use that one batch decodes with.
 
-A snapshot never changes, but its id may pass to another one (`move`). The most recently used ones lie on the devices,
-others in the host's memory until they are used again.
+A snapshot never changes, but its id may pass to another snapshot (`move`). The most recently used snapshots are on the
+devices. The others are evicted to the host's memory until they are sampled again.
 
 Adapters of any ranks lie side by side along the rank axis of one wide adapter, and each row of the batch sees only the
 columns of its own (`StackApply`): no matrices are gathered per row, the base model is a row that sees no column, and a
@@ -28,7 +28,7 @@ from tinkerflow.backend.compute.decoder import Projection
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, scale
-from tinkerflow.backend.compute.mesh import put, replicated, to_host
+from tinkerflow.backend.compute.mesh import Array, put, replicated, to_host
 from tinkerflow.backend.compute.sampler.shapes import rank_columns
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 
@@ -37,10 +37,10 @@ _RANK_UNIT = 8  # ranks are padded to multiples, so that few shapes of snapshots
 
 @dataclass(eq=False)
 class AdapterSnapshot:
-    """One published adapter. Whoever holds it can go on sampling after it was dropped from the cache.
+    """One published adapter. A request that holds it can go on sampling after it was dropped from the cache.
 
-    lora: on the devices or on the host, scale folded into B, rank padded with zeros to `columns`, dtype of the base
-    weights.
+    columns: how many columns of the stack it takes. lora: on the devices or on the host, with the scale folded into B,
+    the rank padded with zeros to `columns`, in the dtype of the base weights.
     """
 
     snapshot_id: str
@@ -49,13 +49,13 @@ class AdapterSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """What it takes on each device, or on the host."""
+        """Bytes that it takes on each device, or on the host."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.lora))
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of the stack belong to a snapshot; (0, 0) sees none and is the base model."""
+    """The columns [start, end) of the stack that belong to a snapshot; (0, 0) is the base model, which has none."""
 
     start: int
     end: int
@@ -72,14 +72,16 @@ class _Stack:
 
 
 class SnapshotCache:
-    """Snapshots by id, and the stack. The same on every process of a group when it is told the same."""
+    """Snapshots by id, and the stack. Equal on all processes of a group that make the same calls."""
 
     def __init__(
         self, cfg: ModelConfig, mesh: Mesh, dtype: str, *, by_layer: bool, most_resident: int | None = None
     ) -> None:
-        """An empty cache for adapters of `cfg`, kept as `dtype`; `by_layer`: the stack is, as the weights are.
+        """An empty cache.
 
-        most_resident: so many snapshots stay on the devices; None: all.
+        cfg: the base model of the adapters. mesh: every device holds all of the stack. dtype: of snapshots, by name.
+        by_layer: the stack has arrays of its own for each layer, as the weights have (`params.by_layer`).
+        most_resident: how many snapshots stay on the devices; None: all.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._snapshots: dict[str, AdapterSnapshot] = {}
@@ -90,10 +92,10 @@ class SnapshotCache:
         ] = {}  # of the cached ones, on the devices: least recently used first
 
     def publish(self, snapshot_id: str, lora: Lora, spec: LoraSpec) -> None:
-        """Freeze a copy of `lora` (of shape `spec`, on the devices or on the host) under `snapshot_id`.
+        """Keep a copy of `lora` (of shape `spec`, on the devices or on the host) as `snapshot_id`.
 
         ConflictError when the id is taken: snapshots never change. UserError when a weight is not finite: in a shared
-        batch it would reach other rows.
+        batch it would reach the rows of other requests.
         """
         if snapshot_id in self._snapshots:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
@@ -112,7 +114,7 @@ class SnapshotCache:
         return snapshot_id in self._snapshots
 
     def move(self, snapshot_id: str, to_id: str) -> AdapterSnapshot:
-        """Give a snapshot another id, whatever had that before; NotFoundError when there is none to move."""
+        """Give a snapshot another id, over any snapshot of that id; NotFoundError when there is none to rename."""
         old = self.find(snapshot_id)
         moved = replace(old, snapshot_id=to_id)
         if old in self._resident:
@@ -123,7 +125,7 @@ class SnapshotCache:
         return moved
 
     def drop(self, snapshot_id: str) -> None:
-        """Forget a snapshot, if there is one. The stack lets go of it when its columns are wanted."""
+        """Forget a snapshot, if there is one. It stays in the stack until its columns are needed."""
         if (snapshot := self._snapshots.pop(snapshot_id, None)) is not None:
             self._resident.pop(snapshot, None)
 
@@ -142,7 +144,7 @@ class SnapshotCache:
             ) from None
 
     def alive(self, snapshot: AdapterSnapshot | None) -> bool:
-        """Whether requests to come may be of that very snapshot: neither dropped nor replaced. The base model is."""
+        """Whether later requests may sample it: it was neither dropped nor replaced. Always true of None."""
         return snapshot is None or self._snapshots.get(snapshot.snapshot_id) is snapshot
 
     @property
@@ -152,22 +154,22 @@ class SnapshotCache:
 
     @property
     def lora(self) -> Lora:
-        """The stack: A [.., K, in] and B [.., K, out], or tuples of those; without any pairs before it is used."""
+        """The stack: A [.., K, in] and B [.., K, out], or tuples of them by layer; without pairs before it is used."""
         return self._stack.lora
 
     @property
     def width(self) -> int:
-        """K, 0 before it is used."""
+        """K, the columns of the stack; 0 before it is used."""
         return self._stack.width
 
     def columns(self, snapshot: AdapterSnapshot | None) -> Columns:
-        """Where `snapshot` is in the stack (None: the base model). It must be among those last given to `use`."""
+        """The columns of `snapshot` (None: the base model). `use` must have been called with it last."""
         return BASE if snapshot is None else self._stack.places[snapshot]
 
     def use(self, wanted: Collection[AdapterSnapshot]) -> None:
-        """Make sure that every snapshot of `wanted` is in the stack; others stay only while there is room.
+        """Put every snapshot of `wanted` into the stack; other snapshots stay only while there is room.
 
-        Without any, there is a stack all the same, in which the base model sees nothing.
+        With none wanted, there is a stack all the same, in which the base model sees no column.
         """
         ordered = dict.fromkeys(wanted)
         self._fill(list(ordered))
@@ -178,7 +180,7 @@ class SnapshotCache:
         self._make_room(ordered)
 
     def reset(self) -> None:
-        """Empty the stack: nobody samples. So the shapes that later requests meet depend on them alone."""
+        """Empty the stack, when no request is left. So the shapes that later requests meet depend on them alone."""
         self._stack = _Stack()
 
     def _fill(self, ordered: list[AdapterSnapshot]) -> None:
@@ -215,7 +217,7 @@ class SnapshotCache:
         stack.places[snapshot] = Columns(start, start + snapshot.columns)
 
     def _make_room(self, used: Collection[AdapterSnapshot]) -> None:
-        """Of those that are not `used`, move the ones used longest ago to the host, until no more than `most` stay."""
+        """Evict the least recently used snapshots that are not in `used`, until no more than `most_resident` stay."""
         if self.most_resident is None or len(self._resident) <= self.most_resident:
             return
         idle = [snapshot for snapshot in self._resident if snapshot not in used]
@@ -229,11 +231,11 @@ def _on_host(lora: Lora) -> bool:
 
 
 def padded_columns(rank: int) -> int:
-    """How many columns of the stack a snapshot of that rank takes."""
+    """How many columns of the stack a snapshot of that rank takes: a multiple of `_RANK_UNIT`."""
     return -(-rank // _RANK_UNIT) * _RANK_UNIT
 
 
-def stack_apply(columns_B2: jax.Array) -> LoraApply:
+def stack_apply(columns_B2: Array) -> LoraApply:
     """The `LoraApply` in which row b sees columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs."""
 
     def apply(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
@@ -264,7 +266,10 @@ def _gap(stack: _Stack, columns: int) -> int | None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.Array]:
-    """The copy that a snapshot keeps, and whether all of it is finite."""
+    """The copy that a snapshot keeps, and whether all of its weights are finite (bool scalar).
+
+    columns: what the rank is padded to. dtype: of the copy, by name. lora: an adapter on the devices, float32.
+    """
 
     def freeze(pair: LoraPair) -> LoraPair:
         rank = pair.A.shape[-2]
@@ -284,9 +289,12 @@ def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: bool) -> Lora:
-    """A stack of `width` columns of zeros: an adapter of all parts of the model; `by_layer`: see `params.by_layer`."""
+    """A stack of zeros: an adapter of all parts of the model.
 
-    def zeros(stack: tuple[int, ...], size: int) -> jax.Array | tuple[jax.Array, ...]:
+    width: columns, K. dtype: by name. by_layer: with arrays of its own for each layer (`params.by_layer`).
+    """
+
+    def zeros(stack: tuple[int, ...], size: int) -> Any:  # an array, or by layer a tuple of arrays
         if by_layer and stack:
             return tuple(jnp.zeros((*stack[1:], width, size), dtype) for _ in range(stack[0]))
         return jnp.zeros((*stack, width, size), dtype)
@@ -301,7 +309,10 @@ def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
 def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Array) -> Lora:
-    """The stack with a snapshot written at column `start`; parts that it does not adapt are zeroed there."""
+    """The stack, updated in place, with a snapshot in columns [start, start + columns).
+
+    snapshot: as `frozen` made it; projections that it does not adapt are zeroed there. start: int32 scalar.
+    """
 
     def put_pair(into: LoraPair, pair: LoraPair | None) -> LoraPair:
         def one(held: Any, new: Any) -> Any:

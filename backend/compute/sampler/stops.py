@@ -18,7 +18,7 @@ _MOST_HELD_BACK = 64  # tokens held back as parts of unfinished characters at mo
 
 
 class StopDetector:
-    """Looks at the tokens of one sequence as they come and says when it has ended."""
+    """Reads the tokens of one sequence as they come, and says when the sequence has ended."""
 
     def __init__(self, tokens: frozenset[int], strings: tuple[str, ...], decode: Decode | None) -> None:
         """`decode` turns tokens into text, special tokens included; it may be None when there are no `strings`."""
