@@ -1,0 +1,37 @@
+"""The path of an operation through the journal stays short enough to read at one sitting."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tinkerflow.backend.journal import UsageKind, Used
+
+
+def test_an_operation_is_submitted_executed_answered_and_read_in_three_files(scene):
+    session = scene.session()
+    model = scene.model(session)
+    scene.journal.leases.acquire("an engine")
+    visited: set[str] = set()
+
+    def note(frame: object, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)  # type: ignore[attr-defined]
+        if event == "call" and path.parent.name in ("journal", "notify") and path.parents[1].name == "backend":
+            visited.add(path.name)
+
+    sys.setprofile(note)
+    try:
+        request = scene.journal.requests.submit(scene.operation(model, 1))
+        (pending,) = scene.journal.requests.ready(model)
+        used = Used(session, "tiny", UsageKind.TRAINING, 10)
+        scene.journal.requests.finish([pending.done(b"result", "proto", used)])
+        result = scene.journal.requests.result(request, "local")
+    finally:
+        sys.setprofile(None)
+    assert result.result == b"result"
+    assert visited == {"requests.py", "database.py", "notify.py"} or visited == {
+        "requests.py",
+        "database.py",
+        "notify.py",
+        "notify_postgres.py",
+    }
