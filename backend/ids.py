@@ -1,13 +1,22 @@
-"""The one id maker, and the forms of ids that the SDK computes for itself."""
+"""The one id maker, the forms of ids that the SDK computes for itself, and the kinds in checkpoints' paths."""
 
 from __future__ import annotations
 
 import re
 import secrets
+from enum import StrEnum
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuv"
 NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.'"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+class CheckpointKind(StrEnum):
+    """The path segment of a checkpoint: training state, weights for sampling, or weights exported for downloads."""
+
+    WEIGHTS = "weights"
+    SAMPLER_WEIGHTS = "sampler_weights"
+    EXTERNAL_WEIGHTS = "external_weights"
 
 
 def new_id(prefix: str) -> str:
@@ -17,7 +26,7 @@ def new_id(prefix: str) -> str:
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:
-    """`{session}:train:{n}`: the SDK computes this form itself after create-via-load (PROTOCOL.md 3.1)."""
+    """`{session}:train:{n}`: the SDK computes this form itself after create-via-load."""
     return f"{session_id}:train:{model_seq_id}"
 
 

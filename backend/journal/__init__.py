@@ -6,6 +6,7 @@
 Each aggregate's file holds what goes in (New..., effects), what comes out (...View) and its transactions.
 """
 
+from tinkerflow.backend.ids import CheckpointKind as CheckpointKind
 from tinkerflow.backend.journal.audit import AuditView as AuditView
 from tinkerflow.backend.journal.audit import Event as Event
 from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
@@ -60,7 +61,6 @@ from tinkerflow.backend.journal.sessions import SessionSummary as SessionSummary
 from tinkerflow.backend.journal.sessions import SessionView as SessionView
 from tinkerflow.backend.journal.sessions import Timed as Timed
 from tinkerflow.backend.journal.sessions import plain_metadata as plain_metadata
-from tinkerflow.backend.journal.tables import CheckpointKind as CheckpointKind
 from tinkerflow.backend.journal.tables import Kind as Kind
 from tinkerflow.backend.journal.tables import ModelState as ModelState
 from tinkerflow.backend.journal.tables import PayloadType as PayloadType

@@ -18,11 +18,11 @@ from sqlmodel import col
 
 from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.ids import CheckpointKind, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
 from tinkerflow.backend.journal.limits import Limits, storage_failure
-from tinkerflow.backend.journal.tables import Checkpoint, CheckpointKind, Model, WeightsShare
+from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
 
 SHARE_PREFIX = "tfw-"
 _ALL = sa.inspect(Checkpoint).local_table.columns

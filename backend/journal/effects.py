@@ -16,6 +16,7 @@ from sqlmodel import col
 
 from tinkerflow.backend.commands import Optimizer, StabilityInfo
 from tinkerflow.backend.errors import Category
+from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import insert_if_absent
 from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION, NewSampler, answered, insert_sampler
@@ -23,7 +24,6 @@ from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
     Checkpoint,
-    CheckpointKind,
     Kind,
     Model,
     ModelState,

@@ -12,6 +12,7 @@ from sqlmodel import col
 
 from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal.checkpoints import CheckpointView, Page, exists
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, insert_if_absent, missing, owned_by
 from tinkerflow.backend.journal.effects import end_models, forget
@@ -22,7 +23,6 @@ from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
     Checkpoint,
-    CheckpointKind,
     Kind,
     Model,
     ModelState,

@@ -82,14 +82,6 @@ class UsageKind(StrEnum):
     CHECKPOINT = "checkpoint"
 
 
-class CheckpointKind(StrEnum):
-    """The path segment of a checkpoint: training state, weights for sampling, or weights exported for downloads."""
-
-    WEIGHTS = "weights"
-    SAMPLER_WEIGHTS = "sampler_weights"
-    EXTERNAL_WEIGHTS = "external_weights"
-
-
 # ------------------------------------------------------------------ what requests are answered after an end
 def session_over(session_id: str, state: str, detail: str | None) -> tuple[str, Category]:
     """The answer to a request in a session that is over: text and category."""

@@ -12,10 +12,11 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared, note_change
 from tinkerflow.backend.journal.database import Aggregate, as_view
-from tinkerflow.backend.journal.tables import Checkpoint, CheckpointKind, Sampler, SamplerState, WeightsShare
+from tinkerflow.backend.journal.tables import Checkpoint, Sampler, SamplerState, WeightsShare
 
 _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
 

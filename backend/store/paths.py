@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.ids import NAME_RULE, is_name
+from tinkerflow.backend.ids import NAME_RULE, CheckpointKind, is_name
 
-WEIGHTS = "weights"
-SAMPLER_WEIGHTS = "sampler_weights"
-EXTERNAL_WEIGHTS = "external_weights"
-KINDS = (WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS)
+WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = CheckpointKind
+KINDS = tuple(CheckpointKind)
 RECOVERY = "recovery"  # recovery snapshots: clients can neither list nor name them; the journal knows their paths
 RUNS = "runs"
 RUN_RULE = "1 to 200 letters, digits, '.', '_', ':' or '-', not starting with '.' or ':'"
