@@ -1,26 +1,15 @@
-"""What the sweeper asks the journal: what is not kept, what the store is to be told, and what only the store knew."""
+"""What the sweeper asks the journal: what is not kept, and what the store is to be told."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from tinkerflow.backend.journal import (
-    CheckpointFound,
     CheckpointKind,
-    CheckpointSaved,
-    ModelState,
     Retention,
     SamplerState,
-    SessionState,
-)
-
-RUN = "lost-1:train:0"
-PATH = f"tinker://{RUN}/weights/a"
-SAVED = CheckpointSaved(
-    PATH, RUN, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, False, True, 3, 10, {"k": "v"}, attempt="t-1"
 )
 
 
@@ -116,42 +105,3 @@ def test_changes_are_told_to_the_store_once(scene, save, clock):
     assert scene.journal.upkeep.unnoted() == []
     assert save(model, "a") == one
     assert scene.journal.upkeep.unnoted() == []
-
-
-# ------------------------------------------------------------------ what only the store knows
-def test_a_lost_row_is_made_again_with_its_run(scene, clock):
-    saved_at = clock.now() - timedelta(days=3)
-    found = CheckpointFound(replace(SAVED, created_at=saved_at), True, {"renderer": "qwen3"})
-    assert scene.journal.imports.restore(found)
-    assert not scene.journal.imports.restore(found)
-    row = scene.journal.checkpoints.get(PATH, "team")
-    assert (row.step, row.user_metadata, row.attempt, row.public) == (3, {"k": "v"}, "t-1", True)
-    assert row.created_at == saved_at
-    assert scene.journal.checkpoints.get(PATH, "stranger").path == PATH
-    run = scene.journal.models.run(RUN, "team")
-    assert run.model.user_metadata == {"renderer": "qwen3"} and run.model.state == ModelState.UNLOADED
-    assert [view.path for view in scene.journal.checkpoints.page("team", run_id=RUN).rows] == [PATH]
-    assert scene.journal.sessions.get("lost-1", "team").state == SessionState.FINISHED
-    assert scene.journal.upkeep.unnoted() == []
-
-
-def test_what_the_journal_knows_stays(scene, save, clock):
-    model = scene.model()
-    path = save(model, "a")
-    scene.journal.checkpoints.set_ttl(path, "local", 100)
-    known = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-1")
-    assert not scene.journal.imports.restore(CheckpointFound(known, True, {}))
-    assert scene.journal.checkpoints.get(path, "local").expires_at is not None
-    scene.journal.checkpoints.delete(path, "local")
-    assert not scene.journal.imports.restore(CheckpointFound(known, False, {}))
-    assert left(scene) == []
-
-
-def test_the_commit_is_the_truth_about_a_row_of_an_earlier_save(scene, save, clock):
-    model = scene.model()
-    path = save(model, "a")
-    newer = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-9")
-    assert scene.journal.imports.restore(CheckpointFound(newer, False, {"lost": "run"}))
-    assert scene.journal.checkpoints.get(path, "local").attempt == "a-9"
-    assert scene.journal.models.get(model, "local").state == ModelState.LIVE
-    assert scene.journal.models.get(model, "local").user_metadata == {}

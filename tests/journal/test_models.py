@@ -1,0 +1,73 @@
+"""Models: paused, revived, ended, and forgotten when nobody can revive them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import ModelEnded, ModelState
+
+
+def trained(scene, model):
+    """Execute a request of the model that a replay needs."""
+    request = scene.submit(model, 1)
+    (pending,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([replace(pending.done(b"r", "proto"), replays=True)])
+    return request
+
+
+def test_a_pause_is_told_to_clients_until_it_ends(scene):
+    model = scene.model()
+    request = scene.submit(model, 1)
+    scene.journal.models.note_progress(model, "restoring")
+    scene.journal.models.pause(model, "for the night")
+    assert scene.journal.models.get(model, "local").paused == "for the night"
+    assert scene.journal.queue.waits_for(request) == "for the night"
+    scene.journal.models.pause(model, None)
+    assert scene.journal.models.get(model, "local").paused is None
+    assert scene.journal.queue.waits_for(request) == "restoring"
+
+
+@pytest.mark.parametrize("state", [ModelState.LOST, ModelState.FAILED])
+def test_a_model_that_ended_by_trouble_is_revived_while_its_session_goes_on(scene, state):
+    session = scene.session()
+    model = scene.model(session)
+    trained(scene, model)
+    scene.journal.models.end(model, state, "the group died")
+    assert scene.journal.models.get(model, "local").detail == "the group died"
+    scene.journal.models.revive(model)
+    view = scene.journal.models.get(model, "local")
+    assert (view.state, view.detail) == (ModelState.LIVE, None)
+    scene.journal.models.revive(model)  # it takes work: nothing changes
+    assert scene.submit(model, 2) in {pending.id for pending in scene.journal.requests.ready(model)}
+    scene.journal.models.end(model, state, "again")
+    scene.journal.sessions.finish(session, "local")
+    with pytest.raises(UserError, match="is finished: nobody could use it"):
+        scene.journal.models.revive(model)
+
+
+def test_what_was_unloaded_or_never_made_is_not_revived(scene):
+    unloaded, never = scene.model(n=0), scene.model(n=1)
+    trained(scene, unloaded)
+    scene.journal.models.end(unloaded, ModelState.UNLOADED, "by its client")
+    scene.journal.models.end(never, ModelState.FAILED, "no place")
+    with pytest.raises(UserError, match=r"was unloaded \(by its client\)"):
+        scene.journal.models.revive(unloaded)
+    with pytest.raises(UserError, match=r"was never made \(no place\)"):
+        scene.journal.models.revive(never)
+
+
+def test_what_made_a_model_is_forgotten_when_its_session_is_over(scene):
+    session = scene.session()
+    model = scene.model(session)
+    trained(scene, model)
+    scene.submit(model, 2)
+    (pending,) = scene.journal.requests.ready(model)
+    scene.journal.requests.finish([pending.done(b"", "json", ModelEnded(model, ModelState.FAILED, "no memory"))])
+    scene.journal.models.forget_ended()
+    assert scene.journal.recovery.count_executed(model, 0) == 1
+    scene.journal.sessions.finish(session, "local")
+    scene.journal.models.forget_ended()
+    assert scene.journal.recovery.count_executed(model, 0) == 0
