@@ -1,4 +1,4 @@
-"""Who is woken when: the bell's topics to the runners, and the sweeps that nobody rings for."""
+"""Who is woken when: notifications of the journal go to the runners, and sweeps do what nobody is notified of."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # a bell may be lost
+LOOK_SECONDS = 1.0  # a notification may be lost
 SWEEP_SECONDS = 5.0
 _EXPIRED_AT_ONCE = 500
 OVER = "its session is over"
 
 
 class Dispatcher:
-    """One runner per model that has work, one per base model for samples, and the losses and sweeps around them."""
+    """One runner per model that has work, one per base model for samples, and the sweeps around them."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Dispatcher:
             watches = [
                 around.create_task(self._sweep_often(), name="sweeps"),
                 around.create_task(self._mirror.connection.watch(), name="prefect health"),
-                *(around.create_task(self._on_group_lost(model), name="losses") for model in self._served.values()),
+                *(around.create_task(self._on_group_lost(model), name="group lost") for model in self._served.values()),
             ]
             try:
                 async with asyncio.TaskGroup() as runners:
                     self._group = runners
-                    watches.append(around.create_task(self._listen(topics), name="bell"))
+                    watches.append(around.create_task(self._listen(topics), name="notifications"))
                     watches.append(around.create_task(self._look(), name="look"))
                     watches.append(
                         around.create_task(ControlsWatch(self._mirror.connection, self).watch(), name="controls")
@@ -178,7 +178,7 @@ class Dispatcher:
         outcomes = [request.failed(error, None, ended) for request in waiting]
         await asyncio.to_thread(self._journal.requests.finish, outcomes)
 
-    # ------------------------------------------------------------------ what people ask for (buttons.py)
+    # ------------------------------------------------------------------ what people ask for (prefect/controls.py)
     def shown_in(self, model_id: str) -> UUID | None:
         """The flow run that shows the model now, or will show it when the model is taken up again."""
         runner = self._runners.get(model_id)

@@ -1,7 +1,7 @@
 """The engine: takes requests from the journal, runs them on the pool through flows and tasks, and answers them.
 
-It runs in a thread of its own. Prefect's flow engine replaces the SIGTERM handler of the main thread by one that raises
-in the middle of whatever runs there; off the main thread it leaves signals alone, and SIGTERM stays with the caller.
+It runs in a thread and an event loop of its own: a caller that serves the API in its own loop (deployments/testing.py)
+is not held up by the engine, and signals stay with the caller.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def run_engine(
     executor: what the worker processes run.
 
     It goes on where an earlier engine ended, however that ended: models are restored when they are first needed
-    (tasks/recovery.py), and what waits in the journal is executed. One engine works on a journal at a time: a second
+    (tasks/execution), and what waits in the journal is executed. One engine works on a journal at a time: a second
     one waits until the first has ended or was silent for the time of its lease.
 
     A clean stop takes nothing more from the journal, and for DRAIN_SECONDS lets what is in flight end and takes

@@ -16,7 +16,7 @@ from tinkerflow.tasks.execution.context import ExecutionContext
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A base model with its worker group, and the lane of its samples."""
+    """A base model with its worker group, and the runner of its samples."""
 
     card: ModelCard
     context: ExecutionContext

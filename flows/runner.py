@@ -85,12 +85,18 @@ def batches(pending: Sequence[Pending], steps_made: int) -> list[Batch]:
 
 
 def _place(request: Pending) -> float:
-    """In the model's line; an unload comes last."""
+    """Where the request comes in the order of its model; an unload comes last."""
     return math.inf if request.seq_id is None else request.seq_id
 
 
 class ModelRunner:
-    """Serves one model until it takes no more work."""
+    """Serves one model until it takes no more work.
+
+    `serve` is a loop: wait until somebody wakes the runner, read what the journal has that was not taken yet, have the
+    model in the worker group that serves (restored, if an earlier group had it), and execute batch after batch. At most
+    IN_FLIGHT operations are on their way. When the worker group ends, they fail one after the other; the last one wakes
+    the runner, which begins anew from the journal.
+    """
 
     def __init__(
         self,
@@ -102,9 +108,10 @@ class ModelRunner:
         *,
         held: bool = False,
     ) -> None:
-        """`steps_made`: optimizer steps so far, for the names of task runs.
+        """Nothing is taken from the journal before `serve`.
 
-        held: it begins on hold.
+        context: not bound to a worker group. mirror: is told what happens. snapshots: when a recovery snapshot is due.
+        steps_made: optimizer steps so far, for the names of task runs. held: it begins on hold.
         """
         self.model_id = model_id
         self.mirror = mirror

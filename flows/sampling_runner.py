@@ -1,4 +1,12 @@
-"""The runner of one base model's samples: all samplers share one decode batch."""
+"""The runner of one base model's samples: all samplers share one decode batch.
+
+Three schedulers share out a base model's devices, one at each level. Here, `shared_out` decides whose sampling requests
+leave the journal when more wait than fit: the next place goes to the owner who has the fewest requests taken. In the
+sampler (backend/compute/sampler/scheduler.py), start-time fair queueing decides which owner's requests get the slots of
+the decode batch. In the pool (backend/pool/pool.py), deficit round robin alternates between the models' training
+commands and the steps of the decode batch, so that neither waits for the other to finish. docs/architecture.md has the
+whole picture.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,7 @@ from tinkerflow.tasks.operations.sample import SampleBatch
 
 log = logging.getLogger(__name__)
 
-_LOOKS = 32  # into the journal while as many samples are answered as are taken at once, if more wait there
+_LOOKS = 32  # a look into the journal for more samples comes after this part of the places is free again
 
 
 class SamplingRunner:
@@ -67,7 +75,7 @@ class SamplingRunner:
             self._batch.cancel(request_id)
 
     async def cancel_ended(self) -> None:
-        """Stop decoding for requests that somebody else has answered (their session ended, or a bell was lost)."""
+        """Stop decoding for requests that somebody else has answered (a notification may be lost)."""
         if self._batch is None or not (taken := self._batch.requests):
             return
         for request_id in await self._context.read(self._context.journal.requests.finished, taken):

@@ -58,8 +58,8 @@ class Restored:
 async def restore(context: ExecutionContext, model_id: str, detached: Collection[str] = ()) -> Restored:
     """Make a live model in the worker group that `context` is bound to, as its answered requests have left it.
 
-    Saves among these that are not answered, or not stored, are copied again, unless they are in `detached`: these are
-    being written.
+    context: bound to that worker group. detached: ids of saves that are being written; other saves that are not
+    answered, or not stored, are copied again.
 
     GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
     """

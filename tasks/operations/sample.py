@@ -1,4 +1,11 @@
-"""sample: requests join a running decode batch between its chunks, and leave as they end."""
+"""sample: requests join a running decode batch between its chunks, and leave as they end.
+
+Two loops meet in a SampleBatch. Each request has a task (`_perform`): it decodes the request, has the snapshot loaded,
+puts its command into `_admit`, and waits for a future in `_answers`. One loop, driven by the sampling runner, calls
+`step` as long as there is something to decode: a step sends what is in `_admit` to the worker group, and resolves the
+futures of the requests that finished. The task then writes the answer. When the worker group ends, every future gets a
+GroupFailedError: nothing is answered, and the runner takes the requests from the journal again.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +40,20 @@ _LOOK_SECONDS = 0.1  # between looks whether published weights are in the store
 
 
 class SampleBatch:
-    """The decode batch of one worker group, as the engine sees it. `step` drives it; nothing else sends SampleSteps."""
+    """The decode batch of one worker group, as the engine sees it. Only `step` sends SampleSteps."""
 
     def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup) -> None:
-        """Empty. AnswerWriter are written by tasks of `group`, beside the decoding."""
+        """Empty. Answers are written by tasks of `group`, beside the decoding."""
         self._context = context
         self._group = group
-        self._requests: dict[str, Pending] = {}
-        self._answers: dict[str, asyncio.Future[Outcome]] = {}
+        self._requests: dict[str, Pending] = {}  # taken and not answered yet
+        self._answers: dict[str, asyncio.Future[Outcome]] = {}  # of those that wait for the decode batch
         self._asked: dict[str, tuple[SampleBody, int]] = {}  # the body, and the tokens of its prompt
-        self._joined: dict[str, datetime] = {}
-        self._admit: list[SampleRequest] = []
-        self._cancel: list[str] = []
-        self._decoding: set[str] = set()
-        self._stopped: set[str] = set()
+        self._joined: dict[str, datetime] = {}  # when they joined the decode batch
+        self._admit: list[SampleRequest] = []  # they join with the next step
+        self._cancel: list[str] = []  # they leave with the next step
+        self._decoding: set[str] = set()  # in the decode batch
+        self._stopped: set[str] = set()  # answered by somebody else
         self._performing: set[asyncio.Task[Outcome | None]] = set()
         self._suspects: set[str] = set()  # a group ended with them: they are decoded alone
         self._some = asyncio.Event()
