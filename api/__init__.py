@@ -1,6 +1,6 @@
-"""The HTTP edge: it speaks the tinker wire protocol, and nothing else.
+"""The HTTP edge. It speaks the tinker wire protocol.
 
-Handlers parse, authorise, make one journal call and answer. Work is done elsewhere: the engine finds it in the journal.
+A handler parses, authorises, makes one journal call and answers. The engine finds the work in the journal.
 """
 
 from tinkerflow.api.app import create_app

@@ -20,12 +20,12 @@ from fastapi import HTTPException
 from jwt.utils import base64url_decode, base64url_encode
 
 from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.ids import KEY_PREFIX
 from tinkerflow.backend.journal import Journal, KeyView
 from tinkerflow.backend.settings import Settings
 
 T = TypeVar("T")
 
-PREFIX = "tml-"
 TOKEN_PREFIX = "eyJ"
 LOCAL_OWNER = "local"
 TOKEN_SECRET = "tokens"  # the name of the service secret that signs tokens
@@ -133,10 +133,10 @@ class Authenticator:
 
     async def identity(self, shown: str | None) -> Identity:
         """Whom this key or token belongs to; HTTPException 401 when it is not valid."""
-        if not shown or not shown.startswith((PREFIX, TOKEN_PREFIX)):
-            raise _refused(f"the X-API-Key header must hold a key that starts with {PREFIX}")
+        if not shown or not shown.startswith((KEY_PREFIX, TOKEN_PREFIX)):
+            raise _refused(f"the X-API-Key header must hold a key that starts with {KEY_PREFIX}")
         now = self._clock.monotonic()
-        if await self.is_open() and shown.startswith(PREFIX):
+        if await self.is_open() and shown.startswith(KEY_PREFIX):
             return LOCAL
         if (known := self._known.get(shown)) is not None and now < known[1]:
             return known[0]

@@ -1,7 +1,7 @@
-"""From the error tree to HTTP.
+"""The error tree as HTTP answers.
 
-Bodies are JSON with a Content-Length: an empty 400 would look like a proxy's to the SDK.
-408, 409, 425, 429 and 5xx are not for what the user did wrong: the SDK retries most of them for minutes.
+Bodies are JSON with a Content-Length, because the SDK takes an empty 400 for a proxy's answer. Errors of the user are
+never 408, 409, 425, 429 or 5xx, most of which the SDK retries for minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _ours(request: Request, error: Exception) -> JSONResponse:
 
 
 def _gone(request: Request, error: Exception) -> Response:
-    # The client left before we had its whole request: nothing was done with it, and nobody reads this answer.
+    # The client left before its whole request had arrived. Nothing was done, and nobody reads this answer.
     log.debug("%s %s: the client went away", request.method, request.url.path)
     return Response(status_code=499)
 

@@ -17,6 +17,10 @@ from tinkerflow.backend.commands import CompileStatus
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+_WAITING = {
+    "samples": "Sample requests that have no answer yet.",
+    "models": "Models with an operation that can be executed now.",
+}
 # The fields of CompileStatus, counted since the worker group's start.
 _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
     "planned": (GaugeMetricFamily, "Programs that the warm-up compiles before they are needed."),
@@ -47,15 +51,22 @@ class Metrics(Collector):
             registry=self.registry,
         )
         self._programs: Mapping[str, CompileStatus] = {}
+        self._waiting: Mapping[str, int] = dict.fromkeys(_WAITING, 0)
         self.registry.register(self)
 
-    def page(self, programs: Mapping[str, CompileStatus]) -> bytes:
-        """The page in the text format of Prometheus. programs: by base model, what its worker group has compiled."""
+    def page(self, programs: Mapping[str, CompileStatus], waiting: Mapping[str, int] | None = None) -> bytes:
+        """The page in the text format of Prometheus.
+
+        programs: by base model, what its worker group has compiled. waiting: how many `samples` and `models` wait.
+        """
         self._programs = programs
+        self._waiting = waiting or self._waiting
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
         """The metrics that come from the journal."""
+        for name, meaning in _WAITING.items():
+            yield GaugeMetricFamily(f"tinkerflow_waiting_{name}", meaning, self._waiting[name])
         for field in fields(CompileStatus):
             family, meaning = _PROGRAMS[field.name]
             metric = family(f"tinkerflow_programs_{field.name}", meaning, labels=("base_model",))

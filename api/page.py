@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from tinkerflow import __version__
 from tinkerflow.api.call import API, Services
+from tinkerflow.backend.ids import KEY_PREFIX
 from tinkerflow.backend.settings import Settings
 
 router = APIRouter()
@@ -72,8 +73,8 @@ def _html(facts: dict[str, str | int], is_open: bool) -> str:
         version=escape(__version__),
         served="" if count is None else f" It serves {count} base model{'' if count == 1 else 's'}.",
         base=escape(str(facts["base_url"])),
-        key="tml-any" if is_open else "tml-...",
-        key_help="No key has been made, so any key that starts with tml- works, and only from this machine."
+        key=f"{KEY_PREFIX}any" if is_open else f"{KEY_PREFIX}...",
+        key_help=f"No key has been made, so any key that starts with {KEY_PREFIX} works, and only from this machine."
         if is_open
         else "Ask whoever runs this server for a key; <code>tinkerflow key create</code> makes one.",
         api=API,

@@ -23,8 +23,8 @@ from tinkerflow.backend.store import Store
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 0.25
-_STOP_SECONDS = 3  # for answers still being written
-_KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client is the one to close it
+_STOP_SECONDS = 3  # for answers that are still being written
+_KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client closes it
 _BACKLOG = 2048  # the SDK opens one connection for each of up to 2,000 samples
 _BEAT_SECONDS = 5.0
 _TURN_SECONDS = 1.0
@@ -34,10 +34,10 @@ _THREADS = 16  # journal calls at once; with SQLite they take turns anyway
 def serve(
     settings: Settings, *, on_ready: Callable[[], None] = lambda: None, on_turn: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT, and then return within a few seconds: held polls are told to try again.
+    """Serve until SIGTERM or SIGINT, then return within a few seconds; held polls are answered `try_again`.
 
-    Waits first for the engine to migrate the journal's database and to register a base model. Only logs.
-    on_ready: called when requests are taken. on_turn: called every second by the event loop, as long as that turns.
+    First waits until the engine has migrated the journal's database and registered a base model.
+    on_ready: called when requests are accepted. on_turn: called every second while the event loop is alive.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_until(None, settings, on_ready, on_turn))
@@ -49,9 +49,10 @@ async def serve_until(
     on_ready: Callable[[], None] = lambda: None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """The same in the caller's event loop, which must have nothing else for its default executor to do.
+    """Serve in the caller's event loop, whose default executor is replaced.
 
-    Serves until `stop` is set, or without one until SIGTERM or SIGINT, which only the main thread hears.
+    stop: ends the server when it is set. None: SIGTERM and SIGINT end it, which only the main thread receives.
+    on_ready, on_turn: as for `serve`.
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "journal"))
     turning = asyncio.create_task(_turn(on_turn), name="turns")
@@ -96,7 +97,7 @@ async def _turn(on_turn: Callable[[], None]) -> None:
 
 
 async def _beat(journal: Journal) -> None:
-    """Say that clients can reach us: sessions do not expire for heartbeats that nobody could take."""
+    """Note in the journal that clients can reach us. Sessions do not expire for heartbeats sent while nobody could."""
     while True:
         try:
             await asyncio.to_thread(journal.leases.beat)
@@ -129,26 +130,26 @@ async def _base_model_registered(journal: Journal) -> None:
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn that lets held polls go when it stops, and ends like a program that did what it was told."""
+    """uvicorn that releases held polls when it stops, and exits with status 0 after a signal."""
 
     def __init__(self, config: uvicorn.Config, services: Services, on_ready: Callable[[], None]) -> None:
-        """Serve `config`'s app, whose services these are; `on_ready` is called when it listens."""
+        """config: of uvicorn, with the app. services: of that app. on_ready: called when the server listens."""
         super().__init__(config)
         self._services = services
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, then call on_ready."""
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop soon."""
-        # The original also remembers the signal, to die of it after a clean stop.
+        """Stop after the requests in progress."""
+        # uvicorn also remembers the signal and raises it again after a clean stop.
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let the held polls go, then wait for what is being answered."""
+        """Release the held polls, then wait for the answers in progress."""
         self._services.holds.release()
         await super().shutdown(sockets)

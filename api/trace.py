@@ -18,7 +18,7 @@ Event = dict[str, object]
 
 
 class _Process:
-    """A row of the picture: slices on as few threads as keep them apart."""
+    """A process in the trace. Its slices are on as few threads as keep them apart."""
 
     def __init__(self, pid: int, name: str) -> None:
         self._pid = pid
@@ -26,7 +26,7 @@ class _Process:
         self.events: list[Event] = [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}]
 
     def add(self, spans: Sequence[tuple[str, int, int]], args: dict[str, object]) -> None:
-        """Slices (name, start, end in microseconds), the first of which holds the others."""
+        """Add slices (name, start, end in microseconds); the first contains the others."""
         _, start, end = spans[0]
         thread = next((i for i, until in enumerate(self._busy_until) if until <= start), len(self._busy_until))
         self._busy_until[thread : thread + 1] = [end]
@@ -36,7 +36,7 @@ class _Process:
 
 
 def trace(requests: Sequence[Timed], now: datetime) -> bytes:
-    """The JSON of a session's requests, which are in order of submission; `now` ends those that still wait."""
+    """The trace of a session as JSON. requests: in order of submission. now: the end of requests without an answer."""
     zero = min((request.created_at for request in requests), default=now)
     processes: dict[str, _Process] = {}
 

@@ -1,19 +1,21 @@
-"""The one error tree. A failure is stored as `message` and `category` and shown to the client as it stands.
+"""The one error tree. A failure is stored as `message` and `category`, and shown to the client unchanged.
 
 TinkerflowError            category
-├── UserError              user     the request asked for something that cannot be
-│   ├── NotFoundError               the object does not exist, or is not yours
+├── UserError              user     the request is wrong
+│   ├── NotFoundError               the object does not exist, or belongs to another project
 │   ├── ConflictError               the same id was used before for other content
 │   ├── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
-│   └── TooManyError                as much as is allowed waits already; the same request may be taken later
+│   └── TooManyError                the project has as much waiting as it may; retry later
 └── ServerError            server   the service failed; the request was right
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
-    │   ├── DeadlineError           a command did not answer in its time
-    │   └── SuspectError            the group ended while it executed this very command, as far as is known
-    ├── DevicesError                what had begun on the devices of a worker group failed there
-    ├── FencedError                 another engine has taken over: this one may change nothing any more
-    ├── StateLostError              the adapter or snapshot went with a worker group
-    └── StoreError                  reading or writing the checkpoint store failed
+    │   ├── DeadlineError           a command was not answered within its deadline
+    │   └── SuspectError            the worker group ended while it executed this command
+    ├── DevicesError                a computation failed on the devices of a worker group
+    ├── FencedError                 another engine has taken over the journal
+    ├── StateLostError              an adapter or a snapshot was lost with its worker group
+    ├── JournalBusyError            another writer held the journal for too long
+    └── StoreError                  a checkpoint could not be read or written
+        └── StoreAwayError          the checkpoint store could not be reached
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class TinkerflowError(Exception):
 
     @property
     def message(self) -> str:
-        """The sentence for the client: what is wrong, its value, and the rule."""
+        """The sentence for the client. It names the field, its value and the rule."""
         return str(self)
 
 
@@ -41,7 +43,7 @@ class UserError(TinkerflowError):
 
 
 class NotFoundError(UserError):
-    """The named object does not exist, or belongs to somebody else."""
+    """The named object does not exist, or belongs to another project."""
 
 
 class ConflictError(UserError):
@@ -53,7 +55,7 @@ class BodyTooLargeError(UserError):
 
 
 class TooManyError(UserError):
-    """As much as is allowed waits already; the same request may be taken in a moment."""
+    """The project has as much waiting as it may; the same request may be accepted a moment later."""
 
 
 class ServerError(TinkerflowError):
@@ -69,25 +71,24 @@ class DeadlineError(GroupFailedError):
 
 
 class SuspectError(GroupFailedError):
-    """A group ended while it executed this very command.
+    """The worker group ended while it executed this command.
 
-    Of several, the first that the rank which said that it ends had not answered; the first, if none said so.
-
-    crashed: by itself, not by a signal from outside.
+    With several commands in flight, it is the oldest that the rank which reported its exit had not answered, or the
+    oldest of all if no rank reported. crashed: False when the group was ended from outside, by a signal.
     """
 
     def __init__(self, message: str, *, crashed: bool = True) -> None:
-        """`message` names the group, the rank and the cause."""
+        """message: names the group, the rank and the cause."""
         super().__init__(message)
         self.crashed = crashed
 
 
 class DevicesError(ServerError):
-    """What had begun on the devices failed there: nobody knows what is left on them, and the worker group ends."""
+    """A computation failed on the devices. Their state is unknown, so the worker group ends."""
 
 
 class FencedError(ServerError):
-    """Another engine works on the journal; this one may change nothing any more."""
+    """Another engine has taken over the journal, and this engine may not change it any more."""
 
 
 class StateLostError(ServerError):
@@ -95,7 +96,7 @@ class StateLostError(ServerError):
 
 
 class JournalBusyError(ServerError):
-    """Somebody else wrote to the journal for too long; nothing was written."""
+    """Another writer held the journal for too long; nothing was written."""
 
 
 class StoreError(ServerError):
@@ -103,7 +104,7 @@ class StoreError(ServerError):
 
 
 class StoreAwayError(StoreError):
-    """The store itself failed, which says nothing of what is in it."""
+    """The store could not be reached, which says nothing about the checkpoints in it."""
 
 
 _LONGEST_SHOWN = 80  # characters of a value in a message

@@ -1,4 +1,4 @@
-"""Keys about themselves: exchanged for a token, looked at, given up."""
+"""What a key can do with itself: be exchanged for a token, be looked at, be revoked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def exchange(call: Authorised) -> Token:
 
 @router.get("/auth/apikey/me")
 async def own_key(call: Authorised) -> OwnKey:
-    """The key that is shown. Its name stands where an e-mail address is expected, its project for the organization."""
+    """The caller's key. Its name stands for the e-mail address, and its project for the organization."""
     identity = call.identity
     details = KeyDetails(org_details=KeyOrganization(name=identity.owner), user_details=KeyUser(email=identity.name))
     return OwnKey(key_id=identity.number, name=identity.name, details=details)
@@ -60,7 +60,7 @@ async def own_key(call: Authorised) -> OwnKey:
 
 @router.delete("/auth/apikey/me", status_code=204)
 async def revoke_own_key(call: Authorised) -> None:
-    """Revoke the key that is shown, and no other. Every key may do that; its tokens end with it."""
+    """Revoke the caller's own key, which every key may do. Its tokens end with it."""
     if not call.key_id:
         raise UserError("there is no key to revoke: this server listens on loopback, and none was ever made for it")
     await asyncio.to_thread(call.journal.keys.revoke, call.key_id)

@@ -1,7 +1,7 @@
-"""What was used, by the hour, session and base model; an admin key sees every project's.
+"""Usage by hour, session and base model. An admin key sees the usage of all projects.
 
-Forward-only passes count as training: the SDK's usage has no other kind for them ("tokens processed by forward/backward
-passes"). Prompts count once, however many sequences are sampled from one. The user is the key that made the session.
+Forward-only passes count as training, because the SDK has no other kind of usage for them. A prompt counts once,
+however many sequences are sampled from it. The user of a session is the key that made it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CurrentStorage(Wire):
 
 @router.get("/billing/usage/events", response_model_exclude_none=True)
 async def usage(call: Authorised, starting_on: datetime, ending_before: datetime) -> BillingUsage:
-    """The usage of the hours in [starting_on, ending_before): 14 days at most. A time without a zone is UTC."""
+    """The usage of the hours in [starting_on, ending_before), at most 14 days. A time without a zone is UTC."""
     start, end = _hour("starting_on", starting_on), _hour("ending_before", ending_before)
     if not timedelta(0) < end - start <= LONGEST:
         raise UserError(f"ending_before is {end.isoformat()}: must be after starting_on, and at most 14 days after it")
@@ -116,7 +116,7 @@ async def usage(call: Authorised, starting_on: datetime, ending_before: datetime
 
 @router.get("/billing/usage/checkpoints/current", response_model_exclude_none=True)
 async def current_storage(call: Authorised, project_id: str | None = None) -> CurrentStorage:
-    """What checkpoints take up now, by project and key; of one project when project_id is given."""
+    """The storage that checkpoints use now, by project and key, or of one project when project_id is given."""
     rate = call.services.settings.price_storage or None
     rows = await asyncio.to_thread(call.journal.usage.stored_now, call.visible(), project_id)
     items = [
@@ -158,7 +158,7 @@ def _used(used: Usage, settings: Settings) -> UsageEvent:
 
 
 def _kind(kind: UsageKind, count: int, settings: Settings) -> tuple[float, TokenUsage | CheckpointUsage]:
-    """The price of a million tokens (0: none configured), and what the client is told."""
+    """The price of a million tokens (0: not configured), and the usage as the client sees it."""
     match kind:
         case UsageKind.TRAINING:
             return settings.price_training, TokenUsage(type="training", token_count=count)

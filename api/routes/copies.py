@@ -1,4 +1,4 @@
-"""Copying a checkpoint into another project, or another part of one's own."""
+"""Copying a checkpoint into another project, or under another label of the caller's own project."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class WeightsCopied(Wire):
 
 @router.post("/copy_weights", openapi_extra=takes(CopyWeights))
 async def copy_weights(call: Authorised) -> WeightsCopied:
-    """Copy a checkpoint of one's own, a public one, or one that a weights access token opens; the copy's path.
+    """Copy a checkpoint that is the caller's own, public, or opened by a weights access token; returns the copy's path.
 
-    The copy is in a run made for it, which takes no work. All attempts under one X-Idempotency-Key make one copy.
+    The copy belongs to a new run, which takes no work. All attempts with one X-Idempotency-Key make one copy.
     """
     body = CopyWeights.read(parse(await call.body()))
     wanted = _WantedCopy(
@@ -74,10 +74,10 @@ def _copy(call: Call, wanted: _WantedCopy) -> str:
 
 
 def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
-    """Whose the copy is, and its label there.
+    """The project that owns the copy, and the copy's label there.
 
-    A key writes into its own project only, where any other id is a label, as sessions have them; an admin's key also
-    into each project that keys were made for.
+    An ordinary key writes only into its own project, where any other project_id is a label as sessions have them. An
+    admin key also writes into every project that has keys.
     """
     if project_id is None or project_id == call.owner:
         return call.owner, None
@@ -87,7 +87,7 @@ def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
 
 
 def _session_id(call: Call, wanted: _WantedCopy) -> str:
-    """The same for all attempts at one copy, and no other."""
+    """An id that all attempts at one copy share, and no other copy."""
     key = call.request.headers.get(_KEY) or secrets.token_hex(16)
     of = "\n".join((call.owner, key, wanted.source, str(wanted.project_id), str(wanted.ttl_seconds)))
     return f"copy-{hashlib.sha256(of.encode()).hexdigest()[:24]}"

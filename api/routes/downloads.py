@@ -1,4 +1,4 @@
-"""Reading the files of a checkpoint: links for whoever may read it, and what the links lead to."""
+"""Downloading the files of a checkpoint: links for callers who may read it, and what the links open."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tinkerflow.backend.store import CheckpointPath, Saved, Store
 from tinkerflow.backend.store.commit import OPTIMIZER
 
 router = Router()
-link_router = APIRouter()  # opened by a link's signature instead of a key
+link_router = APIRouter()  # opened by a signed link instead of a key
 
 _FILE, _ARCHIVE = "checkpoint_files", "checkpoint_archives"
-_COMPLETE = "checkpoint_complete"  # SDK 0.25's push-hf takes an archive without it for a part of one
+_COMPLETE = "checkpoint_complete"  # push-hf of SDK 0.25 treats an archive without this file as incomplete
 
 
 class ExternalWeightsUrls(Wire):
@@ -35,7 +35,7 @@ class ExternalWeightsUrls(Wire):
 
 @router.get(f"{CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> ExternalWeightsUrls:
-    """A URL for each file of exported weights, one's own or public ones, and when the URLs expire."""
+    """A URL for each file of exported weights that the caller may read, and when the URLs expire."""
     path = CheckpointPath(run_id, kind, name)
     if kind is not CheckpointKind.EXTERNAL_WEIGHTS:
         raise UserError(f"checkpoint {path}: only external_weights have URLs; save_weights_external makes them")
@@ -55,7 +55,7 @@ def _urls(call: Call, path: CheckpointPath) -> ExternalWeightsUrls:
 
 @router.get(f"{CHECKPOINT}/archive")
 async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> Response:
-    """A redirect to a tar of the checkpoint's PEFT files; SDKs before external weights ask for it."""
+    """A redirect to a tar of the checkpoint's PEFT files, for SDKs that know no external weights."""
     path = CheckpointPath(run_id, kind, name)
     saved = await asyncio.to_thread(_readable, call, path, "archive")
     url, expires = link(call, f"{_ARCHIVE}/{_inside(path, saved)}")
@@ -80,7 +80,7 @@ async def read_file(
 async def read_archive(
     run_id: str, kind: CheckpointKind, name: str, attempt: str, services: Linked, request: Request
 ) -> Response:
-    """The adapter's files as a tar, without the optimizer's."""
+    """A tar of the adapter's files, without the optimizer state."""
     saved = await asyncio.to_thread(_linked_to, services, CheckpointPath(run_id, kind, name), attempt)
     files = [(file, _segment(services.store, saved, file)) for file in saved.files if file != OPTIMIZER]
     headers = {"content-disposition": f'attachment; filename="{name}.tar"', "content-type": "application/x-tar"}
@@ -88,13 +88,13 @@ async def read_archive(
 
 
 def _readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
-    """The commit of a checkpoint that the caller may read; the reading is noted in the audit log."""
+    """The commit of a checkpoint that the caller may read. The audit log notes the access."""
     call.journal.checkpoints.read(str(path), call.owner, purpose)
     return _committed(call.services.store, path)
 
 
 def _linked_to(services: Services, path: CheckpointPath, attempt: str) -> Saved:
-    """The commit that a link was made for, while it is neither deleted, nor expired, nor saved anew."""
+    """The commit that a link was made for; NotFoundError when it was deleted, has expired or was saved anew."""
     services.journal.checkpoints.get(str(path), None)
     saved = _committed(services.store, path)
     if saved.attempt != attempt:

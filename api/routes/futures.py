@@ -81,12 +81,13 @@ class CancelFuture(Wire):
 
 @router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))
 async def retrieve_future(call: Authorised) -> Response:
-    """The answer; while there is none the poll is held, because the SDK asks again without any pause.
+    """The result of a request. While there is none, the poll is held, because the SDK polls again without a pause.
 
-    Not yet: `try_again`, with a reason during recovery. Failed: `error` and `category`. Done: protobuf for forward,
-    forward_backward and sample, JSON for the rest. An answer can be read again: downloads get cut, and polls of one id
-    overlap. Of a result that has more than the setting `metadata_only_over`, a poll that allows it is told the size
-    alone (`complete_metadata`); the SDK makes room for that many bytes, and asks again without allowing it.
+    Without a result: `try_again`, with a reason during recovery. After a failure: `error` and `category`. Else the
+    result, as protobuf for forward, forward_backward and sample, as JSON for other operations. A result can be read
+    again, because downloads break off and polls of one id overlap. When a result is larger than the setting
+    `metadata_only_over` and the poll allows it, the answer is only the size (`complete_metadata`): the SDK makes room
+    for that many bytes, and polls again without allowing it.
     """
     body, services = await call.parsed(RetrieveFuture), call.services
     refused = reason_of(body.request_id)
@@ -107,9 +108,9 @@ async def retrieve_future(call: Authorised) -> Response:
 
 @router.post("/retrieve_futures", openapi_extra=takes(RetrieveFutures))
 async def retrieve_futures(call: Authorised) -> Response:
-    """Which requests of one copy of a sampling client were answered since its cursor; held while there are none.
+    """The requests of one copy of a sampling client that were answered since its cursor; held while there are none.
 
-    Results that the client says it has downloaded are dropped: it is their only reader (see completions.acknowledge).
+    Results that the client has downloaded are dropped, because it is their only reader.
     """
     body = await call.parsed(RetrieveFutures)
     target, owner = body.target, call.owner
@@ -154,9 +155,9 @@ async def _completions(call: Call, body: RetrieveFutures) -> Completions:
 
 @router.post("/cancel_future", openapi_extra=takes(CancelFuture))
 async def cancel_future(call: Authorised) -> dict[str, object]:
-    """Give up a sample: it fails as `cancelled by the client`, and its place in the decode batch is free soon after.
+    """Give up a sample. It fails as `cancelled by the client`, and its place in the decode batch is freed.
 
-    What was answered stays as it is. Training requests cannot be given up once they are accepted (400).
+    A request that has its answer keeps it. Training requests cannot be given up (400).
     """
     body = await call.parsed(CancelFuture)
     if reason_of(body.request_id) is None:
@@ -165,15 +166,15 @@ async def cancel_future(call: Authorised) -> dict[str, object]:
 
 
 def spread(hold: float, name: str) -> float:
-    """Seconds to hold a poll: three quarters of `hold` to all of it, the same for the same name.
+    """How many seconds to hold a poll: 75 % to 100 % of `hold`, always the same for the same name.
 
-    Polls that came together would end together, and thousands come again at once.
+    Polls that arrive together would otherwise end together, and thousands of new ones arrive in the same moment.
     """
     return hold * (0.75 + 0.25 * zlib.crc32(name.encode()) / 2**32)
 
 
 def _not_yet(request_id: str, reason: str | None) -> Response:
-    """`reason`: what it waits for, if that is more than its turn; the SDK logs it with the state `paused_capacity`."""
+    """reason: what the request waits for beside its turn, None for nothing; the SDK logs it as `paused_capacity`."""
     if reason is None:
         return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"})
     waiting = {"queue_state": "paused_capacity", "queue_state_reason": reason}

@@ -1,4 +1,4 @@
-"""Looking at sessions afterwards, and at what was done to them: lists, search, projects, the audit log."""
+"""Looking at sessions: lists, search, project labels, timelines, and the audit log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tinkerflow.backend.journal import (
 )
 
 router = Router(busy=2)
-link_router = APIRouter()  # opened by a link's signature instead of a key
+link_router = APIRouter()  # opened by a signed link instead of a key
 
 _RESOURCES = {
     "all": None,
@@ -212,7 +212,7 @@ async def sessions(
 
 @router.post("/sessions/search", response_model_exclude_none=True, openapi_extra=takes(SearchSessions))
 async def search(call: Authorised) -> FoundSessions:
-    """Sessions that match all filters, newest first. A project that no visible session is in answers 404."""
+    """Sessions that match all filters, newest first; 404 for a project without a visible session."""
     asked = await call.parsed(SearchSessions)
     query = SessionQuery(
         session_id=asked.session_id,
@@ -235,7 +235,7 @@ async def search(call: Authorised) -> FoundSessions:
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
 async def session(session_id: str, call: Authorised, access_scope: AccessScope = "owned") -> SessionDetails:
-    """A session with the ids of all that it made."""
+    """A session, with the ids of the models and samplers that were made in it."""
 
     def read() -> SessionDetails:
         found = call.journal.sessions.get(session_id, call.visible(access_scope))
@@ -251,7 +251,7 @@ async def session(session_id: str, call: Authorised, access_scope: AccessScope =
 
 @router.put("/sessions/{session_id}/project", openapi_extra=takes(AssignProject))
 async def assign_project(session_id: str, call: Authorised) -> dict[str, object]:
-    """Put a session, and what it made, under a project label. Any label is good: the owner stays what it is."""
+    """Put a session and everything made in it under a project label. Any label will do; the owner does not change."""
     asked = await call.parsed(AssignProject)
     await asyncio.to_thread(
         call.journal.sessions.assign_project, session_id, call.visible(), asked.project_id, key_id=call.key_id
@@ -261,14 +261,14 @@ async def assign_project(session_id: str, call: Authorised) -> dict[str, object]
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(session_id: str, call: Authorised) -> TraceExport:
-    """A link to the session's timeline, which is made anew at each download."""
+    """A link to the session's timeline, which is made at each download."""
     await asyncio.to_thread(call.journal.sessions.get, session_id, call.visible())
     return TraceExport(url=link(call, f"session_traces/{session_id}")[0])
 
 
 @link_router.get("/session_traces/{session_id}")
 async def read_trace(session_id: str, services: Linked) -> Response:
-    """The timeline, as Perfetto opens it."""
+    """The timeline, in a format that Perfetto opens."""
 
     def read() -> bytes:
         return trace(services.journal.sessions.timeline(session_id), datetime.now(UTC))
@@ -283,9 +283,10 @@ async def audit(
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
 ) -> AuditLog:
-    """What was done to keys, sessions and checkpoints on a UTC day (default: today): in one's project, or in all.
+    """What was done to keys, sessions and checkpoints on a UTC day (default: today).
 
-    A key and a session's label belong to `projects`. There are no teams and organizations here.
+    An ordinary key sees its own project, an admin key all. Events of keys and of session labels are of the type
+    `projects`. This server has no teams and organizations.
     """
     entries = await asyncio.to_thread(
         call.journal.audit.entries, call.visible(), resource=_RESOURCES[event_type], day=day

@@ -1,4 +1,4 @@
-"""Training runs, as people look at them afterwards."""
+"""Looking at training runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def training_runs(
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
 ) -> TrainingRuns:
-    """Training runs, newest first; with project_id those of sessions in that project."""
+    """Training runs, newest first; with project_id, the runs of sessions with that label."""
     owner = call.visible(access_scope)
     page = await asyncio.to_thread(call.journal.models.runs, owner, limit=limit, offset=offset, project_id=project_id)
     return TrainingRuns(

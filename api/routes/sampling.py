@@ -1,4 +1,4 @@
-"""Sampling sessions, and samples."""
+"""Sampling sessions and samples."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class SamplerDetails(Wire):
 
 @router.post("/asample", openapi_extra=takes(OnSampler, SampleBody))
 async def asample(call: Authorised) -> Response:
-    """Store a sample request, and name every sequence to come: without those names the SDK refuses the result.
+    """Accept a sample request and name each of its sequences, without which the SDK refuses the result.
 
-    429 when the project has as many waiting as it may: the SDK waits a second and sends the same again.
+    429 when the project has as many samples waiting as it may. The SDK then waits a second and repeats the request.
     """
     return await asyncio.to_thread(_submit_sample, call, await call.body())
 
@@ -120,6 +120,6 @@ async def join_sampling_session(call: Authorised) -> SamplingSessionJoined:
 
 @router.get("/samplers/{wanted}", response_model_exclude_none=True)
 async def get_sampler(wanted: str, call: Authorised) -> SamplerDetails:
-    """Which weights a sampler samples."""
+    """The weights that a sampler samples."""
     row = await asyncio.to_thread(call.journal.samplers.get, wanted, call.owner)
     return SamplerDetails(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)

@@ -10,15 +10,16 @@ from typing import Literal
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tinkerflow.api.auth import PREFIX, TOKEN_PREFIX
+from tinkerflow.api.auth import TOKEN_PREFIX
 from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.api.openapi import takes
+from tinkerflow.backend.ids import KEY_PREFIX
 from tinkerflow.backend.model_card import ModelCard
 
 log = logging.getLogger(__name__)
 router = Router(busy=6)
 
-_SECRET = re.compile(rf"(?:{PREFIX}|{TOKEN_PREFIX})[\w.~+/=-]+")
+_SECRET = re.compile(rf"(?:{KEY_PREFIX}|{TOKEN_PREFIX})[\w.~+/=-]+")
 
 
 class TelemetryEvent(Wire):
@@ -60,12 +61,12 @@ class Capabilities(Wire):
 
 @router.post("/client/config")
 async def client_config() -> dict[str, object]:
-    """Each flag promises an endpoint or an encoding. What is not named has the SDK's default (PROTOCOL.md 2.2)."""
+    """Flags for the SDK. Each promises an endpoint or an encoding; the SDK has defaults for all others."""
     return {
         # For older SDKs, 0.25 to 0.36 at least: a model made from a checkpoint is one request, not three.
         "create_model_via_load_weights": True,
         "custom_loss_server_side": True,
-        # Also where no key is needed: `whoami` reads the token, and one way is easier to trust than two.
+        # Also on servers that need no key, because the command `whoami` reads the token.
         "pjwt_auth_enabled": True,
         "sample_use_retrieve_futures": True,
         "sample_join_sampling_session": True,
@@ -74,13 +75,13 @@ async def client_config() -> dict[str, object]:
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config() -> dict[str, object]:
-    """The same for flags that clients ask for again every few minutes (PROTOCOL.md 2.3)."""
+    """Flags that clients ask for again every few minutes."""
     return {"sample_cancel_enabled": True}
 
 
 @router.post("/telemetry", openapi_extra=takes(Telemetry))
 async def telemetry(call: Authorised) -> TelemetryAccepted:
-    """Note what happened in the client. Events hold request headers, keys among them: those are never looked at."""
+    """Log what happened in the client. Events can hold request headers with keys, which are never read."""
     body = await call.parsed(Telemetry)
     for event in body.events:
         message = _SECRET.sub("[key]", event.error_message or "")
@@ -90,15 +91,23 @@ async def telemetry(call: Authorised) -> TelemetryAccepted:
 
 @router.get("/metrics")
 async def metrics(call: Authorised) -> Response:
-    """How many requests were answered and what the worker groups have compiled. It tells nothing about any project."""
-    models = await asyncio.to_thread(call.journal.base_models.all)
-    programs = {model.name: model.compile_status for model in models if model.compile_status is not None}
-    return Response(call.services.metrics.page(programs), media_type=CONTENT_TYPE_LATEST)
+    """What was answered, what waits, and what the worker groups have compiled. It tells nothing about any project."""
+
+    def read() -> bytes:
+        journal = call.journal
+        programs = {
+            model.name: model.compile_status for model in journal.base_models.all() if model.compile_status is not None
+        }
+        samples = sum(journal.queue.waiting_samples().values())
+        waiting = {"samples": samples, "models": len(journal.queue.pending_models())}
+        return call.services.metrics.page(programs, waiting)
+
+    return Response(await asyncio.to_thread(read), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/get_server_capabilities")
 async def capabilities(call: Authorised) -> Capabilities:
-    """The base models served."""
+    """The base models that are served."""
     cards = [ModelCard.from_json(row.card) for row in await asyncio.to_thread(call.journal.base_models.all)]
     return Capabilities(
         supported_models=[SupportedModel(model_name=c.name, max_context_length=c.max_context) for c in cards]

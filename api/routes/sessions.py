@@ -1,4 +1,4 @@
-"""Sessions: a client's presence, to which its models and samplers belong."""
+"""Sessions: the presence of a client, to which its models and samplers belong."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def create_session(call: Authorised) -> SessionCreated:
 
 @router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
 async def heartbeat(call: Authorised) -> HeartbeatHeard:
-    """Keep a session alive. 410 once it is over: the client then stops beating, quietly."""
+    """Keep a session alive; 410 once it has ended, and the client then stops its heartbeats quietly."""
     body = await call.parsed(Heartbeat)
     loop, urgent = asyncio.get_running_loop(), call.services.urgent
     state = await loop.run_in_executor(urgent, call.journal.sessions.heartbeat, body.session_id, call.owner)
@@ -88,7 +88,7 @@ async def heartbeat(call: Authorised) -> HeartbeatHeard:
 
 @router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
 async def finish(session_id: str, call: Authorised) -> dict[str, object]:
-    """End a session; ending it again changes nothing."""
+    """End a session. Ending it again changes nothing."""
     body = await call.parsed(Finish)
     reason = body.reason.type
     await asyncio.to_thread(call.journal.sessions.finish, session_id, call.owner, body.detail, reason=reason)

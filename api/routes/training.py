@@ -71,7 +71,7 @@ class ModelInfo(Wire):
 # The busiest endpoints come first: routes are tried in order.
 @router.post("/forward_backward", openapi_extra=takes_protobuf())
 async def forward_backward(call: Authorised) -> Response:
-    """Store a chunk. Never a 4xx, which would hang the client: what cannot be stored gets the id of a failure."""
+    """Accept a chunk. The answer is never a 4xx, which would hang the client: see `refuse`."""
     try:
         return await asyncio.to_thread(_submit_chunk, call, await call.body())
     except UserError as e:
@@ -99,7 +99,7 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
 
 @router.post("/optim_step", openapi_extra=takes(OnModel, OptimStepBody))
 async def optim_step(call: Authorised) -> Response:
-    """Store an optimizer step."""
+    """Accept an optimizer step."""
     return await asyncio.to_thread(submit_for_model, call, Kind.OPTIM_STEP, await call.body(), _step_params)
 
 
@@ -109,7 +109,7 @@ def _step_params(values: dict[str, Any]) -> object:
 
 @router.post("/create_custom_loss", openapi_extra=takes(CustomLossAddress, CreateCustomLoss))
 async def create_custom_loss(call: Authorised) -> Response:
-    """Keep a traced loss for its session; what is wrong with the graph fails the future."""
+    """Keep a traced loss for its session. A wrong graph fails the future."""
     return await asyncio.to_thread(_keep_loss, call, await call.body())
 
 
@@ -137,13 +137,13 @@ def _keep_loss(call: Call, body: bytes) -> Response:
 
 @router.post("/create_model", openapi_extra=takes(OnNewModel, CreateModel))
 async def create_model(call: Authorised) -> Response:
-    """Make a model with a fresh adapter; its id is `{session}:train:{n}`."""
+    """Make a model with a fresh adapter. Its id is `{session}:train:{n}`."""
     return await asyncio.to_thread(_create, call, await call.body(), Kind.CREATE_MODEL)
 
 
 @router.post("/load_weights", openapi_extra=takes(OnNewModel, LoadModel, OnModel))
 async def load_weights(call: Authorised) -> Response:
-    """With session_id, make a model from a checkpoint (the client works out its id); with model_id, load into that."""
+    """With session_id, make a model from a checkpoint; with model_id, load a checkpoint into that model."""
     body = hash_token(await call.body(), access_hash)
     if parse(body).get("session_id") is not None:
         return await asyncio.to_thread(_create, call, body, Kind.LOAD_MODEL)
@@ -172,7 +172,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
         wanted = describe(journal, owner, values)
         _must_be_served(journal, wanted.base_model)
     except UserError as e:
-        # The row says what can be said of a model that never came to be; the request says why.
+        # The model never came to be. Its row holds what is known of it, and the request says why.
         base_model = address.base_model
         wanted = _WantedModel(base_model if isinstance(base_model, str) else "", LoraSpec(rank=0), {})
         error = e.message
@@ -223,7 +223,7 @@ def _must_be_served(journal: Journal, base_model: str) -> None:
 
 @router.post("/get_info", openapi_extra=takes(GetInfo))
 async def get_info(call: Authorised) -> ModelInfo:
-    """What a model is: the SDK asks once, right after making it."""
+    """What a model is. The SDK asks once, right after making it."""
     body = await call.parsed(GetInfo)
     return await asyncio.to_thread(_info, call.journal, call.owner, body.model_id)
 

@@ -1,4 +1,4 @@
-"""Saving weights, and what is known of saved ones."""
+"""Saving weights, and looking at, publishing and deleting what was saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinkerflow.backend.wire import OnModel, SaveExternal, SaveForSampler, SaveW
 
 router = Router(busy=4)
 
-# A retried unnamed save comes with a new number, and is the same save all the same (PROTOCOL.md 3.2).
+# The SDK gives a retried unnamed save a new number, but it is the same save.
 _RENUMBERED = ("sampling_session_seq_id",)
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 CheckpointType = Literal["training", "sampler", "external"]
@@ -79,13 +79,13 @@ class WeightsInfo(Wire):
 
 @router.post("/save_weights", openapi_extra=takes(OnModel, SaveWeights))
 async def save_weights(call: Authorised) -> Response:
-    """Store a save of the training state."""
+    """Accept a save of the training state."""
     return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_WEIGHTS, await call.body(), SaveWeights.read)
 
 
 @router.post("/save_weights_for_sampler", openapi_extra=takes(OnModel, SaveForSampler))
 async def save_weights_for_sampler(call: Authorised) -> Response:
-    """Store a save for sampling: named, or unnamed and then opening a sampling session."""
+    """Accept a save for sampling. A save with a name is kept; one without opens a sampling session."""
     body = await call.body()
     return await asyncio.to_thread(
         submit_for_model, call, Kind.SAVE_FOR_SAMPLER, body, SaveForSampler.read, not_content=_RENUMBERED
@@ -94,7 +94,7 @@ async def save_weights_for_sampler(call: Authorised) -> Response:
 
 @router.post("/save_weights_external", openapi_extra=takes(OnModel, SaveExternal))
 async def save_weights_external(call: Authorised) -> Response:
-    """Store an export of the weights, to be downloaded."""
+    """Accept an export of the weights, to be downloaded."""
     return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_EXTERNAL, await call.body(), SaveExternal.read)
 
 
@@ -121,25 +121,25 @@ async def run_checkpoints(run_id: str, call: Authorised) -> Checkpoints:
 
 @router.delete(f"{CHECKPOINT}", status_code=204)
 async def delete_checkpoint(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Delete a checkpoint: from now on nobody can read it. The engine removes its files within seconds."""
+    """Delete a checkpoint. Nobody can read it from now on; the engine removes its files within seconds."""
     await asyncio.to_thread(call.journal.checkpoints.delete, _path(run_id, kind, name), call.owner)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Let all keys read a checkpoint. Repeating is fine: the SDK would retry a 409 for minutes."""
+    """Let all keys read a checkpoint. A repeat succeeds too, because the SDK would retry a 409 for minutes."""
     await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Let a checkpoint's own project alone read it again. Repeating is fine."""
+    """Let only the checkpoint's own project read it again. A repeat succeeds too."""
     await asyncio.to_thread(call.journal.checkpoints.publish, _path(run_id, kind, name), call.owner, False)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204, openapi_extra=takes(TtlSeconds))
 async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised) -> None:
-    """Let a checkpoint expire `ttl_seconds` from now; null: never."""
+    """Let a checkpoint expire `ttl_seconds` from now, or never when it is null."""
     values = parse(await call.body())
     if "ttl_seconds" not in values:
         raise UserError("ttl_seconds is absent: must be a number of seconds, or null for never")
@@ -149,7 +149,7 @@ async def set_ttl(run_id: str, kind: CheckpointKind, name: str, call: Authorised
 
 @router.post("/weights_info", openapi_extra=takes(WeightsPath))
 async def weights_info(call: Authorised) -> WeightsInfo:
-    """What one must know to load a checkpoint."""
+    """What a client must know of a checkpoint before it loads it."""
     body = await call.parsed(WeightsPath)
     saved = await asyncio.to_thread(call.journal.checkpoints.get, body.tinker_path, call.owner)
     return WeightsInfo(

@@ -15,13 +15,12 @@ from typing import Any
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.ids import KEY_PREFIX, new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, missing
 from tinkerflow.backend.journal.tables import ApiKey, ServiceSecret
 
-PREFIX = "tml-"
-_SHOWN = len(PREFIX) + 6
+_SHOWN = len(KEY_PREFIX) + 6
 _USE_NOTED_EVERY = timedelta(minutes=1)  # so that checking a key is a read, nearly always
 
 _USABLE = sa.select(ApiKey).where(col(ApiKey.id) == sa.bindparam("key_id"), col(ApiKey.revoked_at).is_(None))
@@ -52,7 +51,7 @@ class Keys(Aggregate):
 
     def create(self, name: str, project: str, *, admin: bool = False) -> tuple[KeyView, str]:
         """Make an API key; what is stored of it, and its secret (`tml-...`), which is never shown again."""
-        secret, now = PREFIX + secrets.token_urlsafe(32), self._now()
+        secret, now = KEY_PREFIX + secrets.token_urlsafe(32), self._now()
         with self._write() as connection:
             row = connection.execute(
                 sa.insert(ApiKey)

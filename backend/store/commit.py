@@ -30,9 +30,8 @@ class CheckpointMeta:
     """Facts about a checkpoint that are saved beside its state.
 
     request_id: the request that asked for the save; repeating a save with the same id gives the same checkpoint.
-    expires_at: with a time zone, or None for never. generation: of the worker group. topology: mesh axes and sizes,
-    as in {"fsdp": 2, "tensor": 1}. run_metadata: the metadata of the training run. `Store.amend` changes public and
-    expires_at after the save.
+    expires_at: with a time zone, or None for never. generation: of the worker group. run_metadata: the metadata of the
+    training run. `Store.amend` changes public and expires_at after the save.
     """
 
     base_model: str
@@ -41,7 +40,6 @@ class CheckpointMeta:
     expires_at: datetime | None = None
     request_id: str = ""
     generation: int = 0
-    topology: Mapping[str, int] = field(default_factory=dict)
     run_metadata: Mapping[str, str] = field(default_factory=dict)
     public: bool = False
 
@@ -97,7 +95,6 @@ def to_json(saved: Saved) -> bytes:
         **vars(saved.meta),
         "user_metadata": dict(saved.meta.user_metadata),
         "expires_at": saved.meta.expires_at and saved.meta.expires_at.isoformat(),
-        "topology": dict(saved.meta.topology),
         "run_metadata": dict(saved.meta.run_metadata),
     }
     commit = {
@@ -133,7 +130,9 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
             raise StoreError(f"checkpoint {path}: its commit.json belongs to {commit['path']!r}")
         if commit.pop("sha256") != _sha256(commit):
             raise StoreError(f"checkpoint {path}: commit.json does not have the SHA-256 that it was saved with")
-        expires_at = commit["meta"]["expires_at"]
+        # earlier versions wrote a topology, which nothing read
+        meta = {key: value for key, value in commit["meta"].items() if key != "topology"}
+        expires_at = meta["expires_at"]
         saved = Saved(
             path=str(path),
             run_id=path.run_id,
@@ -143,7 +142,7 @@ def from_json(data: bytes, path: CheckpointPath) -> Saved:
             spec=LoraSpec(**commit["spec"]),
             step=int(commit["step"]),
             created_at=datetime.fromisoformat(commit["created_at"]),
-            meta=CheckpointMeta(**{**commit["meta"], "expires_at": expires_at and datetime.fromisoformat(expires_at)}),
+            meta=CheckpointMeta(**{**meta, "expires_at": expires_at and datetime.fromisoformat(expires_at)}),
             files={
                 name: Digest(**{**digest, "blocks": tuple(digest["blocks"])})
                 for name, digest in commit["files"].items()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Self
 
 import orjson
@@ -353,6 +354,13 @@ class SaveExternal(Body):
         return self
 
 
+@cache
+def _optimizers(adam_params: bool) -> dict[str, OptimizerSpec]:
+    """The optimizers whose parameters are in `adam_params`, or those whose parameters are not."""
+    field = OptimizerSpec.ADAM_FIELD
+    return {name: spec for name, spec in OPTIMIZERS.items() if (spec.request_field == field) is adam_params}
+
+
 class OptimStepBody(Body):
     """optim_step. The worker checks that the model was made with this optimizer."""
 
@@ -368,11 +376,7 @@ class OptimStepBody(Body):
         if other is None and adam is None:
             rule = "an object of AdamW parameters, or optimizer_params one of another optimizer's"
             raise broken("adam_params", None, rule)
-        specs = {
-            name: spec
-            for name, spec in OPTIMIZERS.items()
-            if (spec.request_field == OptimizerSpec.ADAM_FIELD) == (other is None)
-        }
+        specs = _optimizers(adam is not None)
         if other is None:
             (spec,) = specs.values()
             return spec.read(adam or {})

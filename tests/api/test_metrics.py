@@ -42,3 +42,13 @@ def test_two_apps_of_a_process_count_apart(start: Any) -> None:
     one, other = start(), start()
     one.session()
     assert ("create_session", "200") not in counts(other, "tinkerflow_requests", "tinkerflow_requests_total")
+
+
+def test_the_page_says_how_much_waits(server: Any) -> None:
+    opened = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": "tiny/bigram"}
+    sampler = server.post("create_sampling_session", opened).json()["sampling_session_id"]
+    for seq in range(3):
+        server.post("asample", {"sampling_session_id": sampler, "seq_id": seq, "prompt": {"chunks": []}})
+    server.model()
+    assert counts(server, "tinkerflow_waiting_samples", "tinkerflow_waiting_samples") == {(): 3}
+    assert counts(server, "tinkerflow_waiting_models", "tinkerflow_waiting_models") == {(): 1}

@@ -70,9 +70,7 @@ def make_state() -> Callable[..., AdapterState]:
 
 @pytest.fixture
 def meta() -> CheckpointMeta:
-    return CheckpointMeta(
-        base_model="tiny", owner="local", user_metadata={"note": "first"}, topology={"fsdp": 1, "tensor": 1}
-    )
+    return CheckpointMeta(base_model="tiny", owner="local", user_metadata={"note": "first"})
 
 
 @pytest.fixture
