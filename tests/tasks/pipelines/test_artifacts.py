@@ -1,0 +1,77 @@
+"""What people see of a run: Markdown that cannot be broken by data, and no more updates than are wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.clock import ManualClock
+from tinkerflow.tasks.pipelines.artifacts import LIVE_SECONDS, RunArtifacts, cell, data_page, follower
+from tinkerflow.tasks.pipelines.data import BadRow, DataReport
+from tinkerflow.tasks.pipelines.progress import Sample, SegmentRecord, StepMetrics
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What would go to Prefect: kind of the artifact, and its content."""
+    written: list[tuple[str, Any]] = []
+
+    async def keep(self: RunArtifacts, kind: str, create: Any, data: object, title: str, name: str) -> None:
+        written.append((kind, data))
+
+    monkeypatch.setattr(RunArtifacts, "_put", keep)
+    return written
+
+
+async def test_progress_is_written_at_most_every_two_seconds_and_at_the_end(put: list[tuple[str, Any]]) -> None:
+    clock, followed = ManualClock(), []
+    artifacts = RunArtifacts("sft-mine", clock)
+    token = follower.set(lambda *step: followed.append(step[0]))
+    for step in range(1, 7):
+        await artifacts.progress(step, 6, {"loss": 1.0})
+        clock.advance(0.4 * LIVE_SECONDS)
+    follower.reset(token)
+    assert [data for _, data in put] == [pytest.approx(100 * step / 6) for step in (1, 4, 6)]
+    assert followed == [1, 2, 3, 4, 5, 6]
+
+
+async def test_long_runs_have_every_few_steps_in_their_table(put: list[tuple[str, Any]]) -> None:
+    steps = [StepMetrics(step=i, values={"loss": 1.0 / i}) for i in range(1, 502)]
+    await RunArtifacts("x").curves(steps, {"held_out_loss": [(100.0, 0.5)]})
+    (picture, table) = put
+    assert picture[0] == "curves" and picture[1].startswith("data:image/svg+xml;base64,")
+    assert [row["step"] for row in table[1]] == [*range(1, 502, 3), 501]  # the last step is always there
+
+
+async def test_answers_of_the_first_and_the_last_segments_stand_side_by_side(put: list[tuple[str, Any]]) -> None:
+    segments = [
+        SegmentRecord(first_step=i, last_step=i, state="s", steps=[], samples=[Sample(prompt="p", answer=f"a{i}")])
+        for i in range(1, 8)
+    ]
+    await RunArtifacts("x").samples([*segments, SegmentRecord(first_step=8, last_step=8, state="s", steps=[])])
+    assert put[0][1] == [{"prompt": "p"} | {f"after step {i}": f"a{i}" for i in (1, 4, 5, 6, 7)}]
+    await RunArtifacts("x").samples([])
+    assert len(put) == 1
+
+
+async def test_outside_of_a_flow_run_nothing_is_written() -> None:
+    await RunArtifacts("x").text("report", "# text", "title")
+
+
+def test_data_cannot_break_a_table() -> None:
+    assert cell("a|b\n<i>\\") == "a\\|b &lt;i>\\\\"
+    report = DataReport(
+        url="rows.jsonl",
+        schema_name="chat",
+        digest="d",
+        rows=3,
+        bad_rows=1,
+        duplicates=0,
+        characters=9,
+        first_errors=[BadRow(where="rows.jsonl:2", error="bad | worse")],
+        quarantine="quarantine/q.jsonl",
+    )
+    page = data_page("held_out", report)
+    assert page.startswith("## held_out: `rows.jsonl`") and "| good rows | 3 |" in page
+    assert page.endswith("| rows.jsonl:2 | bad \\| worse |")

@@ -1,0 +1,83 @@
+"""Scores of weights on rows with answers, and the passes over answers that recipes measure with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkerflow.tasks.pipelines import Renderer, TokenizedExample, parse_row
+from tinkerflow.tasks.pipelines.forwards import BATCH, answer_logprobs, mean_loss
+from tinkerflow.tasks.pipelines.scoring import expected_answer, greedy_answers, score
+
+ROWS = [
+    parse_row({"prompt": "Colour of grass?", "completion": "green"}, "prompt_completion"),
+    parse_row({"prompt": "Colour of coal?", "completion": "black"}, "prompt_completion"),
+]
+
+
+class Sampler:
+    """Says green whatever it is asked; each token but the first has the log probability -0.5."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    async def sample(self, prompt: Any, num_samples: int, sampling_params: Any) -> Any:
+        assert (num_samples, sampling_params.temperature) == (1, 0.0)
+        tokens = self.tokenizer.encode(" green ", add_special_tokens=False)
+        return SimpleNamespace(sequences=[SimpleNamespace(tokens=tokens)])
+
+    async def compute_logprobs(self, prompt: Any) -> list[float | None]:
+        return [None] + [-0.5] * (len(prompt.to_ints()) - 1)
+
+
+async def test_loss_and_exact_matches(tokenizer: Any, renderer: Renderer) -> None:
+    examples = [example for row in ROWS for example in renderer.examples(row.prompt, row.chosen)]
+    sampler: Any = Sampler(tokenizer)
+    scores = await score.fn("mine", sampler, renderer, ROWS, examples, max_tokens=4, shown=1)
+    assert (scores.rows, scores.loss, scores.exact_match) == (2, pytest.approx(0.5), 0.5)
+    assert [(sample.answer, sample.wanted) for sample in scores.samples] == [("green", "green")]
+    answers = await greedy_answers(sampler, renderer, ROWS, max_tokens=4)
+    assert [answer.wanted for answer in answers] == ["green", "black"]
+
+
+def test_the_expected_answer_of_a_row() -> None:
+    assert expected_answer(ROWS[0]) == "green"
+    assert expected_answer(parse_row({"prompt": "a", "answer": 7}, "prompt")) == "7"
+    assert expected_answer(parse_row({"prompt": "a"}, "prompt")) == ""
+
+
+class Client:
+    """Gives every token of a sequence of n tokens the log probability -n, and counts its requests."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def forward(self, data: list[Any], loss: str) -> Any:
+        assert loss == "cross_entropy"
+        self.sizes.append(len(data))
+        lengths = [len(datum.model_input.to_ints()) for datum in data]
+        weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in data]
+        outputs = [{"logprobs": SimpleNamespace(to_numpy=lambda n=n: np.full(n, -n, np.float32))} for n in lengths]
+        total = sum(n * w.sum() for n, w in zip(lengths, weights, strict=True))
+        return SimpleNamespace(metrics={"loss:sum": float(total)}, loss_fn_outputs=outputs)
+
+
+async def test_passes_over_many_examples_come_in_parts_and_in_order() -> None:
+    lengths = [2 + i % 3 for i in range(BATCH + 1)]
+    examples = [
+        TokenizedExample(np.arange(n + 1, dtype=np.int32), np.array([0] * n + [1], np.float32)) for n in lengths
+    ]
+    client: Any = Client()
+    assert (await answer_logprobs(client, examples)).tolist() == [-n for n in lengths]
+    assert client.sizes == [BATCH, 1]
+    assert await mean_loss(client, examples) == pytest.approx(np.mean(lengths))
+
+
+def test_a_scaled_example_has_other_weights_and_the_same_tokens() -> None:
+    example = TokenizedExample(np.array([1, 2, 3], np.int32), np.array([0, 1, 1], np.float32))
+    scaled = example.scaled(-0.25)
+    assert scaled.tokens is example.tokens
+    assert scaled.weights.dtype == np.float32 and scaled.weights.tolist() == [0, -0.25, -0.25]

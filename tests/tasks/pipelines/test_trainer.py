@@ -1,0 +1,130 @@
+"""Segments of a training: which steps are made, what is recorded, and where it goes on after a stop or a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tinkerflow.flows.pipelines.sft import SftParameters
+from tinkerflow.tasks.pipelines.control import Control
+from tinkerflow.tasks.pipelines.progress import RunProgress, StepMetrics
+from tinkerflow.tasks.pipelines.trainer import Lineage, Trainer, train_segment
+
+
+class Client:
+    """A model that counts what it is asked."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.saved: list[tuple[str, int | None]] = []
+
+    async def save_state(self, name: str, ttl_seconds: int | None, user_metadata: Mapping[str, str]) -> Any:
+        self.saved.append((name, ttl_seconds))
+        assert user_metadata["step"] == str(int(name.removeprefix("step-")))
+        return SimpleNamespace(path=f"tinker://{name}")
+
+
+class Service:
+    """Makes clients that say what they were made of."""
+
+    async def create_lora_training_client(self, base_model: str, **_: object) -> Client:
+        return Client(base_model)
+
+    async def create_training_client_from_state(self, path: str, **_: object) -> Client:
+        return Client(f"weights of {path}")
+
+    async def create_training_client_from_state_with_optimizer(self, path: str, **_: object) -> Client:
+        return Client(path)
+
+
+class Recipe:
+    """Steps that take turns of the loop; step `fails` fails, and the most that were under way at once is kept."""
+
+    def __init__(self, ahead: int = 0, fails: int = -1) -> None:
+        self.ahead, self.fails = ahead, fails
+        self.under_way = self.most = 0
+        self.asked: list[int] = []
+
+    async def prepare(self, trainer: Trainer) -> None:
+        """Nothing."""
+
+    async def submit(self, client: Any, step: int, params: Any) -> Mapping[str, float]:
+        self.asked.append(step)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.under_way -= 1
+        if step == self.fails:
+            raise RuntimeError("the step failed")
+        return {"loss": float(step)}
+
+    async def held_out(self, client: Any) -> Mapping[str, float]:
+        return {"held_out_loss": 1.0}
+
+
+def trainer(work: str, recipe: Recipe, **model: Any) -> Trainer:
+    parameters = SftParameters.model_validate(
+        {"data": {"url": "rows.jsonl"}, "model": model, "training": {"steps": 6, "segment_steps": 3}}
+    )
+
+    async def preview(client: Client) -> list[Any]:
+        return []
+
+    run: Any = SimpleNamespace(
+        parameters=parameters, server=SimpleNamespace(service=Service()), base_model="tiny", preview=preview
+    )
+    return Trainer(run, recipe, RunProgress(work, "run", "plan"), Lineage("sft", "run", "data", "code"))
+
+
+async def test_segments_are_made_recorded_and_continued_by_another_process(work: str) -> None:
+    shown: list[StepMetrics] = []
+    first = trainer(work, Recipe())
+    segment = await train_segment.fn(first, 1, 3, Control(), shown.append)
+    assert segment is not None
+    assert (segment.first_step, segment.last_step, segment.state) == (1, 3, "tinker://step-00000003")
+    assert [step.values["loss"] for step in segment.steps] == [0.0, 1.0, 2.0]
+    assert segment.steps == shown and segment.held_out == {"held_out_loss": 1.0}
+    live: Any = await first.at(3)
+    assert live.origin == "tiny" and live.saved == [("step-00000003", 7 * 24 * 3600)]
+    second = trainer(work, Recipe())
+    client: Any = await second.at(3)
+    assert client.origin == "tinker://step-00000003"
+    await train_segment.fn(second, 4, 6, Control(), shown.append)
+    assert client.saved == [("step-00000006", None)]  # the last state stays
+    assert [(one.first_step, one.last_step) for one in second.progress.segments()] == [(1, 3), (4, 6)]
+
+
+async def test_a_start_from_other_weights(work: str) -> None:
+    client: Any = await trainer(work, Recipe(), start_from="tinker://a/weights/b").at(0)
+    assert client.origin == "weights of tinker://a/weights/b"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+async def test_so_many_steps_are_submitted_ahead(work: str, ahead: int) -> None:
+    recipe = Recipe(ahead)
+    segment = await train_segment.fn(trainer(work, recipe), 1, 6, Control(), lambda _: None)
+    assert segment is not None and [step.step for step in segment.steps] == [1, 2, 3, 4, 5, 6]
+    assert recipe.most == ahead + 1
+
+
+async def test_a_stop_ends_with_the_step_that_is_being_made_and_measures_nothing(work: str) -> None:
+    control = Control()
+    stopped = await train_segment.fn(trainer(work, Recipe()), 1, 6, control, lambda made: control.stop())
+    assert stopped is not None
+    assert (stopped.last_step, stopped.held_out) == (1, {})
+    assert await train_segment.fn(trainer(work, Recipe()), 2, 6, control, lambda _: None) is None
+
+
+async def test_a_failure_leaves_no_record_and_no_live_model(work: str) -> None:
+    recipe = Recipe(ahead=1, fails=1)
+    failing = trainer(work, recipe)
+    before = await failing.at(0)
+    with pytest.raises(RuntimeError, match="the step failed"):
+        await train_segment.fn(failing, 1, 3, Control(), lambda _: None)
+    assert recipe.under_way == 0 and failing.progress.segments() == []
+    assert await failing.at(0) is not before

@@ -1,0 +1,65 @@
+"""The work folder, and the connection that pipelines take from the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.connection import ServerClients
+from tinkerflow.tasks.pipelines.work import (
+    checked_name,
+    create_json,
+    create_once,
+    default_work_url,
+    digest,
+    open_work,
+    read_json,
+)
+
+
+def test_objects_are_written_once(work: str) -> None:
+    folder = open_work(work)
+    assert open_work(work) is folder
+    assert read_json(folder, "a/b.json") is None
+    create_json(folder, "a/b.json", {"b": 1, "a": 2})
+    create_json(folder, "a/b.json", {"a": 2, "b": 1})  # the same content
+    with pytest.raises(FileExistsError):
+        create_json(folder, "a/b.json", {"a": 3})
+    assert read_json(folder, "a/b.json") == {"a": 2, "b": 1}
+    create_once(folder, "c", b"one")
+    create_once(folder, "c", b"two")
+    assert folder.read("c") == b"one"
+
+
+def test_names_of_content_tell_parts_apart() -> None:
+    assert digest("ab", "c") == digest(b"ab", b"c") != digest("a", "bc")
+    assert len(digest("a")) == 32
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a" * 129])
+def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    assert checked_name("run", "run-1.2_x") == "run-1.2_x"
+    with pytest.raises(UserError, match="run "):
+        checked_name("run", name)
+
+
+def test_the_setting_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERFLOW_DATA_DIR", str(tmp_path))
+    assert default_work_url() == f"file://{tmp_path}/pipelines"
+    monkeypatch.setenv("TINKERFLOW_PIPELINES", "gs://bucket/x")
+    assert default_work_url() == "gs://bucket/x"
+
+
+async def test_the_base_model_is_the_wanted_one_or_the_first() -> None:
+    class Rest:
+        async def get_server_capabilities(self) -> Any:
+            return SimpleNamespace(supported_models=[SimpleNamespace(model_name=name) for name in ("", "a", "b")])
+
+    clients: Any = ServerClients(service=None, rest=Rest())  # type: ignore[arg-type]
+    assert (await clients.base_model(""), await clients.base_model("b")) == ("a", "b")
+    with pytest.raises(UserError, match=r"model\.base_model 'c': the server offers a, b"):
+        await clients.base_model("c")
