@@ -44,7 +44,7 @@ class Part:
         self.name = name
         self.log = log_dir / f"{name}.log"
         self.process: ChildProcess | None = None
-        self.ready: Future[None] = Future()
+        self.ready = _unanswered()
         self._command = command
         self._environment = environment
         self._silence = silence
@@ -72,7 +72,7 @@ class Part:
         """Start the process, and wait until it ends: its exit status. Cancelled, it stops the process."""
         self._lines = 0
         if self.ready.done():
-            self.ready = Future()
+            self.ready = _unanswered()
         process = ChildProcess(self._command, environment=self._environment, log=self.log, on_line=self._hear)
         self.process = process
         try:
@@ -92,3 +92,9 @@ class Part:
             self.ready.set_result(None)
         elif line not in (READY, BEAT):
             self._report(f"{self.name}: {line}")
+
+
+def _unanswered() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+    return future

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,18 +23,11 @@ def run_engine_part(settings: Settings, parent: int) -> None:
     pulse = _begin(parent)
     from tinkerflow.flows.engine import run_engine
 
-    async def main() -> None:
-        loop, this = asyncio.get_running_loop(), asyncio.current_task()
-        assert this is not None
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, this.cancel)
+    async def run() -> None:
         served = with_base_models(settings)
         await run_engine(served, on_progress=say, on_ready=lambda: say(READY), on_turn=pulse.turns)
 
-    try:
-        asyncio.run(main())
-    except asyncio.CancelledError:
-        logging.getLogger(__name__).info("stopped")
+    _until_signal(run, logging.getLogger(__name__).info)
 
 
 def run_api_part(settings: Settings, parent: int) -> None:
@@ -53,19 +46,8 @@ def run_worker_part(settings: Settings, group: str, processes: int) -> None:
     except ValueError as error:
         raise UserError(f"--group {error}") from error
     secret, logs = read_secret(settings.group_secret_path), settings.data_dir / "logs"
-    post = HostConfig(driver, port, secret, processes, logs, str(settings.compile_cache))
-
-    async def main() -> None:
-        loop, this = asyncio.get_running_loop(), asyncio.current_task()
-        assert this is not None
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, this.cancel)
-        await serve_group(post, say)
-
-    try:
-        asyncio.run(main())
-    except asyncio.CancelledError:
-        say("stopped")
+    host = HostConfig(driver, port, secret, processes, logs, str(settings.compile_cache))
+    _until_signal(lambda: serve_group(host, say), say)
 
 
 def with_base_models(settings: Settings) -> Settings:
@@ -97,6 +79,21 @@ def open_journal(settings: Settings) -> Iterator[Journal]:
         yield journal
     finally:
         journal.close()
+
+
+def _until_signal(work: Callable[[], Coroutine[None, None, None]], log: Callable[[str], None]) -> None:
+    """Run `work` until it ends, or SIGTERM or SIGINT cancels it."""
+
+    async def main() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.create_task(work())
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, task.cancel)
+        await task
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        log("stopped")
 
 
 def _begin(parent: int) -> Pulse:

@@ -29,10 +29,10 @@ _PROOF = 32
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A driver to connect to. It never stands in argv, where everybody could read it.
+    """A driver that a worker is to serve: a line of its standard input, for everybody could read its arguments.
 
-    secret: of the generation, as hex. parent: process id of who writes this, and whom the process does not outlive.
-    compile_cache_dir: this host's, in place of the one that the driver names; "" = the driver's.
+    secret: the generation's, as hex. parent: id of the process that started the worker, and that it does not outlive.
+    compile_cache_dir: the host's folder, in place of the folder that the driver names; "" = the driver's.
     """
 
     host: str
@@ -44,7 +44,7 @@ class LaunchSpec:
     compile_cache_dir: str
 
     def to_line(self) -> bytes:
-        """As it is written."""
+        """The line that holds it."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
@@ -59,9 +59,12 @@ def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def connect(host: str, port: int, secret: bytes, generation: int, rank: int, timeout: float = 30.0) -> WorkerLink:
-    """Connect to the driver. Raises PermissionError when it does not know the secret, OSError for all else.
+    """Connect to the driver that listens on `host`:`port`.
 
-    ConnectionRefusedError: nobody listens, or the driver hung up: it is ending, or did not like what we sent.
+    secret, generation: the generation's, or with generation 0 the group's secret. rank: of this worker, 0 for an agent.
+    timeout: seconds for the connection, and for each message of the handshake.
+    Raises PermissionError when the driver does not know the secret, and OSError for all else. ConnectionRefusedError:
+    nobody listens, or the driver hung up because it is ending or refuses this rank or generation.
     """
     sock = socket.create_connection((host, port), timeout=timeout)
     try:

@@ -1,0 +1,31 @@
+"""A stack that does not come up says why, and leaves no process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.up import Stack
+
+
+def children() -> set[str]:
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def test_a_stack_that_is_late_names_its_parts(tmp_path: Path) -> None:
+    before = children()
+    settings = Settings(data_dir=tmp_path, port=0, prefect="off", start_deadline=0.1)
+    with pytest.raises(ServerError, match=r"not ready in 0 s \(start_deadline\): engine, api"):
+        Stack(settings, report=print).__enter__()
+    assert children() <= before
+
+
+def test_a_part_that_ends_at_the_start_is_named_with_its_log(tmp_path: Path) -> None:
+    before = children()
+    settings = Settings(data_dir=tmp_path, port=0, prefect="off", base_models=(str(tmp_path / "nothing"),))
+    with pytest.raises(ServerError, match=r"(?s)engine ended with status \d+ at the start:\n.*nothing"):
+        Stack(settings, report=print).__enter__()
+    assert children() <= before
