@@ -61,7 +61,8 @@ def decode(
 ) -> tuple[KVCache, Decoded]:
     """More tokens for every slot: the cache, updated in place, and the tokens [C, S], replicated.
 
-    chunk: C, the most tokens of a slot. top: how many of the most likely tokens to list at each position, 0 = none.
+    cfg, mesh: the base model's shape, and the devices. chunk: C, the most tokens of a slot. top: how many of the most
+    likely tokens to list at each position, 0 = none.
     params: the base model. lora: the stack of adapters. cache: of S slots. If `params` is by layer, the stack and the
     cache must be too. rows: where each slot starts. steps: int32 scalar, tokens to decode, at most C; the rest are 0.
     """
@@ -107,9 +108,9 @@ def layers(
 ) -> tuple[KVCache, jax.Array]:
     """The cache with the tokens' keys and values, and their final hidden states [S, Q, D], in the weights' dtype.
 
-    The cache is carried through the loop over layers, so it is never copied. lora: the stack of adapters.
-    tokens_SQ int32: Q tokens of each row. start_S int32: where the first of them stands in its sequence. columns_S2
-    int32: each row's columns of the stack.
+    The cache is carried through the loop over layers, so it is never copied. cfg, mesh, params: the base model and
+    its devices. lora: the stack of adapters. tokens_SQ int32: Q tokens of each row. start_S int32: where the first of
+    them stands in its sequence. columns_S2 int32: each row's columns of the stack.
     """
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     rope = rope_tables(cfg, positions_SQ)

@@ -81,7 +81,8 @@ def cache_sharding(cfg: ModelConfig, mesh: Mesh, slots: int, length: int) -> Nam
 def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: str, by_layer: bool) -> KVCache:
     """A cache of zeros. It must be zeros: a masked value is multiplied by a weight of 0, and 0 * nan is nan.
 
-    slots, length: its size, length a multiple of BLOCK. dtype: by name. by_layer: one array for each layer.
+    cfg, mesh: the base model's shape, and the devices. slots, length: the size, length a multiple of BLOCK. dtype: by
+    name. by_layer: one array for each layer.
     """
 
     def zeros(layers: int, axis: int) -> jax.Array:
@@ -94,18 +95,19 @@ def empty_cache(cfg: ModelConfig, mesh: Mesh, slots: int, length: int, dtype: st
     return KVCache(k=part(_KEYS), v=part(_VALUES))
 
 
-def copy_slots(cfg: ModelConfig, mesh: Mesh, into: KVCache, source: KVCache, moves: Sequence[SlotCopy]) -> KVCache:
+def copy_slots(cfg: ModelConfig, mesh: Mesh, into: KVCache, source: KVCache, copies: Sequence[SlotCopy]) -> KVCache:
     """`into`, updated in place, with the first pages of some slots of `source`. Several dispatches.
 
-    into, source: caches of any two shapes. copies: which slots. Pages go through an array of a fixed size, so there is
-    a program for each shape of cache, and none for each pair of shapes.
+    cfg, mesh: the base model's shape, and the devices. into, source: caches of any two shapes. copies: which slots.
+    Pages go through an array of a fixed size, so there is a program for each shape of cache, and none for each pair
+    of shapes.
     """
-    pages = [(move, page) for move in moves for page in range(move.pages)]
+    pages = [(each, page) for each in copies for page in range(each.pages)]
     for begin in range(0, len(pages), PAGES):
         here = pages[begin : begin + PAGES]
         source_N, into_N, page_N = (np.zeros(PAGES, np.int32) for _ in range(3))
-        for i, (move, page) in enumerate(here):
-            source_N[i], into_N[i], page_N[i] = move.source, move.into, page
+        for i, (each, page) in enumerate(here):
+            source_N[i], into_N[i], page_N[i] = each.source, each.into, page
         count = np.int32(len(here))
         into = pages_put(cfg, mesh, into, pages_of(cfg, mesh, source, source_N, page_N, count), into_N, page_N, count)
     return into
@@ -117,8 +119,8 @@ def pages_of(
 ) -> KVCache:
     """Some pages as a cache of N = PAGES slots of BLOCK positions, one array for all layers.
 
-    cache: of any shape. slot_N, page_N int32: slot i of the result is page page_N[i] of slot slot_N[i], for i < count
-    (int32 scalar); the other slots are zeros.
+    cfg, mesh: the base model's shape, and the devices. cache: of any shape. slot_N, page_N int32: slot i of the
+    result is page page_N[i] of slot slot_N[i], for i < count (int32 scalar); the other slots are zeros.
     """
 
     def one(axis: int, whole: Any) -> jax.Array:
@@ -144,7 +146,8 @@ def pages_put(
 ) -> KVCache:
     """The inverse of `pages_of`: `cache`, updated in place, with these pages.
 
-    cache: of any shape. pages: from `pages_of`. slot_N, page_N, count: where they go, as in `pages_of`.
+    cfg, mesh: the base model's shape, and the devices. cache: of any shape. pages: from `pages_of`. slot_N, page_N,
+    count: where they go, as in `pages_of`.
     """
 
     def one(axis: int, whole: Any, source: Any) -> Any:
@@ -178,7 +181,10 @@ def page_of(cfg: ModelConfig, mesh: Mesh, cache: KVCache, page: jax.Array) -> KV
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def with_page(cfg: ModelConfig, mesh: Mesh, cache: KVCache, part: KVCache, page: jax.Array) -> KVCache:
-    """`cache` with `part`, BLOCK positions of every slot, at positions [page * BLOCK, (page + 1) * BLOCK). In place."""
+    """`cache`, updated in place, with `part`, BLOCK positions of every slot, at [page * BLOCK, (page + 1) * BLOCK).
+
+    cfg, mesh: the base model's shape, and the devices. page: int32 scalar.
+    """
 
     def one(axis: int, x: jax.Array, part: jax.Array) -> jax.Array:
         x = jax.lax.dynamic_update_slice_in_dim(x, part, page * BLOCK, axis)

@@ -31,7 +31,10 @@ class SamplerModel:
     """The base model and the snapshots on the devices. It keeps no KV cache: callers hand theirs in and get it back."""
 
     def __init__(self, cfg: ModelConfig, mesh: Mesh, params: Params, snapshots: SnapshotCache, chunk: int) -> None:
-        """params: by layer or stacked, as `snapshots` are. chunk: the most tokens that one decode dispatch makes."""
+        """cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are.
+
+        chunk: the most tokens that one decode dispatch makes.
+        """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self._params = params
 

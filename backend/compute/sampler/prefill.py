@@ -46,9 +46,9 @@ def prefill(
 ) -> tuple[KVCache, PieceScores]:
     """The cache, updated in place, with the piece's keys and values, and its scores, replicated (zeros unless `score`).
 
-    widths: how many scores of each kind the program computes. params: the base model. lora: the stack of adapters.
-    staged: the cache of B rows. If `params` is by layer, the stack and the cache must be too. piece: the tokens; a row
-    past its prompt's end writes keys that no query attends to.
+    cfg, mesh: the base model's shape, and the devices. widths: how many scores of each kind the program computes.
+    params: the base model. lora: the stack of adapters. staged: the cache of B rows. If `params` is by layer, the stack
+    and the cache must be too. piece: the tokens; a row past its prompt's end writes keys that no query attends to.
     """
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
     staged, x_BQD = layers(cfg, mesh, params, lora, staged, piece.tokens_BQ, start_B, columns_S2=piece.columns_B2)

@@ -90,8 +90,9 @@ def score(
 ) -> PieceScores:
     """What is wanted of every position of a piece. Q is a power of two.
 
-    widths: how many of each the program computes. params, lora: the unembedding and the stack's pair for it. x_BQD:
-    final hidden states. columns_B2 int32: each row's columns of the stack. wanted: as wide as `widths`.
+    mesh: rows are split over it. widths: how many of each the program computes. params, lora: the unembedding and the
+    stack's pair for it. x_BQD: final hidden states. columns_B2 int32: each row's columns of the stack. wanted: as
+    wide as `widths`.
     """
     B, Q, _ = x_BQD.shape
     size = Q

@@ -291,7 +291,8 @@ def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.
 def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: bool) -> Lora:
     """A stack of zeros: an adapter of all parts of the model.
 
-    width: columns, K. dtype: by name. by_layer: with arrays of its own for each layer (`params.by_layer`).
+    cfg, mesh: the base model's shape, and the devices. width: columns, K. dtype: by name. by_layer: with arrays of
+    its own for each layer (`params.by_layer`).
     """
 
     def zeros(stack: tuple[int, ...], size: int) -> Any:  # an array, or by layer a tuple of arrays
@@ -311,7 +312,8 @@ def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: 
 def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Array) -> Lora:
     """The stack, updated in place, with a snapshot in columns [start, start + columns).
 
-    snapshot: as `frozen` made it; projections that it does not adapt are zeroed there. start: int32 scalar.
+    mesh: every device holds all of the stack. snapshot: as `frozen` made it; projections that it does not adapt are
+    zeroed there. start: int32 scalar.
     """
 
     def put_pair(into: LoraPair, pair: LoraPair | None) -> LoraPair:

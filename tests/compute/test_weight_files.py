@@ -1,0 +1,45 @@
+"""The tensors of a folder, from one file or several, read by parts; what is wrong with a file is named."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tinkerflow.backend.compute.weight_files import INDEX, WEIGHTS, open_tensors
+from tinkerflow.backend.errors import UserError
+
+
+def test_parts_of_a_bfloat16_matrix(tmp_path):
+    matrix = np.arange(24, dtype=np.float32).reshape(4, 6).astype(ml_dtypes.bfloat16)
+    save_file({"x": matrix}, tmp_path / WEIGHTS)
+    stored = open_tensors(tmp_path, "m")["x"]
+    assert (stored.get_shape(), stored.get_dtype()) == ([4, 6], "BF16")
+    np.testing.assert_array_equal(stored[1:3, 2:5], matrix[1:3, 2:5])
+    np.testing.assert_array_equal(stored[slice(None), slice(0, 1)], matrix[:, :1])
+
+
+def test_an_index_names_the_files(tmp_path):
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "1.safetensors")
+    save_file({"b": np.ones(3, np.float16)}, tmp_path / "2.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    assert {name: stored.get_shape() for name, stored in open_tensors(tmp_path, "m").items()} == {"a": [2], "b": [3]}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"base model 'm': .*there is no .*model\.safetensors; weights must be safetensors"),
+        ({WEIGHTS: "no header"}, r"base model 'm': .*model\.safetensors is not a safetensors file"),
+        ({INDEX: '{"weight_map": 3}'}, "has no object 'weight_map'"),
+        ({INDEX: '{"weight_map": {"a": "gone.safetensors"}}'}, r"there is no .*gone\.safetensors"),
+    ],
+)
+def test_a_file_that_is_missing_or_broken_is_named(tmp_path, files, message):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        open_tensors(tmp_path, "m")
