@@ -285,7 +285,7 @@ class Target:
         method = "PUT" if path.endswith(("/ttl", "/project")) else "POST"
         answer = self.request(method, path, content=content, headers=headers)
         if path in (PROTO, *MODEL_OPERATIONS) or path == "asample":
-            assert path != PROTO or answer.status_code == 200, "PROTOCOL.md 3.5: a refused chunk hangs the client"
+            assert path != PROTO or answer.status_code == 200, "a refused chunk hangs the client"
             self._settle(path, answer)
 
     def endpoints(self) -> list[str]:

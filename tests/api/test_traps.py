@@ -1,4 +1,4 @@
-"""What the SDK cannot be made to send, sent by hand: PROTOCOL.md section 10, by number where a test has one."""
+"""Requests that the SDK cannot be made to send, sent by hand: the traps of docs/protocol.md."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_12_a_replayed_sample_without_a_seed_is_the_same_sample(server: Any, eng
     assert server.post("create_sampling_session", sampler).json()["sampling_session_id"] == opened
     body = {
         "sampling_session_id": opened,
-        "seq_id": 3_000_000_000,  # 16: 64 bits
+        "seq_id": 3_000_000_000,  # needs 64 bits
         "num_samples": 2,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]},
         "sampling_params": {"max_tokens": 4},
@@ -211,7 +211,7 @@ def test_12_a_replayed_sample_without_a_seed_is_the_same_sample(server: Any, eng
     first, again = server.post("asample", body).json(), server.post("asample", body).json()
     engine.paused = False
     assert first == again
-    assert len(set(first["sample_sequence_ids"])) == 2  # 1
+    assert len(set(first["sample_sequence_ids"])) == 2
     response = pb.SampleResponse.FromString(server.result(first["request_id"]).content)
     assert len(response.sequences) == 2
     assert server.post("asample", {**body, "num_samples": 3}).status_code == 422

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.small_model FOLDER
 
-Its shape is small-qwen3's of FINDINGS.md 4 and 6; its tokenizer is the tiny model's, which costs nothing to a step.
+Its tokenizer is the tiny model's, which costs a step nothing.
 """
 
 from __future__ import annotations

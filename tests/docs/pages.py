@@ -47,5 +47,5 @@ def paths(text: str) -> set[str]:
 
     Fenced code blocks do not count: they show files of users.
     """
-    rooms = "api|flows|tasks|backend|deployments|tests|docs|\\.package"
+    rooms = "api|flows|tasks|backend|deployments|tests|docs|\\.ci|\\.package"
     return set(re.findall(rf"(?<![\w/.<-])((?:{rooms})/[\w./-]*\w/?)", without_code_blocks(text)))

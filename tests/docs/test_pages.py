@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.docs.generate import command_line, parameters
 from tests.docs.metrics import families
-from tests.docs.pages import DOCS, ROOT, anchors, links, paths, written
+from tests.docs.pages import DOCS, ROOT, anchors, links, paths, tracked, written
 
 import tinkerflow.api.routes as routes
 from tinkerflow.backend.settings import Settings
@@ -143,3 +143,13 @@ def test_terms_of_the_glossary_mean_one_thing_each() -> None:
     terms = re.findall(r"^\*\*(.+?)\*\*", PAGES["docs/glossary.md"], re.M)
     assert len(terms) > 40
     assert terms == sorted(set(terms), key=str.lower)
+
+
+def test_no_file_names_a_document_that_is_not_here() -> None:
+    files = tracked()
+    known = {Path(name).name for name in files}
+    missing = []
+    for name in (name for name in files if not name.endswith((".png", ".svg"))):
+        text = (ROOT / name).read_text(errors="replace")
+        missing += [f"{name}: {found}" for found in re.findall(r"\b([A-Z][A-Z_]+\.md)\b", text) if found not in known]
+    assert not missing

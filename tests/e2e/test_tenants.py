@@ -1,4 +1,4 @@
-"""What hurt the tenants of others (FINDINGS.md section 4), each tried here through the SDK.
+"""What one tenant must not do to others: bad tokens, huge requests, dead clients, and more, through the SDK.
 
 The culprit gets a named error at once (PROMPTLY leaves room for a busy machine), and a bystander's numbers stay
 bitwise what they are without it.
