@@ -71,11 +71,11 @@ def _route_modules() -> Iterator[ModuleType]:
         yield import_module(f"{routes.__name__}.{module.name}")
 
 
-class Health(Wire):
+class Healthy(Wire):
     """The API answers."""
 
     status: Literal["ok"] = "ok"
 
 
-async def _healthz() -> Health:
-    return Health()
+async def _healthz() -> Healthy:
+    return Healthy()

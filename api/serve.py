@@ -15,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Services
+from tinkerflow.backend.clock import every_second
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.journal import Journal
 from tinkerflow.backend.settings import Settings
@@ -27,7 +28,6 @@ _STOP_SECONDS = 3  # for answers that are still being written
 _KEEP_ALIVE_SECONDS = 120  # longer than the SDK keeps an idle connection, so that the client closes it
 _BACKLOG = 2048  # the SDK opens one connection for each of up to 2,000 samples
 _BEAT_SECONDS = 5.0
-_TURN_SECONDS = 1.0
 _THREADS = 16  # journal calls at once; with SQLite they take turns anyway
 
 
@@ -55,7 +55,7 @@ async def serve_until(
     on_ready, on_turn: as for `serve`.
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "journal"))
-    turning = asyncio.create_task(_turn(on_turn), name="turns")
+    turning = asyncio.create_task(every_second(on_turn), name="turns")
     journal = await _opened(settings)
     try:
         await _base_model_registered(journal)
@@ -88,12 +88,6 @@ async def serve_until(
 async def _stop(stop: asyncio.Event, server: ApiServer) -> None:
     await stop.wait()
     server.should_exit = True
-
-
-async def _turn(on_turn: Callable[[], None]) -> None:
-    while True:
-        on_turn()
-        await asyncio.sleep(_TURN_SECONDS)
 
 
 async def _beat(journal: Journal) -> None:

@@ -1,8 +1,10 @@
-"""The one clock. It is passed in, so that tests can drive time."""
+"""The one clock, which is passed in so that tests can drive time; and a call that repeats every second."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
@@ -50,3 +52,10 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         """Move time forward by `seconds`."""
         self._elapsed += seconds
+
+
+async def every_second(call: Callable[[], None]) -> None:
+    """Call `call` every second for as long as the event loop turns, until cancelled."""
+    while True:
+        call()
+        await asyncio.sleep(1.0)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 
-from tinkerflow.backend.clock import Clock, SystemClock
+from tinkerflow.backend.clock import Clock, SystemClock, every_second
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.joining import make_secret, parse_address
 from tinkerflow.backend.journal import Journal, migrate
@@ -38,7 +38,6 @@ from tinkerflow.tasks.execution.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 5.0
-TURN_SECONDS = 1.0
 _LOCAL_JOIN_SECONDS = 3.0  # an agent of this machine tries ten times a second
 
 Say = Callable[[str], None]
@@ -92,7 +91,7 @@ async def _run(
     clock = SystemClock()
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        turning = asyncio.create_task(_turn(on_turn), name="turns")
+        turning = asyncio.create_task(every_second(on_turn), name="turns")
         stack.callback(turning.cancel)
         await asyncio.to_thread(migrate, settings.journal_url)
         journal = Journal.open(settings.journal_url, clock=clock)
@@ -150,12 +149,6 @@ async def _run(
             stack.callback(noting.cancel)
         dispatcher = Dispatcher(settings, journal, mirror, served)
         await _serve_until(stop, dispatcher, on_ready, lease)
-
-
-async def _turn(on_turn: Callable[[], None]) -> None:
-    while True:
-        on_turn()
-        await asyncio.sleep(TURN_SECONDS)
 
 
 async def _serve_until(

@@ -191,7 +191,7 @@ class AuditEntry(Wire):
     purpose: str | None = None
 
 
-class AuditLog(Wire):
+class AuditPage(Wire):
     """Events sorted by time."""
 
     entries: list[AuditEntry]
@@ -282,7 +282,7 @@ async def audit(
     call: Authorised,
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
-) -> AuditLog:
+) -> AuditPage:
     """What was done to keys, sessions and checkpoints on a UTC day (default: today).
 
     An ordinary key sees its own project, an admin key all. Events of keys and of session labels are of the type
@@ -291,7 +291,7 @@ async def audit(
     entries = await asyncio.to_thread(
         call.journal.audit.entries, call.visible(), resource=_RESOURCES[event_type], day=day
     )
-    return AuditLog(entries=[_entry(entry) for entry in entries])
+    return AuditPage(entries=[_entry(entry) for entry in entries])
 
 
 def _status_query(

@@ -52,7 +52,7 @@ class Cursor(Wire):
     total_count: int
 
 
-class Checkpoints(Wire):
+class CheckpointList(Wire):
     """A list of checkpoints, newest first."""
 
     checkpoints: list[CheckpointDetails]
@@ -103,20 +103,20 @@ async def user_checkpoints(
     call: Authorised,
     limit: PageLimit = 100,
     offset: PageOffset = 0,
-) -> Checkpoints:
+) -> CheckpointList:
     """All checkpoints of the owner, newest first."""
     page = await asyncio.to_thread(call.journal.checkpoints.page, call.owner, limit=limit, offset=offset)
-    return Checkpoints(
+    return CheckpointList(
         checkpoints=[checkpoint(row) for row in page.rows],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total),
     )
 
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
-async def run_checkpoints(run_id: str, call: Authorised) -> Checkpoints:
+async def run_checkpoints(run_id: str, call: Authorised) -> CheckpointList:
     """All checkpoints of one training run, newest first."""
     page = await asyncio.to_thread(call.journal.checkpoints.page, call.owner, run_id=run_id, limit=100_000)
-    return Checkpoints(checkpoints=[checkpoint(row) for row in page.rows])
+    return CheckpointList(checkpoints=[checkpoint(row) for row in page.rows])
 
 
 @router.delete(f"{CHECKPOINT}", status_code=204)
