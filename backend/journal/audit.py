@@ -60,7 +60,7 @@ def note(
 ) -> None:
     """Write an event into the caller's transaction: it is kept exactly when what it tells of happened.
 
-    owner: the project whose log it is in. model_id, tinker_path and purpose are repeated in the details, which is
+    connection: of the caller's transaction. now: when it happened. owner: the project whose log it is in. model_id, tinker_path and purpose are repeated in the details, which is
     where clients are told to read them. details: JSON values.
     """
     named = {"model_id": model_id, "tinker_path": tinker_path, "purpose": purpose}
@@ -69,7 +69,7 @@ def note(
     connection.execute(sa.insert(AuditEvent).values(values))
 
 
-class AuditLog(Aggregate):
+class Audit(Aggregate):
     """The audit log."""
 
     def entries(self, owner: str | None, *, resource: str | None = None, day: date | None = None) -> list[AuditView]:

@@ -75,7 +75,7 @@ class Page(Generic[T]):
     total: int
 
 
-class Checkpoints(Aggregate):
+class SavedCheckpoints(Aggregate):
     """Saved checkpoints. NotFoundError everywhere: deleted, expired and foreign checkpoints do not exist."""
 
     def get(self, path: str, owner: str | None, *, access: str | None = None) -> CheckpointView:
@@ -177,7 +177,10 @@ def note_change(
     now: datetime,
     details: Mapping[str, object] | None = None,
 ) -> None:
-    """Write what happened to the checkpoint in `row` into its owner's audit log. details: JSON values."""
+    """Write what happened to the checkpoint in `row` into its owner's audit log, in the caller's transaction.
+
+    connection: of that transaction. event, now: what happened, and when. details: JSON values.
+    """
     audit.note(
         connection, now, owner=row.owner, event=event, model_id=row.run_id, tinker_path=row.path, details=details
     )

@@ -30,7 +30,7 @@ from tinkerflow.backend.journal.tables import (
     RecoverySnapshot,
     Request,
     RequestState,
-    Sampler,
+    SamplerRow,
     SamplerState,
     StabilityRow,
     UsageKind,
@@ -42,7 +42,7 @@ STABILITY_KEPT = timedelta(days=1)  # after the last use, as the documentation o
 SNAPSHOTS_KEPT = 2  # of a model: the newest one restores it, or if that cannot be read the one before
 
 IS_MODEL_SNAPSHOT = col(RecoverySnapshot.snapshot_id).is_(None)
-_USED = sa.exists().where(col(Sampler.snapshot_id) == col(Request.id), col(Sampler.state) == SamplerState.LIVE)
+_USED = sa.exists().where(col(SamplerRow.snapshot_id) == col(Request.id), col(SamplerRow.state) == SamplerState.LIVE)
 IS_UNSTORED = sa.and_(col(Request.replays), col(Request.kind) == Kind.SAVE_FOR_SAMPLER, _USED)
 _LET_GO = {
     "replays": False,
@@ -182,7 +182,9 @@ def apply(connection: sa.Connection, effect: RowEffect, now: datetime) -> list[s
             insert_sampler(connection, effect.sampler, now)
         case SamplerLoaded():
             connection.execute(
-                sa.update(Sampler).where(col(Sampler.id) == effect.sampler_id).values(snapshot_id=effect.snapshot_id)
+                sa.update(SamplerRow)
+                .where(col(SamplerRow.id) == effect.sampler_id)
+                .values(snapshot_id=effect.snapshot_id)
             )
         case SnapshotTaken():
             snapshot_taken(connection, effect, now)
@@ -215,7 +217,8 @@ def end_models(
 ) -> list[str]:
     """End models that still take work, and fail the requests that wait for them; the topics.
 
-    state, detail: what the models end as, and why. Unloaded models cannot be revived, so what made them is forgotten.
+    connection: of the caller's transaction. model_ids: models in any state; those that ended before are passed over.
+    state, detail: what the models end as, and why. now: when. Unloaded models cannot be revived, so what made them is forgotten.
     """
     topics: list[str] = []
     for model_id in model_ids:
@@ -239,10 +242,10 @@ def close_samplers(connection: sa.Connection, sampler_ids: Sequence[str], detail
     topics: list[str] = []
     for sampler_id in sampler_ids:
         closed = connection.execute(
-            sa.update(Sampler)
-            .where(col(Sampler.id) == sampler_id, col(Sampler.state) == SamplerState.LIVE)
+            sa.update(SamplerRow)
+            .where(col(SamplerRow.id) == sampler_id, col(SamplerRow.state) == SamplerState.LIVE)
             .values(state=SamplerState.CLOSED, detail=detail, **NEXT_COMPLETION)
-            .returning(col(Sampler.id))
+            .returning(col(SamplerRow.id))
         ).first()
         if closed is not None:
             text, category = sampler_ended(sampler_id, detail)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Self
 
 from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.journal.audit import AuditLog
+from tinkerflow.backend.journal.audit import Audit
 from tinkerflow.backend.journal.base_models import BaseModels
-from tinkerflow.backend.journal.checkpoints import Checkpoints, Shares
+from tinkerflow.backend.journal.checkpoints import SavedCheckpoints, Shares
 from tinkerflow.backend.journal.database import Database
 from tinkerflow.backend.journal.imports import Imports
 from tinkerflow.backend.journal.keys import Keys
@@ -47,13 +47,13 @@ class Journal:
         self.models = Models(*parts)
         self.samplers = Samplers(*parts)
         self.losses = Losses(*parts)
-        self.checkpoints = Checkpoints(*parts)
+        self.checkpoints = SavedCheckpoints(*parts)
         self.shares = Shares(*parts)
         self.imports = Imports(*parts)
         self.upkeep = Upkeep(*parts)
         self.usage = UsageReports(*parts)
         self.keys = Keys(*parts)
-        self.audit = AuditLog(*parts)
+        self.audit = Audit(*parts)
         self.base_models = BaseModels(*parts)
         self.recovery = Recovery(*parts)
         self.leases = Leases(*parts)

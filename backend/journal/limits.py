@@ -1,8 +1,9 @@
-"""How much one project may have at a time. Looked at in the transaction that would add to it, so nothing gets past.
+"""How much one project may have at a time. The transaction that adds to it counts first, so nothing gets past a limit.
 
-SQLite has one writer. On Postgres a transaction that adds to something limited first takes a lock named after the
-project (an advisory one, held until its commit), so that two of them never count at once. Nobody who holds another lock
-ever waits for it. Each look is one statement over an index that holds only what counts, and only where a limit is set:
+SQLite has one writer. On Postgres a transaction that adds to something limited first takes an advisory lock named after
+the project, and holds it until its commit: two such transactions never count at the same time. No transaction that
+holds another lock ever waits for this lock. Each count is one statement over an index that holds only the rows that
+count, and it is made only where a limit is set:
 
 - sampling requests, queued tokens: ix_request_pending_of_owner (what the project has waiting)
 - live models: ix_model_owner_state
@@ -24,9 +25,11 @@ from tinkerflow.backend.journal.tables import IS_PENDING, TAKES_WORK, Checkpoint
 class Limits:
     """The most that a project may have; 0 is no limit.
 
-    sampling_requests: samples that wait for their answer. queued_tokens: of forward and forward_backward requests that
-    wait. live_models: models being created or live. stored_bytes: of checkpoints; once it is reached, nothing more is
-    saved. What is being saved at that moment has no size yet and does not count.
+    sampling_requests: samples that wait for their answer.
+    queued_tokens: tokens of forward and forward_backward requests that wait.
+    live_models: models that are being created or live.
+    stored_bytes: bytes of checkpoints; once they are reached, nothing more is saved. A checkpoint that is being saved
+    at that moment has no size yet and does not count.
     """
 
     sampling_requests: int = 0
@@ -58,7 +61,8 @@ _COUNT_BYTES = sa.select(sa.func.coalesce(sa.func.sum(col(Checkpoint.size_bytes)
 def take_turn(connection: sa.Connection, limits: Limits, owner: str, kind: Kind, tokens: int, *, stores: bool) -> None:
     """Wait for the project's other transactions that add to what is limited; before any row is locked.
 
-    owner: the project. kind, tokens, stores: of the request that would add to it, as in NewRequest.
+    connection: of the transaction. limits: of the project; 0 everywhere takes no lock. owner: the project.
+    kind, tokens, stores: of the request that would add to it, as in NewRequest.
     """
     creates = kind in (Kind.CREATE_MODEL, Kind.LOAD_MODEL)
     limited = (
@@ -83,7 +87,11 @@ def check_sample(connection: sa.Connection, limits: Limits, owner: str) -> None:
 def training_failure(
     connection: sa.Connection, limits: Limits, owner: str, tokens: int, *, stores: bool
 ) -> tuple[str, Category] | None:
-    """Why the project may not have this operation now, or None. No statement for what adds nothing that is limited."""
+    """Why the project may not have this operation now, or None: text and category.
+
+    connection: of the transaction that stores the operation; no statement when it adds nothing limited. limits, owner:
+    the project and what it may have. tokens, stores: of the operation, as in NewRequest.
+    """
     if tokens and limits.queued_tokens:
         waiting = _ask(connection, _COUNT_TOKENS, owner)
         if waiting + tokens > limits.queued_tokens:

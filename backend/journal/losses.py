@@ -19,7 +19,7 @@ from tinkerflow.backend.ids import custom_loss_id, new_id
 from tinkerflow.backend.journal.database import Aggregate, insert_if_absent, missing, owned_by
 from tinkerflow.backend.journal.effects import STABILITY_KEPT
 from tinkerflow.backend.journal.tables import (
-    CustomLoss,
+    CustomLossRow,
     Kind,
     Request,
     RequestState,
@@ -75,7 +75,7 @@ class Losses(Aggregate):
                 "definition": loss.definition if error is None else None,
                 "created_at": now,
             }
-            if not insert_if_absent(connection, CustomLoss, row):
+            if not insert_if_absent(connection, CustomLossRow, row):
                 return _replayed(connection, loss_id, loss)
             done = orjson.dumps({"type": "create_custom_loss", "loss_id": loss_id})
             connection.execute(
@@ -100,9 +100,9 @@ class Losses(Aggregate):
 
     def definition(self, loss_id: str, session_id: str) -> str:
         """The definition (JSON) of a session's loss; NotFoundError: unknown, or another session's."""
-        of_session = (col(CustomLoss.id) == loss_id, col(CustomLoss.session_id) == session_id)
+        of_session = (col(CustomLossRow.id) == loss_id, col(CustomLossRow.session_id) == session_id)
         with self._read() as connection:
-            definition = connection.execute(sa.select(col(CustomLoss.definition)).where(*of_session)).scalar()
+            definition = connection.execute(sa.select(col(CustomLossRow.definition)).where(*of_session)).scalar()
         if definition is None:
             raise NotFoundError(f"loss_fn_config['loss_id'] {loss_id!r}: this session has no custom loss of that id")
         return definition
@@ -138,8 +138,8 @@ class Losses(Aggregate):
 def _replayed(connection: sa.Connection, loss_id: str, loss: NewCustomLoss) -> str:
     stored = connection.execute(
         sa.select(col(Request.id), col(Request.content_hash))
-        .join(CustomLoss, col(CustomLoss.request_id) == col(Request.id))
-        .where(col(CustomLoss.id) == loss_id)
+        .join(CustomLossRow, col(CustomLossRow.request_id) == col(Request.id))
+        .where(col(CustomLossRow.id) == loss_id)
     ).one()
     if stored.content_hash != loss.content_hash:
         raise ConflictError(

@@ -236,7 +236,11 @@ class Models(Aggregate):
 def insert_model(
     connection: sa.Connection, model: NewModel, state: ModelState, detail: str | None, now: datetime, step: int = 0
 ) -> None:
-    """Make the row of a model unless its id exists. state, detail, step: what it is at the beginning, and why."""
+    """Make the row of a model unless its id exists.
+
+    connection: of the caller's transaction. state, detail, step: what the model is at the beginning, and why. now: when
+    it was made.
+    """
     row = {
         **asdict(model),
         "user_metadata": dict(model.user_metadata),

@@ -306,7 +306,7 @@ class SocketTransport:
     """Carries topics between processes through UNIX datagram sockets."""
 
     def __init__(self, url: str) -> None:
-        """For the SQLite file of `url`; nothing is opened yet."""
+        """Carry topics for the users of the SQLite file of `url`; nothing is opened yet."""
         self._folder = socket_folder(url)
         self._own = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._sender: socket.socket | None = None
@@ -315,7 +315,7 @@ class SocketTransport:
         self._lock = threading.Lock()
 
     def send(self, topics: tuple[str, ...]) -> None:
-        """Send to every socket in the folder but our own; remove those that nobody holds any more."""
+        """Send to every socket in the folder but our own; remove sockets whose process is gone."""
         try:
             if not _is_private(self._folder):
                 log.warning("notification lost: folder %s is not ours alone", self._folder)
@@ -426,7 +426,7 @@ def _bound(folder: Path, name: str) -> socket.socket:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder for us alone; one that somebody else made first is refused."""
+    """Make the folder for our user alone; ServerError when another user made it first."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not _is_private(folder):

@@ -24,7 +24,7 @@ class PostgresTransport:
     """Carries topics with NOTIFY on one connection, and hears them with LISTEN on another."""
 
     def __init__(self, url: str) -> None:
-        """For the database of `url`; nothing is connected yet."""
+        """Carry topics for the users of the database of `url`; nothing is connected yet."""
         self._conninfo = driver_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
         self._own = secrets.token_hex(8)
         self._lock = threading.Lock()

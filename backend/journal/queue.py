@@ -14,7 +14,7 @@ from sqlmodel import col
 from tinkerflow.backend.journal.database import Aggregate, as_view
 from tinkerflow.backend.journal.requests import Pending, count_in_range
 from tinkerflow.backend.journal.samplers import SamplerView
-from tinkerflow.backend.journal.tables import IS_PENDING, BaseModelRow, Model, Request, Sampler
+from tinkerflow.backend.journal.tables import IS_PENDING, BaseModelRow, Model, Request, SamplerRow
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ _USED = (
 _WIDTH = _WAITING.c.first_seq - col(Model.next_seq)
 
 
-def _of_base(table: type[Model] | type[Sampler]) -> sa.ColumnElement[bool]:
+def _of_base(table: type[Model] | type[SamplerRow]) -> sa.ColumnElement[bool]:
     base = sa.bindparam("of_base", type_=sa.String)
     return sa.or_(base.is_(None), col(table.base_model) == base)
 
@@ -65,12 +65,12 @@ _GAPS = (
     .order_by(col(Model.id))
 )
 _PENDING_SAMPLES = (
-    sa.select(Request, *(column.label(f"its_{column.name}") for column in sa.inspect(Sampler).local_table.columns))
-    .join(Sampler, col(Sampler.id) == col(Request.sampler_id))
+    sa.select(Request, *(column.label(f"its_{column.name}") for column in sa.inspect(SamplerRow).local_table.columns))
+    .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
     .where(
         IS_PENDING,
         col(Request.sampler_id).is_not(None),
-        _of_base(Sampler),
+        _of_base(SamplerRow),
         col(Request.id).not_in(sa.bindparam("exclude", expanding=True)),
         sa.or_(sa.bindparam("of_owner", type_=sa.String).is_(None), col(Request.owner) == sa.bindparam("of_owner")),
     )
@@ -79,16 +79,18 @@ _PENDING_SAMPLES = (
 )
 _WAITING_SAMPLES = (
     sa.select(col(Request.owner), sa.func.count())
-    .join(Sampler, col(Sampler.id) == col(Request.sampler_id))
-    .where(IS_PENDING, col(Request.sampler_id).is_not(None), _of_base(Sampler))
+    .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
+    .where(IS_PENDING, col(Request.sampler_id).is_not(None), _of_base(SamplerRow))
     .group_by(col(Request.owner))
 )
 _WAITS_FOR = (
     sa.select(sa.func.coalesce(col(Model.paused), col(Model.progress), col(BaseModelRow.progress)))
     .select_from(Request)
     .outerjoin(Model, col(Model.id) == col(Request.model_id))
-    .outerjoin(Sampler, col(Sampler.id) == col(Request.sampler_id))
-    .outerjoin(BaseModelRow, col(BaseModelRow.name) == sa.func.coalesce(col(Model.base_model), col(Sampler.base_model)))
+    .outerjoin(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
+    .outerjoin(
+        BaseModelRow, col(BaseModelRow.name) == sa.func.coalesce(col(Model.base_model), col(SamplerRow.base_model))
+    )
     .where(col(Request.id) == sa.bindparam("request_id"))
 )
 

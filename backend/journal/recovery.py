@@ -44,7 +44,7 @@ from tinkerflow.backend.journal.tables import (
     RecoverySnapshot,
     Request,
     RequestState,
-    Sampler,
+    SamplerRow,
     SamplerState,
     Session,
     SessionState,
@@ -54,10 +54,11 @@ from tinkerflow.backend.journal.tables import (
 
 @dataclass(frozen=True)
 class Executed:
-    """A request to replay. succeeded: how it ended the first time, None when that is not known any more.
+    """A request to replay.
 
-    answered_at: when that was; None: it is a save that later requests have overtaken, and still to be answered. A save
-    that is answered and replayed is not stored yet.
+    succeeded: whether it succeeded the first time, None when the journal does not know any more.
+    answered_at: when it was answered. None: it is a save that later requests have overtaken, and still to be answered.
+    A save that is answered and replayed is not stored yet.
     """
 
     request: Pending
@@ -79,7 +80,7 @@ class SnapshotView:
 
 
 @dataclass(frozen=True)
-class Health:
+class ServiceHealth:
     """The state of the service, for `tinkerflow doctor`.
 
     beats: when each part (`engine`, `api`) last said that it works; parts that were stopped in order are not in it.
@@ -175,7 +176,7 @@ class Recovery(Aggregate):
         )
         live_model = sa.exists().where(col(Model.id) == ranked.c.model_id, may_live)
         used = sa.exists().where(
-            col(Sampler.snapshot_id) == ranked.c.snapshot_id, col(Sampler.state) == SamplerState.LIVE
+            col(SamplerRow.snapshot_id) == ranked.c.snapshot_id, col(SamplerRow.state) == SamplerState.LIVE
         )
         of_model = ranked.c.snapshot_id.is_(None)
         needless = sa.or_(
@@ -226,7 +227,7 @@ class Recovery(Aggregate):
                 counts[request_id] = (row.deaths, row.crashes)
         return counts
 
-    def health(self) -> Health:
+    def health(self) -> ServiceHealth:
         """What works, what is waited for, and what is suspected, for people. Three statements."""
         engine_gone = sa.and_(col(Process.name) == "engine", col(Process.holder) == "")
         of_bases = sa.select(col(BaseModelRow.name), col(BaseModelRow.progress))
@@ -242,7 +243,7 @@ class Recovery(Aggregate):
         )
         with self._read() as connection:
             beats = connection.execute(sa.select(col(Process.name), col(Process.beat_at)).where(sa.not_(engine_gone)))
-            return Health(
+            return ServiceHealth(
                 {row.name: row.beat_at for row in beats},
                 {name: str(text) for name, text in connection.execute(waiting)},
                 int(connection.execute(pending_suspects).scalar_one()),

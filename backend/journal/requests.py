@@ -41,7 +41,7 @@ from tinkerflow.backend.journal.tables import (
     PayloadType,
     Request,
     RequestState,
-    Sampler,
+    SamplerRow,
     SamplerState,
     Session,
     SessionState,
@@ -210,9 +210,9 @@ _TOUCH_MODEL = (
 )
 # The sampler's row stays as it is until we commit. Not FOR SHARE: a request that fails at once takes a number, and two
 # transactions that hold the row together would each wait for the other.
-_LOOK_AT_SAMPLER = sa.select(Sampler).where(is_owned(Sampler)).with_for_update(key_share=True)
-_TAKE_NUMBER = sa.update(Sampler).where(col(Sampler.id) == sa.bindparam("of_sampler")).values(NEXT_COMPLETION)
-_TAKE_NUMBER_AND_TELL = _TAKE_NUMBER.returning(col(Sampler.last_completion))
+_LOOK_AT_SAMPLER = sa.select(SamplerRow).where(is_owned(SamplerRow)).with_for_update(key_share=True)
+_TAKE_NUMBER = sa.update(SamplerRow).where(col(SamplerRow.id) == sa.bindparam("of_sampler")).values(NEXT_COMPLETION)
+_TAKE_NUMBER_AND_TELL = _TAKE_NUMBER.returning(col(SamplerRow.last_completion))
 _READY = (
     sa.select(Request, col(Model.next_seq))
     .join(Model, col(Model.id) == col(Request.model_id))
@@ -420,7 +420,7 @@ def _submit_to_sampler(
     """Store a sample; its id, and the topic to publish."""
     sampler = connection.execute(_LOOK_AT_SAMPLER, {"row_id": sampler_id, "as_owner": request.owner}).one_or_none()
     if sampler is None:
-        raise missing(Sampler, sampler_id)
+        raise missing(SamplerRow, sampler_id)
     failure: Failure = None
     if sampler.state != SamplerState.LIVE:
         failure = sampler_ended(sampler_id, sampler.detail)
@@ -444,7 +444,9 @@ def store(
 ) -> str:
     """Store a request as pending, or as failed with `failure`; its id, or the id of the equal request before it.
 
-    completion: the number that its sampler gave a failed sample. ConflictError: the seq_id holds another request.
+    connection: of a transaction that has locked the model or looked at the sampler. session_id: of the model or
+    sampler. now: when the request came. completion: the number that its sampler gave a failed sample.
+    ConflictError: the seq_id holds another request.
     """
     request_id = new_id("req")
     error, category = failure or (None, None)

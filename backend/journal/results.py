@@ -21,7 +21,7 @@ from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate, get_owned, in_chunks
 from tinkerflow.backend.journal.samplers import CLONE_BLOCK
-from tinkerflow.backend.journal.tables import Request, RequestState, Sampler
+from tinkerflow.backend.journal.tables import Request, RequestState, SamplerRow
 
 PAGE = 1000
 _ACKNOWLEDGED = "the result was dropped: its client acknowledged that it has it"
@@ -42,8 +42,8 @@ _AFTER = (
     .order_by(col(Request.completion), col(Request.id))
     .limit(sa.bindparam("at_most"))
 )
-_LAST = sa.select(col(Sampler.id), col(Sampler.last_completion)).where(
-    col(Sampler.id).in_(sa.bindparam("ids", expanding=True))
+_LAST = sa.select(col(SamplerRow.id), col(SamplerRow.last_completion)).where(
+    col(SamplerRow.id).in_(sa.bindparam("ids", expanding=True))
 )
 _NO_LIMIT = 2**62
 
@@ -74,11 +74,11 @@ class Results(Aggregate):
         """What was answered of one clone's requests after the cursor `after`, oldest first, about `page` at once.
 
         One statement when nothing was answered since, two otherwise; three for a transaction that answered more than
-        `page`. A cursor that this sampler never gave (it is ahead) begins from the start, rather than wait for what has
+        `page`. sampler_id, owner: as in Samplers.get. A cursor that this sampler never gave (it is ahead) begins from the start, rather than wait for what has
         happened. NotFoundError: unknown or foreign sampler.
         """
         with self._read() as connection:
-            last = get_owned(connection, Sampler, sampler_id, owner).last_completion
+            last = get_owned(connection, SamplerRow, sampler_id, owner).last_completion
             if after == last:
                 return Completions((), last)
             bounds = {
@@ -118,7 +118,7 @@ class Results(Aggregate):
         """
         dropped = 0
         with self._write() as connection:
-            get_owned(connection, Sampler, sampler_id, owner)
+            get_owned(connection, SamplerRow, sampler_id, owner)
             for ids in in_chunks(request_ids):
                 statement = sa.update(Request).where(
                     col(Request.id).in_(ids),

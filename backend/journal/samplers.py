@@ -23,14 +23,19 @@ from tinkerflow.backend.journal.database import (
     missing,
     owned_by,
 )
-from tinkerflow.backend.journal.tables import Request, Sampler, SamplerState, Session, SessionState, session_over
+from tinkerflow.backend.journal.tables import Request, SamplerRow, SamplerState, Session, SessionState, session_over
 
 CLONE_BLOCK = 1_000_000_000  # the sequence ids of clone n of a client are [n * CLONE_BLOCK, (n + 1) * CLONE_BLOCK)
-NEXT_COMPLETION = {"last_completion": col(Sampler.last_completion) + 1}
+NEXT_COMPLETION = {"last_completion": col(SamplerRow.last_completion) + 1}
 # The number of the transaction that we are in; NULL for training requests.
-COMPLETION = sa.select(col(Sampler.last_completion)).where(col(Sampler.id) == col(Request.sampler_id)).scalar_subquery()
+COMPLETION = (
+    sa.select(col(SamplerRow.last_completion)).where(col(SamplerRow.id) == col(Request.sampler_id)).scalar_subquery()
+)
 _JOIN = (
-    sa.update(Sampler).where(is_owned(Sampler)).values(clones=col(Sampler.clones) + 1).returning(col(Sampler.clones))
+    sa.update(SamplerRow)
+    .where(is_owned(SamplerRow))
+    .values(clones=col(SamplerRow.clones) + 1)
+    .returning(col(SamplerRow.clones))
 )
 
 
@@ -82,7 +87,7 @@ class Samplers(Aggregate):
             if session.state != SessionState.ACTIVE:
                 raise UserError(session_over(session.id, session.state, session.detail)[0])
             if not insert_sampler(connection, sampler, self._now()):
-                stored = connection.execute(sa.select(Sampler).where(col(Sampler.id) == sampler.id)).one()
+                stored = connection.execute(sa.select(SamplerRow).where(col(SamplerRow.id) == sampler.id)).one()
                 if (stored.base_model, stored.model_path) != (sampler.base_model, sampler.model_path):
                     raise ConflictError(
                         f"sampler {sampler.id} exists already for {stored.model_path or stored.base_model}, "
@@ -93,19 +98,19 @@ class Samplers(Aggregate):
     def get(self, sampler_id: str, owner: str | None) -> SamplerView:
         """A sampler; NotFoundError when it is unknown or foreign."""
         with self._read() as connection:
-            return as_view(SamplerView, get_owned(connection, Sampler, sampler_id, owner))
+            return as_view(SamplerView, get_owned(connection, SamplerRow, sampler_id, owner))
 
     def of_session(self, session_id: str) -> list[SamplerView]:
         """The session's samplers, in any state."""
-        statement = sa.select(Sampler).where(col(Sampler.session_id) == session_id).order_by(col(Sampler.id))
+        statement = sa.select(SamplerRow).where(col(SamplerRow.session_id) == session_id).order_by(col(SamplerRow.id))
         with self._read() as connection:
             return [as_view(SamplerView, row) for row in connection.execute(statement)]
 
     def unused_snapshots(self, snapshot_ids: Collection[str]) -> set[str]:
         """The snapshots among `snapshot_ids` that no live sampler uses: they can be dropped."""
-        live = (col(Sampler.snapshot_id).in_(snapshot_ids), col(Sampler.state) == SamplerState.LIVE)
+        live = (col(SamplerRow.snapshot_id).in_(snapshot_ids), col(SamplerRow.state) == SamplerState.LIVE)
         with self._read() as connection:
-            used = connection.execute(sa.select(col(Sampler.snapshot_id)).where(*live)).scalars()
+            used = connection.execute(sa.select(col(SamplerRow.snapshot_id)).where(*live)).scalars()
             return set(snapshot_ids) - set(used)
 
     def join(self, sampler_id: str, owner: str | None) -> int:
@@ -116,14 +121,14 @@ class Samplers(Aggregate):
         with self._write() as connection:
             clone = connection.execute(_JOIN, {"row_id": sampler_id, "as_owner": owner}).scalar()
         if clone is None:
-            raise missing(Sampler, sampler_id)
+            raise missing(SamplerRow, sampler_id)
         return int(clone)
 
 
 def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime) -> bool:
     """Make the sampler's row unless its id exists; whether it was made."""
     values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now, "last_completion": 0, "clones": 0}
-    return insert_if_absent(connection, Sampler, values)
+    return insert_if_absent(connection, SamplerRow, values)
 
 
 def answered(sampler_id: str, seq_id: int | None = None) -> str:

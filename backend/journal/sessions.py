@@ -40,7 +40,7 @@ from tinkerflow.backend.journal.tables import (
     ModelState,
     Request,
     RequestState,
-    Sampler,
+    SamplerRow,
     SamplerState,
     Session,
     SessionState,
@@ -278,7 +278,7 @@ class Sessions(Aggregate):
         """
         found: list[Timed] = []
         with self._read() as connection:
-            for table, of in ((Model, col(Request.model_id)), (Sampler, col(Request.sampler_id))):
+            for table, of in ((Model, col(Request.model_id)), (SamplerRow, col(Request.sampler_id))):
                 columns = (
                     col(Request.id), col(Request.kind), col(Request.model_id), col(Request.sampler_id),
                     col(Request.seq_id), col(Request.state), col(Request.created_at), col(Request.started_at),
@@ -327,9 +327,9 @@ def _end(
     ).first()
     if ended is None:
         return []
-    live = (col(Sampler.session_id) == session_id, col(Sampler.state) == SamplerState.LIVE)
+    live = (col(SamplerRow.session_id) == session_id, col(SamplerRow.state) == SamplerState.LIVE)
     why, _ = session_over(session_id, state, said["detail"])
-    topics = close_samplers(connection, locked_ids(connection, Sampler, *live), why, now)
+    topics = close_samplers(connection, locked_ids(connection, SamplerRow, *live), why, now)
     return [*topics, f"session:{session_id}"]
 
 
@@ -343,14 +343,14 @@ def what_failed(connection: sa.Connection, session_id: str) -> SessionFailure | 
     run = connection.execute(sa.select(col(Model.id), col(Model.detail)).where(*lost).order_by(col(Model.id))).first()
     if run is not None:
         return SessionFailure(StateLostError.category, "training_run", run.id, None, str(run.detail))
-    failed = [*_last(connection, Model, session_id), *_last(connection, Sampler, session_id)]
+    failed = [*_last(connection, Model, session_id), *_last(connection, SamplerRow, session_id)]
     if not failed:
         return None
     last = max(failed, key=lambda row: (row.finished_at, row.id))
     return SessionFailure(last.category, "request", last.id, last.kind, last.error)
 
 
-def _last(connection: sa.Connection, table: type[Model] | type[Sampler], session_id: str) -> list[sa.Row[Any]]:
+def _last(connection: sa.Connection, table: type[Model] | type[SamplerRow], session_id: str) -> list[sa.Row[Any]]:
     """The last request of each of the session's models or samplers, where it failed. Walks the unique constraint."""
     of = col(Request.model_id) if table is Model else col(Request.sampler_id)
     of_newer = col(_NEWER.model_id) if table is Model else col(_NEWER.sampler_id)

@@ -73,11 +73,11 @@ class SamplerState(StrEnum):
 
 
 class UsageKind(StrEnum):
-    """What is counted: tokens, or for the last one checkpoints that were saved."""
+    """What is counted: tokens, and for CHECKPOINT the saved checkpoints."""
 
-    TRAINING = "training"  # of forward_backward and forward alike: the SDK knows no other kind for either
-    PREFILL = "prefill"  # of prompts, that were computed: once for all sequences of a request
-    CACHED_PREFILL = "cached_prefill"  # of prompts, that were not: all but the first sequence's, as the SDK tells users
+    TRAINING = "training"  # tokens of forward_backward and forward: the SDK knows no other kind for either
+    PREFILL = "prefill"  # prompt tokens that were computed: once for all sequences of a request
+    CACHED_PREFILL = "cached_prefill"  # prompt tokens of all sequences but the first, which are not computed again
     SAMPLE = "sample"
     CHECKPOINT = "checkpoint"
 
@@ -152,7 +152,7 @@ class BaseModelRow(Table, table=True):
 
 
 class ServiceSecret(Table, table=True):
-    """Random bytes that all processes of the service share; see secrets.py."""
+    """Random bytes that all processes of the service share; see keys.py."""
 
     __tablename__ = "service_secret"
 
@@ -220,10 +220,10 @@ class Model(Table, table=True):
     last_request_at: datetime = Field(sa_type=UtcDateTime)
 
 
-class Sampler(Table, table=True):
+class SamplerRow(Table, table=True):
     """A sampling session of a snapshot, of a checkpoint, or of the base model.
 
-    last_completion: the number of the last transaction that answered its requests (completions.py); clones: how many
+    last_completion: the number of the last transaction that answered its requests (results.py); clones: how many
     copies of its client have joined.
     """
 
@@ -395,7 +395,7 @@ class Checkpoint(Table, table=True):
     noted: bool
 
 
-class CustomLoss(Table, table=True):
+class CustomLossRow(Table, table=True):
     """A loss that a client traced and sent; `definition`: its inputs and graph as JSON, None if they were refused."""
 
     __tablename__ = "custom_loss"

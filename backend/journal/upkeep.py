@@ -16,7 +16,7 @@ from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared, note_change
 from tinkerflow.backend.journal.database import Aggregate, as_view
-from tinkerflow.backend.journal.tables import Checkpoint, Sampler, SamplerState, WeightsShare
+from tinkerflow.backend.journal.tables import Checkpoint, SamplerRow, SamplerState, WeightsShare
 
 _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
 
@@ -118,7 +118,7 @@ class Upkeep(Aggregate):
 
 def _may_go(rule: Retention, now: datetime) -> sa.ColumnElement[bool]:
     sampled = sa.exists().where(
-        col(Sampler.model_path) == col(Checkpoint.path), col(Sampler.state) == SamplerState.LIVE
+        col(SamplerRow.model_path) == col(Checkpoint.path), col(SamplerRow.state) == SamplerState.LIVE
     )
     shared = sa.select(col(WeightsShare.id)).where(is_shared(now)).correlate(Checkpoint).exists()
     may = [col(Checkpoint.public).is_(False), col(Checkpoint.expires_at).is_(None), sa.not_(sampled), sa.not_(shared)]

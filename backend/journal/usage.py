@@ -99,8 +99,8 @@ class UsageReports(Aggregate):
         due = sa.func.coalesce(col(Checkpoint.expires_at), until)
         lived = _checkpoints(owner).where(col(Checkpoint.created_at) < until, gone > start, due > start)
         hours = int((end - start) / HOUR)
-        lines: dict[tuple[str, str, str, str | None], _Line] = defaultdict(
-            lambda: _Line([0.0] * hours, [0] * (hours + 1))
+        lines: dict[tuple[str, str, str, str | None], _ByteHours] = defaultdict(
+            lambda: _ByteHours([0.0] * hours, [0] * (hours + 1))
         )
         with self._read() as connection:
             rows = connection.execute(lived).all()
@@ -136,7 +136,7 @@ class UsageReports(Aggregate):
 
 
 @dataclass
-class _Line:
+class _ByteHours:
     """Byte-hours of each hour: `parts` of hours, and by its changes what is there for whole hours."""
 
     parts: list[float]

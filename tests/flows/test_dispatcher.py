@@ -41,7 +41,7 @@ async def test_a_cancelled_sample_makes_room_at_once(
     dispatcher: Any, client: Any, pool: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_sweep(_: Any) -> None:
-        """The bell must do it."""
+        """The notification must do it."""
 
     monkeypatch.setattr(SamplingRunner, "cancel_ended", no_sweep)
     pool.hold = asyncio.Event()

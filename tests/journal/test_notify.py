@@ -1,4 +1,4 @@
-"""The notifier rings in this process, in other processes, and never raises when a listener cannot be reached."""
+"""The notifier wakes subscribers in this process and in others, and never raises when one cannot be reached."""
 
 from __future__ import annotations
 
