@@ -60,8 +60,9 @@ def note(
 ) -> None:
     """Write an event into the caller's transaction: it is kept exactly when what it tells of happened.
 
-    connection: of the caller's transaction. now: when it happened. owner: the project whose log it is in. model_id, tinker_path and purpose are repeated in the details, which is
-    where clients are told to read them. details: JSON values.
+    connection: of the caller's transaction. now: when it happened. owner: the project whose log it is in.
+    model_id, tinker_path and purpose are repeated in the details, which is where clients are told to read them.
+    details: JSON values.
     """
     named = {"model_id": model_id, "tinker_path": tinker_path, "purpose": purpose}
     known = {name: value for name, value in named.items() if value is not None}

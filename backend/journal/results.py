@@ -74,8 +74,8 @@ class Results(Aggregate):
         """What was answered of one clone's requests after the cursor `after`, oldest first, about `page` at once.
 
         One statement when nothing was answered since, two otherwise; three for a transaction that answered more than
-        `page`. sampler_id, owner: as in Samplers.get. A cursor that this sampler never gave (it is ahead) begins from the start, rather than wait for what has
-        happened. NotFoundError: unknown or foreign sampler.
+        `page`. A cursor that this sampler never gave (it is ahead) begins from the start, rather than wait for what has
+        happened. NotFoundError: a `sampler_id` that is unknown, or not the owner's.
         """
         with self._read() as connection:
             last = get_owned(connection, SamplerRow, sampler_id, owner).last_completion
