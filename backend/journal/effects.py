@@ -218,7 +218,8 @@ def end_models(
     """End models that still take work, and fail the requests that wait for them; the topics.
 
     connection: of the caller's transaction. model_ids: in any state; a model that ended before stays as it is.
-    state, detail: what the models end as, and why. now: when. Unloaded models cannot be revived, so what made them is forgotten.
+    state, detail: what the models end as, and why. now: when. Unloaded models cannot be revived, so what made them is
+    forgotten.
     """
     topics: list[str] = []
     for model_id in model_ids:
