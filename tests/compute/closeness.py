@@ -7,18 +7,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+LOGITS = 8.0  # the magnitude of the tiny models' logits
 
-def close(found: npt.ArrayLike, expected: npt.ArrayLike, *, ulps: float = 128, dtype: Any = np.float32) -> None:
+
+def close_logprobs(found: npt.ArrayLike, expected: npt.ArrayLike, *, ulps: float = 256) -> None:
+    """`close` for float32 logprobs: one near 0 carries the rounding of its logits."""
+    close(found, expected, ulps=ulps, scale=LOGITS)
+
+
+def close(
+    found: npt.ArrayLike, expected: npt.ArrayLike, *, ulps: float = 128, dtype: Any = np.float32, scale: float = 0.0
+) -> None:
     """Assert that arrays differ by at most `ulps` units in the last place of `dtype`.
 
-    The unit is that of the element, or of a typical element (the root of the mean square) where the element is smaller:
-    sums cancel, so small elements carry the rounding of large terms. A few terms need 16 ulps or so, a matmul through
-    several layers a thousand, and another instruction set changes the last digits of either.
+    The unit is that of the element, or where that is smaller of a typical element (the root of the mean square) or of
+    `scale`: sums cancel, so small elements carry the rounding of large terms. A few terms need 16 ulps or so, a matmul
+    through several layers a thousand, and another instruction set changes the last digits of either.
     """
     a, b = (np.asarray(array, np.float64) for array in (found, expected))
     assert a.shape == b.shape, f"shapes {a.shape} and {b.shape}"
     unit = _epsilon(dtype)
-    typical = np.sqrt(np.mean(b * b)) if b.size else 0.0
+    typical = max(scale, float(np.sqrt(np.mean(b * b)))) if b.size else scale
     allowed = ulps * unit * np.maximum(np.abs(b), typical)
     excess = np.abs(a - b) - allowed
     if not (excess <= 0).all():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.grouped import Groups, by_blocks
 from tinkerflow.backend.compute.quantized import Int8
@@ -28,7 +29,7 @@ def test_products_and_gradients_are_those_of_ragged_dot(sizes):
         return dot(x, weight, sizes_E), jax.grad(slope, argnums=(0, 1))(x, weight)
 
     for found, wanted in zip(jax.tree.leaves(run(by_blocks)), jax.tree.leaves(run(jax.lax.ragged_dot)), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        close(found, wanted)
     assert not np.asarray(by_blocks(x, weight, sizes_E))[sum(sizes) :].any()
 
 
@@ -42,5 +43,5 @@ def test_int8_matrices_have_their_own_scales_and_no_gradient():
     meant = values * scale[:, None, :]
     wanted, pull_wanted = jax.vjp(lambda x: jnp.einsum("mi,mio->mo", x, meant[expert_M]), x)
     found, pull = jax.vjp(lambda x: groups.dot(x, Int8(values, scale)), x)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-2)
-    np.testing.assert_allclose(pull(found)[0], pull_wanted(wanted)[0], rtol=1e-4, atol=1.0)
+    close(found, wanted)
+    close(pull(found)[0], pull_wanted(wanted)[0])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.compute.closeness import close
 
 from tinkerflow.backend.compute.matmul import matmul
 from tinkerflow.backend.compute.quantized import Int8
@@ -27,7 +28,7 @@ def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[in
         meant = np.asarray(weight, np.float32)
     y, pull = jax.vjp(lambda x: matmul(x, weight), x)
     assert y.dtype == dtype
-    tolerance = {"rtol": 0.02, "atol": 0.2} if kind == "bfloat16" else {"rtol": 1e-4, "atol": 1e-3}
-    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(x, np.float32) @ meant.T, **tolerance)
+    ulps = 4 if dtype == jnp.bfloat16 else 128
+    close(np.asarray(y, np.float32), np.asarray(x, np.float32) @ meant.T, ulps=ulps, dtype=dtype)
     (d_x,) = pull(slope)
-    np.testing.assert_allclose(np.asarray(d_x, np.float32), np.asarray(slope, np.float32) @ meant, **tolerance)
+    close(np.asarray(d_x, np.float32), np.asarray(slope, np.float32) @ meant, ulps=ulps, dtype=dtype)

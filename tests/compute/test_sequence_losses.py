@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.compute.closeness import close
 
 from tinkerflow.backend.commands import Example, Forward
 from tinkerflow.backend.compute.losses import judge
@@ -69,7 +70,7 @@ def check(loss, config, data, logprobs):
         value = TORCH[loss](x, example, config)
         value.backward()
         total += value.item()
-        assert np.allclose(-surrogate.weights_TK, x.grad.numpy(), rtol=1e-5, atol=1e-7)
+        close(-surrogate.weights_TK, x.grad.numpy())
     assert judged.loss_sum == pytest.approx(total, rel=1e-6)
 
 

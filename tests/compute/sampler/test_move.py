@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.compute.closeness import close_logprobs
 
 from tinkerflow.backend.commands import LoraSpec, SampleStep
 from tinkerflow.backend.compute.compiles import CompileCounter
@@ -41,7 +42,7 @@ def test_whoever_decodes_goes_on_with_the_new_weights_from_the_next_chunk(
     )
     rest = expected["rest"].sequences[0]
     np.testing.assert_array_equal(one.tokens_T[16:], rest.tokens_T)
-    np.testing.assert_allclose(one.logprobs_T[16:], rest.logprobs_T, atol=1e-4)
+    close_logprobs(one.logprobs_T[16:], rest.logprobs_T, ulps=128)
     assert one.tokens_T[16:].tolist() != before.tokens_T[16:].tolist()
     others = [(results["bystander"], undisturbed["bystander"]), (results["late 5"], expected["late"])]
     for result, same in others:

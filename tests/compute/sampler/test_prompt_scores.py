@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.compute.closeness import close_logprobs
 
 from tinkerflow.backend.commands import NO_LOGPROB, PromptWishes
 from tinkerflow.backend.compute.sampler.sampling import ALTERNATIVES, UniformStream
@@ -48,29 +49,29 @@ def test_all_of_it_is_what_the_plain_forward_says_and_does_not_depend_on_the_bat
         assert result.targets_TK is not None and result.alternatives is not None
         assert np.isnan(result.prompt_logprobs_T[:-last_n]).all()
         wanted = np.take_along_axis(rows, np.array(tokens[1:])[:, None], 1)[:, 0]
-        np.testing.assert_allclose(result.prompt_logprobs_T[-last_n:], wanted[-last_n:], atol=1e-3)
+        close_logprobs(result.prompt_logprobs_T[-last_n:], wanted[-last_n:], ulps=1024)
         # the most likely tokens, none before the last n
         assert result.top.tokens_Nk.shape == (40, k) and result.top.tokens_Nk.dtype == np.int32
         assert (result.top.logprobs_Nk[:-last_n] == NO_LOGPROB).all() and not result.top.tokens_Nk[:-last_n].any()
         best = np.sort(rows, -1)[:, ::-1][-last_n:, :k]
-        np.testing.assert_allclose(result.top.logprobs_Nk[-last_n:], best, atol=1e-3)
+        close_logprobs(result.top.logprobs_Nk[-last_n:], best, ulps=1024)
         own = np.take_along_axis(rows[-last_n:], result.top.tokens_Nk[-last_n:], 1)
-        np.testing.assert_allclose(result.top.logprobs_Nk[-last_n:], own, atol=1e-3)
+        close_logprobs(result.top.logprobs_Nk[-last_n:], own, ulps=1024)
         # given tokens, everywhere
         given = np.where(targets_TK >= 0, np.take_along_axis(rows, np.maximum(targets_TK, 0), 1), 0)
-        np.testing.assert_allclose(result.targets_TK, given, atol=1e-3)
+        close_logprobs(result.targets_TK, given, ulps=1024)
         assert (result.targets_TK[targets_TK == -1] == 0).all()
         # alternatives: logprobs untempered, the draws those of the request's own numbers
         drawn, uniforms = result.alternatives.tokens_Nk, UniformStream(9, ALTERNATIVES).take(78).reshape(39, 2)
         assert drawn.shape == (39, 2) and len(np.unique(drawn)) > 10
-        np.testing.assert_allclose(result.alternatives.logprobs_Nk, np.take_along_axis(rows, drawn, 1), atol=1e-3)
+        close_logprobs(result.alternatives.logprobs_Nk, np.take_along_axis(rows, drawn, 1), ulps=1024)
         weights = np.exp(rows / temperature)
         assert _in_their_share(weights, drawn, uniforms)
         # sampled tokens
         (one,) = result.sequences
         assert one.top is not None and one.top.tokens_Nk.shape == (8, 4)
         after = expected[39:47]
-        np.testing.assert_allclose(one.top.logprobs_Nk, np.sort(after, -1)[:, ::-1][:, :4], atol=1e-3)
+        close_logprobs(one.top.logprobs_Nk, np.sort(after, -1)[:, ::-1][:, :4], ulps=1024)
         np.testing.assert_array_equal(one.tokens_T, sequence.tokens_T)
     assert alone.alternatives is not None and crowd["a"].alternatives is not None
     np.testing.assert_array_equal(alone.alternatives.tokens_Nk, crowd["a"].alternatives.tokens_Nk)
