@@ -8,7 +8,7 @@ Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabular
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -18,7 +18,9 @@ from tinkerflow.backend.compute.lora import LoraPair, apply_one
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs, token_losses
 from tinkerflow.backend.compute.transformer import Params, unembed, unembed_pullback
 
-_LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
+Tree = TypeVar("Tree")
+
+MOST_LOGITS = 2**24  # of one chunk: 64 MiB in float32
 
 
 @flax.struct.dataclass
@@ -36,10 +38,13 @@ def score(
     targets_BTK: jax.Array,
     choice: LossChoice,
     inputs: TokenInputs,
+    *,
+    most_logits: int = MOST_LOGITS,
 ) -> Scored:
-    """Logprobs of the targets and the loss, without gradients; `pair` adapts the unembedding.
+    """Logprobs of the targets and the loss, without gradients.
 
-    T must be a power of two, as `packing` makes it.
+    pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power of two. targets_BTK
+    int32. choice: the loss, of `inputs` by name, each [B, T, K]. most_logits: how many exist at a time.
     """
 
     def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
@@ -48,9 +53,9 @@ def score(
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - _log_total(logits_BcV)
         return loss + jnp.sum(token_losses(choice, logprobs_BcK, here)), logprobs_BcK
 
-    parts = _split((hidden_BTD, targets_BTK, inputs), _chunk_size(hidden_BTD, params.embed_VD.shape[0]))
+    parts = split_chunks((hidden_BTD, targets_BTK, inputs), chunk_size(hidden_BTD, params, most_logits))
     loss, logprobs = jax.lax.scan(chunk, jnp.float32(0), parts)
-    return Scored(loss=loss, logprobs_BTK=_join(logprobs))
+    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
 
 
 def score_and_grads(
@@ -60,6 +65,8 @@ def score_and_grads(
     targets_BTK: jax.Array,
     choice: LossChoice,
     inputs: TokenInputs,
+    *,
+    most_logits: int = MOST_LOGITS,
 ) -> tuple[Scored, jax.Array, LoraPair | None]:
     """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is)."""
 
@@ -78,10 +85,10 @@ def score_and_grads(
         d_x += unembed_pullback(params, d_logits)
         return (loss + value, jax.tree.map(jnp.add, d_pair, more)), (logprobs_BcK, d_x)
 
-    parts = _split((hidden_BTD, targets_BTK, inputs), _chunk_size(hidden_BTD, params.embed_VD.shape[0]))
+    parts = split_chunks((hidden_BTD, targets_BTK, inputs), chunk_size(hidden_BTD, params, most_logits))
     zeros = jax.tree.map(jnp.zeros_like, pair)
     (loss, d_pair), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), zeros), parts)
-    return Scored(loss=loss, logprobs_BTK=_join(logprobs)), _join(d_hidden), d_pair
+    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs)), join_chunks(d_hidden), d_pair
 
 
 def _update(x: jax.Array, pair: LoraPair | None) -> jax.Array | None:
@@ -110,20 +117,20 @@ def _add_at(d_logits_BcV: jax.Array, targets_BcK: jax.Array, slope_BcK: jax.Arra
     return d_logits_BcV.at[rows, columns, targets_BcK].add(slope_BcK)
 
 
-def _chunk_size(hidden_BTD: jax.Array, vocab: int) -> int:
-    B, T, _ = hidden_BTD.shape
-    size = T
-    while size > 1 and size * B * vocab > _LOGITS:
+def chunk_size(hidden_BTD: jax.Array, params: Params, most_logits: int) -> int:
+    """How many tokens of each row go through the unembedding at a time; T is a power of two."""
+    B, size, _ = hidden_BTD.shape
+    while size > 1 and size * B * params.embed_VD.shape[0] > most_logits:
         size //= 2
     return size
 
 
-def _split(tree: Any, size: int) -> Any:
-    """[B, T, ...] -> [T / size, B, size, ...]: along T, because B is what the mesh has split already."""
+def split_chunks(tree: Tree, size: int) -> Tree:
+    """Every leaf [B, T, ...] -> [T / size, B, size, ...]: along T, because the mesh has split B already."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0), tree)
 
 
-def _join(x: jax.Array) -> jax.Array:
-    """The inverse of `_split`."""
+def join_chunks(x: jax.Array) -> jax.Array:
+    """The inverse of `split_chunks`, of one array."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,13 +48,12 @@ def plain(params, pair, hidden, targets, choice, inputs):
 
 @pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize("most", [1, B * V * 8, 2**24])
-def test_chunks_change_nothing(monkeypatch, data, most, adapted):
-    monkeypatch.setattr(logprobs, "_LOGITS", most)
+def test_chunks_change_nothing(data, most, adapted):
     params, pair, *rest = data
     pair = pair if adapted else None
     (loss, expected), slopes = jax.value_and_grad(plain, argnums=(2, 1), has_aux=True)(params, pair, *rest)
-    without = logprobs.score(params, pair, *rest)
-    with_grads, d_hidden, d_pair = logprobs.score_and_grads(params, pair, *rest)
+    without = logprobs.score(params, pair, *rest, most_logits=most)
+    with_grads, d_hidden, d_pair = logprobs.score_and_grads(params, pair, *rest, most_logits=most)
     for scored in (without, with_grads):
         assert np.allclose(scored.loss, loss, rtol=1e-4)
         close(scored.logprobs_BTK, expected, ulps=16)
@@ -61,10 +61,13 @@ def test_chunks_change_nothing(monkeypatch, data, most, adapted):
         assert np.abs(found - slope).max() < 1e-4 * max(1.0, np.abs(slope).max())
 
 
-def test_logits_never_exist_whole(monkeypatch, data):
-    monkeypatch.setattr(logprobs, "_LOGITS", B * V * 8)
+def test_logits_never_exist_whole(data):
     for function in (logprobs.score, logprobs.score_and_grads):
-        sizes = [shape for shape in shapes(jax.make_jaxpr(function)(*data).jaxpr) if shape and shape[-1] == V]
+        sizes = [
+            shape
+            for shape in shapes(jax.make_jaxpr(partial(function, most_logits=B * V * 8))(*data).jaxpr)
+            if shape and shape[-1] == V
+        ]
         assert (B, 8, V) in sizes
         assert max(np.prod(shape) for shape in sizes) == B * 8 * V
 

@@ -27,6 +27,7 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleResult,
 )
+from tinkerflow.backend.compute.logprobs import chunk_size, join_chunks, split_chunks
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import FSDP, Array, sharding
 from tinkerflow.backend.compute.sampler.decode import unembedded
@@ -40,7 +41,7 @@ from tinkerflow.backend.compute.sampler.sampling import (
 )
 from tinkerflow.backend.compute.transformer import Params
 
-_LOGITS = 2**22  # logits that exist at once: 16 MiB in float32
+_MOST_LOGITS = 2**22  # that exist at a time: 16 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,6 @@ def score(
     stack's pair for it. x_BQD: final hidden states. columns_B2 int32: each row's columns of the stack. wanted: as
     wide as `widths`.
     """
-    B, Q, _ = x_BQD.shape
-    size = Q
-    while size > 1 and size * B * params.embed_VD.shape[0] > _LOGITS:
-        size //= 2
 
     def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> PieceScores:
         x_BcD, next_Bc, targets_BcK, uniform_BcA = part
@@ -116,14 +113,9 @@ def score(
             found = replace(found, alternatives=(tokens, _pick(logits, tokens) - total_Bc1))
         return found
 
-    def split(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(B, Q // size, size, *x.shape[2:]), 1, 0)
-
-    def join(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 1).reshape(B, Q, *x.shape[3:])
-
-    parts = jax.tree.map(split, (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA))
-    whole: PieceScores = jax.tree.map(join, jax.lax.map(chunk, parts))
+    asked = (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA)
+    parts = split_chunks(asked, chunk_size(x_BQD, params, _MOST_LOGITS))
+    whole: PieceScores = jax.tree.map(join_chunks, jax.lax.map(chunk, parts))
     return whole
 
 
