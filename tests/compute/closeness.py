@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -26,7 +27,7 @@ def close(
     """
     a, b = (np.asarray(array, np.float64) for array in (found, expected))
     assert a.shape == b.shape, f"shapes {a.shape} and {b.shape}"
-    unit = _epsilon(dtype)
+    unit = float(jnp.finfo(dtype).eps)
     typical = max(scale, float(np.sqrt(np.mean(b * b)))) if b.size else scale
     allowed = ulps * unit * np.maximum(np.abs(b), typical)
     excess = np.abs(a - b) - allowed
@@ -37,7 +38,3 @@ def close(
             f"{abs(a[worst] - b[worst]) / unit / max(abs(b[worst]), typical, 1e-300):.1f} ulps of {dtype}, "
             f"at most {ulps} allowed"
         )
-
-
-def _epsilon(dtype: Any) -> float:
-    return 2.0**-7 if str(dtype) == "bfloat16" else float(np.finfo(dtype).eps)
