@@ -54,7 +54,7 @@ class Example:
 class CustomLoss:
     """A loss that a client traced: rank of each input by name, `logprobs` first, and its nodes as JSON text.
 
-    Made by tinkerflow.backend.wire.decode_custom_loss, which checks it against the list of what may be called.
+    tinkerflow.backend.wire.decode_custom_loss makes it, and refuses calls that are not listed.
     """
 
     name: str
@@ -64,8 +64,9 @@ class CustomLoss:
 
 @dataclass(frozen=True)
 class StabilityInfo:
-    """What sampling records of a sequence for stable_reinforce: its tokens_T int32, and the logprobs_T float32 that
-    the sampling policy gave them. sequence_id is `<request_id>-<i>`.
+    """The record of a sampled sequence that off-policy losses need.
+
+    tokens_T int32; logprobs_T float32: what the sampling policy gave them. sequence_id is `<request_id>-<i>`.
     """
 
     sequence_id: str
@@ -75,10 +76,10 @@ class StabilityInfo:
 
 @dataclass(frozen=True)
 class PromptWishes:
-    """What more than its own logprobs is wanted of a prompt of T tokens. Rows stand for its tokens 1 to T - 1.
+    """What a request asks about its prompt of T tokens beside their logprobs. Rows stand for tokens 1 to T - 1.
 
-    last_n: only the last so many prompt logprobs (and rows of `top`) are computed, None = all.
-    top: so many most likely tokens; alternatives: so many draws at the request's temperature, 0 = off.
+    last_n: how many of the last prompt logprobs (and rows of `top`) are computed, None = all.
+    top: how many of the most likely tokens. alternatives: how many draws at the request's temperature. 0 = off.
     targets_TK int32 [T - 1, K]: tokens to score at each place, -1 = none.
     """
 
@@ -92,7 +93,7 @@ class PromptWishes:
 class SampleRequest:
     """One prompt to continue `num_samples` times. `snapshot_id` None samples the base model.
 
-    owner: whose it is; what is cached of a prompt serves requests of the same owner only.
+    owner: the project. Cached pages of a prompt serve requests of the same owner only.
     seed: 64 bits; sample i of a request uses a key derived from (seed, i), so a result never depends on the batch.
     stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
     """
@@ -140,10 +141,11 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What became of one SampleRequest: its sequences, or `error` of a category (and nobody else's).
+    """The result of one SampleRequest: its sequences, or an `error` of this request alone, with its category.
 
-    Each of the last three only when wished: top has a row for every prompt token (the first is empty), targets_TK and
-    alternatives one for every prompt token but the first; targets_TK is 0.0 where no token was named.
+    The last three are given only when asked for. top has a row for every prompt token (the first row is empty).
+    targets_TK and alternatives have a row for every prompt token but the first; targets_TK is 0.0 where no token was
+    named.
     """
 
     request_id: str
@@ -179,8 +181,9 @@ class DropAdapter:
 class Forward:
     """Logprobs and summed loss of `examples`; with `backward`, add the loss's gradient to the adapter's.
 
-    `custom` is given when the loss is `custom`. Reply: ForwardResult. by_micro_batch: only begin, and reply Done; then
-    as many NextMicroBatch follow as pool.in_parts gives, and nothing else about the adapter before the last of them.
+    `custom` is given when the loss is `custom`. Reply: ForwardResult. by_micro_batch: compute only the first
+    micro-batch, and reply Done. As many NextMicroBatch follow as `in_parts` of the pool gives; no other command about
+    the adapter comes before the last of them.
     """
 
     adapter_id: str
@@ -194,7 +197,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class NextMicroBatch:
-    """Go on with the Forward of that adapter. Reply: Done, or after the last micro-batch the ForwardResult."""
+    """Compute the next micro-batch of the adapter's Forward. Reply: Done; after the last one the ForwardResult."""
 
     adapter_id: str
 
@@ -203,8 +206,8 @@ class NextMicroBatch:
 class OptimStep:
     """One optimizer step with the accumulated gradients, then clear them. Reply: OptimResult.
 
-    A gradient norm that is not finite is a UserError: weights and moments stay, gradients are cleared. So are, with
-    nothing changed, parameters of another optimizer than the adapter was made with.
+    A gradient norm that is not finite is a UserError: weights and moments stay, gradients are cleared. Parameters of
+    another optimizer than the adapter's are a UserError that changes nothing.
     """
 
     adapter_id: str
@@ -237,7 +240,7 @@ class PublishSnapshot:
 
 @dataclass(frozen=True)
 class LoadSnapshot:
-    """Make a sampling snapshot from saved weights, unless there is one: it has these or newer ones.
+    """Make a sampling snapshot from saved weights. A snapshot that is held stays: its weights are these or newer.
 
     Reply: SnapshotHeld.
     """
@@ -248,8 +251,9 @@ class LoadSnapshot:
 
 @dataclass(frozen=True)
 class MoveSnapshot:
-    """Rename a snapshot, over the one that `to_id` names: requests that sample that one go on with the new weights
-    from the next chunk, and keep what they have cached. Reply: Done.
+    """Rename a snapshot to `to_id`, in place of the snapshot of that id. Reply: Done.
+
+    Requests that sample `to_id` use the new weights from the next chunk, and keep their cache.
     """
 
     snapshot_id: str
@@ -258,7 +262,7 @@ class MoveSnapshot:
 
 @dataclass(frozen=True)
 class DropSnapshot:
-    """Forget a snapshot; requests already admitted with it finish. Unknown ids are fine. Reply: Done."""
+    """Forget a snapshot. Requests that were admitted with it finish. Unknown ids are fine. Reply: Done."""
 
     snapshot_id: str
 
@@ -267,7 +271,7 @@ class DropSnapshot:
 class SampleStep:
     """Admit requests into the decode batch, cancel others, prefill or decode a chunk. Reply: SampleProgress.
 
-    An empty SampleStep goes on with whoever is in the batch, or in line for it.
+    An empty SampleStep continues the requests that are in the batch or wait for it.
     """
 
     admit: tuple[SampleRequest, ...] = ()
@@ -281,7 +285,7 @@ class Ping:
 
 @dataclass(frozen=True)
 class ReadCompileStatus:
-    """Say which programs are compiled. Reply: CompileStatus, or Done of an executor that compiles nothing."""
+    """Count the programs that are compiled. Reply: CompileStatus; Done from an executor that compiles nothing."""
 
 
 Command = (
@@ -312,7 +316,7 @@ class Done:
 class ForwardResult:
     """logprobs: one float32 [T] (flat) or [T, K] per example, in order; loss_sum: the sum over all tokens.
 
-    metrics: those of a custom loss, `custom/<name>:sum|mean`, over all examples.
+    metrics: of a custom loss, `custom/<name>:sum|mean`, over all examples.
     """
 
     logprobs: tuple[Float32, ...]
@@ -346,8 +350,10 @@ class AdapterState:
 
 @dataclass(frozen=True)
 class SnapshotHeld:
-    """The group holds the snapshot. host_bytes: what it takes in each process's memory while others are on the devices;
-    None: it stays on them, because they are the host itself.
+    """The group holds the snapshot.
+
+    host_bytes: host memory that the snapshot takes in each process while it is evicted; None on CPU, where snapshots
+    are never evicted.
     """
 
     host_bytes: int | None
@@ -364,8 +370,10 @@ class SampleProgress:
 
 @dataclass(frozen=True)
 class CompileStatus:
-    """Programs of rank 0. planned: those that the warm-up makes before they are needed; ready of them are made, or
-    failed, which is counted too. needed: made for a command meanwhile. late: made for one when all were ready.
+    """Compiled programs of rank 0.
+
+    planned: programs that the warm-up compiles. ready: planned programs that are compiled, or `failed` to. needed:
+    programs compiled for a command before the warm-up had ended. late: programs compiled for a command after that.
     """
 
     planned: int
@@ -376,13 +384,13 @@ class CompileStatus:
 
 
 Reply = Done | ForwardResult | OptimResult | AdapterState | SnapshotHeld | SampleProgress | CompileStatus
-DeferredReply = Callable[[], Reply]  # waits for the devices, and reads from them what it replies
+DeferredReply = Callable[[], Reply]  # waits for the devices, and reads the reply from them
 
 
 # ------------------------------------------------------------------ how a group is set up
 @dataclass(frozen=True)
 class GroupConfig:
-    """What every process of a group is told at start. Sizes are tokens and rows."""
+    """The configuration that every process of a group gets at start."""
 
     model_path: str  # a Hugging Face folder
     dtype: Literal["float32", "bfloat16"]
@@ -400,13 +408,13 @@ class GroupConfig:
 
     @property
     def devices(self) -> int:
-        """How many the mesh has."""
+        """How many devices the mesh has."""
         return self.fsdp * self.expert * self.tensor
 
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What a group says of itself when it is ready."""
+    """The description of a group that is ready."""
 
     devices: tuple[str, ...]
     parameters: int

@@ -94,7 +94,7 @@ class ForwardRun:
         return _Pass(self._training, replace(plain, examples=surrogate.examples))
 
     def _judge(self, scored: ReadResult) -> tuple[Forward, ForwardResult]:
-        """The command to train with in its stead, and the result."""
+        """The command with the examples to train on, and the result."""
         forward = self._training.read(scored)
         judged = judge(self._command, forward.logprobs)
         surrogate = replace(self._command, examples=judged.surrogates)

@@ -62,7 +62,7 @@ def _branch(spec: LossSpec, values: jax.Array, logprobs: jax.Array, inputs: Toke
 
 @dataclass(frozen=True)
 class Judged:
-    """What a command's examples cost, and the examples to train on with cross_entropy in their stead."""
+    """The loss of a command's examples, and the examples that give its gradient with cross_entropy."""
 
     loss_sum: float
     surrogates: tuple[Example, ...]

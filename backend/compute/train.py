@@ -45,7 +45,7 @@ class DeviceBatch:
 
     @property
     def tokens(self) -> jax.Array:
-        """The tokens, [B, T]."""
+        """The tokens, int32 [B, T]."""
         return cast(jax.Array, self.ints_BTI)[..., 0]
 
     @property
@@ -55,12 +55,12 @@ class DeviceBatch:
 
     @property
     def segments(self) -> jax.Array:
-        """The example in the row that each belongs to [B, T], from 1; 0 = none."""
+        """The number of each token's example in its row, int32 [B, T], from 1; 0 = padding."""
         return cast(jax.Array, self.ints_BTI)[..., 2]
 
     @property
     def targets(self) -> jax.Array:
-        """What is scored at each, [B, T, K]."""
+        """The tokens that are scored at each position, int32 [B, T, K]."""
         return cast(jax.Array, self.ints_BTI)[..., 3:]
 
     @property
@@ -85,9 +85,10 @@ class Steps:
 
 
 def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
-    """The steps of a model on a mesh. Adapters and all outputs are replicated.
+    """The steps of the model `cfg` on `mesh`. Adapters and all outputs are replicated.
 
-    kept_bytes: what a device may keep for a backward pass; where layers would keep more, each is computed again.
+    kept_bytes: how many bytes of activations a device may keep for a backward pass. Where the layers would keep more,
+    the backward pass computes each layer again.
     """
 
     def constrain(x: jax.Array) -> jax.Array:
@@ -127,7 +128,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
 
 
 def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> DeviceBatch:
-    """Copy a micro-batch to the devices, each its rows."""
+    """Copy a micro-batch to the devices. Rows are split over fsdp."""
     single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     host = DeviceBatch(
         ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),

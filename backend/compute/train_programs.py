@@ -25,7 +25,7 @@ from tinkerflow.backend.spec.losses import packed_inputs
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 from tinkerflow.backend.spec.packing import micro_batch_shapes
 
-_FORWARD = 3  # how much rarer a forward pass alone is
+_FORWARD = 3  # added to the distance of forward passes alone: they are rarer
 
 
 def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Lora:
@@ -45,7 +45,11 @@ def training_programs(
     microbatch_tokens: int,
     max_context: int,
 ) -> Iterator[Program]:
-    """Those of an adapter like `lora`. Full micro-batches of short rows come first; targets are of one dimension."""
+    """The programs of an adapter like `lora`, full micro-batches of short rows first; targets are of one dimension.
+
+    params: the base model. steps: the jitted functions. lora: the adapter without values. optimizer: the adapter's.
+    microbatch_tokens: padded tokens of a micro-batch at most. max_context: tokens of an example at most.
+    """
     whole = replicated(mesh)
     state = like(fresh_state(optimizer, lora), whole)
     spec = OPTIMIZERS[optimizer]

@@ -1,9 +1,9 @@
 """Warm-up: the programs that requests may need are compiled before any request needs them, in a thread of its own.
 
-Nothing is run. JAX keeps what `jit(f).lower(shapes).compile()` makes where a call of `f` with such arguments looks for
-it, and its persistent cache (pool/compile_cache.py) keeps it for the next process. The thread makes one program after
-the other, and none while commands are executed or have been a moment ago: a request that comes while one is being made
-shares the machine with that one, and waits for nothing.
+Nothing is run. JAX keeps the result of `jit(f).lower(shapes).compile()` where a call of `f` with such arguments looks
+for it, and its persistent cache keeps it for the next process. The thread compiles one program after the other, and
+starts none while commands are executed or shortly after. A request that arrives during a compilation shares the machine
+with it, but does not wait for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NICE = 10  # of the thread, where threads have priorities of their own
 
 @dataclass(frozen=True)
 class Program:
-    """One program to be. `make` compiles it; those of the smallest `distance` from what is common come first."""
+    """A program to compile: `make` compiles it. Programs with the smallest `distance` come first."""
 
     name: str
     distance: int
@@ -39,10 +39,10 @@ class Program:
 
 
 class WarmUp:
-    """The thread, what it has still to make, and what became of the rest. Without `on` it makes nothing."""
+    """The thread that compiles, its queue and its counts. Without `on` it compiles nothing."""
 
     def __init__(self, *, on: bool, calm_seconds: float = _CALM_SECONDS) -> None:
-        """Nothing is wanted yet."""
+        """Start the thread. calm_seconds: how long no command may have run before it compiles a program."""
         self._on, self._calm = on, calm_seconds
         self._changed = threading.Condition()
         self._number = count()
@@ -55,12 +55,12 @@ class WarmUp:
 
     @property
     def warmth(self) -> CompileStatus:
-        """How far it is."""
+        """The counts so far."""
         with self._changed:
             return CompileStatus(self._planned, self._ready, self._failed, self._needed, self._late)
 
     def want(self, programs: Iterable[Program]) -> None:
-        """Make these too."""
+        """Add programs to the queue."""
         if not self._on:
             return
         with self._changed:
@@ -71,7 +71,10 @@ class WarmUp:
 
     @contextmanager
     def pause(self, made: Callable[[], int]) -> Iterator[None]:
-        """Begin nothing within the block: a command is executed. made: how many programs that thread has made."""
+        """Start no compilation within the block, in which a command runs.
+
+        made: counts the programs that the calling thread has compiled.
+        """
         before, was_ready = made(), self._ready == self._planned > 0
         with self._changed:
             self._executing += 1
@@ -96,7 +99,7 @@ class WarmUp:
             try:
                 program.make()
                 log.info("warm-up: %s in %.2f s", program.name, time.monotonic() - began)
-            except Exception:  # whoever needs it will be told; the group must not end for it
+            except Exception:  # the command that needs it will fail; the group must not end for it
                 log.exception("warm-up: %s could not be compiled", program.name)
                 failed = 1
             with self._changed:
@@ -113,14 +116,14 @@ class WarmUp:
 
 
 def result_of(function: Any, *args: Any) -> Any:
-    """Compile a jitted function for `args` (arrays, or what is like them); what it would give, without values."""
+    """Compile a jitted function for `args` (arrays, or their shapes); the shapes and shardings of its result."""
     lowered = function.lower(*args)
     compiled = lowered.compile()
     return jax.tree.map(_like, lowered.out_info, compiled.output_shardings)
 
 
 def like(tree: Any, where: Any) -> Any:
-    """The pytree of arrays as they would be with sharding `where`, without values."""
+    """The pytree without values: the shape and dtype of each array, with sharding `where`."""
     return jax.tree.map(lambda leaf: _like(leaf, where), tree)
 
 

@@ -1,7 +1,7 @@
 """Traced losses, executed: each example by itself, on its exact logprobs, compiled with its slope.
 
 A loss may take a mean or a maximum over its tokens, so padding to a bucket would change what it says. Hence it compiles
-once for each shape of an example; PROGRAMS of these are kept, and 0.1 s or so is what another length costs.
+once for each shape of an example, which costs some 0.1 s. The PROGRAMS last used are kept.
 """
 
 from __future__ import annotations
