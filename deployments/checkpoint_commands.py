@@ -146,9 +146,9 @@ def shares(
     table = Table("id", "checkpoint", "made", "expires", "revoked")
     with open_journal(settings_with(data_dir=data_dir)) as journal:
         found = journal.shares.all(path)
-    for one in found:
-        times = (one.created_at, one.expires_at, one.revoked_at)
-        table.add_row(one.id, one.path, *(f"{time:%Y-%m-%d %H:%M} UTC" if time else "" for time in times))
+    for shared in found:
+        times = (shared.created_at, shared.expires_at, shared.revoked_at)
+        table.add_row(shared.id, shared.path, *(f"{time:%Y-%m-%d %H:%M} UTC" if time else "" for time in times))
     Console().print(table)
 
 

@@ -46,10 +46,12 @@ def run(
 ) -> bool:
     """Run a pipeline and show its result; whether the run completed.
 
-    pipeline: its name. config: a YAML file with its parameters; the service at TINKER_BASE_URL does the work. example:
-    instead of `config`, use our example on a service that is started for it. changes: parameters that replace those of
-    the file, as `training.steps=10`. data_dir: for what a started service and a started Prefect server keep; default: a
-    scratch folder for the example, else the setting. Raises UserError unless one of config and example is given.
+    console: where to print. pipeline: its name. config: a YAML file with its parameters; the service at TINKER_BASE_URL
+    does the work. example: instead of `config`, use our example on a service that is started for it. changes: values
+    that replace those of the file, as `training.steps=10`. data_dir: for what a started service and a started Prefect
+    server store; default: a scratch folder for the example, else the setting.
+
+    Raises UserError unless one of config and example is given.
     """
     if example == (config is not None):
         raise UserError("run: give either --config FILE or --example")

@@ -180,7 +180,8 @@ async def _steps(
 ) -> list[StepMetrics]:
     """Make the steps `first` to `last`, or until somebody asks to stop; submitted steps are always awaited.
 
-    client: the model before the step `first`. on_step: gets the metrics of each step.
+    trainer: learning rates and recipe. client: the model before the step `first`. control: says when to stop or pause.
+    on_step: gets the metrics of each step.
     """
     made: list[StepMetrics] = []
     pending: list[asyncio.Future[Values]] = []
