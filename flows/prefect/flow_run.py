@@ -2,8 +2,8 @@
 
 Prefect would have its engine call a flow's function. The engine of Tinkerflow does the work itself and only reports it:
 flow runs and their states by requests, task runs by the events that Prefect's own task engine sends (prefect 3.8.8,
-`emit_task_run_state_change_event`). Two events a task run cost the client well under a millisecond; a task call cost 5
-to 12 ms.
+`emit_task_run_state_change_event`). The two events of a task run cost the engine 1.3 ms of CPU, threads included.
+A call of a Prefect task cost 2.9 ms (300 task runs each, on a busy machine with two cores).
 """
 
 from __future__ import annotations
