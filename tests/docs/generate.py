@@ -51,7 +51,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def cell(text: str) -> str:
     """Text for a table's cell: on one line, beginning with a capital if it begins with a word."""
     text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-    return text[:1].upper() + text[1:] if re.match(r"[a-z]+[ ,;.]", text) else text
+    return text[:1].upper() + text[1:] if re.match(r"[a-z]+[ ,;.](?!=)", text) else text
 
 
 # ---------------------------------------------------------------------- settings
