@@ -149,9 +149,12 @@ GIVEN: Any = Field(default=None, validate_default=True)  # the default of a fiel
 
 # ------------------------------------------------------------------ the models
 class Body(BaseModel):
-    """Base of all bodies."""
+    """Base of all bodies.
 
-    model_config = ConfigDict(frozen=True, protected_namespaces=(), populate_by_name=True)
+    A field that has an alias is read by the alias alone: its own name is not one of the protocol.
+    """
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
@@ -302,11 +305,21 @@ class LoadWeights(_Load):
         return self
 
 
-class SaveWeights(Body):
-    """save_weights: a training checkpoint. ttl_seconds None: kept for ever."""
+class _NamedSave(Body):
+    """A checkpoint to save. path: its name. ttl_seconds None: kept for ever."""
 
-    name: Name = Field(default=None, validate_default=True, alias="path")
+    path: Name = GIVEN
     ttl_seconds: Ttl = None
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name."""
+        return self.path
+
+
+class SaveWeights(_NamedSave):
+    """save_weights: a training checkpoint."""
+
     overwrite: Flag = False
     user_metadata: Metadata = Field(default_factory=dict)
 
@@ -341,11 +354,9 @@ class SaveForSampler(Body):
         return self
 
 
-class SaveExternal(Body):
+class SaveExternal(_NamedSave):
     """save_weights_external: files to download. recipients: of age encryption, none = plain files."""
 
-    name: Name = Field(default=None, validate_default=True, alias="path")
-    ttl_seconds: Ttl = None
     recipients: Texts = Field(default=(), alias="age_encryption_recipients")
 
     @model_validator(mode="after")

@@ -103,6 +103,19 @@ def test_tokens_are_kept_as_hashes_that_no_client_can_send() -> None:
     assert LoadWeights.decode(with_token).access == LoadModel.decode(with_token).access == "TFW-SECRET"
     assert LoadWeights.decode(hash_token(of(path=PATH, weights_access_hash="TFW"), str.upper)).access is None
     assert LoadWeights.decode(hash_token(of(path=PATH, weights_access_token=""), str.upper)).access is None
+    for body in (LoadWeights, LoadModel):
+        assert body.decode(hash_token(of(path=PATH, access="TFW"), str.upper)).access is None
+
+
+def test_a_field_is_read_by_its_name_on_the_wire_alone() -> None:
+    unread = {"lora": {"rank": 8}, "optimizer": {"type": "dimuon"}}
+    assert CreateModel.decode(of(base_model="m", **unread)) == CreateModel(base_model="m")
+    assert LoadModel.decode(of(path=PATH, fresh={"type": "dimuon"})).fresh == "adamw"
+    assert not SaveForSampler.decode(of(sampling_session_seq_id=1, name="a", inflight="inflight")).inflight
+    assert SaveExternal.decode(of(path="a", recipients=["x"])).recipients == ()
+    for body in (SaveWeights, SaveExternal):
+        with pytest.raises(UserError, match="path is None: must be a non-empty string"):
+            body.decode(of(name="a"))
 
 
 DIMUON = {"type": "dimuon", "learning_rate": 0.1}
