@@ -330,7 +330,8 @@ class ModelRunner:
 
     def _begin(self, request: Pending, group: asyncio.TaskGroup) -> Operation:
         self._flying.add(request.id)
-        self._taken = max(self._taken, _place(request))
+        if not request.answered:  # on hold, an answered save is stored before requests in front of it are taken
+            self._taken = max(self._taken, _place(request))
         if request.seq_id is not None:
             self._schedule.went(request.seq_id, step=request.kind == Kind.OPTIM_STEP)
         slot = self._sequencer.slot(request.id if request.kind in SAVES else None)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from tinkerflow.backend.journal import Outcome, Pending
 from tinkerflow.flows.prefect.mirror import RunMirror
-from tinkerflow.flows.runner import STOPPED, End
+from tinkerflow.flows.runner import STOPPED, End, Why
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.operations.sample import SampleBatch
@@ -53,21 +53,31 @@ class SamplingRunner:
 
     async def serve(self) -> End:
         """Answer samples as they come, until stopped."""
-        context = self._context.bound_to(await self._context.pool.serving())
-        async with asyncio.TaskGroup() as group:
-            batch = self._batch = SampleBatch(context, group)
-            decoding = group.create_task(_decode(batch), name="decode")
-            try:
-                while True:
-                    await self._woken.wait()
-                    if self._stopping:
-                        return STOPPED
-                    self._woken.clear()
-                    await self._take(batch)
-            finally:
-                await batch.drain()
-                decoding.cancel()
-                self._mirror.ended(STOPPED.state, STOPPED.text)
+        end = STOPPED
+        try:
+            context = self._context.bound_to(await self._context.pool.serving())
+            async with asyncio.TaskGroup() as group:
+                batch = self._batch = SampleBatch(context, group)
+                decoding = group.create_task(_decode(batch), name="decode")
+                try:
+                    await self._take_until_stopped(batch)
+                finally:
+                    await batch.drain()
+                    decoding.cancel()
+        except Exception as error:
+            end = End(Why.FAILED, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._mirror.ended(end.state, end.text)
+        return end
+
+    async def _take_until_stopped(self, batch: SampleBatch) -> None:
+        while True:
+            await self._woken.wait()
+            if self._stopping:
+                return
+            self._woken.clear()
+            await self._take(batch)
 
     def cancel(self, request_id: str) -> None:
         """The request was cancelled: its place in the decode batch is free after the chunk that runs now."""

@@ -29,6 +29,7 @@ from tinkerflow.flows.prefect.connection import PrefectConnection, is_away
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 1.0  # lines of so long go out in one request
+MOST_LINES = 500  # of logs that wait for the server
 
 _ABOUT = """\
 The runs of a Tinkerflow engine, which executes them itself. They begin when a client creates a model, and not by
@@ -80,7 +81,7 @@ class FlowRunRecord:
         self._requests: deque[Callable[[PrefectClient], Awaitable[object]]] = deque()
         self._sending: asyncio.Task[object] | None = None
         self._events: list[dict[str, Any]] | None = []  # of task runs, until the flow run has an id
-        self._lines: list[LogCreate] = []
+        self._lines: deque[LogCreate] = deque(maxlen=MOST_LINES)
         self._open = 0  # task runs
         self._final: State[None] | None = None
         self._send(self._begin)
@@ -96,7 +97,7 @@ class FlowRunRecord:
         self._send(show)
 
     def log(self, line: LogCreate) -> None:
-        """Add a line to the flow run's logs."""
+        """Add a line to the flow run's logs. When more than MOST_LINES wait, the oldest are dropped."""
         self._lines.append(line)
         if len(self._lines) == 1:
             asyncio.get_running_loop().call_later(LOG_SECONDS, self._send, self._send_lines)
@@ -177,9 +178,16 @@ class FlowRunRecord:
 
     async def _send_lines(self, client: PrefectClient) -> None:
         lines = [line.model_copy(update={"flow_run_id": self._created}) for line in self._lines]
-        if lines:
+        self._lines.clear()  # a line that comes while these are sent waits for the next request
+        if not lines:
+            return
+        try:
             await client.create_logs(lines)
-            del self._lines[: len(lines)]
+        except Exception as error:  # the state of the flow run matters more than its logs
+            if is_away(error):
+                self._lines = deque([*lines, *self._lines], maxlen=MOST_LINES)
+                raise
+            log.warning("flow run %s: Prefect refused %d lines: %s", self._heading.name, len(lines), error)
 
     def _send(self, request: Callable[[PrefectClient], Awaitable[object]]) -> None:
         self._requests.append(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -13,10 +13,11 @@ import pytest
 from tinkerflow.backend.commands import MoveSnapshot, SampleStep
 from tinkerflow.backend.journal import Kind, UsageKind
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.flows.prefect.mirror import Mirror
+from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
 from tinkerflow.flows.runner import Why
 from tinkerflow.flows.sampling_runner import SamplingRunner, shared_out
 from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.operation import Operation
 
 
 @pytest.fixture
@@ -302,3 +303,40 @@ async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: A
     assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
     assert tokens(await client.result(taken))
     assert client.journal.requests.result(waiting, "local") is None
+
+
+class Shown:
+    """A mirror of a runner that keeps how it ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def sampled(self, operation: Operation) -> None:
+        pass
+
+    def ended(self, state: str, text: str) -> None:
+        self.ends.append(state)
+
+
+async def test_a_runner_that_is_cancelled_while_samples_are_decoded_says_that_it_ended(
+    context: Any, client: Any, pool: Any, running: Any, until: Any
+) -> None:
+    shown = Shown()
+    runner = SamplingRunner(context, cast(RunMirror, shown), most_waiting=8)
+    pool.hold = asyncio.Event()
+    client.sample(client.sampler(0))
+    async with running(runner.serve()):
+        await until(lambda: "SampleStep" in pool.names)
+        runner.stop()
+        await asyncio.sleep(0)
+    assert shown.ends == ["Cancelled"]
+
+
+async def test_a_runner_that_is_cancelled_before_a_worker_group_serves_says_that_it_ended(
+    context: Any, pool: Any, running: Any
+) -> None:
+    shown = Shown()
+    pool.die(down=True)
+    async with running(SamplingRunner(context, cast(RunMirror, shown), most_waiting=8).serve()):
+        await asyncio.sleep(0)
+    assert shown.ends == ["Cancelled"]

@@ -175,6 +175,29 @@ async def test_a_save_that_was_overtaken_is_made_by_the_next_engine_as_of_its_pl
     assert stored(context, model, "second") == middle
 
 
+async def test_a_save_that_was_overtaken_is_made_after_a_hold_in_which_a_later_one_was_stored(
+    client: Any, create: Any, make_runner: Any, running: Any, pool: Any, gate: Gate, until: Callable[..., Any]
+) -> None:
+    async with AsyncExitStack() as stack:
+        model = await create(stack)
+        named = client.submit(model, Kind.SAVE_WEIGHTS, {"path": "first"})
+        await done(client, client.submit(model, Kind.SAVE_FOR_SAMPLER, {"sampling_session_seq_id": 4}))
+        await until(gate.arrived.is_set)
+        gate.broken = True
+    assert client.journal.recovery.unstored(model)
+    pool.die()
+    gate.opened.set()
+    await until(gate.failed.is_set)
+    gate.broken = False
+    runner = make_runner(model, 1)
+    runner.hold(True)
+    async with running(runner.serve()):
+        await until(lambda: not client.journal.recovery.unstored(model))
+        assert client.journal.requests.result(named, "local") is None
+        runner.hold(False)
+        await done(client, named)
+
+
 def stored(context: Any, model: str, name: str) -> dict[str, bytes]:
     state, _ = context.store.load(f"tinker://{model}/weights/{name}")
     return {name: array.tobytes() for name, array in state.weights.items()}

@@ -1,0 +1,101 @@
+"""What a flow run's record sends, and in which order; here to a client that only writes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any, Self
+from uuid import uuid4
+
+import httpx
+import pytest
+from prefect.client.schemas.actions import LogCreate
+from prefect.states import Completed, State
+
+from tinkerflow.flows.prefect import flow_run
+from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, sampling
+
+HEADING = Heading(sampling, "sampling unigram", {"base_model": "unigram"}, ())
+
+
+class Server:
+    """Stands in for Prefect's client. errors: what the next requests for logs are answered with."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[str]] = []
+        self.states: list[str] = []
+        self.errors: list[Exception] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def create_flow_run(self, *_: object, **__: object) -> Any:
+        return SimpleNamespace(id=uuid4())
+
+    async def set_flow_run_state(self, _: object, state: State[Any], **__: object) -> None:
+        self.states.append(state.name or "")
+
+    async def create_logs(self, lines: Sequence[LogCreate]) -> None:
+        self.sent.append([line.message for line in lines])
+        await self.hold.wait()
+        if self.errors:
+            raise self.errors.pop()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server()
+    monkeypatch.setattr(flow_run, "get_client", lambda: server)
+    monkeypatch.setattr(flow_run, "LOG_SECONDS", 0.01)
+    return server
+
+
+def line(text: str) -> LogCreate:
+    return LogCreate(name="tinkerflow", level=logging.INFO, message=text, timestamp=datetime.now(UTC))
+
+
+async def test_a_line_that_comes_while_others_are_sent_goes_out_with_the_next(server: Server, until: Any) -> None:
+    record = FlowRunRecord(PrefectConnection("http://prefect/api"), HEADING)
+    server.hold.clear()
+    record.log(line("first"))
+    await until(lambda: bool(server.sent))
+    record.log(line("second"))
+    server.hold.set()
+    await until(lambda: len(server.sent) == 2)
+    assert server.sent == [["first"], ["second"]]
+
+
+async def test_lines_that_are_refused_do_not_keep_the_flow_run_from_its_end(
+    server: Server, until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = FlowRunRecord(PrefectConnection("http://prefect/api"), HEADING)
+    server.errors = [ValueError("too long")]
+    record.log(line("a" * 1000))
+    record.finish(Completed())
+    await until(lambda: server.states == ["Running", "Completed"])
+    assert "refused 1 lines: too long" in caplog.text
+
+
+async def test_lines_wait_for_a_server_that_is_away_and_not_all_of_them(
+    server: Server, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_run, "MOST_LINES", 3)
+    connection = PrefectConnection("http://prefect/api")
+    record = FlowRunRecord(connection, HEADING)
+    server.errors = [httpx.ConnectError("refused")]
+    record.log(line("0"))
+    await until(lambda: not connection.reachable)
+    for number in range(1, 5):
+        record.log(line(str(number)))
+    connection.found(True, "")
+    await until(lambda: len(server.sent) == 2)
+    assert server.sent[1] == ["2", "3", "4"]
