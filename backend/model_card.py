@@ -122,7 +122,7 @@ def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _count_parameters(name: str, folder: Path, config: ModelConfig) -> int:
-    shapes = {tensor: stored.get_shape() for tensor, stored in open_tensors(folder, name).items()}
+    shapes = {tensor: stored.shape for tensor, stored in open_tensors(folder, name).items()}
     if config.tied:
         unembed = family_of(config).projections(config)["unembed"]
         shapes.pop(f"{unembed.module}.weight", None)  # some exports store the shared matrix twice

@@ -27,7 +27,7 @@ from tinkerflow.backend.compute.transformer import LayerParams, Params
 from tinkerflow.backend.compute.weight_files import StoredTensor, open_tensors
 from tinkerflow.backend.errors import UserError
 
-_DTYPES = ("F32", "F16", "BF16", "F64")
+_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 _ROW_PARALLEL = ("o", "down")  # the tensor axis splits their inputs, and their outputs are summed over it
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
@@ -119,16 +119,15 @@ class _Loader:
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         tensor = self.stored.get(name)
-        found = None if tensor is None else tuple(tensor.get_shape())
+        found = None if tensor is None else tensor.shape
         if tensor is None or found != shape:
             wrong = "is missing" if found is None else f"has shape {found}"
             raise UserError(
                 f"base model {str(self.folder)!r}: tensor {name!r} {wrong}; config.json asks for shape {shape}"
             )
-        if tensor.get_dtype() not in _DTYPES:
+        if tensor.dtype not in _DTYPES:
             raise UserError(
-                f"base model {str(self.folder)!r}: tensor {name!r} is {tensor.get_dtype()}; "
-                f"supported: {', '.join(_DTYPES)}"
+                f"base model {str(self.folder)!r}: tensor {name!r} is {tensor.dtype}; supported: {', '.join(_DTYPES)}"
             )
         return tensor
 
@@ -150,7 +149,7 @@ class _Loader:
 
 
 def _read(tensor: StoredTensor, index: tuple[slice, ...], dtype: Any) -> Array:
-    return np.asarray(tensor[index], dtype=dtype)
+    return np.asarray(tensor.view(_DTYPES[tensor.dtype])[index], dtype=dtype)
 
 
 def by_layer(params: Params) -> Params:

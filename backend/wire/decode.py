@@ -214,7 +214,7 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_si
             _require(arrays, partial(np.less_equal, low), f"data[{{}}].loss_fn_inputs[{one.name!r}]", f">= {low:g}")
         for i, values in enumerate(arrays):
             if one.some and values is not None and not values.any():
-                raise UserError(f"{_name(i, one.name)} is 0 everywhere: must not be 0 for some token")
+                raise UserError(f"{_name(i, one.name)} is 0 everywhere: must not be 0 for at least one token")
     if loss.ordered is not None:
         _require_order(read, *loss.ordered)
 
