@@ -14,6 +14,7 @@ TinkerflowError            category
     ├── FencedError                 another engine has taken over the journal
     ├── StateLostError              an adapter or a snapshot was lost with its worker group
     ├── JournalBusyError            another writer held the journal for too long
+    ├── NoTablesError               the journal's database is empty (backend/journal/migrate.py)
     └── StoreError                  a checkpoint could not be read or written
         └── StoreAwayError          the checkpoint store could not be reached
 """

@@ -38,7 +38,11 @@ class Settings(BaseSettings):
     base_models: tuple[str, ...] = Field(
         default=(), description="models to serve, as Hugging Face ids or folders; none = the tiny embedded model"
     )
-    store: str = Field(default="", description="fsspec URL of the checkpoint store; empty = <data_dir>/store")
+    store: str = Field(
+        default="",
+        description="URL of the checkpoint store: file:///FOLDER, gs://BUCKET/PREFIX, or memory://NAME for tests; "
+        "empty = <data_dir>/store",
+    )
     pipelines: str = Field(
         default="", description="fsspec URL of the folder that pipelines write to; empty = <data_dir>/pipelines"
     )
@@ -66,16 +70,21 @@ class Settings(BaseSettings):
     tensor_parallel: int = Field(
         default=1,
         ge=1,
-        description="size of the tensor axis of the device mesh; the remaining devices form the fsdp axis",
+        description="size of the tensor axis of the device mesh over all processes; with one device for each process, "
+        "the remaining devices form the fsdp axis",
     )
     expert_parallel: int = Field(
-        default=1, ge=1, description="size of the expert axis of the device mesh, for models with experts"
+        default=1,
+        ge=1,
+        description="size of the expert axis of the device mesh over all processes, for models with experts",
     )
     max_context: int = Field(
         default=0, ge=0, description="longest sequence in tokens; 0 = as long as the model allows, at most 32768"
     )
     microbatch_tokens: int = Field(
-        default=0, ge=0, description="padded tokens in one training micro-batch; 0 = as many as device memory allows"
+        default=0,
+        ge=0,
+        description="padded tokens in one training micro-batch, at least 32; 0 = as many as device memory allows",
     )
     sample_slots: int = Field(default=64, ge=1, description="sequences that are decoded together, at most")
     resident_snapshots: int = Field(
@@ -144,7 +153,12 @@ class Settings(BaseSettings):
         gt=0,
         description="seconds to wait for a missing sequence id before later requests of its model go ahead",
     )
-    result_ttl: float = Field(default=3600.0, gt=0, description="seconds for which a result can be read again")
+    result_ttl: float = Field(
+        default=3600.0,
+        gt=0,
+        description="seconds after its first read for which a result can be read again; while nobody has read it, the "
+        "time counts from its answer",
+    )
     poll_hold: float = Field(
         default=25.0, gt=0, le=40, description="seconds that a poll for a result is held open, at most"
     )
@@ -167,7 +181,9 @@ class Settings(BaseSettings):
         default=0, ge=0, description="bytes of checkpoints that a project may have; further saves fail; 0 = no limit"
     )
     max_body_bytes: int = Field(
-        default=256 * 2**20, ge=2**16, description="bytes of the largest request body, after decompression"
+        default=256 * 2**20,
+        ge=2**16,
+        description="bytes of the largest body of one request, before and after decompression",
     )
 
     # Prices that clients see beside their usage.
@@ -252,12 +268,13 @@ class Settings(BaseSettings):
 
     @property
     def has_journal(self) -> bool:
-        """Whether a journal exists already; True for every database_url, because only opening it would tell."""
-        return bool(self.database_url) or (self.data_dir / "journal.db").exists()
+        """Whether a journal may exist already: False only for an SQLite file that does not exist."""
+        scheme, _, file = self.journal_url.partition(":///")
+        return scheme != "sqlite" or Path(file.partition("?")[0]).exists()
 
     @property
     def store_url(self) -> str:
-        """The checkpoint store's fsspec URL."""
+        """The checkpoint store's URL."""
         return self.store or f"file://{self.data_dir / 'store'}"
 
     @property

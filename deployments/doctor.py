@@ -1,4 +1,7 @@
-"""`tinkerflow doctor`: check everything that a deployment needs, and say what is found and what to do about it."""
+"""`tinkerflow doctor`: check everything that a deployment needs, and say what is found and what to do about it.
+
+The checks read the database, and never make or upgrade it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import httpx
 from rich.console import Console
@@ -15,9 +19,11 @@ from rich.table import Table
 from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.errors import StoreError, TinkerflowError, UserError
+from tinkerflow.backend.journal import AWAY, Journal, NoTablesError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store.blobs import open_blobs
-from tinkerflow.deployments.parts import open_journal
+
+_NO_DATABASE = "there is no database yet; `tinkerflow up` makes it"
 
 
 def examine(settings: Settings, console: Console) -> bool:
@@ -27,7 +33,7 @@ def examine(settings: Settings, console: Console) -> bool:
     for name, check in CHECKS.items():
         try:
             mark, found = "[green]ok[/]", check(settings)
-        except (TinkerflowError, OSError, subprocess.SubprocessError, httpx.HTTPError) as error:
+        except (TinkerflowError, *AWAY, OSError, subprocess.SubprocessError, httpx.HTTPError) as error:
             mark, found, healthy = "[red]bad[/]", f"{type(error).__name__}: {error}", False
         table.add_row(mark, name, found)
     console.print(table)
@@ -52,15 +58,19 @@ def check_devices(settings: Settings, command: tuple[str, ...] = (sys.executable
 
 
 def check_journal(settings: Settings) -> str:
-    """The journal's database, and how much it holds."""
-    with open_journal(settings) as journal:
+    """The journal's database, and how much it holds. Raises ServerError when its schema is not this version's."""
+    with _opened_journal(settings) as journal:
+        if journal is None:
+            return f"{settings.journal_url.split('@')[-1]}: {_NO_DATABASE}"
         runs = journal.models.runs(None, limit=1, offset=0).total
         return f"{settings.journal_url.split('@')[-1]}: {runs} training run(s), {len(journal.keys.all())} key(s)"
 
 
 def check_processes(settings: Settings, clock: Clock | None = None) -> str:
     """Last heartbeat of each part, what groups wait for, and how many requests a lost group was executing."""
-    with open_journal(settings) as journal:
+    with _opened_journal(settings) as journal:
+        if journal is None:
+            return _NO_DATABASE
         found = journal.recovery.health()
     now = (clock or SystemClock()).now()
     lines = [
@@ -74,7 +84,9 @@ def check_processes(settings: Settings, clock: Clock | None = None) -> str:
 
 def check_recovery(settings: Settings) -> str:
     """For each model that can be restored: its last snapshot, and how many requests came after it."""
-    with open_journal(settings) as journal:
+    with _opened_journal(settings) as journal:
+        if journal is None:
+            return _NO_DATABASE
         newest = {view.model_id: view for view in reversed(journal.recovery.snapshots())}
         lines = [
             f"{model_id}: snapshot at request {view.seq_id} (step {view.step}, {view.size_bytes / 2**20:.1f} MiB, "
@@ -82,6 +94,20 @@ def check_recovery(settings: Settings) -> str:
             for model_id, view in sorted(newest.items())
         ]
     return "; ".join(lines) or "no snapshots of models"
+
+
+@contextmanager
+def _opened_journal(settings: Settings) -> Iterator[Journal | None]:
+    """The journal as it is; None: there is no database, or it has no tables. ServerError: of another version."""
+    journal = None
+    if settings.has_journal:
+        with suppress(NoTablesError):
+            journal = Journal.open(settings.journal_url)
+    try:
+        yield journal
+    finally:
+        if journal is not None:
+            journal.close()
 
 
 def check_store(settings: Settings) -> str:
@@ -112,12 +138,9 @@ def check_base_models(settings: Settings) -> str:
 
 def check_compiled(settings: Settings) -> str:
     """How far each base model's compilation is, and what the compilation cache holds."""
-    lines = []
-    if settings.has_journal:
-        with open_journal(settings) as journal:
-            lines = [
-                f"{m.name}: {_compile_status(m.compile_status)}" for m in journal.base_models.all() if m.compile_status
-            ]
+    with _opened_journal(settings) as journal:
+        models = [] if journal is None else journal.base_models.all()
+    lines = [f"{m.name}: {_compile_status(m.compile_status)}" for m in models if m.compile_status]
     files = [path for path in settings.compile_cache.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 2**20
     return "; ".join([*lines, f"{len(files)} file(s), {size:.1f} MiB in {settings.compile_cache}"])

@@ -75,7 +75,7 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
         values.setdefault("work", stack.settings.pipelines_url)
         prefect_url = f"{stack.prefect_url}/api"
         wait_for_prefect(prefect_url, stack.settings.start_deadline)
-        if name == "distill" and "teacher" not in values:
+        if find(name).example_teacher and "teacher" not in values:
             _make_student_and_teacher(console, values, prefect_url)
         page, completed = _run_and_show(console, find(name), values, prefect_url)
     if stack.settings.prefect == "embedded":
@@ -210,7 +210,7 @@ def _import() -> None:
 
 
 def _make_student_and_teacher(console: Console, values: dict[str, Any], prefect_url: str) -> None:
-    """Train what our example of `distill` needs: a student that has learnt a little, and a teacher that knows more."""
+    """Train what an example with `example_teacher` needs: a student that has learnt a little, and a teacher."""
     lesson = read_config(example_file("sft.yaml")) | {"work": values["work"], "samples": {"rows": 0}}
     del lesson["held_out"]  # nobody looks at it: fewer programs to compile
     short = lesson | {"name": "student", "training": lesson["training"] | {"steps": 8}}

@@ -1,6 +1,7 @@
-"""What was decided of checkpoints reaches the store: those that are over lose their files, others have it written down.
+"""Apply the journal's decisions to the store.
 
-The journal comes first: what is marked as deleted there cannot be read, whether or not its files are gone.
+Delete the files of expired checkpoints, and write changed expiry and publication into `commit.json`. The journal comes
+first: a checkpoint that is marked as deleted there cannot be read, whether or not its files are gone.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from tinkerflow.backend.journal.keys import KeyView as KeyView
 from tinkerflow.backend.journal.leases import LEASE_SECONDS as LEASE_SECONDS
 from tinkerflow.backend.journal.limits import Limits as Limits
 from tinkerflow.backend.journal.losses import NewCustomLoss as NewCustomLoss
+from tinkerflow.backend.journal.migrate import NoTablesError as NoTablesError
 from tinkerflow.backend.journal.migrate import migrate as migrate
 from tinkerflow.backend.journal.models import ModelView as ModelView
 from tinkerflow.backend.journal.models import NewModel as NewModel

@@ -1,4 +1,4 @@
-"""Imports: checkpoints that come in otherwise than by a save, as copies or because only the store knows of them.
+"""Rows of checkpoints that no client saved here: copies, and checkpoints found only in the store.
 
 Their runs and sessions are over from the start: nobody trains or samples in them, they only hold checkpoints.
 """

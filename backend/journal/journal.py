@@ -63,7 +63,7 @@ class Journal:
         """Open the migrated database `url`.
 
         notifier: None opens one for this database, and `close` closes it.
-        ServerError: the database is not at the newest schema.
+        ServerError: the database is not at the newest schema; NoTablesError when it has no tables.
         """
         database = Database(url)
         try:

@@ -20,6 +20,10 @@ from tinkerflow.backend.journal.database import Database
 _LOCK = 0x74696E6B  # any number, the same in every process
 
 
+class NoTablesError(ServerError):
+    """The database is empty: nobody has migrated it yet."""
+
+
 def migrate(url: str, revision: str = "head") -> None:
     """Upgrade the database to the newest schema (or to `revision`), making an SQLite file if need be.
 
@@ -38,16 +42,19 @@ def migrate(url: str, revision: str = "head") -> None:
 
 
 def check_revision(database: Database) -> None:
-    """Raise ServerError unless the database is at the newest schema."""
-    newest = ScriptDirectory.from_config(_config()).get_current_head()
+    """Raise ServerError unless the database is at the newest schema: NoTablesError when it has none at all."""
+    scripts = ScriptDirectory.from_config(_config())
+    newest = scripts.get_current_head()
     with database.read() as connection:
         found = MigrationContext.configure(connection).get_current_revision()
     if found != newest:
         name = database.engine.url.render_as_string(hide_password=True)
-        raise ServerError(
-            f"database {name}: its schema is at revision {found}, this version needs {newest}; "
-            "`tinkerflow up` brings an older one up to date"
-        )
+        text = f"database {name}: its schema is at revision {found}, this version needs {newest}; "
+        if found is None:
+            raise NoTablesError(text + "`tinkerflow up` makes the tables")
+        if found in {script.revision for script in scripts.walk_revisions()}:
+            raise ServerError(text + "the database is of an earlier version: `tinkerflow up` upgrades it")
+        raise ServerError(text + "the database is of a later version: install that version")
 
 
 def _config() -> Config:

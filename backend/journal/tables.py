@@ -248,8 +248,8 @@ class Request(Table, table=True):
 
     An unload has no seq_id (it comes from the service, not from the client's counter), and NULLs are distinct.
     The partial indexes hold only what waits, still has bytes to drop, or may be replayed: they stay small while the
-    table grows. replays: it changed the model, and less than two snapshots hold it: its payload stays. Or it has
-    published weights that are not stored yet.
+    table grows. replays: keep the payload, because a restore may need it: true until two snapshots contain the request,
+    or while its published weights are not stored yet.
     """
 
     __tablename__ = "request"

@@ -74,4 +74,4 @@ async def _teacher(wanted: TeacherParameters, run: PreparedRun) -> tinker.Sampli
     return teacher
 
 
-PIPELINE = Pipeline(distill, DistillParameters)
+PIPELINE = Pipeline(distill, DistillParameters, example_teacher=True)

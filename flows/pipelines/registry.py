@@ -19,13 +19,15 @@ class Pipeline:
     """One pipeline: its flow, and the model of the flow's only argument, `parameters`.
 
     deployment: the name under which prefect.yaml deploys the pipeline. cron: the deployment's schedule in UTC, or empty
-    when people start its runs; at most one run of a scheduled deployment goes at a time.
+    when people start its runs; at most one run of a scheduled deployment goes at a time. example_teacher: the
+    example of `tinkerflow run` first trains a student and a teacher with `sft`.
     """
 
     flow: Flow[..., Any]
     parameters: type[Parameters]
     deployment: str = "by-hand"
     cron: str = ""
+    example_teacher: bool = False
 
     @property
     def name(self) -> str:

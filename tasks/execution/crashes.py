@@ -29,7 +29,10 @@ def is_suspicious(error: GroupFailedError) -> bool:
 async def attribute_crash(
     context: ExecutionContext, executing: Sequence[Pending], error: GroupFailedError
 ) -> dict[str, Outcome]:
-    """Note that the group ended with `error` while it executed these; by id: failures of those who did it too often."""
+    """Note that the group ended with `error` while it executed these requests.
+
+    Returns, by request id, the failure of every request whose worker groups ended too often.
+    """
     if not executing or not is_suspicious(error):
         return {}
     crashed = error.crashed if isinstance(error, SuspectError) else True

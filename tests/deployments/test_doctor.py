@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.errors import StoreError, UserError
+from tinkerflow.backend.errors import ServerError, StoreError, UserError
+from tinkerflow.backend.journal import migrate
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import blobs
@@ -75,6 +76,32 @@ def test_parts_and_groups_that_wait(tmp_path: Path) -> None:
         assert doctor.check_processes(settings).startswith("none is running")
         assert doctor.check_recovery(settings) == "no snapshots of models"
         assert doctor.check_journal(settings).endswith("journal.db: 0 training run(s), 0 key(s)")
+
+
+OF_THE_JOURNAL = (doctor.check_journal, doctor.check_processes, doctor.check_recovery, doctor.check_compiled)
+
+
+@pytest.mark.parametrize("check", OF_THE_JOURNAL)
+def test_a_database_that_is_missing_is_not_made(tmp_path: Path, check: Callable[[Settings], str]) -> None:
+    folder = tmp_path / "none"
+    for settings in (Settings(data_dir=folder), Settings(data_dir=folder, database_url=f"sqlite:///{folder}/x.db")):
+        said = check(settings)
+        assert check is doctor.check_compiled or said.endswith("there is no database yet; `tinkerflow up` makes it")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("check", OF_THE_JOURNAL)
+def test_a_database_of_an_earlier_version_stays_as_it_is(tmp_path: Path, check: Callable[[Settings], str]) -> None:
+    settings = Settings(data_dir=tmp_path)
+    migrate(settings.journal_url, "v0001")
+    for _ in range(2):  # the first look has not upgraded it
+        with pytest.raises(ServerError, match="the database is of an earlier version: `tinkerflow up` upgrades it"):
+            check(settings)
+
+
+def test_a_database_without_tables_is_no_defect(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").touch()
+    assert doctor.check_journal(Settings(data_dir=tmp_path)).endswith("no database yet; `tinkerflow up` makes it")
 
 
 def test_what_is_compiled(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ class OptimizerSpec:
 
     name: what requests, the journal and checkpoints call it; also the file's name.
     params: its parameters; a field without a default must be given.
-    state: names of its state's parts, each shaped like the weights and zero at first. A checkpoint's tensors end so.
+    state: names of its state's parts, each shaped like the weights and zero at first. In a checkpoint, these names are
+    the suffixes of the state's tensors.
     update: one step; see `Update`.
     request_field: the object of an optim_step request that holds its parameters; `optimizer_params` names the type.
     version: of its configuration on the wire, None = it has none.
