@@ -44,7 +44,8 @@ class Settings(BaseSettings):
         "empty = <data_dir>/store",
     )
     pipelines: str = Field(
-        default="", description="fsspec URL of the folder that pipelines write to; empty = <data_dir>/pipelines"
+        default="",
+        description="URL of the folder that pipelines write to, of a kind that store takes; empty = <data_dir>/pipelines",
     )
     database_url: str = Field(
         default="",

@@ -155,7 +155,7 @@ def doctor(data_dir: DataDir = None) -> None:
 
 @app.command()
 def engine(parent: Parent = 0) -> None:
-    """Run the engine alone: flows, tasks and the pool of JAX processes."""
+    """Run the engine alone: flows, tasks, the pool of JAX processes, and the Prefect server where that is embedded."""
     run_engine_part(Settings(), parent)
 
 
