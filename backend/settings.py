@@ -45,7 +45,7 @@ class Settings(BaseSettings):
     )
     pipelines: str = Field(
         default="",
-        description="URL of the folder that pipelines write to, of a kind that store takes; empty = <data_dir>/pipelines",
+        description="URL of the folder that pipelines write to, of a kind as for store; empty = <data_dir>/pipelines",
     )
     database_url: str = Field(
         default="",
