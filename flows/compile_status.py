@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
 
 
-async def note_warmth(journal: Journal, pool: Pool, base_model: str) -> None:
+async def note_compile_status(journal: Journal, pool: Pool, base_model: str) -> None:
     """Keep what changed, until cancelled; ends at once when the group's executor compiles nothing.
 
     One warning for each time that programs were compiled for a request although everything planned was there.

@@ -141,8 +141,7 @@ class Dispatcher:
                 return
             served = self._served.get(model.base_model)
             if served is None:
-                names = ", ".join(sorted(self._served))
-                await self._give_up(model_id, UserError(f"base model {model.base_model!r} is not served here: {names}"))
+                await self._give_up(model_id, self._not_served(model.base_model))
                 return
             mirror = self._mirror.training_run(model_id, model.base_model, self._adopted.get(model_id))
             end = STOPPED
@@ -170,6 +169,9 @@ class Dispatcher:
             for served in self._served.values():
                 served.context.saves.forget(model_id)
             self._adopted.pop(model_id, None)
+
+    def _not_served(self, base_model: str) -> UserError:
+        return UserError(f"base model {base_model!r} is not served here: {', '.join(sorted(self._served))}")
 
     async def _give_up(self, model_id: str, error: TinkerflowError) -> None:
         """End a model, and fail all that waits for it."""
@@ -200,6 +202,9 @@ class Dispatcher:
         """Take up a model again that nobody serves, in this flow run; UserError when that cannot be."""
         if model_id in self._runners:
             raise UserError(f"model {model_id} is served already")
+        model = await asyncio.to_thread(self._journal.models.get, model_id, None)
+        if model.base_model not in self._served:
+            raise self._not_served(model.base_model)
         await asyncio.to_thread(self._journal.models.revive, model_id)
         self._adopted[model_id] = flow_run
         self.wake(model_id, again=True)

@@ -22,7 +22,7 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Hosts, Pool, PoolConfig, ThisMachine
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
-from tinkerflow.flows.compile_status import note_warmth
+from tinkerflow.flows.compile_status import note_compile_status
 from tinkerflow.flows.dispatcher import Dispatcher
 from tinkerflow.flows.groups import ServedModel, group_config
 from tinkerflow.flows.lease import hold_lease
@@ -145,7 +145,9 @@ async def _run(
             stack.callback(model.context.close)
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
         for model in served:
-            noting = asyncio.create_task(note_warmth(journal, model.pool, model.card.name), name="warmth")
+            noting = asyncio.create_task(
+                note_compile_status(journal, model.pool, model.card.name), name="compile status"
+            )
             stack.callback(noting.cancel)
         dispatcher = Dispatcher(settings, journal, mirror, served)
         await _serve_until(stop, dispatcher, on_ready, lease)

@@ -17,10 +17,10 @@ from prefect import get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelled, Failed, Running
 
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import TinkerflowError, UserError
 from tinkerflow.flows.prefect.connection import PrefectConnection
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class ControlsWatch:
         self._connection = connection
         self._controls = controls
         self._held: dict[UUID, str] = {}  # flow run -> model
+        self._retried: dict[UUID, UUID] = {}  # flow run -> its state that was obeyed as a Retry
 
     async def watch(self) -> None:
         """Look every LOOK_SECONDS while Prefect can be reached; never returns."""
@@ -67,18 +68,27 @@ class ControlsWatch:
                 try:
                     async with get_client() as client:
                         await self.look(client)
-                except (httpx.HTTPError, PrefectException, TimeoutError) as error:
+                except (TinkerflowError, httpx.HTTPError, PrefectException, TimeoutError) as error:
                     log.warning("the buttons of Prefect's UI wait: %s: %s", type(error).__name__, error)
+                except Exception:  # an answer that cannot be read, or a journal that is away: no reason to end
+                    log.warning("the buttons of Prefect's UI wait", exc_info=True)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self, client: PrefectClient) -> None:
         """Do what was asked since the last look."""
         ours = {"tags": {"all_": [self._connection.mark]}, "state": {"type": {"any_": _ASKED}}}
         found = await client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))
+        seen = {run.id for run in found}
+        self._retried = {run: state for run, state in self._retried.items() if run in seen}
         for run in found:
             await self._obey(client, run)
-        for missing in self._held.keys() - {run.id for run in found}:
-            await self._obey(client, await client.read_flow_run(missing))
+        for missing in self._held.keys() - seen:
+            try:
+                run = await client.read_flow_run(missing)
+            except ObjectNotFound:  # it was deleted, and its Resume button with it
+                await self._go_on(missing, self._held[missing])
+            else:
+                await self._obey(client, run)
 
     async def _obey(self, client: PrefectClient, run: FlowRun) -> None:
         model_id = str(run.parameters.get("model_id", ""))
@@ -115,8 +125,12 @@ class ControlsWatch:
         if (shown := self._controls.shown_in(model_id)) is not None:
             await _say(client, run, Cancelled(message=f"the model is served already, in flow run {shown}"))
             return
+        state = run.state.id if run.state is not None else run.id
+        if self._retried.get(run.id) == state:
+            return  # its new state is on its way to the server
         try:
             await self._controls.retry(model_id, run.id)
+            self._retried[run.id] = state
         except UserError as error:
             await _say(client, run, Failed(message=error.message))
 

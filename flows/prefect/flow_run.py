@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
 
+import httpx
 from prefect import Flow, flow, get_client
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import LogCreate
@@ -29,6 +30,7 @@ from tinkerflow.flows.prefect.connection import PrefectConnection, is_away
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 1.0  # lines of so long go out in one request
+MOST_FAILURES = 30  # answers such as 500 to one request, from a server that is healthy; about a minute of them
 MOST_LINES = 500  # of logs that wait for the server
 
 _ABOUT = """\
@@ -67,8 +69,8 @@ class Heading:
 class FlowRunRecord:
     """A flow run at the server. Every method returns immediately; requests are sent in order, beside the work.
 
-    A request that does not reach the server is sent again when the server is back. One that the server refuses is
-    logged and skipped.
+    A request that does not reach the server is sent again when the server is back. One that the server refuses, or
+    fails at MOST_FAILURES times, is logged and skipped.
     """
 
     def __init__(self, connection: PrefectConnection, heading: Heading, adopted: UUID | None = None) -> None:
@@ -173,8 +175,12 @@ class FlowRunRecord:
 
     async def _end(self, client: PrefectClient) -> None:
         await self._send_lines(client)
-        if self._final is not None:
-            await client.set_flow_run_state(self._created, self._final, force=True)
+        assert self._final is not None, "`finish` says how the flow run ends"
+        if self._final.is_completed():
+            now = (await client.read_flow_run(self._created)).state
+            if now is not None and now.is_cancelling():
+                return  # a person cancelled it just now: controls.py ends the model, which may go on in another run
+        await client.set_flow_run_state(self._created, self._final, force=True)
 
     async def _send_lines(self, client: PrefectClient) -> None:
         lines = [line.model_copy(update={"flow_run_id": self._created}) for line in self._lines]
@@ -195,6 +201,7 @@ class FlowRunRecord:
             self._sending = self._connection.beside(self._send_all(), f"flow run {self._heading.name}")
 
     async def _send_all(self) -> None:
+        failures = 0  # in a row
         try:
             while self._requests:
                 await self._connection.back()
@@ -203,13 +210,16 @@ class FlowRunRecord:
                         while self._requests:
                             await self._requests[0](client)
                             self._requests.popleft()
+                            failures = 0
                 except Exception as error:  # noqa: BLE001  whatever Prefect raises, the work goes on
                     why = f"{type(error).__name__}: {error}"
-                    if is_away(error):
+                    failures += isinstance(error, httpx.HTTPStatusError)
+                    if is_away(error) and failures < MOST_FAILURES:
                         self._connection.found(False, why)
                     else:
                         log.warning("flow run %s: Prefect refused a request: %s", self._heading.name, why)
                         self._requests.popleft()
+                        failures = 0
         finally:
             self._sending = None
 

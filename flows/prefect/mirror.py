@@ -215,7 +215,8 @@ class RunMirror:
         return self._window
 
     def _open(self, name: str, task: str, *, shared: bool = False) -> Window:
-        if self._flow_run is not None and self._flow_run.task_runs >= self._mirror.most_task_runs:
+        full = self._flow_run is not None and self._flow_run.task_runs >= self._mirror.most_task_runs
+        if full and not self._held:  # a held run stays in the flow run that has the Resume button
             self._finish(Completed(message="it goes on in another flow run"))
         self._connection.tracked += 1
         task_run = (self._flow_run or self._begin_flow_run()).open_task_run(name, task)

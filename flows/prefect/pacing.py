@@ -12,7 +12,7 @@ class Pacing:
     """A token bucket for the task runs of all models together.
 
     When it runs empty, task runs are shared until it is half full again: so a load above the rate gets shared runs,
-    and not one shared, one single in slot. What must be opened is opened, on credit.
+    and not one shared, one single in turn. What must be opened is opened, on credit.
     """
 
     def __init__(self, rate: float, clock: Clock) -> None:

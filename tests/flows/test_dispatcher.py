@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import orjson
 import pytest
 
 from tinkerflow.backend.commands import DropSnapshot
+from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.dispatcher import Dispatcher
@@ -130,6 +132,18 @@ async def test_trouble_with_one_model_ends_that_model_only(
     assert failed.category == "server" and "the model cannot be served" in failed.error
     assert client.journal.models.get(bad, None).state == ModelState.FAILED
     assert (await client.result(client.optim_step(good))).error is None
+
+
+async def test_a_model_of_a_base_model_that_is_not_served_is_not_taken_up_again(
+    dispatcher: Any, connect: Any, journal: Any, until: Any
+) -> None:
+    serving, _ = dispatcher
+    client = await connect(journal, "folder/other")
+    model, request = client.submit_create()
+    assert "'folder/other' is not served here" in (await client.result(request)).error
+    await until(lambda: model not in serving.models)
+    with pytest.raises(UserError, match="'folder/other' is not served here: folder/unigram"):
+        await serving.retry(model, uuid4())
 
 
 async def test_stop_answers_what_is_in_flight(dispatcher: Any, client: Any) -> None:

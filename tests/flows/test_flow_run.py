@@ -13,7 +13,7 @@ from uuid import uuid4
 import httpx
 import pytest
 from prefect.client.schemas.actions import LogCreate
-from prefect.states import Completed, State
+from prefect.states import Cancelled, Cancelling, Completed, Failed, Running, State
 
 from tinkerflow.flows.prefect import flow_run
 from tinkerflow.flows.prefect.connection import PrefectConnection
@@ -26,9 +26,12 @@ class Server:
     """Stands in for Prefect's client. errors: what the next requests for logs are answered with."""
 
     def __init__(self) -> None:
+        self.closed = 0
         self.sent: list[list[str]] = []
         self.states: list[str] = []
         self.errors: list[Exception] = []
+        self.refused: Exception | None = None
+        self.now: State[Any] = Running()
         self.hold = asyncio.Event()
         self.hold.set()
 
@@ -36,10 +39,15 @@ class Server:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        pass
+        self.closed += 1
 
     async def create_flow_run(self, *_: object, **__: object) -> Any:
         return SimpleNamespace(id=uuid4())
+
+    async def read_flow_run(self, _: object) -> Any:
+        if self.refused is not None:
+            raise self.refused
+        return SimpleNamespace(state=self.now)
 
     async def set_flow_run_state(self, _: object, state: State[Any], **__: object) -> None:
         self.states.append(state.name or "")
@@ -99,3 +107,33 @@ async def test_lines_wait_for_a_server_that_is_away_and_not_all_of_them(
     connection.found(True, "")
     await until(lambda: len(server.sent) == 2)
     assert server.sent[1] == ["2", "3", "4"]
+
+
+async def test_a_run_that_goes_on_elsewhere_leaves_a_cancel_that_nobody_has_seen_yet(
+    server: Server, until: Any
+) -> None:
+    server.now = Cancelling()
+    ends = [Completed(), Failed(), Cancelled()]
+    for end in ends:
+        FlowRunRecord(PrefectConnection("http://prefect/api"), HEADING).finish(end)
+    await until(lambda: server.closed == len(ends))
+    assert sorted(server.states) == ["Cancelled", "Failed", "Running", "Running", "Running"]
+
+
+async def test_a_request_that_a_healthy_server_always_fails_at_is_given_up(
+    server: Server, until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = PrefectConnection("http://prefect/api")
+    record = FlowRunRecord(connection, HEADING)
+    await until(lambda: record._sending is None)
+    request = httpx.Request("GET", "http://prefect/api")
+    server.refused = httpx.HTTPStatusError("500", request=request, response=httpx.Response(500, request=request))
+    record.show(Running(name="Restoring"))
+    for _ in range(flow_run.MOST_FAILURES - 1):
+        await until(lambda: not connection.reachable)
+        connection.found(True, "")
+    await until(lambda: record._sending is None)
+    assert connection.reachable
+    assert "Prefect refused a request: HTTPStatusError: 500" in caplog.text
+    record.finish(Cancelled())
+    await until(lambda: server.states == ["Running", "Cancelled"])

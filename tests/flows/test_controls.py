@@ -1,0 +1,95 @@
+"""The buttons of Prefect's UI when something goes wrong; test_prefect.py presses them on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelling, Paused, Scheduled, State
+
+from tinkerflow.flows.prefect import controls
+from tinkerflow.flows.prefect.connection import PrefectConnection
+from tinkerflow.flows.prefect.controls import ControlsWatch
+
+
+class Server:
+    """Stands in for Prefect's client, with one flow run."""
+
+    def __init__(self, state: State[Any]) -> None:
+        self.run = SimpleNamespace(id=uuid4(), name="run", state=state, parameters={"model_id": "model"})
+        self.exists = True
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def read_flow_runs(self, **_: object) -> list[Any]:
+        return [self.run] if self.exists else []
+
+    async def read_flow_run(self, _: UUID) -> Any:
+        raise ObjectNotFound(Exception("deleted"))
+
+    async def set_flow_run_state(self, _: UUID, state: State[Any], **__: object) -> None:
+        self.run.state = state
+
+
+class Controls:
+    """Counts what is asked for. errors: what the next calls raise."""
+
+    def __init__(self, shown: UUID | None = None) -> None:
+        self.shown = shown
+        self.asked: list[tuple[str, str | None]] = []
+        self.errors: list[Exception] = []
+
+    def shown_in(self, model_id: str) -> UUID | None:
+        return self.shown
+
+    async def hold(self, model_id: str, why: str | None) -> None:
+        self.asked.append(("hold", why))
+
+    async def cancel(self, model_id: str, why: str) -> None:
+        self.asked.append(("cancel", why))
+        if self.errors:
+            raise self.errors.pop()
+
+    async def retry(self, model_id: str, flow_run: UUID) -> None:
+        self.asked.append(("retry", str(flow_run)))
+
+
+async def test_a_button_that_cannot_be_obeyed_now_is_obeyed_later_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, running: Any, until: Any
+) -> None:
+    server, asked = Server(Cancelling()), Controls()
+    asked.errors = [ValueError("an answer that cannot be read")]
+    monkeypatch.setattr(controls, "get_client", lambda: server)
+    monkeypatch.setattr(controls, "LOOK_SECONDS", 0.001)
+    async with running(ControlsWatch(PrefectConnection("http://prefect/api"), asked).watch()):
+        await until(lambda: server.run.state.is_cancelled())
+    assert [what for what, _ in asked.asked] == ["cancel", "cancel"]
+
+
+async def test_a_retry_is_obeyed_once_although_its_run_does_not_show_it_yet() -> None:
+    server, asked = Server(Scheduled()), Controls()
+    watch = ControlsWatch(PrefectConnection("http://prefect/api"), asked)
+    for state in (server.run.state, server.run.state, Scheduled()):
+        server.run.state = state
+        await watch.look(server)  # type: ignore[arg-type]
+    assert len(asked.asked) == 2
+
+
+async def test_a_model_whose_held_flow_run_was_deleted_goes_on() -> None:
+    server = Server(Paused(timeout_seconds=3600))
+    asked = Controls(server.run.id)
+    watch = ControlsWatch(PrefectConnection("http://prefect/api"), asked)
+    await watch.look(server)  # type: ignore[arg-type]
+    server.exists = False
+    for _ in range(2):
+        await watch.look(server)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+    assert [why is not None for _, why in asked.asked] == [True, False]
