@@ -14,6 +14,7 @@ from tests.docs.metrics import families
 from tests.docs.pages import DOCS, ROOT, anchors, links, paths, tracked, written
 
 import tinkerflow.api.routes as routes
+from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.settings import Settings
 from tinkerflow.tasks.execution.save_state import SaveState
 
@@ -106,6 +107,11 @@ def test_the_readme_is_short_and_has_what_newcomers_need() -> None:
     assert len(readme.splitlines()) <= 200
     for needed in (".venv/bin/tinkerflow quickstart", "bash .ci/test", "tinkerflow up --base-model", "docs/images/"):
         assert needed in readme
+
+
+def test_the_readme_names_every_model_family() -> None:
+    for family in registered().values():
+        assert family.title in PAGES["README.md"], f"{family.title} is served: name it beside the other families"
 
 
 def test_every_page_is_in_the_map() -> None:
