@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from typing import NamedTuple
 
 from tinkerflow.backend.commands import (
     LoadSnapshot,
@@ -28,7 +29,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
 from tinkerflow.backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
-from tinkerflow.backend.wire import SampleBody, encode_sample, sample_request
+from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.crashes import attribute_crash
 from tinkerflow.tasks.execution.operation import answer, failure
@@ -37,6 +38,17 @@ from tinkerflow.tasks.operations.load_weights import read_checkpoint
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1  # between looks whether published weights are in the store
+
+
+class _Asked(NamedTuple):
+    """What the answer needs of a request's body, which itself goes: its prompt is a list of 36 bytes for each token.
+
+    prompt: the tokens of the prompt. targets: its target_prompt_logprobs. records: whether its sequences are recorded.
+    """
+
+    prompt: int
+    targets: TargetTensor | None
+    records: bool
 
 
 class SampleBatch:
@@ -48,7 +60,7 @@ class SampleBatch:
         self._group = group
         self._requests: dict[str, Pending] = {}  # taken and not answered yet
         self._answers: dict[str, asyncio.Future[Outcome]] = {}  # of those that wait for the decode batch
-        self._asked: dict[str, tuple[SampleBody, int]] = {}  # the body, and the tokens of its prompt
+        self._asked: dict[str, _Asked] = {}
         self._joined: dict[str, datetime] = {}  # when they joined the decode batch
         self._admit: list[SampleRequest] = []  # they join with the next step
         self._cancel: list[str] = []  # they leave with the next step
@@ -133,7 +145,7 @@ class SampleBatch:
         for result in progress.finished:
             self._decoding.discard(result.request_id)
             if (request := self._requests.get(result.request_id)) is not None:
-                self._end(_outcome(request, *self._asked[request.id], result))
+                self._end(_outcome(request, self._asked[request.id], result))
         if not progress.active and not progress.waiting:
             self._fail(self._decoding, ServerError("the sampler does not know this request any more"))
             self._decoding = set()
@@ -194,7 +206,7 @@ class SampleBatch:
         sampler, card = request.sampler, self._context.card
         assert sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
 
-        def decode() -> tuple[SampleBody, SampleRequest]:
+        def decode() -> tuple[_Asked, SampleRequest]:
             body = SampleBody.decode(request.payload)
             command = sample_request(
                 body,
@@ -205,10 +217,9 @@ class SampleBatch:
                 max_context=card.max_context,
                 eos=card.eos_token_ids,
             )
-            return body, command
+            return _Asked(len(command.prompt_T), body.target_prompt_logprobs, body.record_stability_info), command
 
-        body, wanted = await self._context.decode(len(request.payload), decode)
-        self._asked[request.id] = body, len(wanted.prompt_T)
+        self._asked[request.id], wanted = await self._context.decode(len(request.payload), decode)
         if (snapshot := _snapshot(self._context, sampler)) is None:
             return await self._sample(request, wanted)
         with self._context.snapshots.using(snapshot):
@@ -285,22 +296,22 @@ async def _bring_back(context: ExecutionContext, snapshot_id: str) -> int | None
             return (await context.send(LoadSnapshot(snapshot_id, state), SnapshotHeld)).host_bytes
 
 
-def _outcome(request: Pending, body: SampleBody, prompt: int, result: SampleResult) -> Outcome:
-    """The answer, and what it used. body: of the request. prompt: tokens of its prompt."""
+def _outcome(request: Pending, asked: _Asked, result: SampleResult) -> Outcome:
+    """The answer, and what it used. asked: what the answer needs of the request's body."""
     if result.error is not None:
         return request.failed(result.error, result.category)
     assert request.sampler is not None, f"request {request.id}: the journal gives samples with their sampler"
     session, base = request.session_id, request.sampler.base_model
-    cached, sharing = result.prompt_cache_hit_tokens, len(result.sequences) - 1
+    prompt, cached, sharing = asked.prompt, result.prompt_cache_hit_tokens, len(result.sequences) - 1
     sampled = sum(len(sequence.tokens_T) for sequence in result.sequences)
     outcome = request.done(
-        encode_sample(result, body.target_prompt_logprobs),
+        encode_sample(result, asked.targets),
         "proto",
         Used(session, base, UsageKind.PREFILL, prompt - cached),
         Used(session, base, UsageKind.CACHED_PREFILL, cached + sharing * prompt),
         Used(session, base, UsageKind.SAMPLE, sampled),
     )
-    if not body.record_stability_info:
+    if not asked.records:
         return outcome
     sequences = tuple(
         StabilityInfo(f"{request.id}-{i}", sequence.tokens_T, sequence.logprobs_T)

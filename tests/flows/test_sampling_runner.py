@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import pytest
 
 from tinkerflow.backend.commands import MoveSnapshot, SampleStep
 from tinkerflow.backend.journal import Kind, UsageKind
+from tinkerflow.backend.wire import SampleBody
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
 from tinkerflow.flows.runner import Why
@@ -340,3 +342,16 @@ async def test_a_runner_that_is_cancelled_before_a_worker_group_serves_says_that
     async with running(SamplingRunner(context, cast(RunMirror, shown), most_waiting=8).serve()):
         await asyncio.sleep(0)
     assert shown.ends == ["Cancelled"]
+
+
+async def test_a_request_that_waits_does_not_keep_its_parsed_body(
+    sampling: Any, client: Any, pool: Any, until: Any
+) -> None:
+    pool.hold = asyncio.Event()
+    waiting = client.sample(client.sampler(0))
+    await until(lambda: pool.log)
+    gc.collect()
+    kept = sum(isinstance(parsed, SampleBody) for parsed in gc.get_objects())
+    pool.hold.set()
+    assert (await client.result(waiting)).error is None
+    assert kept == 0
