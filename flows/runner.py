@@ -123,7 +123,8 @@ class ModelRunner:
         self._crashes = 0  # of groups that were restoring this model
         self._schedule = SnapshotSchedule(snapshots, context.clock.monotonic())
         self._steps_made = steps_made
-        self._taken = -1.0  # the place of the last request that was taken
+        self._taken = -1  # the seq_id of the last request that was taken
+        self._unload: str | None = None  # the id of the last unload that was taken
         self._flying: set[str] = set()  # requests that later ones wait for
         self._room = asyncio.Semaphore(IN_FLIGHT)
         self._sequencer = Sequencer(model_id, context.saves)
@@ -265,7 +266,7 @@ class ModelRunner:
         self.mirror.interrupted()
         self._interrupted = False
         model = await self._unbound.read(self._unbound.journal.models.get, self.model_id, None)
-        self._steps_made, self._taken, self._unstored = model.step, -1.0, True
+        self._steps_made, self._taken, self._unload, self._unstored = model.step, -1, None, True
         self._sequencer.restart()
         self._schedule.interrupted()
         self._context = self._unbound
@@ -292,7 +293,9 @@ class ModelRunner:
     def _is_fresh(self, row: Pending) -> bool:
         # Not by the ids in flight: one of them may have been answered since the rows were read. What was answered is
         # asked for only when nothing is in flight.
-        return row.answered or _place(row) > self._taken
+        if row.seq_id is None:
+            return row.id != self._unload  # an unload that failed is asked for again
+        return row.answered or row.seq_id > self._taken
 
     def _detached(self) -> frozenset[str]:
         """The model's saves that are on their way to the store: they hold up nobody."""
@@ -330,9 +333,11 @@ class ModelRunner:
 
     def _begin(self, request: Pending, group: asyncio.TaskGroup) -> Operation:
         self._flying.add(request.id)
-        if not request.answered:  # on hold, an answered save is stored before requests in front of it are taken
-            self._taken = max(self._taken, _place(request))
-        if request.seq_id is not None:
+        if request.seq_id is None:
+            self._unload = request.id
+        else:
+            if not request.answered:  # on hold, an answered save is stored before requests in front of it are taken
+                self._taken = max(self._taken, request.seq_id)
             self._schedule.went(request.seq_id, step=request.kind == Kind.OPTIM_STEP)
         slot = self._sequencer.slot(request.id if request.kind in SAVES else None)
         execution = Execution(self._context, request, slot, copy=self._copies.pop(request.id, None))

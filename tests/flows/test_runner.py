@@ -180,6 +180,17 @@ async def test_a_lane_ends_after_unload(served: Any, client: Any, pool: Any) -> 
     assert (await client.result(client.optim_step(model))).category == "user"
 
 
+async def test_an_unload_that_failed_is_made_when_it_is_asked_for_again(served: Any, client: Any, pool: Any) -> None:
+    model, _, task = served
+    pool.failing = RuntimeError("not now")
+    unload = client.journal.models.request_unload(model, "its session is over")
+    assert "not now" in (await client.result(unload)).error
+    pool.failing = None
+    assert (await client.result(client.optim_step(model))).error is None
+    assert client.journal.models.request_unload(model, "its session is over") != unload
+    assert (await asyncio.wait_for(task, 60)).why is Why.DONE
+
+
 async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
     served: Any, client: Any, pool: Any, until: Any
 ) -> None:
