@@ -22,10 +22,12 @@ def tinkerflow(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_doctor_finds_a_fresh_machine_healthy(tmp_path):
-    done = tinkerflow("doctor", "--data-dir", str(tmp_path), TINKERFLOW_PORT="1", TINKERFLOW_PREFECT_PORT="1")
+    ports = {"TINKERFLOW_PORT": "1", "TINKERFLOW_PREFECT_PORT": "1"}
+    done = tinkerflow("doctor", "--data-dir", str(tmp_path), COLUMNS="300", **ports)
     assert done.returncode == 0, done.stdout + done.stderr
-    for word in ("cpu", "writeable", "0 training run(s)", "not running", "embedded tiny one"):
+    for word in ("cpu", "writeable", "there is no database yet", "not running", "embedded tiny one"):
         assert word in done.stdout.lower(), word
+    assert not (tmp_path / "journal.db").exists()
 
 
 def test_doctor_names_what_is_wrong(tmp_path):
