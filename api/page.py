@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from html import escape
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -87,5 +88,8 @@ def _prefect_page(settings: Settings) -> str | None:
     if settings.prefect == "embedded":
         return f"http://127.0.0.1:{settings.prefect_port}" if settings.prefect_port else None
     if settings.prefect == "external":
-        return os.environ.get("PREFECT_UI_URL") or os.environ.get("PREFECT_API_URL", "").removesuffix("/api") or None
+        url = os.environ.get("PREFECT_UI_URL") or os.environ.get("PREFECT_API_URL", "").removesuffix("/api")
+        parts = urlsplit(url)
+        # A user and password in the URL are for our own requests: strangers see this page.
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() or None
     return None

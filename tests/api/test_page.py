@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tinkerflow import __version__
 
 
@@ -27,3 +29,12 @@ def test_where_a_key_is_needed_the_page_says_so_and_counts_nothing(start: Any) -
     page = server.http.get(server.url).text
     assert "TINKER_BASE_URL=https://tune.example/&lt;ours&gt;\n" in page
     assert "base model" not in page and "Prefect" not in page and "tinkerflow key create" in page
+
+
+def test_a_password_in_the_url_of_prefect_is_shown_to_nobody(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_UI_URL", raising=False)
+    monkeypatch.setenv("PREFECT_API_URL", "https://me:hunter2@prefect.example:4200/api")
+    server = start(prefect="external")
+    facts = server.http.get(server.url, headers={"Accept": "application/json"}).json()
+    assert facts["prefect"] == "https://prefect.example:4200"
+    assert "hunter2" not in server.http.get(server.url).text
