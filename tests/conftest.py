@@ -17,14 +17,30 @@ os.environ["TINKERFLOW_WARM_UP"] = "false"  # services of the tests compile what
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 USES_THE_SDK = {"api", "compat", "e2e"}
+# What `--fast` leaves out, by folder or file: what starts services, worker groups or databases, and what compiles much.
+NOT_FAST = (
+    *("benchmarks", "compat", "e2e", "flows", "pool", "compute/sampler"),
+    *(f"compute/test_{name}.py" for name in ("custom_losses", "executor", "experts", "mesh", "parity", "platforms")),
+    *(f"compute/test_{name}.py" for name in ("quantized", "registry", "train", "train_work", "warming")),
+    *(f"api/test_{name}.py" for name in ("fuzz", "limits", "sdk", "serve", "tenants", "traps")),
+    *(f"deployments/test_{name}.py" for name in ("keeper", "tiny_model", "up")),
+)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Rooms that use the SDK come last, and an open socket is no error there.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out what starts services or compiles much")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Rooms that use the SDK come last, and an open socket is no error there. `--fast` drops what is not fast.
 
     The SDK leaves daemon threads running, and closes some connections only when they are collected, which may be in the
     middle of any later test.
     """
+    if config.getoption("--fast"):
+        slow = [item for item in items if not _is_fast(item)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = filter(_is_fast, items)
     items.sort(key=_uses_the_sdk)
     for item in filter(_uses_the_sdk, items):
         item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
@@ -75,6 +91,12 @@ def postgres_database() -> Iterator[Callable[[str], str]]:
             yield make
         finally:
             server.cleanup()
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    needs_a_database = "postgres_database" in getattr(item, "fixturenames", ())
+    slow = item.get_closest_marker("slow") is not None or needs_a_database
+    return not slow and not item.path.relative_to(ROOM).as_posix().startswith(NOT_FAST)
 
 
 def _uses_the_sdk(item: pytest.Item) -> bool:

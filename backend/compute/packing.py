@@ -77,7 +77,7 @@ def _micro_batch(
             targets[row, here, :k] = example.targets_TK
             inputs["weights"][row, here, :k] = example.weights_TK
             for name in read:
-                if name in inputs and name in example.inputs:
+                if name != "weights" and name in inputs and name in example.inputs:  # a traced loss may name one so
                     inputs[name][row, here, :k] = example.inputs[name]
             places.append(Place(number, row, start, length))
             start += length

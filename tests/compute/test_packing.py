@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,3 +59,9 @@ def test_micro_batches_can_be_counted_before(sizes, budget, multiple):
     data = [example(i, n, 1) for i, n in enumerate(sizes)]
     batches = pack(data, microbatch_tokens=budget, row_multiple=multiple)
     assert micro_batches(sizes, microbatch_tokens=budget, row_multiple=multiple) == len(batches)
+
+
+def test_an_input_of_a_traced_loss_that_is_called_weights_is_not_the_weights():
+    named = replace(example(0, 6, 1), inputs={"weights": np.full(6, 5.0, np.float32)})
+    (batch,) = pack([named], microbatch_tokens=64, inputs=["weights"])
+    assert batch.inputs_BTK["weights"][0, :6].ravel().tolist() == [1.0] * 6
