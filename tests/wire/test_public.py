@@ -25,6 +25,7 @@ def test_the_public_names() -> None:
         "SaveExternal",
         "SaveForSampler",
         "SaveWeights",
+        "TargetTensor",
         "TtlSeconds",
         "decode_custom_loss",
         "decode_forward",
