@@ -35,7 +35,9 @@ async def test_a_step_and_its_twin_are_bitwise_the_same(service: tinker.ServiceC
     assert before.loss_fn_outputs[0]["logprobs"].tolist() == same.loss_fn_outputs[0]["logprobs"].tolist()
     first = sync.forward_backward([datum()], "cross_entropy").result()
     second = await settled(await twin.forward_backward_async([datum()], "cross_entropy"))
-    assert first.metrics["loss:sum"] == second.metrics["loss:sum"] == before.metrics["loss:sum"]
+    assert first.metrics["loss:sum"] == second.metrics["loss:sum"]
+    # A forward alone is another program: on some CPUs its sum differs in the last bit.
+    assert first.metrics["loss:sum"] == pytest.approx(before.metrics["loss:sum"], rel=1e-6)
     norm = sync.optim_step(rate).result().metrics["grad_norm"]
     assert norm == (await settled(await twin.optim_step_async(rate))).metrics["grad_norm"] > 0
     after = sync.forward([datum()], "cross_entropy").result()
@@ -68,15 +70,16 @@ async def test_a_loss_of_ones_own(trainer: tinker.TrainingClient) -> None:
 )
 async def test_saving_and_loading_into_a_model(service: tinker.ServiceClient, base_model: str) -> None:
     model = service.create_lora_training_client(base_model, rank=4, seed=5).result()
-    first = model.save_state("a", user_metadata={"k": "v"}).result().path
-    loss = model.forward_backward([datum()], "cross_entropy").result().metrics["loss:sum"]
-    model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-    second = (await settled(await model.save_state_async("b", ttl_seconds=3600))).path
-    assert (first.rsplit("/", 1)[1], second.rsplit("/", 1)[1]) == ("a", "b")
 
     def now() -> float:
         return float(model.forward([datum()], "cross_entropy").result().metrics["loss:sum"])
 
+    first = model.save_state("a", user_metadata={"k": "v"}).result().path
+    loss = now()
+    model.forward_backward([datum()], "cross_entropy").result()
+    model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    second = (await settled(await model.save_state_async("b", ttl_seconds=3600))).path
+    assert (first.rsplit("/", 1)[1], second.rsplit("/", 1)[1]) == ("a", "b")
     trained = now()
     assert trained < loss
     model.load_state(first).result()
