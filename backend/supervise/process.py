@@ -44,7 +44,7 @@ class ChildProcess:
 
         command: the program and its arguments.
         environment: all of the process's environment variables.
-        log: the file to which its output is appended (made, with its folder, for the owner only); None = our stderr.
+        log: the file to which its output is appended (made where it is missing, for the owner only); None = our stderr.
         input_lines: whether it gets lines by `write`, until `close_input`; otherwise its standard input is empty.
         on_line: gets each line of its standard output, in a thread of its own; None: standard output goes to `log`.
         """

@@ -17,11 +17,11 @@ from tests.house.source import ROOMS
 
 WINDOWS = 6  # what runs in each of them belongs to the request; sweeps and heartbeats run in some
 SETTLE_SECONDS = 0.05
-LEAVES = {"backend/errors.py", "backend/ids.py", "backend/clock.py"}
+LEAVES = {"backend/errors.py", "backend/ids.py", "backend/clock.py", "backend/retry.py"}
 
 
 def trace(tree: Path) -> dict[str, list[str]]:
-    """For three operations: the files of `tree` outside compute (and three leaves) that run for each request."""
+    """For three operations: the files of `tree` outside compute (and a few leaves) that run for each request."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         process, url = _start(tree, folder)

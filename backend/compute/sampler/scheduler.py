@@ -9,7 +9,7 @@ sequences count alike: an owner that asks for many waits behind what other owner
 are served in the order they come, but a request for few tokens overtakes a busy batch. All decisions follow from
 commands and from what the devices answered, so every process of a group decides alike.
 
-Three schedulers share a worker group fairly, each at its own level. The pool (`pool/scheduler.py`) divides the devices
+Three schedulers share a worker group fairly, each at its own level. The pool (`CommandScheduler`) divides the devices
 between training and sampling, and training between models: a step of the sampler follows a micro-batch. The engine
 (`flows/sampling_runner.py`) decides which waiting requests the sampler is told of when there are more than it takes:
 each owner gets an equal number of places. This scheduler decides which of the admitted requests get the slots of the
