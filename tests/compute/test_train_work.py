@@ -12,6 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.lora import Lora, init_lora
+from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.train import DeviceBatch, make_steps
@@ -44,7 +45,7 @@ def test_no_matmul_is_computed_again_for_the_backward_pass(qwen3):
     batch = DeviceBatch(
         ints_BTI=np.ones((ROWS, TOKENS, 4), np.int32),
         floats_BTJK=np.ones((ROWS, TOKENS, 5, 1), np.float32),
-        choice=np.zeros(8, np.float32),
+        choice=choose("cross_entropy", {}),
     )
     program = jax.make_jaxpr(make_steps(cfg, mesh, kept_bytes=2**30).backward)(params, lora, lora, batch)
     matrices = [params.layers[name] for name in ("q", "k", "v", "o", "gate", "up", "down")]
