@@ -47,9 +47,10 @@ from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
 from tinkerflow.backend.compute.memory import training_budget
-from tinkerflow.backend.compute.mesh import make_mesh, on_cpu, put, replicated, to_host
+from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
 from tinkerflow.backend.compute.train import make_steps

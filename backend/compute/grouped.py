@@ -11,7 +11,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tinkerflow.backend.compute.mesh import Array, on_cpu
+from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8
 
 _MOST_ROWS = 64  # of a block

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tinkerflow.backend.compute.mesh import on_cpu
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight
 
 _FEW = 32  # rows; with 64 there is no gain, and a training step of so few tokens takes a fifth longer

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import projections
-from tinkerflow.backend.compute.mesh import FSDP, on_cpu
+from tinkerflow.backend.compute.mesh import FSDP
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.transformer import KEPT, Params
 
 _LEAST_TOKENS = 1024  # per device of the fsdp axis: fewer leave it idle

@@ -32,11 +32,6 @@ def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
     return jax.make_mesh((fsdp, expert, tensor), (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3)
 
 
-def on_cpu() -> bool:
-    """Whether the devices are CPUs, where XLA compiles some things differently."""
-    return jax.default_backend() == "cpu"
-
-
 def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
     """Shard dimension i of `shape` over `axes[i]`; a dimension that the axis does not divide stays whole."""
     spec = [axis if axis and size % mesh.shape[axis] == 0 else None for size, axis in zip(shape, axes, strict=False)]

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.decoder import LayerTensor, Projection
 from tinkerflow.backend.compute.families import family_of
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, on_cpu, sharding
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, sharding
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight, rounded, scales
 from tinkerflow.backend.compute.transformer import LayerParams, Params
 from tinkerflow.backend.compute.weight_files import StoredTensor, open_tensors

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from tests.compute.conftest import Reference
@@ -16,6 +15,7 @@ from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.params import by_layer, load_params
+from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
@@ -30,11 +30,11 @@ from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 SLOTS, CHUNK, TOP, LENGTH = 4, 8, 5, 256
 
 
-@pytest.fixture(params=["cuda", "tpu"])
-def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Our code takes itself to be there."""
-    monkeypatch.setattr(jax, "default_backend", lambda: request.param)
-    return str(request.param)
+@pytest.fixture(params=[CUDA, TPU], ids=lambda target: target.name)
+def platform(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Our code makes programs for it."""
+    with compiling_for(request.param):
+        yield request.param.name
 
 
 @pytest.fixture(params=["qwen3", "moe"])

@@ -28,8 +28,9 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.compute.mesh import FSDP, on_cpu
+from tinkerflow.backend.compute.mesh import FSDP
 from tinkerflow.backend.compute.params import by_layer
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler.decode import Decoded
 from tinkerflow.backend.compute.sampler.decode_batch import DecodeBatch
 from tinkerflow.backend.compute.sampler.kv_cache import SlotCopy, pages_for
