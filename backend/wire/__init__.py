@@ -5,93 +5,43 @@ the engine word it alike. A check raises UserError, which names the field, its v
 `tinker.proto` is compiled by `python -m tinkerflow.backend.wire.generate`.
 """
 
-from tinkerflow.backend.wire.custom_losses import (
-    CreateCustomLoss,
-    decode_custom_loss,
-    dump_custom_loss,
-    load_custom_loss,
-    read_custom_loss,
-)
-from tinkerflow.backend.wire.decode import (
-    ForwardHeader,
-    ForwardRead,
-    decode_forward,
-    forward_backward_header,
-    read_forward,
-    training_tokens,
-)
-from tinkerflow.backend.wire.encode import (
-    encode_forward,
-    encode_json,
-    encode_loaded,
-    encode_model_created,
-    encode_optim_step,
-    encode_sample,
-    encode_sampler_opened,
-    encode_saved,
-)
-from tinkerflow.backend.wire.requests import (
-    Body,
-    CopyWeights,
-    CreateModel,
-    CustomLossAddress,
-    LoadModel,
-    LoadWeights,
-    NumSamples,
-    OnModel,
-    OnNewModel,
-    OnSampler,
-    OptimStepBody,
-    SampleBody,
-    SaveExternal,
-    SaveForSampler,
-    SaveWeights,
-    TargetTensor,
-    TtlSeconds,
-    hash_token,
-    parse,
-)
-from tinkerflow.backend.wire.sample import sample_request, with_seed
-
-__all__ = [
-    "Body",
-    "CopyWeights",
-    "CreateCustomLoss",
-    "CreateModel",
-    "CustomLossAddress",
-    "ForwardHeader",
-    "ForwardRead",
-    "LoadModel",
-    "LoadWeights",
-    "NumSamples",
-    "OnModel",
-    "OnNewModel",
-    "OnSampler",
-    "OptimStepBody",
-    "SampleBody",
-    "SaveExternal",
-    "SaveForSampler",
-    "SaveWeights",
-    "TargetTensor",
-    "TtlSeconds",
-    "decode_custom_loss",
-    "decode_forward",
-    "dump_custom_loss",
-    "encode_forward",
-    "encode_json",
-    "encode_loaded",
-    "encode_model_created",
-    "encode_optim_step",
-    "encode_sample",
-    "encode_sampler_opened",
-    "encode_saved",
-    "forward_backward_header",
-    "hash_token",
-    "load_custom_loss",
-    "parse",
-    "read_custom_loss",
-    "read_forward",
-    "sample_request",
-    "training_tokens",
-    "with_seed",
-]
+from tinkerflow.backend.wire.custom_losses import CreateCustomLoss as CreateCustomLoss
+from tinkerflow.backend.wire.custom_losses import decode_custom_loss as decode_custom_loss
+from tinkerflow.backend.wire.custom_losses import dump_custom_loss as dump_custom_loss
+from tinkerflow.backend.wire.custom_losses import load_custom_loss as load_custom_loss
+from tinkerflow.backend.wire.custom_losses import read_custom_loss as read_custom_loss
+from tinkerflow.backend.wire.forward import ForwardHeader as ForwardHeader
+from tinkerflow.backend.wire.forward import ForwardRead as ForwardRead
+from tinkerflow.backend.wire.forward import decode_forward as decode_forward
+from tinkerflow.backend.wire.forward import encode_forward as encode_forward
+from tinkerflow.backend.wire.forward import forward_backward_header as forward_backward_header
+from tinkerflow.backend.wire.forward import read_forward as read_forward
+from tinkerflow.backend.wire.forward import training_tokens as training_tokens
+from tinkerflow.backend.wire.requests import Body as Body
+from tinkerflow.backend.wire.requests import CopyWeights as CopyWeights
+from tinkerflow.backend.wire.requests import CreateModel as CreateModel
+from tinkerflow.backend.wire.requests import CustomLossAddress as CustomLossAddress
+from tinkerflow.backend.wire.requests import LoadModel as LoadModel
+from tinkerflow.backend.wire.requests import LoadWeights as LoadWeights
+from tinkerflow.backend.wire.requests import NumSamples as NumSamples
+from tinkerflow.backend.wire.requests import OnModel as OnModel
+from tinkerflow.backend.wire.requests import OnNewModel as OnNewModel
+from tinkerflow.backend.wire.requests import OnSampler as OnSampler
+from tinkerflow.backend.wire.requests import OptimStepBody as OptimStepBody
+from tinkerflow.backend.wire.requests import SampleBody as SampleBody
+from tinkerflow.backend.wire.requests import SaveExternal as SaveExternal
+from tinkerflow.backend.wire.requests import SaveForSampler as SaveForSampler
+from tinkerflow.backend.wire.requests import SaveWeights as SaveWeights
+from tinkerflow.backend.wire.requests import TargetTensor as TargetTensor
+from tinkerflow.backend.wire.requests import TtlSeconds as TtlSeconds
+from tinkerflow.backend.wire.requests import encode_json as encode_json
+from tinkerflow.backend.wire.requests import encode_loaded as encode_loaded
+from tinkerflow.backend.wire.requests import encode_model_created as encode_model_created
+from tinkerflow.backend.wire.requests import encode_optim_step as encode_optim_step
+from tinkerflow.backend.wire.requests import encode_sampler_opened as encode_sampler_opened
+from tinkerflow.backend.wire.requests import encode_saved as encode_saved
+from tinkerflow.backend.wire.requests import hash_token as hash_token
+from tinkerflow.backend.wire.requests import parse as parse
+from tinkerflow.backend.wire.sample import encode_sample as encode_sample
+from tinkerflow.backend.wire.sample import sample_request as sample_request
+from tinkerflow.backend.wire.sample import with_seed as with_seed

@@ -1,4 +1,4 @@
-"""The JSON bodies of operations: one typed model for each, with every check that needs no model card.
+"""The JSON bodies of operations, one typed model for each, with every check that needs no model card; and the answers.
 
 `SaveWeights.decode(payload)` reads a body; UserError names the field, its value and the rule. The API parses a body
 once (`parse`), reads its address and its content from the same values, and stores the bytes as they came; the engine
@@ -10,7 +10,7 @@ The SDK leaves nulls out and other clients send them: a null is an absent field 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Self
@@ -19,7 +19,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import core_schema as schemas
 
-from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.commands import LoraSpec, Optimizer, OptimResult
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.ids import NAME_RULE, is_name
 from tinkerflow.backend.spec.limits import MAX_RANK, MAX_SEQ
@@ -481,3 +481,37 @@ def hash_token(payload: bytes, access_hash: Callable[[str], str]) -> bytes:
         del values["weights_access_token"]
         values |= {_ACCESS: access_hash(token)} if token else {}
     return orjson.dumps(values)
+
+
+# ------------------------------------------------------------------ answers
+# JSON never holds a null (a success with an `error` key, even null, is a failure to the SDK) nor a number that is not
+# finite (the SDK cannot parse one): such keys are left out.
+def encode_optim_step(result: OptimResult) -> bytes:
+    """The metrics of an optimizer step: the gradient's norm before clipping, and the steps made so far."""
+    metrics = {"grad_norm": result.grad_norm, "optimizer_step": float(result.step)}
+    return encode_json({"metrics": {key: value for key, value in metrics.items() if math.isfinite(value)}})
+
+
+def encode_model_created(model_id: str) -> bytes:
+    """The answer to create_model."""
+    return encode_json({"type": "create_model", "model_id": model_id})
+
+
+def encode_loaded(model_id: str, path: str) -> bytes:
+    """The answer to load_weights, in both of its forms."""
+    return encode_json({"type": "load_weights", "model_id": model_id, "path": path})
+
+
+def encode_saved(path: str, *, kind: str = "save_weights", size_bytes: int | None = None) -> bytes:
+    """The answer to save_weights, and by `kind` to a named save_weights_for_sampler and to save_weights_external."""
+    return encode_json({"type": kind, "path": path, "size_bytes": size_bytes})
+
+
+def encode_sampler_opened(sampling_session_id: str) -> bytes:
+    """The answer to an unnamed save_weights_for_sampler."""
+    return encode_json({"type": "save_weights_for_sampler", "sampling_session_id": sampling_session_id})
+
+
+def encode_json(values: Mapping[str, object]) -> bytes:
+    """`values` as JSON without its null fields."""
+    return orjson.dumps({key: value for key, value in values.items() if value is not None})

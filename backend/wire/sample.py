@@ -1,4 +1,9 @@
-"""sample: from a request's body to the pool's SampleRequest, with every check that needs the model card."""
+"""sample: from a request's body to the pool's SampleRequest, and from the result to its protobuf.
+
+Every check that needs the model card is here. target_prompt_logprobs, the tokens to be scored at each place of a
+prompt, is a JSON tensor `{data, dtype, shape}`: dense and row-major, or CSR with sparse_crow_indices and
+sparse_col_indices. It is answered in the layout of the question.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
-from tinkerflow.backend.commands import Int32, PromptWishes, SampleRequest
+from tinkerflow.backend.commands import Candidates, Float32, Int32, PromptWishes, SampleRequest, SampleResult
 from tinkerflow.backend.errors import UserError, broken, shown
-from tinkerflow.backend.wire.requests import MAX_LISTED, SampleBody
-from tinkerflow.backend.wire.targets import target_tokens
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.requests import MAX_LISTED, SampleBody, TargetTensor
 
 MAX_STOPS = 256  # stop tokens or stop strings of one request
 MAX_STOP_CHARACTERS = 1024  # of one stop string
 _SEED_BITS = 64
+_STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+_TARGETS = "target_prompt_logprobs"
+_Int64 = npt.NDArray[np.int64]
 
 
 def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
@@ -72,6 +81,47 @@ def sample_request(
     )
 
 
+def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> bytes:
+    """A SampleResponse: every sequence with its logprobs; prompt logprobs (NaN first) and more when there are any.
+
+    targets: the request's target_prompt_logprobs; the logprobs of these tokens are answered in the same layout.
+    """
+    response = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    for sequence in result.sequences:
+        response.sequences.add(
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+            tokens=sequence.tokens_T.astype("<i4", copy=False).tobytes(),
+            logprobs=sequence.logprobs_T.astype("<f4", copy=False).tobytes(),
+            topk_sampled_logprobs=_top(sequence.top) if sequence.top is not None else None,
+        )
+    if result.prompt_logprobs_T is not None:
+        response.prompt_logprobs = result.prompt_logprobs_T.astype("<f4", copy=False).tobytes()
+    if result.top is not None:
+        response.topk_prompt_logprobs.CopyFrom(_top(result.top))
+    if result.targets_TK is not None:
+        assert targets is not None, "logprobs of given tokens without a question"
+        response.target_prompt_logprobs.CopyFrom(_encode_targets(targets, result.targets_TK))
+    if result.alternatives is not None:
+        response.prompt_alt_tokens.tokens.CopyFrom(_dense(result.alternatives.tokens_Nk, pb.DTYPE_INT32, "<i4"))
+        response.prompt_alt_tokens.logprobs.CopyFrom(_dense(result.alternatives.logprobs_Nk, pb.DTYPE_FLOAT32, "<f4"))
+    return bytes(response.SerializeToString())
+
+
+def _top(found: Candidates) -> pb.TopkLogprobs:
+    length, k = found.tokens_Nk.shape
+    return pb.TopkLogprobs(
+        token_ids=found.tokens_Nk.astype("<i4", copy=False).tobytes(),
+        logprobs=found.logprobs_Nk.astype("<f4", copy=False).tobytes(),
+        k=k,
+        length=length,
+    )
+
+
+def _dense(array: Int32 | Float32, dtype: pb.DType, stored: str) -> pb.Tensor:
+    return pb.Tensor(dtype=dtype, shape=list(array.shape), dense=array.astype(stored, copy=False).tobytes())
+
+
+# ------------------------------------------------------------------ a request's fields
 def _listed(name: str, count: int, vocab_size: int) -> int:
     most = min(MAX_LISTED, vocab_size)
     if count > most:
@@ -86,7 +136,7 @@ def _prompt_wishes(body: SampleBody, prompt: int, vocab_size: int) -> PromptWish
     if last_n is not None and not body.prompt_logprobs:
         raise broken("prompt_logprobs_last_n", last_n, "absent without prompt_logprobs")
     top = _listed("topk_prompt_logprobs", body.topk_prompt_logprobs, vocab_size)
-    targets_TK = target_tokens(body.target_prompt_logprobs, prompt, vocab_size)
+    targets_TK = _target_tokens(body.target_prompt_logprobs, prompt, vocab_size)
     if last_n is None and targets_TK is None and not top and not body.prompt_alt_tokens_k:
         return None
     return PromptWishes(last_n, top, targets_TK, body.prompt_alt_tokens_k)
@@ -150,3 +200,73 @@ def _stops(stop: Any, vocab_size: int, eos: Sequence[int]) -> tuple[tuple[int, .
     if all(isinstance(item, int) and not isinstance(item, bool) for item in stop):
         return tuple(_token_array(stop, name, vocab_size).tolist()), ()
     raise broken(name, stop, "non-empty strings only, or token ids only")
+
+
+# ------------------------------------------------------------------ target_prompt_logprobs
+def _target_tokens(tensor: TargetTensor | None, prompt: int, vocab_size: int) -> Int32 | None:
+    """The tokens as int32 [prompt - 1, K], -1 = none, or None when nothing is asked.
+
+    prompt: tokens of the prompt. vocab_size: of the model. UserError names what is wrong with the tensor.
+    """
+    if tensor is None:
+        return None
+    if tensor.dtype != "int64":
+        raise broken(f"{_TARGETS}.dtype", tensor.dtype, "'int64'")
+    rows, columns = _shape(tensor.shape)
+    if rows != prompt - 1 or not 1 <= columns <= MAX_LISTED:
+        rule = f"[{prompt - 1}, K], the prompt's length less one, with K from 1 to {MAX_LISTED}"
+        raise broken(f"{_TARGETS}.shape", [rows, columns], rule)
+    data = _whole_numbers("data", tensor.data)
+    outside = np.flatnonzero((data < -1) | (data >= vocab_size))
+    if len(outside):
+        place = int(outside[0])
+        raise broken(f"{_TARGETS}.data[{place}]", int(data[place]), f"-1 (nothing) or a token, >= 0 and < {vocab_size}")
+    if tensor.crow is not None or tensor.cols is not None:
+        crow, cols = _csr(tensor, rows, columns, len(data))
+        tokens = np.full((rows, columns), -1, np.int32)
+        tokens[np.repeat(np.arange(rows), np.diff(crow)), cols] = data
+        return tokens
+    if len(data) != rows * columns:
+        raise UserError(f"{_TARGETS}.data has {len(data)} values: the shape [{rows}, {columns}] needs {rows * columns}")
+    return data.astype(np.int32).reshape(rows, columns)
+
+
+def _encode_targets(tensor: TargetTensor, logprobs_TK: Float32) -> pb.Tensor:
+    """The logprobs [T - 1, K] as a float32 tensor of the shape and layout of the request's `tensor`."""
+    answer = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=list(logprobs_TK.shape))
+    if tensor.crow is None:
+        answer.dense = logprobs_TK.astype("<f4", copy=False).tobytes()
+        return answer
+    crow, cols = _indices(tensor)
+    cells = logprobs_TK[np.repeat(np.arange(len(crow) - 1), np.diff(crow)), cols]
+    answer.sparse_csr.values = cells.astype("<f4", copy=False).tobytes()
+    answer.sparse_csr.crow_indices = crow.astype("<i8", copy=False).tobytes()
+    answer.sparse_csr.col_indices = cols.astype("<i8", copy=False).tobytes()
+    return answer
+
+
+def _shape(shape: Any) -> tuple[int, int]:
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size >= 0 for size in shape):
+        raise broken(f"{_TARGETS}.shape", shape, "[T, K]")
+    return shape[0], shape[1]
+
+
+def _whole_numbers(name: str, given: Any) -> _Int64:
+    if not isinstance(given, list) or not all(type(value) is int and -(2**63) <= value < 2**63 for value in given):
+        raise broken(f"{_TARGETS}.{name}", given, "a flat list of whole numbers")
+    return np.array(given, np.int64)
+
+
+def _indices(tensor: TargetTensor) -> tuple[_Int64, _Int64]:
+    return _whole_numbers("sparse_crow_indices", tensor.crow), _whole_numbers("sparse_col_indices", tensor.cols)
+
+
+def _csr(tensor: TargetTensor, rows: int, columns: int, stored: int) -> tuple[_Int64, _Int64]:
+    crow, cols = _indices(tensor)
+    if len(crow) != rows + 1 or crow[0] != 0 or crow[-1] != stored or (np.diff(crow) < 0).any():
+        raise UserError(f"{_TARGETS}.sparse_crow_indices must be {rows + 1} numbers from 0 to {stored} that never fall")
+    if len(cols) != stored or (stored and (cols.min() < 0 or cols.max() >= columns)):
+        raise UserError(f"{_TARGETS}.sparse_col_indices must be {stored} numbers, >= 0 and < {columns}")
+    if (np.diff(np.repeat(np.arange(rows) * columns, np.diff(crow)) + cols) <= 0).any():
+        raise UserError(f"{_TARGETS}.sparse_col_indices must rise strictly within each row")
+    return crow, cols

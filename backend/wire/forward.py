@@ -1,0 +1,475 @@
+"""forward and forward_backward: from a request's protobuf to the pool's command, and from the result to its protobuf.
+
+Every check of a request's content is here: its address, its loss and configuration, its tensors, and its provenance
+spans (which positions of a datum are prompt, and which were sampled, in which sequence). Letters: T tokens of one
+sequence, K targets per position. Arrays are read in place (numpy.frombuffer), and the value checks run once over all
+data of a request; only a failing check looks for the place it failed at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from tinkerflow.backend.commands import CustomLoss, Example, Float32, Forward, ForwardResult, Int32, StabilityInfo
+from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_TARGETS
+from tinkerflow.backend.spec.losses import LossSpec, loss_named
+from tinkerflow.backend.wire import tinker_pb2 as pb
+
+_TARGETS = "target_tokens"
+_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+}
+_TOKEN, _INT64 = np.dtype("<i4"), np.dtype("<i8")
+
+Inputs = dict[str, npt.NDArray[Any]]  # of one datum, by name, as they came
+M = TypeVar("M", pb.ForwardBackwardHeader, pb.ForwardBackwardRequest)
+Span = pb.PromptProvenanceSpan | pb.SampledProvenanceSpan
+
+
+class ForwardHeader(NamedTuple):
+    """Where a forward_backward request goes; seq_id 0 = absent."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+
+
+def forward_backward_header(body: bytes) -> ForwardHeader:
+    """The address of a ForwardBackwardRequest; its data is skipped, not read. UserError when it is not protobuf."""
+    header = _parsed(pb.ForwardBackwardHeader(), body)
+    return ForwardHeader(header.model_id, header.seq_id, header.forward_only)
+
+
+def training_tokens(body: bytes) -> int:
+    """How many text tokens a ForwardBackwardRequest has, each int32; 0 for what is none (it will be told so)."""
+    try:
+        request = _parsed(pb.ForwardBackwardRequest(), body)
+    except UserError:
+        return 0
+    return sum(len(chunk.encoded_text.tokens) // 4 for datum in request.data for chunk in datum.model_input)
+
+
+def _parsed(message: M, body: bytes) -> M:
+    try:
+        message.ParseFromString(body)
+    except DecodeError as e:
+        raise UserError(f"the request body is not a ForwardBackwardRequest: {e}") from e
+    return message
+
+
+@dataclass(frozen=True)
+class ForwardRead:
+    """A ForwardBackwardRequest read so far that it says what else is needed to decode it.
+
+    loss_id: of the traced loss, when the loss is `custom`. sequence_ids: the sequences whose recorded stability
+    information the loss needs.
+    """
+
+    request: pb.ForwardBackwardRequest
+    loss: LossSpec
+    config: Mapping[str, float]
+    loss_id: str | None
+    sequence_ids: frozenset[str]
+
+
+def read_forward(body: bytes) -> ForwardRead:
+    """A ForwardBackwardRequest, its loss, config and spans checked; UserError names the field, its value and the rule.
+
+    decode_forward reads the rest.
+    """
+    request = _parsed(pb.ForwardBackwardRequest(), body)
+    loss = loss_named(request.loss_fn)
+    if not request.data:
+        raise broken("data", [], "at least one datum")
+    named = _check_spans(request.data, needed_by=loss.name if loss.recorded else None)
+    config, loss_id = _read_config(loss, request)
+    return ForwardRead(request, loss, config, loss_id, named if loss.recorded else frozenset())
+
+
+def decode_forward(
+    read: ForwardRead,
+    *,
+    vocab_size: int,
+    max_context: int,
+    custom: CustomLoss | None = None,
+    recorded: Mapping[str, StabilityInfo] | None = None,
+) -> Forward:
+    """The command for a request; adapter_id is its model_id, config is complete (defaults filled in).
+
+    custom: the traced loss that it names; recorded: what was recorded of its sequence_ids.
+    UserError names the field, its value and the rule: unknown loss, config key or input; missing input; sequence
+    empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
+    finite; images; spans that do not fit what was sampled.
+    """
+    request, loss = read.request, read.loss
+    examples_read = []
+    cells = 0
+    for i, datum in enumerate(request.data):
+        tokens_T = _tokens(datum, i, max_context)
+        inputs = _inputs(datum, i, len(tokens_T), loss, custom)
+        cells += inputs[_TARGETS].size
+        if cells > MAX_REQUEST_CELLS:
+            raise _too_many(f"data has more than {MAX_REQUEST_CELLS} target cells up to data[{i}]")
+        examples_read.append((tokens_T, inputs))
+    _check_values(examples_read, loss, vocab_size)
+    declared = None if custom is None else tuple(custom.inputs)[1:]
+    examples = [_example(tokens_T, inputs, declared) for tokens_T, inputs in examples_read]
+    if loss.recorded:
+        both = enumerate(zip(examples, request.data, strict=True))
+        examples = [_attribute(example, datum, i, recorded or {}) for i, (example, datum) in both]
+    backward = not request.forward_only
+    return Forward(request.model_id, tuple(examples), loss.name, read.config, backward=backward, custom=custom)
+
+
+def encode_forward(result: ForwardResult) -> bytes:
+    """A ForwardBackwardOutput: field `logprobs` for every datum in order, and `loss:sum` with a custom loss's metrics.
+
+    Neighbours with the same K share an ArrayRecord; another K starts a new one.
+    """
+    metrics = {**result.metrics, "loss:sum": result.loss_sum}
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    for trailing, group in itertools.groupby(result.logprobs, key=lambda array: array.shape[1:]):
+        _add_record(output, trailing, list(group))
+    return bytes(output.SerializeToString())
+
+
+def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arrays: Sequence[Float32]) -> None:
+    record = output.loss_fn_outputs.add(num_datums=len(arrays))
+    field = record.fields["logprobs"]
+    field.dtype = pb.DTYPE_FLOAT32
+    field.trailing_shape.extend(trailing)
+    field.data = b"".join(np.ascontiguousarray(array, "<f4").tobytes() for array in arrays)
+    field.offsets = np.cumsum([0, *(4 * array.size for array in arrays)], dtype="<i8").tobytes()
+
+
+# ------------------------------------------------------------------ one datum
+def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
+    parts = []
+    for j, chunk in enumerate(datum.model_input):
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            what = chunk.WhichOneof("chunk") or "empty"
+            raise UserError(
+                f"data[{index}].model_input.chunks[{j}] is {what}: must be encoded_text, the model takes no {what}s"
+            )
+        parts.append(chunk.encoded_text.tokens)
+    data = parts[0] if len(parts) == 1 else b"".join(parts)
+    if len(data) % _TOKEN.itemsize:
+        raise UserError(f"data[{index}].model_input has {len(data)} bytes of tokens: must be a multiple of 4 (int32)")
+    tokens_T = np.frombuffer(data, _TOKEN)
+    if not 0 < len(tokens_T) <= max_context:
+        raise UserError(
+            f"data[{index}].model_input has {len(tokens_T)} tokens: must be 1 to {max_context}, the model's context"
+        )
+    return tokens_T
+
+
+def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: CustomLoss | None) -> Inputs:
+    """The loss's inputs: each of the shape of target_tokens, or of the rank that a traced loss declared for it.
+
+    Shapes are checked before anything is allocated.
+    """
+    given = dict(datum.loss_fn_inputs.items())
+    names = (_TARGETS, *(one.name for one in loss.inputs))
+    declared: Mapping[str, int] = {}
+    if custom is None:
+        _check_inputs(loss, given.keys(), index)
+    else:
+        declared = {_TARGETS: custom.inputs["logprobs"], **custom.inputs}
+        del declared["logprobs"]
+        if missing := [key for key in declared if key not in given]:
+            raise UserError(f"data[{index}].loss_fn_inputs lacks {missing[0]!r}, which loss {custom.name!r} takes")
+    tensors = {key: given[key] for key in declared or names if key in given}
+    shapes = {key: _shape_of(tensor, _name(index, key)) for key, tensor in tensors.items()}
+    wanted = shapes[_TARGETS]
+    if wanted[0] != tokens:
+        raise UserError(
+            f"{_name(index, 'target_tokens')} has {wanted[0]} positions: "
+            f"must be {tokens}, one for each token of model_input"
+        )
+    if len(wanted) == 2 and not 1 <= wanted[1] <= MAX_TARGETS:
+        rule = f"[T] or [T, K] with 1 <= K <= {MAX_TARGETS}"
+        raise broken(f"{_name(index, 'target_tokens')}.shape", list(wanted), rule)
+    for key, shape in shapes.items():
+        if custom is None and shape != wanted:
+            raise broken(f"{_name(index, key)}.shape", list(shape), f"{list(wanted)}, the shape of target_tokens")
+        if custom is not None and len(shape) != declared[key]:
+            raise broken(f"{_name(index, key)}.shape", list(shape), f"of rank {declared[key]}, as the loss declares it")
+    if sum(math.prod(shape) for shape in shapes.values()) > MAX_REQUEST_CELLS:
+        raise _too_many(f"data[{index}].loss_fn_inputs has more than {MAX_REQUEST_CELLS} cells")
+    inputs = {key: _to_array(tensor, shapes[key], _name(index, key)) for key, tensor in tensors.items()}
+    if inputs[_TARGETS].dtype.kind != "i":
+        raise broken(f"{_name(index, 'target_tokens')}.dtype", inputs[_TARGETS].dtype.name, "int64")
+    return inputs
+
+
+def _too_many(fact: str) -> UserError:
+    return UserError(f"{fact}: must be at most {MAX_REQUEST_CELLS}")
+
+
+def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_size: int) -> None:
+    rule = f">= 0 and < {vocab_size}, the model's vocabulary"
+
+    def in_vocabulary(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        return (values >= 0) & (values < vocab_size)
+
+    _require([tokens_T for tokens_T, _ in read], in_vocabulary, "data[{}].model_input", rule)
+    for key in dict.fromkeys(key for _, inputs in read for key in inputs):
+        arrays = [inputs.get(key) for _, inputs in read]
+        name = f"data[{{}}].loss_fn_inputs[{key!r}]"
+        if key == _TARGETS:
+            _require(arrays, in_vocabulary, name, rule)
+        else:
+            _require(arrays, np.isfinite, name, "a finite number")
+    for one in loss.inputs:
+        arrays = [inputs.get(one.name) for _, inputs in read]
+        if math.isfinite(low := one.low):
+            _require(arrays, partial(np.less_equal, low), f"data[{{}}].loss_fn_inputs[{one.name!r}]", f">= {low:g}")
+        for i, values in enumerate(arrays):
+            if one.some and values is not None and not values.any():
+                raise UserError(f"{_name(i, one.name)} is 0 everywhere: must not be 0 for at least one token")
+    if loss.ordered is not None:
+        _require_order(read, *loss.ordered)
+
+
+def _require_order(read: Sequence[tuple[Int32, Inputs]], lower: str, upper: str) -> None:
+    for i, (_, inputs) in enumerate(read):
+        low, high = inputs.get(lower), inputs.get(upper)
+        if low is not None and high is not None and (low > high).any():
+            raise UserError(f"{_name(i, lower)} has values over those of {upper}: must be <=")
+
+
+def _require(
+    arrays: Sequence[npt.NDArray[Any] | None],
+    good: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]],
+    name: str,
+    rule: str,
+) -> None:
+    """UserError naming the first value that is not `good`; arrays[i] belongs to datum i, None where it has none."""
+    given = [array.ravel() for array in arrays if array is not None]
+    if not given or good(np.concatenate(given)).all():
+        return
+    for i, array in enumerate(arrays):
+        if array is None or good(array).all():
+            continue
+        at = np.argwhere(~good(array))[0]
+        raise broken(f"{name.format(i)} at position {int(at[0])}", array[tuple(at)].item(), rule)
+
+
+def _example(tokens_T: Int32, inputs: Inputs, declared: Sequence[str] | None) -> Example:
+    """declared: the inputs of a traced loss, None = the loss is one of ours."""
+    flat = inputs[_TARGETS].ndim == 1
+
+    def columns(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values[:, None] if flat else values
+
+    targets_TK = columns(inputs[_TARGETS].astype(np.int32, copy=False))
+    if declared is not None:
+        traced = {key: _as_jax_has_it(inputs[key]) for key in declared}
+        return Example(tokens_T, targets_TK, np.ones(targets_TK.shape, np.float32), flat=flat, inputs=traced)
+    # float32 bytes stay where they are; integer weights (a user's integer array) are widened
+    floats = {key: columns(values.astype(np.float32, copy=False)) for key, values in inputs.items() if key != _TARGETS}
+    weights_TK = floats.pop("weights", None)
+    if weights_TK is None:
+        weights_TK = np.ones(targets_TK.shape, np.float32)
+    return Example(tokens_T, targets_TK, weights_TK, flat=flat, inputs=floats)
+
+
+def _as_jax_has_it(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return values.astype(np.int32 if values.dtype.kind == "i" else np.float32, copy=False)
+
+
+def _name(index: int, key: str) -> str:
+    return f"data[{index}].loss_fn_inputs[{key!r}]"
+
+
+# ------------------------------------------------------------------ the loss and its configuration
+def _check_inputs(spec: LossSpec, names: Collection[str], index: int) -> None:
+    """UserError unless `names` are the loss's inputs: none missing, none unknown. `index` counts data from 0."""
+    taken = {_TARGETS, *(one.name for one in spec.inputs)}
+    required = taken - {one.name for one in spec.inputs if not one.required}
+    if missing := sorted(required.difference(names)):
+        needs = ", ".join(sorted(required))
+        raise UserError(f"data[{index}].loss_fn_inputs lacks {missing[0]!r}: {spec.name} needs {needs}")
+    if unknown := sorted(set(names) - taken):
+        takes = ", ".join(sorted(taken))
+        raise UserError(f"data[{index}].loss_fn_inputs has {shown(unknown[0])}: {spec.name} takes {takes}")
+
+
+def _read_config(spec: LossSpec, request: pb.ForwardBackwardRequest) -> tuple[dict[str, float], str | None]:
+    """The loss's whole configuration, or of a traced loss its id; UserError for unknown keys and bad values."""
+    given: dict[str, float | str] = dict(request.loss_fn_config)
+    if request.loss_fn_config_v2:
+        given = {
+            key: value.text if value.WhichOneof("value") == "text" else value.number
+            for key, value in request.loss_fn_config_v2.items()
+        }
+    if not spec.traced:
+        return spec.read_config(given), None
+    if unknown := sorted(given.keys() - {"loss_id"}):
+        raise UserError(f"loss_fn_config has the key {shown(unknown[0])}: must be loss_id")
+    loss_id = given.get("loss_id")
+    if not isinstance(loss_id, str) or not loss_id or "\0" in loss_id:
+        raise broken("loss_fn_config['loss_id']", loss_id, "the id that create_custom_loss gave")
+    return {}, loss_id
+
+
+# ------------------------------------------------------------------ tensors: dense and CSR, 1-D and 2-D, without a loop
+def _shape_of(tensor: pb.Tensor, name: str) -> tuple[int, ...]:
+    """The declared shape, [T] or [T, K]; an empty one means 1-D. Nothing is allocated, so it can be checked first."""
+    shape = tuple(tensor.shape)
+    if not shape:
+        if tensor.WhichOneof("encoding") == "sparse_csr":
+            raise broken(f"{name}.shape", [], "given for a sparse tensor")
+        return (len(tensor.dense) // _dtype_of(tensor, name).itemsize,)
+    if len(shape) > 2 or min(shape) < 0:
+        raise broken(f"{name}.shape", list(shape), "[T] or [T, K]")
+    return shape
+
+
+def _dtype_of(tensor: pb.Tensor, name: str) -> np.dtype[Any]:
+    """The tensor's dtype: float32, int64 or int32."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise broken(f"{name}.dtype", tensor.dtype, "FLOAT32 (1), INT64 (2) or INT32 (3)")
+    return dtype
+
+
+def _to_array(tensor: pb.Tensor, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
+    """The tensor as an array of its dtype and of `shape` (see shape_of); sparse cells that are not listed are 0.
+
+    `name` is how errors call it, such as data[3].loss_fn_inputs['weights'].
+    """
+    dtype = _dtype_of(tensor, name)
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        return _from_csr(tensor.sparse_csr, shape, dtype, name)
+    return _read(tensor.dense, dtype, math.prod(shape), name).reshape(shape)
+
+
+def _read(data: bytes, dtype: np.dtype[Any], count: int, name: str) -> npt.NDArray[Any]:
+    if len(data) != count * dtype.itemsize:
+        raise UserError(
+            f"{name} has {len(data)} bytes of data: {count} values of {dtype.name} need {count * dtype.itemsize}"
+        )
+    return np.frombuffer(data, dtype)
+
+
+def _from_csr(csr: pb.SparseCsr, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    if len(shape) != 2:
+        raise broken(f"{name}.shape", list(shape), "[T, K] for a sparse tensor")
+    rows, columns = shape
+    stored = len(csr.values) // dtype.itemsize
+    values = _read(csr.values, dtype, stored, f"{name}.values")
+    crow = _read(csr.crow_indices, _INT64, rows + 1, f"{name}.crow_indices")
+    cols = _read(csr.col_indices, _INT64, stored, f"{name}.col_indices")
+    counts = np.diff(crow)
+    if crow[0] != 0 or crow[-1] != stored or (counts < 0).any():
+        raise UserError(f"{name}.crow_indices must start at 0, never fall, and end at {stored}, the number of values")
+    if stored and (cols.min() < 0 or cols.max() >= columns):
+        raise UserError(
+            f"{name}.col_indices has values from {cols.min()} to {cols.max()}: must be >= 0 and < {columns}"
+        )
+    cells = np.repeat(np.arange(rows) * columns, counts) + cols
+    if (np.diff(cells) <= 0).any():
+        raise UserError(f"{name}.col_indices must rise strictly within each row")
+    dense = np.zeros(rows * columns, dtype)
+    dense[cells] = values
+    return dense.reshape(shape)
+
+
+# ------------------------------------------------------------------ provenance
+def _check_spans(data: Sequence[pb.Datum], *, needed_by: str | None) -> frozenset[str]:
+    """The sequence ids that the spans name; UserError for one list without the other, and for fields of spans.
+
+    needed_by: the loss that cannot do without spans, None = the loss can.
+    """
+    named: set[str] = set()
+    for i, datum in enumerate(data):
+        if bool(datum.model_input_spans) != bool(datum.loss_fn_input_spans):
+            raise UserError(f"data[{i}] has model_input_spans or loss_fn_input_spans, not both: give both or neither")
+        if needed_by is not None and not datum.model_input_spans:
+            raise UserError(
+                f"data[{i}] has no provenance: {needed_by} needs it (Datum.with_provenance), with sequences "
+                "sampled with record_stability_info true"
+            )
+        for field in ("model_input_spans", "loss_fn_input_spans"):
+            for where, _, span in _spans(datum, i, field):
+                if not span.sequence_id:
+                    raise broken(f"{where}.sequence_id", span.sequence_id, "a sequence's id")
+                if min(span.offset, span.length) < 0:
+                    raise UserError(f"{where} has offset {span.offset} and length {span.length}: must both be >= 0")
+                named.add(span.sequence_id)
+    return frozenset(named)
+
+
+def _attribute(example: Example, datum: pb.Datum, index: int, recorded: Mapping[str, StabilityInfo]) -> Example:
+    """The example with the sampler's logprobs, and with weight 0 on what was not sampled.
+
+    UserError names a list that does not tile its field, a sampled span outside its sequence, and a token that is not
+    the one sampled there.
+    """
+    if not example.flat:
+        raise UserError(
+            f"data[{index}].loss_fn_inputs['target_tokens'] has shape {list(example.targets_TK.shape)}: "
+            "stable_reinforce takes [T], the tokens that were sampled"
+        )
+    _place(datum, index, "model_input_spans", example.tokens_T, recorded)
+    old_T, sampled_T = _place(datum, index, "loss_fn_input_spans", example.targets_TK[:, 0], recorded)
+    return replace(
+        example,
+        weights_TK=np.where(sampled_T[:, None], example.weights_TK, np.float32(0)),
+        inputs={**example.inputs, "logprobs": old_T[:, None]},
+    )
+
+
+def _place(
+    datum: pb.Datum, index: int, field: str, tokens_T: Int32, recorded: Mapping[str, StabilityInfo]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.float32]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """Recorded logprobs and whether a position was sampled, both [T]."""
+    covered = sum(span.length for _, _, span in _spans(datum, index, field))
+    if covered != len(tokens_T):
+        raise UserError(
+            f"data[{index}].{field} cover {covered} positions: must tile the field exactly, {len(tokens_T)}"
+        )
+    logprobs_T, sampled_T = np.zeros(covered, np.float32), np.zeros(covered, np.bool_)
+    start = 0
+    for where, sampled, span in _spans(datum, index, field):
+        here = slice(start, start + span.length)
+        start += span.length
+        if not sampled:
+            continue
+        info = recorded[span.sequence_id]
+        there = slice(span.offset, span.offset + span.length)
+        if there.stop > len(info.tokens_T):
+            raise UserError(
+                f"{where} covers [{there.start}, {there.stop}) of sequence {span.sequence_id!r}: "
+                f"{len(info.tokens_T)} tokens were sampled"
+            )
+        if not np.array_equal(tokens_T[here], info.tokens_T[there]):
+            at = int(np.argmax(tokens_T[here] != info.tokens_T[there]))
+            raise UserError(
+                f"{where}: position {here.start + at} is token {tokens_T[here][at]}, "
+                f"but {info.tokens_T[there][at]} was sampled there in {span.sequence_id!r}"
+            )
+        logprobs_T[here], sampled_T[here] = info.logprobs_T[there], True
+    return logprobs_T, sampled_T
+
+
+def _spans(datum: pb.Datum, index: int, field: str) -> Iterator[tuple[str, bool, Span]]:
+    """Each span with its name for errors, and whether it was sampled."""
+    for j, span in enumerate(getattr(datum, field)):
+        where, kind = f"data[{index}].{field}[{j}]", span.WhichOneof("span")
+        if kind is None:
+            raise broken(where, "empty", "prompt_tokens or sampled_tokens")
+        yield where, kind == "sampled_tokens", getattr(span, kind)
