@@ -16,8 +16,7 @@ from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, note_c
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.mirror import Mirror
-from tinkerflow.flows.runner import STOPPED, End, ModelRunner, Why
-from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
+from tinkerflow.flows.runner import STOPPED, End, ModelRunner, SnapshotPolicy, Why
 
 log = logging.getLogger(__name__)
 

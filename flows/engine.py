@@ -30,9 +30,8 @@ from tinkerflow.flows.prefect.connection import open_prefect
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.sampling_runner import SamplingRunner
-from tinkerflow.tasks.execution.answers import AnswerWriter
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution.context import AnswerWriter, ExecutionContext
+from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ are those of an undisturbed run, bit for bit.
   trains. The journal learns of it after the commit, and only when every request before it is answered: a request is
   either in the snapshot or executed again, never both. Requests after the second newest snapshot stay in the journal,
   so a newest one that cannot be read costs a longer replay (restore.py).
-- Saves (save_state.py). No snapshot is recorded past a save that has not ended. So a replay passes the save's place in
+- Saves (sequencer.py). No snapshot is recorded past a save that has not ended. So a replay passes the save's place in
   the order: there the state is copied again, and the save begins anew with that copy. Unnamed saves that were answered
   and not stored are found by the runner when it begins. (A model that somebody cancels in that moment is not replayed:
   if the engine dies too before the weights are written, they are lost.)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,13 +12,11 @@ from typing import ParamSpec, Protocol, TypeVar, cast
 
 from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.commands import AdapterState, Command, CreateAdapter, Forward, ImportAdapter, OptimStep, Reply
-from tinkerflow.backend.journal import AWAY, Journal, Pending
+from tinkerflow.backend.journal import AWAY, Journal, Outcome, Pending, SamplerLoaded, SamplerOpened
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.retry import retry
 from tinkerflow.backend.store import Store
-from tinkerflow.tasks.execution.answers import AnswerWriter
-from tinkerflow.tasks.execution.save_state import Saves, SaveState
-from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.tasks.execution.sequencer import Saves, SaveState, Slot
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 P = ParamSpec("P")
@@ -27,7 +25,10 @@ R = TypeVar("R", bound=Reply)
 
 log = logging.getLogger(__name__)
 
-_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, *[5.0] * 60)  # seconds: a database may be away for minutes
+READ_PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, *[5.0] * 60)  # seconds: a database may be away for minutes
+WRITE_PAUSES = tuple(0.05 * 2**n for n in range(8))  # seconds: about 13 s of a database that cannot be reached
+_MOST = 64  # outcomes of one transaction
+Finish = Callable[[Sequence[Outcome]], object]
 INLINE_BYTES = 64 * 1024  # decoding so much takes less than a millisecond; a thread's round trip costs a third of one
 
 
@@ -83,11 +84,20 @@ class ExecutionContext:
         def ask() -> Awaitable[T]:
             return asyncio.get_running_loop().run_in_executor(self.readers, lambda: function(*args, **kwargs))
 
-        return await retry(ask, on=AWAY, pauses=_PAUSES, what="the journal cannot be read", log=log)
+        return await retry(ask, on=AWAY, pauses=READ_PAUSES, what="the journal cannot be read", log=log)
 
     async def decode(self, size: int, function: Callable[[], T]) -> T:
         """`function()`, which works on `size` bytes: in a thread when it would hold up the loop."""
         return function() if size <= INLINE_BYTES else await asyncio.to_thread(function)
+
+    async def answer(self, outcome: Outcome) -> None:
+        """Put an outcome into the journal, and remember the snapshots that its rows name."""
+        await self.answers.put(outcome)
+        for effect in outcome.effects:
+            snapshot = effect.sampler.snapshot_id if isinstance(effect, SamplerOpened) else None
+            snapshot = effect.snapshot_id if isinstance(effect, SamplerLoaded) else snapshot
+            if snapshot is not None:
+                self.snapshots.recorded(snapshot)
 
     def close(self) -> None:
         """End the threads."""
@@ -130,3 +140,83 @@ class Execution:
             isinstance(command, Forward) and command.backward
         )
         return self.context.send(command, reply)
+
+
+# ------------------------------------------------------------------ answers on their way into the journal
+class AnswerWriter:
+    """Writes outcomes in the order of `put`. Its thread is its own: no slow store or decoder delays an answer.
+
+    A write takes about a millisecond; what comes meanwhile shares the next one, so many models cost few transactions.
+    """
+
+    def __init__(self, finish: Finish, pauses: Sequence[float] = WRITE_PAUSES) -> None:
+        """finish: Journal.finish. pauses: seconds between the attempts to write while the database is away."""
+        self._finish = finish
+        self._pauses = pauses
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        self._line: list[tuple[Outcome, asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    async def put(self, outcome: Outcome) -> None:
+        """Return when the outcome is in the journal. What AWAY names when the database stays away."""
+        written = asyncio.get_running_loop().create_future()
+        self._line.append((outcome, written))
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write(), name="answers")
+        await written
+
+    async def close(self) -> None:
+        """Write what waits, and end the thread."""
+        if self._writer is not None:
+            await self._writer
+        self._thread.shutdown()
+
+    async def _write(self) -> None:
+        try:
+            while self._line:
+                batch, self._line = self._line[:_MOST], self._line[_MOST:]
+                await self._write_batch(batch)
+        finally:
+            self._writer = None
+
+    async def _write_batch(self, batch: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
+        try:
+            await self._store([outcome for outcome, _ in batch])
+        except AWAY as error:
+            for _, written in batch:
+                _resolve(written, error)
+        except Exception as error:  # noqa: BLE001  the database refused the content of one of them
+            if len(batch) == 1:
+                await self._write_failure(*batch[0], error)
+            else:  # one of them cannot be stored; the others must not suffer
+                for one in batch:
+                    await self._write_batch([one])
+        else:
+            for _, written in batch:
+                _resolve(written, None)
+
+    async def _write_failure(self, outcome: Outcome, written: asyncio.Future[None], error: Exception) -> None:
+        log.exception("the answer of request %s cannot be stored", outcome.request_id, exc_info=error)
+        text = f"the answer cannot be stored ({type(error).__name__}: {error})"
+        named = replace(outcome, result=None, error=text, category="server", effects=())
+        try:
+            await self._store([named])
+        except Exception as second:  # noqa: BLE001  whoever put it decides
+            _resolve(written, second)
+        else:
+            _resolve(written, None)
+
+    async def _store(self, outcomes: list[Outcome]) -> None:
+        def write() -> Awaitable[object]:
+            return asyncio.get_running_loop().run_in_executor(self._thread, self._finish, outcomes)
+
+        await retry(write, on=AWAY, pauses=self._pauses, what="the journal cannot be written", log=log)
+
+
+def _resolve(written: asyncio.Future[None], error: Exception | None) -> None:
+    if written.done():  # whoever put it was cancelled
+        return
+    if error is None:
+        written.set_result(None)
+    else:
+        written.set_exception(error)

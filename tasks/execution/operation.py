@@ -15,12 +15,10 @@ from tinkerflow.backend.journal import (
     ModelState,
     Outcome,
     Pending,
-    SamplerLoaded,
-    SamplerOpened,
 )
-from tinkerflow.tasks.execution.context import Execution, ExecutionContext
+from tinkerflow.tasks.execution.context import Execution
 from tinkerflow.tasks.execution.crashes import attribute_crash
-from tinkerflow.tasks.execution.save_state import SaveState
+from tinkerflow.tasks.execution.sequencer import SaveState
 from tinkerflow.tasks.operations import (
     create_model,
     forward_backward,
@@ -91,7 +89,7 @@ async def _perform(execution: Execution) -> Outcome | None:
             outcome = failure(request, error)
         if not answered:
             replays = outcome.replays or execution.changed
-            await answer(execution.context, replace(outcome, replays=replays, started_at=execution.started_at))
+            await execution.context.answer(replace(outcome, replays=replays, started_at=execution.started_at))
             answered = outcome.error is None
         stored = SaveState.FAILED if outcome.error is not None else SaveState.STORED
         if execution.then is not None:
@@ -116,18 +114,8 @@ async def _interrupted(execution: Execution, error: GroupFailedError) -> Outcome
     log.info("%s %s of %s is executed again: %s", request.kind, request.id, request.model_id, error)
     blamed = (await attribute_crash(execution.context, [request], error)).get(request.id)
     if blamed is not None:
-        await answer(execution.context, blamed)
+        await execution.context.answer(blamed)
     return blamed
-
-
-async def answer(context: ExecutionContext, outcome: Outcome) -> None:
-    """Put an outcome into the journal, and remember the snapshots that its rows name."""
-    await context.answers.put(outcome)
-    for effect in outcome.effects:
-        snapshot = effect.sampler.snapshot_id if isinstance(effect, SamplerOpened) else None
-        snapshot = effect.snapshot_id if isinstance(effect, SamplerLoaded) else snapshot
-        if snapshot is not None:
-            context.snapshots.recorded(snapshot)
 
 
 def failure(request: Pending, error: Exception) -> Outcome:

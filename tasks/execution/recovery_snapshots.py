@@ -1,4 +1,4 @@
-"""Recovery snapshots of a model: when one is due, how it is taken, and how the journal learns of it.
+"""Recovery snapshots of a model: how one is taken, and how the journal learns of it (flows/runner.py says when).
 
 They are committed like checkpoints, of a kind of their own that clients never see. `execution/__init__.py` says what
 they are for.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 from tinkerflow.backend.commands import AdapterState, ExportAdapter
 from tinkerflow.backend.errors import FencedError, GroupFailedError, TinkerflowError
@@ -19,55 +18,6 @@ from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SnapshotPolicy:
-    """When a model's snapshot is due: after `steps` optimizer steps or `seconds` since the last one, if it changed."""
-
-    steps: int = 50
-    seconds: float = 60.0
-
-
-class SnapshotSchedule:
-    """How far a model has come since its last snapshot."""
-
-    def __init__(self, policy: SnapshotPolicy, now: float) -> None:
-        """Nothing has happened; `now` is monotonic."""
-        self._policy = policy
-        self._since = now
-        self._steps = 0
-        self._last = -1  # the last request that the model in the group has seen
-        self.seq_id: int | None = None  # the last request that was dispatched, if none of the snapshots covers it
-        self.taking = False
-
-    def went(self, seq_id: int, *, step: bool) -> None:
-        """A request was dispatched; a save whose place in the line a replay has passed comes after later ones."""
-        self.seq_id = self._last = max(seq_id, self._last)
-        self._steps += step
-
-    def interrupted(self) -> None:
-        """Some of what was dispatched was not executed."""
-        self.seq_id, self._last = None, -1
-
-    def restored(self, replayed: int, last: int) -> None:
-        """So many steps were replayed after the last snapshot: they count, lest deaths in a row replay ever more.
-
-        last: the last request that was replayed.
-        """
-        self._steps, self._last = replayed, last
-
-    def due(self, now: float) -> bool:
-        """Whether a snapshot should be taken now."""
-        late = self._steps >= self._policy.steps or now - self._since >= self._policy.seconds
-        return late and not self.taking and self.seq_id is not None
-
-    def begin(self, now: float) -> int:
-        """A snapshot is being taken; the last request in it."""
-        assert self.seq_id is not None
-        seq_id, self.seq_id = self.seq_id, None
-        self._since, self._steps, self.taking = now, 0, True
-        return seq_id
 
 
 async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot) -> SnapshotTaken | None:

@@ -28,8 +28,7 @@ from tinkerflow.backend.retry import retry
 from tinkerflow.tasks.execution.context import Execution, ExecutionContext
 from tinkerflow.tasks.execution.operation import EXECUTE
 from tinkerflow.tasks.execution.recovery_snapshots import record
-from tinkerflow.tasks.execution.save_state import Saves
-from tinkerflow.tasks.execution.sequencer import Sequencer
+from tinkerflow.tasks.execution.sequencer import Saves, Sequencer
 from tinkerflow.tasks.operations.save_weights import copy
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution.sequencer import Saves
 
 
 class Snapshots:

@@ -32,7 +32,7 @@ from tinkerflow.backend.journal import Outcome, Pending, SamplerLoaded, SamplerV
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.crashes import attribute_crash
-from tinkerflow.tasks.execution.operation import answer, failure
+from tinkerflow.tasks.execution.operation import failure
 from tinkerflow.tasks.operations.load_weights import read_checkpoint
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class SampleBatch:
                 return None
             except Exception as error:  # noqa: BLE001  a failure becomes a stored, named outcome
                 outcome = failure(request, error)
-            await answer(self._context, replace(outcome, started_at=self._joined.get(request.id)))
+            await self._context.answer(replace(outcome, started_at=self._joined.get(request.id)))
             return outcome
         finally:
             self._answers.pop(request.id, None)

@@ -1,7 +1,7 @@
 """save_weights_for_sampler: named, a checkpoint to sample from; unnamed, a snapshot in memory and its sampler.
 
 An unnamed one of kind `snapshot` keeps its weights. It is answered as soon as they are published in the worker group,
-and stored while later operations are executed (save_state.py): a sampler does not wait for the store, unless the store
+and stored while later operations are executed (sequencer.py): a sampler does not wait for the store, unless the store
 fails.
 
 Those of kind `inflight` share one snapshot per model. Every later inflight save replaces its weights, for new requests
@@ -44,7 +44,7 @@ from tinkerflow.backend.retry import retry
 from tinkerflow.backend.wire import SaveForSampler, encode_sampler_opened, encode_saved
 from tinkerflow.tasks.execution.context import Execution
 from tinkerflow.tasks.execution.recovery_snapshots import commit, record
-from tinkerflow.tasks.execution.save_state import SaveState
+from tinkerflow.tasks.execution.sequencer import SaveState
 from tinkerflow.tasks.operations.save_weights import copy_and_detach, one_checkpoint, save
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from tests.docs.pages import DOCS, ROOT, anchors, links, paths, tracked, written
 import tinkerflow.api.routes as routes
 from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.settings import Settings
-from tinkerflow.tasks.execution.save_state import SaveState
+from tinkerflow.tasks.execution.sequencer import SaveState
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in written()}
 ROOMS = ("api", "flows", "tasks", "backend", "deployments")

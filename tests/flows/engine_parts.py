@@ -35,12 +35,10 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
-from tinkerflow.flows.runner import ModelRunner
+from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy
 from tinkerflow.flows.sampling_runner import SamplingRunner
-from tinkerflow.tasks.execution.answers import AnswerWriter
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
-from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution.context import AnswerWriter, ExecutionContext
+from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 HERE = Path(__file__).parent

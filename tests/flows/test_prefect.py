@@ -28,9 +28,8 @@ from tinkerflow.flows.prefect.controls import CANCELLED
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.server import PrefectServer, start_server
-from tinkerflow.flows.runner import End, ModelRunner, Why
+from tinkerflow.flows.runner import End, ModelRunner, SnapshotPolicy, Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
-from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
 
 pytestmark = [
     pytest.mark.slow,

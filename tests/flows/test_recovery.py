@@ -26,8 +26,9 @@ from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.sampling_runner import SamplingRunner
-from tinkerflow.tasks.execution import operation, restore
-from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution import restore
+from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 
@@ -263,7 +264,7 @@ async def test_a_group_that_ends_before_the_weights_are_copied_costs_nothing(
 async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
     serve: Any, client: Any, pool: Any, journal: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, deaths = operation.answer, []
+    put, deaths = ExecutionContext.answer, []
 
     def hold_those_behind(command: Any) -> bool:
         if isinstance(command, ExportAdapter) and not deaths:
@@ -278,7 +279,7 @@ async def test_a_group_that_ends_while_a_publication_is_answered_costs_nothing(
             await asyncio.sleep(0.05)  # meanwhile those behind it hear that they were interrupted
         await put(context, outcome)
 
-    monkeypatch.setattr(operation, "answer", answer)
+    monkeypatch.setattr(ExecutionContext, "answer", answer)
     pool.poison = hold_those_behind
     async with serve(pool):
         model = await client.create()

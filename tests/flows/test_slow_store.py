@@ -12,9 +12,8 @@ import pytest
 
 from tinkerflow.backend.commands import ExportAdapter
 from tinkerflow.backend.journal import Kind
-from tinkerflow.flows.runner import IN_FLIGHT
+from tinkerflow.flows.runner import IN_FLIGHT, SnapshotPolicy
 from tinkerflow.tasks.execution.operation import SAVES
-from tinkerflow.tasks.execution.recovery_snapshots import SnapshotPolicy
 
 
 @dataclass

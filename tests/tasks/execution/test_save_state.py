@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tinkerflow.tasks.execution.save_state import Saves, SaveState
+from tinkerflow.tasks.execution.sequencer import Saves, SaveState
 
 DETACHED = (SaveState.STORING, SaveState.RETRYING)
 

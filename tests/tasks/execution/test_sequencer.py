@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkerflow.backend.errors import GroupFailedError
-from tinkerflow.tasks.execution.save_state import Saves, SaveState
-from tinkerflow.tasks.execution.sequencer import MOST_DETACHED, Sequencer, Slot
+from tinkerflow.tasks.execution.sequencer import MOST_DETACHED, Saves, SaveState, Sequencer, Slot
 
 
 @settings(max_examples=50)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tinkerflow.tasks.execution.save_state import Saves
+from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
 
