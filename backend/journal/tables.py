@@ -103,6 +103,12 @@ def sampler_ended(sampler_id: str, detail: str | None) -> tuple[str, Category]:
 
 
 # ------------------------------------------------------------------ tables
+def _partial(name: str, columns: str, where: str) -> sa.Index:
+    """An index of the rows `where` alone."""
+    on_sqlite = "replays = 1" if where == "replays" else where
+    return sa.Index(name, *columns.split(), sqlite_where=sa.text(on_sqlite), postgresql_where=sa.text(where))
+
+
 class ApiKey(Table, table=True):
     """An API key: only the SHA-256 of its 256 random bits is kept."""
 
@@ -256,51 +262,15 @@ class Request(Table, table=True):
     __table_args__ = (
         sa.UniqueConstraint("model_id", "seq_id"),
         sa.UniqueConstraint("sampler_id", "seq_id"),
-        sa.Index(
-            "ix_request_pending_of_model",
-            "model_id",
-            "seq_id",
-            "created_at",
-            sqlite_where=sa.text("state = 'pending' AND model_id IS NOT NULL"),
-            postgresql_where=sa.text("state = 'pending' AND model_id IS NOT NULL"),
+        _partial(
+            "ix_request_pending_of_model", "model_id seq_id created_at", "state = 'pending' AND model_id IS NOT NULL"
         ),
-        sa.Index(
-            "ix_request_pending_samples",
-            "created_at",
-            "sampler_id",
-            sqlite_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
-            postgresql_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
-        ),
-        sa.Index(
-            "ix_request_pending_of_owner",
-            "owner",
-            "kind",
-            "waiting_tokens",
-            "state",  # for SQLite: it looks at the row for what the index's condition says already
-            sqlite_where=sa.text("state = 'pending'"),
-            postgresql_where=sa.text("state = 'pending'"),
-        ),
-        sa.Index(
-            "ix_request_completions",
-            "sampler_id",
-            "completion",
-            "seq_id",
-            sqlite_where=sa.text("completion IS NOT NULL"),
-            postgresql_where=sa.text("completion IS NOT NULL"),
-        ),
-        sa.Index(
-            "ix_request_finished_with_bytes",
-            "finished_at",
-            sqlite_where=sa.text("dropped_at IS NULL AND finished_at IS NOT NULL"),
-            postgresql_where=sa.text("dropped_at IS NULL AND finished_at IS NOT NULL"),
-        ),
-        sa.Index(
-            "ix_request_replays",
-            "model_id",
-            "seq_id",
-            sqlite_where=sa.text("replays = 1"),
-            postgresql_where=sa.text("replays"),
-        ),
+        _partial("ix_request_pending_samples", "created_at sampler_id", "state = 'pending' AND sampler_id IS NOT NULL"),
+        # `state` for SQLite: it looks at the row for what the index's condition says already
+        _partial("ix_request_pending_of_owner", "owner kind waiting_tokens state", "state = 'pending'"),
+        _partial("ix_request_completions", "sampler_id completion seq_id", "completion IS NOT NULL"),
+        _partial("ix_request_finished_with_bytes", "finished_at", "dropped_at IS NULL AND finished_at IS NOT NULL"),
+        _partial("ix_request_replays", "model_id seq_id", "replays"),
     )
 
     id: str = Field(primary_key=True)
@@ -344,32 +314,10 @@ class Checkpoint(Table, table=True):
     __table_args__ = (
         sa.Index("ix_checkpoint_run_id_kind_created_at", "run_id", "kind", "created_at"),
         sa.Index("ix_checkpoint_owner_created_at", "owner", "created_at"),
-        sa.Index(
-            "ix_checkpoint_stored_by_owner",
-            "owner",
-            "size_bytes",
-            "deleted_at",
-            sqlite_where=sa.text("deleted_at IS NULL"),
-            postgresql_where=sa.text("deleted_at IS NULL"),
-        ),
-        sa.Index(
-            "ix_checkpoint_to_expire",
-            "expires_at",
-            sqlite_where=sa.text("deleted_at IS NULL AND expires_at IS NOT NULL"),
-            postgresql_where=sa.text("deleted_at IS NULL AND expires_at IS NOT NULL"),
-        ),
-        sa.Index(
-            "ix_checkpoint_to_purge",
-            "deleted_at",
-            sqlite_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
-            postgresql_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
-        ),
-        sa.Index(
-            "ix_checkpoint_to_note",
-            "path",
-            sqlite_where=sa.text("deleted_at IS NULL AND NOT noted"),
-            postgresql_where=sa.text("deleted_at IS NULL AND NOT noted"),
-        ),
+        _partial("ix_checkpoint_stored_by_owner", "owner size_bytes deleted_at", "deleted_at IS NULL"),
+        _partial("ix_checkpoint_to_expire", "expires_at", "deleted_at IS NULL AND expires_at IS NOT NULL"),
+        _partial("ix_checkpoint_to_purge", "deleted_at", "deleted_at IS NOT NULL AND purged_at IS NULL"),
+        _partial("ix_checkpoint_to_note", "path", "deleted_at IS NULL AND NOT noted"),
     )
 
     path: str = Field(primary_key=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -10,340 +12,122 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
+_TYPES: dict[str, sa.types.TypeEngine[Any]] = {
+    "bool": sa.Boolean(),
+    "bytes": sa.LargeBinary(),
+    "int": sa.Integer(),
+    "json": sa.JSON(),
+    "long": sa.BigInteger(),
+    "str": sa.String(),
+    "time": sa.DateTime(timezone=True),
+}
+# A table, its columns as `name:type`, and its unique constraints and indexes. `?`: may be NULL. `*`: of the primary
+# key. `>table`: the id of a row there. An index with a name of its own may have a condition.
+_TABLES = """
+api_key
+  id:str* key_hash:str prefix:str name:str project:str admin:bool created_at:time last_used_at:time? revoked_at:time?
+  unique key_hash
+audit_event
+  id:int* owner:str at:time event:str model_id:str? tinker_path:str? purpose:str? details:json
+  index at
+  index owner at
+base_model
+  name:str* card:str registered_at:time generation:int progress:str? warmth:str?
+checkpoint
+  path:str* run_id:str kind:str name:str owner:str base_model:str rank:int
+  train_attn:bool train_mlp:bool train_unembed:bool optimizer:str step:int size_bytes:long user_metadata:json
+  created_at:time expires_at:time? public:bool deleted_at:time? attempt:str purged_at:time? noted:bool
+  index to_note = path WHERE deleted_at IS NULL AND NOT noted
+  index to_expire = expires_at WHERE deleted_at IS NULL AND expires_at IS NOT NULL
+  index to_purge = deleted_at WHERE deleted_at IS NOT NULL AND purged_at IS NULL
+  index owner created_at
+  index stored_by_owner = owner size_bytes deleted_at WHERE deleted_at IS NULL
+  index run_id kind created_at
+weights_share
+  id:str* token_hash:str path:str attempt:str created_at:time expires_at:time? revoked_at:time?
+  unique token_hash
+  index path
+service_secret
+  name:str* value:bytes created_at:time
+session
+  id:str* owner:str key_id:str tags:json user_metadata:json sdk_version:str project_id:str? display_name:str?
+  state:str detail:str? finish_reason:str? failure:json? created_at:time last_seen_at:time ended_at:time?
+  index owner created_at
+  index state last_seen_at
+usage_bucket
+  session_id:str*>session bucket_start:time* base_model:str* kind:str* quantity:long
+  index bucket_start
+model
+  id:str* session_id:str>session owner:str base_model:str rank:int train_attn:bool train_mlp:bool train_unembed:bool
+  optimizer:str seed:long? user_metadata:json state:str detail:str? progress:str? held:str? next_seq:long step:int
+  created_at:time last_request_at:time
+  index owner state
+  index session_id
+  index state base_model
+sampler
+  id:str* session_id:str>session owner:str base_model:str model_path:str? snapshot_id:str? state:str detail:str?
+  created_at:time last_completion:long clones:int
+  index owner
+  index session_id
+  index state base_model
+request
+  id:str* kind:str owner:str session_id:str>session model_id:str?>model sampler_id:str?>sampler seq_id:long?
+  content_hash:str payload_type:str state:str result_type:str error:str? category:str?
+  created_at:time started_at:time? finished_at:time? read_at:time? dropped_at:time?
+  replays:bool completion:long? waiting_tokens:long payload:bytes result:bytes?
+  unique model_id seq_id
+  unique sampler_id seq_id
+  index pending_of_owner = owner kind waiting_tokens state WHERE state = 'pending'
+  index completions = sampler_id completion seq_id WHERE completion IS NOT NULL
+  index finished_with_bytes = finished_at WHERE dropped_at IS NULL AND finished_at IS NOT NULL
+  index pending_of_model = model_id seq_id created_at WHERE state = 'pending' AND model_id IS NOT NULL
+  index pending_samples = created_at sampler_id WHERE state = 'pending' AND sampler_id IS NOT NULL
+  index replays = model_id seq_id WHERE replays
+custom_loss
+  id:str* session_id:str>session owner:str seq_id:int request_id:str name:str definition:str? created_at:time
+  unique session_id seq_id
+stability_info
+  sequence_id:str* session_id:str>session used_at:time tokens:bytes logprobs:bytes
+  index session_id
+  index used_at
+recovery_snapshot
+  path:str* model_id:str>model seq_id:long snapshot_id:str? step:int size_bytes:long created_at:time
+  unique snapshot_id
+  index model_id seq_id
+suspect
+  request_id:str*>request deaths:int crashes:int
+process
+  name:str* holder:str epoch:int began_at:time beat_at:time
+"""
+
 
 def upgrade() -> None:
     """Bring the schema here."""
-    op.create_table(
-        "api_key",
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("key_hash", sa.String(), nullable=False),
-        sa.Column("prefix", sa.String(), nullable=False),
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("project", sa.String(), nullable=False),
-        sa.Column("admin", sa.Boolean(), nullable=False),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("last_used_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("revoked_at", sa.DateTime(timezone=True), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_api_key"),
-        sa.UniqueConstraint("key_hash", name="uq_api_key_key_hash"),
-    )
-    op.create_table(
-        "audit_event",
-        sa.Column("id", sa.Integer(), nullable=False),
-        sa.Column("owner", sa.String(), nullable=False),
-        sa.Column("at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("event", sa.String(), nullable=False),
-        sa.Column("model_id", sa.String(), nullable=True),
-        sa.Column("tinker_path", sa.String(), nullable=True),
-        sa.Column("purpose", sa.String(), nullable=True),
-        sa.Column("details", sa.JSON(), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_audit_event"),
-    )
-    op.create_index("ix_audit_event_at", "audit_event", ["at"], unique=False)
-    op.create_index("ix_audit_event_owner_at", "audit_event", ["owner", "at"], unique=False)
-    op.create_table(
-        "base_model",
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("card", sa.String(), nullable=False),
-        sa.Column("registered_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("generation", sa.Integer(), nullable=False),
-        sa.Column("progress", sa.String(), nullable=True),
-        sa.Column("warmth", sa.String(), nullable=True),
-        sa.PrimaryKeyConstraint("name", name="pk_base_model"),
-    )
-    op.create_table(
-        "checkpoint",
-        sa.Column("path", sa.String(), nullable=False),
-        sa.Column("run_id", sa.String(), nullable=False),
-        sa.Column("kind", sa.String(), nullable=False),
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("owner", sa.String(), nullable=False),
-        sa.Column("base_model", sa.String(), nullable=False),
-        sa.Column("rank", sa.Integer(), nullable=False),
-        sa.Column("train_attn", sa.Boolean(), nullable=False),
-        sa.Column("train_mlp", sa.Boolean(), nullable=False),
-        sa.Column("train_unembed", sa.Boolean(), nullable=False),
-        sa.Column("optimizer", sa.String(), nullable=False),
-        sa.Column("step", sa.Integer(), nullable=False),
-        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("user_metadata", sa.JSON(), nullable=False),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("expires_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("public", sa.Boolean(), nullable=False),
-        sa.Column("deleted_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("attempt", sa.String(), nullable=False),
-        sa.Column("purged_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("noted", sa.Boolean(), nullable=False),
-        sa.PrimaryKeyConstraint("path", name="pk_checkpoint"),
-    )
-    op.create_index(
-        "ix_checkpoint_to_note",
-        "checkpoint",
-        ["path"],
-        unique=False,
-        sqlite_where=sa.text("deleted_at IS NULL AND NOT noted"),
-        postgresql_where=sa.text("deleted_at IS NULL AND NOT noted"),
-    )
-    op.create_index(
-        "ix_checkpoint_to_expire",
-        "checkpoint",
-        ["expires_at"],
-        unique=False,
-        sqlite_where=sa.text("deleted_at IS NULL AND expires_at IS NOT NULL"),
-        postgresql_where=sa.text("deleted_at IS NULL AND expires_at IS NOT NULL"),
-    )
-    op.create_index(
-        "ix_checkpoint_to_purge",
-        "checkpoint",
-        ["deleted_at"],
-        unique=False,
-        sqlite_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
-        postgresql_where=sa.text("deleted_at IS NOT NULL AND purged_at IS NULL"),
-    )
-    op.create_table(
-        "weights_share",
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("token_hash", sa.String(), nullable=False),
-        sa.Column("path", sa.String(), nullable=False),
-        sa.Column("attempt", sa.String(), nullable=False),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("expires_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("revoked_at", sa.DateTime(timezone=True), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_weights_share"),
-        sa.UniqueConstraint("token_hash", name="uq_weights_share_token_hash"),
-    )
-    op.create_index("ix_weights_share_path", "weights_share", ["path"], unique=False)
-    op.create_index("ix_checkpoint_owner_created_at", "checkpoint", ["owner", "created_at"], unique=False)
-    op.create_index(
-        "ix_checkpoint_stored_by_owner",
-        "checkpoint",
-        ["owner", "size_bytes", "deleted_at"],
-        unique=False,
-        sqlite_where=sa.text("deleted_at IS NULL"),
-        postgresql_where=sa.text("deleted_at IS NULL"),
-    )
-    op.create_index(
-        "ix_checkpoint_run_id_kind_created_at", "checkpoint", ["run_id", "kind", "created_at"], unique=False
-    )
-    op.create_table(
-        "service_secret",
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("value", sa.LargeBinary(), nullable=False),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.PrimaryKeyConstraint("name", name="pk_service_secret"),
-    )
-    op.create_table(
-        "session",
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("owner", sa.String(), nullable=False),
-        sa.Column("key_id", sa.String(), nullable=False),
-        sa.Column("tags", sa.JSON(), nullable=False),
-        sa.Column("user_metadata", sa.JSON(), nullable=False),
-        sa.Column("sdk_version", sa.String(), nullable=False),
-        sa.Column("project_id", sa.String(), nullable=True),
-        sa.Column("display_name", sa.String(), nullable=True),
-        sa.Column("state", sa.String(), nullable=False),
-        sa.Column("detail", sa.String(), nullable=True),
-        sa.Column("finish_reason", sa.String(), nullable=True),
-        sa.Column("failure", sa.JSON(), nullable=True),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("last_seen_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("ended_at", sa.DateTime(timezone=True), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_session"),
-    )
-    op.create_index("ix_session_owner_created_at", "session", ["owner", "created_at"], unique=False)
-    op.create_index("ix_session_state_last_seen_at", "session", ["state", "last_seen_at"], unique=False)
-    op.create_table(
-        "usage_bucket",
-        sa.Column("session_id", sa.String(), nullable=False),
-        sa.Column("bucket_start", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("base_model", sa.String(), nullable=False),
-        sa.Column("kind", sa.String(), nullable=False),
-        sa.Column("quantity", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_usage_bucket_session_id"),
-        sa.PrimaryKeyConstraint("session_id", "bucket_start", "base_model", "kind", name="pk_usage_bucket"),
-    )
-    op.create_index("ix_usage_bucket_bucket_start", "usage_bucket", ["bucket_start"], unique=False)
-    op.create_table(
-        "model",
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("session_id", sa.String(), nullable=False),
-        sa.Column("owner", sa.String(), nullable=False),
-        sa.Column("base_model", sa.String(), nullable=False),
-        sa.Column("rank", sa.Integer(), nullable=False),
-        sa.Column("train_attn", sa.Boolean(), nullable=False),
-        sa.Column("train_mlp", sa.Boolean(), nullable=False),
-        sa.Column("train_unembed", sa.Boolean(), nullable=False),
-        sa.Column("optimizer", sa.String(), nullable=False),
-        sa.Column("seed", sa.BigInteger(), nullable=True),
-        sa.Column("user_metadata", sa.JSON(), nullable=False),
-        sa.Column("state", sa.String(), nullable=False),
-        sa.Column("detail", sa.String(), nullable=True),
-        sa.Column("progress", sa.String(), nullable=True),
-        sa.Column("held", sa.String(), nullable=True),
-        sa.Column("next_seq", sa.BigInteger(), nullable=False),
-        sa.Column("step", sa.Integer(), nullable=False),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("last_request_at", sa.DateTime(timezone=True), nullable=False),
-        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_model_session_id"),
-        sa.PrimaryKeyConstraint("id", name="pk_model"),
-    )
-    op.create_index("ix_model_owner_state", "model", ["owner", "state"], unique=False)
-    op.create_index("ix_model_session_id", "model", ["session_id"], unique=False)
-    op.create_index("ix_model_state_base_model", "model", ["state", "base_model"], unique=False)
-    op.create_table(
-        "sampler",
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("session_id", sa.String(), nullable=False),
-        sa.Column("owner", sa.String(), nullable=False),
-        sa.Column("base_model", sa.String(), nullable=False),
-        sa.Column("model_path", sa.String(), nullable=True),
-        sa.Column("snapshot_id", sa.String(), nullable=True),
-        sa.Column("state", sa.String(), nullable=False),
-        sa.Column("detail", sa.String(), nullable=True),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("last_completion", sa.BigInteger(), nullable=False),
-        sa.Column("clones", sa.Integer(), nullable=False),
-        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_sampler_session_id"),
-        sa.PrimaryKeyConstraint("id", name="pk_sampler"),
-    )
-    op.create_index("ix_sampler_owner", "sampler", ["owner"], unique=False)
-    op.create_index("ix_sampler_session_id", "sampler", ["session_id"], unique=False)
-    op.create_index("ix_sampler_state_base_model", "sampler", ["state", "base_model"], unique=False)
-    op.create_table(
-        "request",
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("kind", sa.String(), nullable=False),
-        sa.Column("owner", sa.String(), nullable=False),
-        sa.Column("session_id", sa.String(), nullable=False),
-        sa.Column("model_id", sa.String(), nullable=True),
-        sa.Column("sampler_id", sa.String(), nullable=True),
-        sa.Column("seq_id", sa.BigInteger(), nullable=True),
-        sa.Column("content_hash", sa.String(), nullable=False),
-        sa.Column("payload_type", sa.String(), nullable=False),
-        sa.Column("state", sa.String(), nullable=False),
-        sa.Column("result_type", sa.String(), nullable=False),
-        sa.Column("error", sa.String(), nullable=True),
-        sa.Column("category", sa.String(), nullable=True),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("started_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("finished_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("read_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("dropped_at", sa.DateTime(timezone=True), nullable=True),
-        sa.Column("replays", sa.Boolean(), nullable=False),
-        sa.Column("completion", sa.BigInteger(), nullable=True),
-        sa.Column("waiting_tokens", sa.BigInteger(), nullable=False),
-        sa.Column("payload", sa.LargeBinary(), nullable=False),
-        sa.Column("result", sa.LargeBinary(), nullable=True),
-        sa.ForeignKeyConstraint(["model_id"], ["model.id"], name="fk_request_model_id"),
-        sa.ForeignKeyConstraint(["sampler_id"], ["sampler.id"], name="fk_request_sampler_id"),
-        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_request_session_id"),
-        sa.PrimaryKeyConstraint("id", name="pk_request"),
-        sa.UniqueConstraint("model_id", "seq_id", name="uq_request_model_id_seq_id"),
-        sa.UniqueConstraint("sampler_id", "seq_id", name="uq_request_sampler_id_seq_id"),
-    )
-    op.create_index(
-        "ix_request_pending_of_owner",
-        "request",
-        ["owner", "kind", "waiting_tokens", "state"],
-        unique=False,
-        sqlite_where=sa.text("state = 'pending'"),
-        postgresql_where=sa.text("state = 'pending'"),
-    )
-    op.create_index(
-        "ix_request_completions",
-        "request",
-        ["sampler_id", "completion", "seq_id"],
-        unique=False,
-        sqlite_where=sa.text("completion IS NOT NULL"),
-        postgresql_where=sa.text("completion IS NOT NULL"),
-    )
-    op.create_index(
-        "ix_request_finished_with_bytes",
-        "request",
-        ["finished_at"],
-        unique=False,
-        sqlite_where=sa.text("dropped_at IS NULL AND finished_at IS NOT NULL"),
-        postgresql_where=sa.text("dropped_at IS NULL AND finished_at IS NOT NULL"),
-    )
-    op.create_index(
-        "ix_request_pending_of_model",
-        "request",
-        ["model_id", "seq_id", "created_at"],
-        unique=False,
-        sqlite_where=sa.text("state = 'pending' AND model_id IS NOT NULL"),
-        postgresql_where=sa.text("state = 'pending' AND model_id IS NOT NULL"),
-    )
-    op.create_index(
-        "ix_request_pending_samples",
-        "request",
-        ["created_at", "sampler_id"],
-        unique=False,
-        sqlite_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
-        postgresql_where=sa.text("state = 'pending' AND sampler_id IS NOT NULL"),
-    )
-    op.create_table(
-        "custom_loss",
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("session_id", sa.String(), nullable=False),
-        sa.Column("owner", sa.String(), nullable=False),
-        sa.Column("seq_id", sa.Integer(), nullable=False),
-        sa.Column("request_id", sa.String(), nullable=False),
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("definition", sa.String(), nullable=True),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_custom_loss_session_id"),
-        sa.PrimaryKeyConstraint("id", name="pk_custom_loss"),
-        sa.UniqueConstraint("session_id", "seq_id", name="uq_custom_loss_session_id_seq_id"),
-    )
-    op.create_table(
-        "stability_info",
-        sa.Column("sequence_id", sa.String(), nullable=False),
-        sa.Column("session_id", sa.String(), nullable=False),
-        sa.Column("used_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("tokens", sa.LargeBinary(), nullable=False),
-        sa.Column("logprobs", sa.LargeBinary(), nullable=False),
-        sa.ForeignKeyConstraint(["session_id"], ["session.id"], name="fk_stability_info_session_id"),
-        sa.PrimaryKeyConstraint("sequence_id", name="pk_stability_info"),
-    )
-    op.create_index("ix_stability_info_session_id", "stability_info", ["session_id"], unique=False)
-    op.create_index("ix_stability_info_used_at", "stability_info", ["used_at"], unique=False)
-    op.create_index(
-        "ix_request_replays",
-        "request",
-        ["model_id", "seq_id"],
-        unique=False,
-        sqlite_where=sa.text("replays = 1"),
-        postgresql_where=sa.text("replays"),
-    )
-    op.create_table(
-        "recovery_snapshot",
-        sa.Column("path", sa.String(), nullable=False),
-        sa.Column("model_id", sa.String(), nullable=False),
-        sa.Column("seq_id", sa.BigInteger(), nullable=False),
-        sa.Column("snapshot_id", sa.String(), nullable=True),
-        sa.Column("step", sa.Integer(), nullable=False),
-        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.ForeignKeyConstraint(["model_id"], ["model.id"], name="fk_recovery_snapshot_model_id"),
-        sa.PrimaryKeyConstraint("path", name="pk_recovery_snapshot"),
-        sa.UniqueConstraint("snapshot_id", name="uq_recovery_snapshot_snapshot_id"),
-    )
-    op.create_index("ix_recovery_snapshot_model_id_seq_id", "recovery_snapshot", ["model_id", "seq_id"], unique=False)
-    op.create_table(
-        "suspect",
-        sa.Column("request_id", sa.String(), nullable=False),
-        sa.Column("deaths", sa.Integer(), nullable=False),
-        sa.Column("crashes", sa.Integer(), nullable=False),
-        sa.ForeignKeyConstraint(["request_id"], ["request.id"], name="fk_suspect_request_id"),
-        sa.PrimaryKeyConstraint("request_id", name="pk_suspect"),
-    )
-    op.create_table(
-        "process",
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("holder", sa.String(), nullable=False),
-        sa.Column("epoch", sa.Integer(), nullable=False),
-        sa.Column("began_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("beat_at", sa.DateTime(timezone=True), nullable=False),
-        sa.PrimaryKeyConstraint("name", name="pk_process"),
-    )
+    for text in _TABLES.strip().replace("\n  ", "\t").splitlines():
+        table, *lines = text.split("\t")
+        columns = [word for line in lines for word in line.split() if ":" in word]
+        _make(table, columns, [line for line in lines if ":" not in line])
+
+
+def _make(table: str, columns: list[str], keys: list[str]) -> None:
+    """Make a table, and its indexes. columns, keys: words and lines of _TABLES."""
+    parts: list[sa.Column[Any] | sa.Constraint] = []
+    primary, foreign = [], []
+    for column in columns:
+        name, _, rest = column.partition(":")
+        kind, _, other = rest.partition(">")
+        parts.append(sa.Column(name, _TYPES[kind.rstrip("?*")], nullable="?" in kind))
+        primary += [name] if "*" in kind else []
+        foreign += [(name, other)] if other else []
+    parts += [sa.ForeignKeyConstraint([name], [f"{of}.id"], name=f"fk_{table}_{name}") for name, of in sorted(foreign)]
+    parts.append(sa.PrimaryKeyConstraint(*primary, name=f"pk_{table}"))
+    unique = [line.split()[1:] for line in keys if line.startswith("unique")]
+    parts += [sa.UniqueConstraint(*names, name=f"uq_{table}_{'_'.join(names)}") for names in unique]
+    op.create_table(table, *parts)
+    for line in (line.removeprefix("index ") for line in keys if line.startswith("index")):
+        wanted, _, where = line.partition(" WHERE ")
+        own, _, listed = wanted.rpartition(" = ")
+        names = listed.split()
+        on_sqlite = "replays = 1" if where == "replays" else where
+        only: Any = {"sqlite_where": sa.text(on_sqlite), "postgresql_where": sa.text(where)} if where else {}
+        op.create_index(f"ix_{table}_{own or '_'.join(names)}", table, names, **only)
