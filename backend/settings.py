@@ -22,206 +22,127 @@ _PREFIX = "TINKERFLOW_"
 class Settings(BaseSettings):
     """Settings of every part. An unknown key, in an argument or as a `TINKERFLOW_*` variable, is an error."""
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    data_dir: Path = Field(
-        default=Path("~/.tinkerflow"), description="folder of the database, downloaded models, caches and logs"
-    )
-    host: str = Field(
-        default="127.0.0.1", description="address that the API listens on; any address but loopback needs API keys"
-    )
-    port: int = Field(default=8000, ge=0, le=65535, description="port that the API listens on; 0 = any free port")
-    public_url: str = Field(
-        default="",
-        description="URL at which clients reach the API, used in download links; empty = the URL of each request",
-    )
-    base_models: tuple[str, ...] = Field(
-        default=(), description="models to serve, as Hugging Face ids or folders; none = the tiny embedded model"
-    )
-    store: str = Field(
-        default="",
-        description="URL of the checkpoint store: file:///FOLDER, gs://BUCKET/PREFIX, or memory://NAME for tests; "
-        "empty = <data_dir>/store",
-    )
-    pipelines: str = Field(
-        default="",
-        description="URL of the folder that pipelines write to, of a kind as for store; empty = <data_dir>/pipelines",
-    )
-    database_url: str = Field(
-        default="",
-        description="SQLAlchemy URL of the journal database, SQLite or PostgreSQL; empty = SQLite in data_dir",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="number format of base weights and activations"
-    )
-    base_weights: Literal["full", "int8"] = Field(
-        default="full",
-        description="full = base weights in dtype; int8 = layer matrices rounded to 8 bits, which saves device memory",
-    )
+    data_dir: Path = Path("~/.tinkerflow")
+    """folder of the database, downloaded models, caches and logs"""
+    host: str = "127.0.0.1"
+    """address that the API listens on; any address but loopback needs API keys"""
+    port: int = Field(8000, ge=0, le=65535)
+    """port that the API listens on; 0 = any free port"""
+    public_url: str = ""
+    """URL at which clients reach the API, used in download links; empty = the URL of each request"""
+    base_models: tuple[str, ...] = ()
+    """models to serve, as Hugging Face ids or folders; none = the tiny embedded model"""
+    store: str = ""
+    """the checkpoint store: file:///FOLDER, gs://BUCKET/PREFIX, or memory://NAME for tests; empty = <data_dir>/store"""
+    pipelines: str = ""
+    """URL of the folder that pipelines write to, of a kind as for store; empty = <data_dir>/pipelines"""
+    database_url: str = ""
+    """SQLAlchemy URL of the journal database, SQLite or PostgreSQL; empty = SQLite in data_dir"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """number format of base weights and activations"""
+    base_weights: Literal["full", "int8"] = "full"
+    """full = base weights in dtype; int8 = layer matrices rounded to 8 bits, which saves device memory"""
 
-    processes: int = Field(default=1, ge=1, le=1024, description="JAX processes in the worker group")
-    group: str = Field(
-        default="",
-        description="HOST:PORT at which workers of other hosts join; empty = all processes run on this machine",
-    )
-    group_secret_file: str = Field(
-        default="",
-        description="file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret",
-    )
+    processes: int = Field(1, ge=1, le=1024)
+    """JAX processes in the worker group"""
+    group: str = ""
+    """HOST:PORT at which workers of other hosts join; empty = all processes run on this machine"""
+    group_secret_file: str = ""
+    """file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret"""
     tensor_parallel: int = Field(
         default=1,
         ge=1,
         description="size of the tensor axis of the device mesh over all processes; with one device for each process, "
         "the remaining devices form the fsdp axis",
     )
-    expert_parallel: int = Field(
-        default=1,
-        ge=1,
-        description="size of the expert axis of the device mesh over all processes, for models with experts",
-    )
-    max_context: int = Field(
-        default=0, ge=0, description="longest sequence in tokens; 0 = as long as the model allows, at most 32768"
-    )
-    microbatch_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="padded tokens in one training micro-batch, at least 32; 0 = as many as device memory allows",
-    )
-    sample_slots: int = Field(default=64, ge=1, description="sequences that are decoded together, at most")
-    resident_snapshots: int = Field(
-        default=32,
-        ge=1,
-        description="sampling snapshots that stay in device memory; the least recently used is evicted, but "
-        "none that is being sampled",
-    )
+    expert_parallel: int = Field(1, ge=1)
+    """size of the expert axis of the device mesh over all processes, for models with experts"""
+    max_context: int = Field(0, ge=0)
+    """longest sequence in tokens; 0 = as long as the model allows, at most 32768"""
+    microbatch_tokens: int = Field(0, ge=0)
+    """padded tokens in one training micro-batch, at least 32; 0 = as many as device memory allows"""
+    sample_slots: int = Field(64, ge=1)
+    """sequences that are decoded together, at most"""
+    resident_snapshots: int = Field(32, ge=1)
+    """sampling snapshots in device memory; the least recently used is evicted, but none that is being sampled"""
     host_snapshot_bytes: int = Field(
         default=2**31,
         ge=0,
         description="bytes of host memory in each worker for evicted sampling snapshots, unused on CPU; a "
         "snapshot beyond it is reloaded from the store when sampled",
     )
-    decode_chunk: int = Field(
-        default=8, ge=1, description="tokens that are decoded before the sampler looks for new requests, at most"
-    )
-    chunks_per_microbatch: float = Field(
-        default=1.0,
-        ge=0.01,
-        le=100,
-        description="decoded chunks for each training micro-batch while both sampling and training wait",
-    )
+    decode_chunk: int = Field(8, ge=1)
+    """tokens that are decoded before the sampler looks for new requests, at most"""
+    chunks_per_microbatch: float = Field(1.0, ge=0.01, le=100)
+    """decoded chunks for each training micro-batch while both sampling and training wait"""
     warm_up: bool = Field(
         default=True,
         description="compile programs while the service is idle; doctor and /metrics report progress and how "
         "many compilations a request had to wait for",
     )
-    command_deadline: float = Field(
-        default=600.0,
-        gt=0,
-        description="seconds that one command to a worker group may take before the group is restarted",
-    )
-    start_deadline: float = Field(default=600.0, gt=0, description="seconds that a worker group may take to start")
+    command_deadline: float = Field(600.0, gt=0)
+    """seconds that one command to a worker group may take before the group is restarted"""
+    start_deadline: float = Field(600.0, gt=0)
+    """seconds that a worker group may take to start"""
 
-    heartbeat_timeout: float = Field(
-        default=30.0, gt=0, description="seconds without a heartbeat after which a worker process is treated as stopped"
-    )
-    snapshot_steps: int = Field(
-        default=50, ge=1, description="optimizer steps between two recovery snapshots of a model, at most"
-    )
-    snapshot_seconds: float = Field(
-        default=60.0,
-        gt=0,
-        description="seconds between two recovery snapshots of a model that is being trained, at most",
-    )
+    heartbeat_timeout: float = Field(30.0, gt=0)
+    """seconds without a heartbeat after which a worker process is treated as stopped"""
+    snapshot_steps: int = Field(50, ge=1)
+    """optimizer steps between two recovery snapshots of a model, at most"""
+    snapshot_seconds: float = Field(60.0, gt=0)
+    """seconds between two recovery snapshots of a model that is being trained, at most"""
 
-    keep_last: int = Field(
-        default=0,
-        ge=0,
-        description="newest checkpoints kept of each run and kind; older ones are deleted unless keep_every "
-        "keeps them; 0 = keep all",
-    )
-    keep_every: int = Field(
-        default=0,
-        ge=0,
-        description="of the checkpoints older than keep_last, keep those whose optimizer step is a multiple "
-        "of this; 0 = none",
-    )
+    keep_last: int = Field(0, ge=0)
+    """newest checkpoints kept of each run and kind; others are deleted unless keep_every keeps them; 0 = keep all"""
+    keep_every: int = Field(0, ge=0)
+    """of the checkpoints older than keep_last, keep those whose optimizer step is a multiple of this; 0 = none"""
 
-    session_timeout: float = Field(
-        default=300.0, gt=0, description="seconds without a heartbeat from the client after which its session expires"
-    )
-    gap_timeout: float = Field(
-        default=60.0,
-        gt=0,
-        description="seconds to wait for a missing sequence id before later requests of its model go ahead",
-    )
+    session_timeout: float = Field(300.0, gt=0)
+    """seconds without a heartbeat from the client after which its session expires"""
+    gap_timeout: float = Field(60.0, gt=0)
+    """seconds to wait for a missing sequence id before later requests of its model go ahead"""
     result_ttl: float = Field(
         default=3600.0,
         gt=0,
         description="seconds after its first read for which a result can be read again; while nobody has read it, the "
         "time counts from its answer",
     )
-    poll_hold: float = Field(
-        default=25.0, gt=0, le=40, description="seconds that a poll for a result is held open, at most"
-    )
-    metadata_only_over: int = Field(
-        default=2**20,
-        ge=0,
-        description="bytes of a result above which clients are first told its size, so that they can make room",
-    )
+    poll_hold: float = Field(25.0, gt=0, le=40)
+    """seconds that a poll for a result is held open, at most"""
+    metadata_only_over: int = Field(2**20, ge=0)
+    """bytes of a result above which clients are first told its size, so that they can make room"""
     # Limits of one project, which all of its keys share.
-    max_sampling_requests: int = Field(
-        default=10_000, ge=0, description="sample requests that a project may have waiting; 0 = no limit"
-    )
-    max_queued_tokens: int = Field(
-        default=0, ge=0, description="training tokens that a project may have waiting; 0 = no limit"
-    )
-    max_live_models: int = Field(
-        default=0, ge=0, description="models that a project may have loaded at a time; 0 = no limit"
-    )
-    max_stored_bytes: int = Field(
-        default=0, ge=0, description="bytes of checkpoints that a project may have; further saves fail; 0 = no limit"
-    )
-    max_body_bytes: int = Field(
-        default=256 * 2**20,
-        ge=2**16,
-        description="bytes of the largest body of one request, before and after decompression",
-    )
+    max_sampling_requests: int = Field(10_000, ge=0)
+    """sample requests that a project may have waiting; 0 = no limit"""
+    max_queued_tokens: int = Field(0, ge=0)
+    """training tokens that a project may have waiting; 0 = no limit"""
+    max_live_models: int = Field(0, ge=0)
+    """models that a project may have loaded at a time; 0 = no limit"""
+    max_stored_bytes: int = Field(0, ge=0)
+    """bytes of checkpoints that a project may have; further saves fail; 0 = no limit"""
+    max_body_bytes: int = Field(256 * 2**20, ge=2**16)
+    """bytes of the largest body of one request, before and after decompression"""
 
     # Prices that clients see beside their usage.
-    price_training: float = Field(
-        default=0.0, ge=0, description="US dollars for a million training tokens, reported with usage; 0 = not reported"
-    )
-    price_prefill: float = Field(
-        default=0.0, ge=0, description="US dollars for a million prompt tokens, reported with usage; 0 = not reported"
-    )
-    price_cached_prefill: float = Field(
-        default=0.0,
-        ge=0,
-        description="US dollars for a million prompt tokens found in the prefix cache, reported with usage; 0 "
-        "= not reported",
-    )
-    price_sample: float = Field(
-        default=0.0, ge=0, description="US dollars for a million sampled tokens, reported with usage; 0 = not reported"
-    )
-    price_storage: float = Field(
-        default=0.0,
-        ge=0,
-        description="US dollars for a gigabyte of checkpoints over 720 hours, reported with usage; 0 = not reported",
-    )
+    price_training: float = Field(0.0, ge=0)
+    """US dollars for a million training tokens, reported with usage; 0 = not reported"""
+    price_prefill: float = Field(0.0, ge=0)
+    """US dollars for a million prompt tokens, reported with usage; 0 = not reported"""
+    price_cached_prefill: float = Field(0.0, ge=0)
+    """US dollars for a million prompt tokens found in the prefix cache, reported with usage; 0 = not reported"""
+    price_sample: float = Field(0.0, ge=0)
+    """US dollars for a million sampled tokens, reported with usage; 0 = not reported"""
+    price_storage: float = Field(0.0, ge=0)
+    """US dollars for a gigabyte of checkpoints over 720 hours, reported with usage; 0 = not reported"""
 
-    prefect: Literal["embedded", "external", "off"] = Field(
-        default="embedded",
-        description="embedded = start a Prefect server; external = use the server at PREFECT_API_URL; off = "
-        "show nothing in Prefect",
-    )
-    prefect_port: int = Field(
-        default=4200, ge=0, le=65535, description="port of the embedded Prefect server; 0 = any free port"
-    )
-    tracked_runs_per_second: float = Field(
-        default=3.0,
-        gt=0,
-        description="task runs per second that Prefect is sent; above this rate several operations share one task run",
-    )
+    prefect: Literal["embedded", "external", "off"] = "embedded"
+    """embedded = start a Prefect server; external = use the server at PREFECT_API_URL; off = show nothing in Prefect"""
+    prefect_port: int = Field(4200, ge=0, le=65535)
+    """port of the embedded Prefect server; 0 = any free port"""
+    tracked_runs_per_second: float = Field(3.0, gt=0)
+    """task runs per second that Prefect is sent; above this rate several operations share one task run"""
 
     @field_validator("data_dir")
     @classmethod
