@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count as counter
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +52,22 @@ def load_params(
     (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs.
     """
     _check_expert_axis(cfg, folder, mesh)
+    stored = open_tensors(Path(folder), str(folder))
+    return _params(_Loader(cfg, folder, mesh, jnp.dtype(dtype), stored, base_weights == "int8"), progress)
+
+
+def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: Literal["full", "int8"] = "full") -> Params:
+    """The weights that `load_params` makes of such a model, without values: shapes, dtypes and shardings."""
+    _check_expert_axis(cfg, cfg.architecture, mesh)
+    return _params(_Loader(cfg, "", mesh, jnp.dtype(dtype), None, base_weights == "int8"), lambda line: None)
+
+
+def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
+    cfg = load.cfg
     family = family_of(cfg)
     matrices = {name: matrix for name, matrix in family.projections(cfg).items() if name != "unembed"}
     tensors, total = family.tensors(cfg), 2 if cfg.tied else 3
     numbers, total = counter(1), total + len(matrices) + len(tensors)
-    load = _Loader(cfg, folder, mesh, jnp.dtype(dtype), open_tensors(Path(folder), str(folder)), base_weights == "int8")
 
     def told(weight: Loaded) -> Loaded:
         progress(f"loading weights {next(numbers)}/{total}")
@@ -77,25 +88,28 @@ def load_params(
 
 @dataclass(frozen=True)
 class _Loader:
-    """Reads tensors of one folder and puts them on the mesh. dtype: of what it makes. int8: matrices are rounded."""
+    """Reads tensors of one folder and puts them on the mesh. dtype: of what it makes. int8: matrices are rounded.
+
+    stored: the folder's tensors; None = make shapes and shardings alone.
+    """
 
     cfg: ModelConfig
     folder: str | Path
     mesh: Mesh
     dtype: np.dtype[Any]
-    stored: dict[str, StoredTensor]
+    stored: dict[str, StoredTensor] | None
     int8: bool
 
     def whole(self, name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
         """One tensor of the checkpoint; `axes` split its dimensions."""
         tensor = self._tensor(name, shape)
-        return from_callback(shape, sharding(self.mesh, shape, *axes), lambda index: _read(tensor, index, self.dtype))
+        return self._place(shape, axes, self.dtype, lambda index: _read(tensor, index, self.dtype))
 
     def layer_tensors(self, tensor: LayerTensor) -> jax.Array:
         """A norm, a bias or a router of every layer, stacked [L, ...]."""
         each = [self._tensor(tensor.tensor.format(layer), tensor.shape) for layer in range(self.cfg.layers)]
         axes = (TENSOR if tensor.split else None, *(None for _ in tensor.shape[1:]))
-        return self._stack(tensor.shape, axes, lambda layer, *where: _read(each[layer], where, self.dtype))
+        return self._stack(tensor.shape, axes, self.dtype, lambda layer, *where: _read(each[layer], where, self.dtype))
 
     def matrices(self, matrix: Projection, row_parallel: bool) -> Weight:
         """A matrix of every layer, stacked [L, o, i], or of every layer and expert, [L, E, i, o]."""
@@ -104,21 +118,24 @@ class _Loader:
         for place in np.ndindex(matrix.stack):
             each[place] = self._tensor(f"{matrix.module.format(*place)}.weight", shape)
 
-        def stacked(part: Part, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+        def stacked(part: Part, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any) -> jax.Array:
             if len(matrix.stack) == 1:
-                return self._stack(shape, axes, lambda layer, *where: part(each[layer], *where))
+                return self._stack(shape, axes, dtype, lambda layer, *where: part(each[layer], *where))
 
             # Grouped matmuls take [i, o], so an expert's matrix is transposed.
             def read(layer: int, experts: slice, *where: slice) -> Array:
                 return np.stack([part(tensor, *where[::-1]).T for tensor in each[layer, experts]])
 
-            return self._stack((matrix.stack[1], *shape[::-1]), (EXPERT, *axes[::-1]), read)
+            return self._stack((matrix.stack[1], *shape[::-1]), (EXPERT, *axes[::-1]), dtype, read)
 
         if self.int8:
-            return Int8(stacked(self._values, shape, axes), stacked(self._scales, shape[:1], axes[:1]))
-        return stacked(lambda tensor, *where: _read(tensor, where, self.dtype), shape, axes)
+            values = stacked(self._values, shape, axes, jnp.int8)
+            return Int8(values, stacked(self._scales, shape[:1], axes[:1], self.dtype))
+        return stacked(lambda tensor, *where: _read(tensor, where, self.dtype), shape, axes, self.dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        if self.stored is None:
+            return StoredTensor(shape, "", np.empty(0, np.uint8))
         tensor = self.stored.get(name)
         found = None if tensor is None else tensor.shape
         if tensor is None or found != shape:
@@ -132,14 +149,24 @@ class _Loader:
             )
         return tensor
 
-    def _stack(self, shape: tuple[int, ...], axes: tuple[str | None, ...], part: Callable[..., Array]) -> jax.Array:
+    def _stack(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, part: Callable[..., Array]
+    ) -> jax.Array:
         """[L, *shape] of part(layer, *slices of shape)."""
 
         def read(index: tuple[slice, ...]) -> Array:
             return np.stack([part(layer, *index[1:]) for layer in range(self.cfg.layers)[index[0]]])
 
-        whole = (self.cfg.layers, *shape)
-        return from_callback(whole, sharding(self.mesh, whole, None, *axes), read)
+        return self._place((self.cfg.layers, *shape), (None, *axes), dtype, read)
+
+    def _place(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, read: Callable[..., Array]
+    ) -> jax.Array:
+        """An array of `shape`, of what `read` gives for the slices of each device."""
+        where = sharding(self.mesh, shape, *axes)
+        if self.stored is None:
+            return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=where))
+        return from_callback(shape, where, read)
 
     def _values(self, tensor: StoredTensor, o: slice, i: slice) -> Array:
         whole = _read(tensor, (o, slice(None)), np.float32)  # the scale of a row is that of the whole row

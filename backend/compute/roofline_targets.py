@@ -1,0 +1,180 @@
+"""Compiles programs for TPUs and NVIDIA GPUs that this machine does not have, with their own compilers.
+
+It takes `libtpu` or `jax[cuda13]` beside jax, but no driver and no device. One process compiles for one kind of device:
+the compilers' plugins are loaded once. Nothing can be run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+from tinkerflow.backend.compute.platforms import TPU, compiling_for
+from tinkerflow.backend.compute.roofline import Topology, parse_topology, seconds
+from tinkerflow.backend.compute.roofline_text import Counts, count
+from tinkerflow.backend.errors import UserError
+
+# What XLA:GPU asks about a GPU, a GpuTargetConfigProto; figures of openxla/xla, xla/backends/gpu/target_config/specs.
+_HOPPER = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: 52428800
+  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a" name: "{name}"
+  device_address_bits: 64 ecc_enabled: true
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{name}"
+"""
+_GPUS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200 141GB HBM3e"}  # that there is a description of
+_TPU_TYPES = {"v5e": "v5litepod-{}", "v6e": "v6e-{}", "v5p": "v5p-{}"}  # by chips; a v5p's number is of its two cores
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the compiler says about a program, on each device, in bytes; `counts` is of its text.
+
+    arguments, outputs and temporaries: memory. aliased: of the outputs, in the place of donated arguments. took:
+    seconds of the compilation.
+    """
+
+    target: Topology
+    took: float
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    counts: Counts
+
+    @property
+    def peak(self) -> int:
+        """Bytes that a device needs to run the program."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    @property
+    def seconds(self) -> float:
+        """The roofline's time of one run; see `roofline.seconds`."""
+        return seconds(self.counts.work, self.target.device)
+
+    def describe(self, most: int = 8) -> str:
+        """The figures in lines of text; `most` of each list."""
+        counts, device = self.counts, self.target.device
+        lines = [
+            f"{self.target}: compiled in {self.took:.1f} s",
+            f"  memory GB: arguments {_gb(self.arguments)}, outputs {_gb(self.outputs)} (aliased {_gb(self.aliased)}), "
+            f"temporaries {_gb(self.temporaries)}, peak {_gb(self.peak)} of {_gb(device.memory)}",
+            f"  {counts.flops / 1e12:.3f} TFLOP, {_gb(counts.bytes)} GB accessed, roofline {self.seconds * 1e3:.2f} ms",
+        ]
+        for dtype in ("f32", "bf16"):
+            shapes = (f"{shape} {_gb(shape.nbytes)}" for shape in counts.largest(dtype, most))
+            lines.append(f"  largest {dtype} GB: {'; '.join(shapes)}")
+        lines += [f"  loop {loop.trips or 'UNKNOWN'} turns: {'  ' * loop.depth}{loop.name}" for loop in counts.loops]
+        lines += [
+            f"  {one.kind} {one.shape} {_gb(one.bytes)} GB x {one.times}: {one.name}" for one in counts.collectives
+        ]
+        lines += [f"  kernel without stated flops: {name} x {times}" for name, times in counts.kernels.items()]
+        flops = max(counts.flops, 1)
+        lines += [
+            f"  {100 * part / flops:4.1f} % of flops: {shape}" for shape, part in list(counts.matmuls().items())[:most]
+        ]
+        lines.append("  longest by roofline, ms (TFLOP, GB, times):")
+        longest = sorted(counts.work, key=lambda work: -seconds([work], device))[:most]
+        lines += [
+            f"    {seconds([one], device) * 1e3:8.2f} ({one.flops / 1e12:.2f}, {_gb(one.bytes)}, {one.times}) "
+            f"{one.opcode} {one.name}"
+            for one in longest
+        ]
+        return "\n".join(lines)
+
+
+@cache
+def devices(target: str) -> tuple[jax.Device, ...]:
+    """Devices that programs can be compiled for. UserError when this installation has no compiler for them."""
+    topology = parse_topology(target)
+    name = topology.device.name
+    os.environ.update(_environment(topology))
+    jax.config.update("jax_platforms", "cpu")
+    jax.devices()  # loads the plugins
+    try:
+        if topology.device.platform is TPU:
+            shape = "x".join(map(str, topology.shape))
+            return tuple(topologies.get_topology_desc(f"{name}:{shape}", "tpu").devices)
+        if name not in _GPUS:
+            raise UserError(f"topology {target!r}: device {name!r} cannot be compiled for; GPUs: {', '.join(_GPUS)}")
+        hosts, each = (1, *topology.shape)[-2:]
+        text = _HOPPER.format(name=_GPUS[name], memory=topology.device.memory, bandwidth=int(topology.device.bandwidth))
+        found = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x{hosts}x{each}")
+        return tuple(found.devices)
+    except (RuntimeError, NotImplementedError) as error:
+        need = "libtpu" if topology.device.platform is TPU else "jax[cuda13]"
+        raise UserError(f"topology {target!r}: no compiler for it here; it needs {need} ({error})") from error
+
+
+def mesh_for(target: str, *, tensor: int = 1, expert: int = 1) -> Mesh:
+    """Our mesh over the devices of `target`; fsdp takes those that tensor x expert leave."""
+    found = devices(target)
+    if len(found) % (tensor * expert):
+        raise UserError(
+            f"topology {target!r}: {len(found)} devices; tensor {tensor} x expert {expert} must divide them"
+        )
+    shape = (len(found) // (tensor * expert), expert, tensor)
+    return jax.make_mesh(shape, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=found)
+
+
+def compile_for(target: str, function: Any, *args: Any, unknown_trips: int = 1, save: str = "") -> Figures:
+    """Compile a jitted function for `target`, and say what it takes there.
+
+    function: of `jax.jit`. args: arrays or `jax.ShapeDtypeStruct`s with shardings on `mesh_for(target)`, and static
+    arguments. unknown_trips: turns to count of a loop whose trip count the compiler does not know. save: a file that
+    the compiled text is written to.
+    """
+    topology = parse_topology(target)
+    devices(target)
+    began = time.monotonic()
+    with compiling_for(topology.device.platform):
+        compiled = function.lower(*args).compile()
+    took = time.monotonic() - began
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    if save:
+        Path(save).write_text(text)
+    return Figures(
+        target=topology,
+        took=took,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        counts=count(text, on_chip_spaces=topology.device.platform is TPU, unknown_trips=unknown_trips),
+    )
+
+
+def _environment(topology: Topology) -> Mapping[str, str]:
+    if topology.device.platform is TPU:
+        number = topology.count * (2 if topology.device.name == "v5p" else 1)
+        return {
+            "TPU_SKIP_MDS_QUERY": "1",  # the metadata server of a cloud machine
+            "TPU_ACCELERATOR_TYPE": _TPU_TYPES[topology.device.name].format(number),
+            "TPU_WORKER_HOSTNAMES": "localhost",
+        }
+    return {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g}"

@@ -1,0 +1,63 @@
+"""Makes the environment that compiles for TPUs and NVIDIA GPUs without having one, and prints its Python.
+
+    python tests/accelerators/environment.py
+
+It is the environment that runs this file plus the compilers in requirements.txt (4 GB, so not part of the ordinary
+one). It lies in ~/.cache/tinkerflow/accelerators-<hash of what it is made of>, is made once, and is shared by every
+checkout whose packages lie in the same place.
+"""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CONSTRAINTS = HERE.parent.parent / "constraints.txt"
+REQUIREMENTS = HERE / "requirements.txt"
+
+
+def packages() -> Path:
+    """The folder of installed packages that this Python takes jax from."""
+    found = find_spec("jax")
+    if found is None or found.origin is None:
+        raise SystemExit("jax is not installed: run .ci/install first")
+    return Path(found.origin).parent.parent
+
+
+def place() -> Path:
+    """Where the environment lies, whether it is made yet or not."""
+    pins = [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(("jax", "numpy", "protobuf"))]
+    made_of = "\n".join((REQUIREMENTS.read_text(), *pins, str(packages()), sys.version))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "tinkerflow" / f"accelerators-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
+
+
+def python() -> Path:
+    """The environment's Python; it exists only once the environment is whole."""
+    return place() / "bin" / "python"
+
+
+def make() -> Path:
+    """Make the environment unless it is there, and return its Python. Raises CalledProcessError if pip fails."""
+    folder = place()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not python().exists():
+            partial = folder.with_suffix(".partial")
+            venv.create(partial, symlinks=True, clear=True)
+            site = partial / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+            (site / "project.pth").write_text(f"{packages()}\n")
+            pip = [partial / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, "-c", CONSTRAINTS, "-r", REQUIREMENTS], check=True)
+            partial.rename(folder)
+    return python()
+
+
+if __name__ == "__main__":
+    print(make())
