@@ -12,7 +12,7 @@ from tests.compute import toy_entries
 from tests.compute.conftest import Reference
 
 from tinkerflow.backend.spec import losses
-from tinkerflow.backend.spec.registry import Registry
+from tinkerflow.backend.spec.registry import registered
 
 
 def test_a_new_file_is_all_that_a_loss_and_an_optimizer_need(qwen3: Reference, tmp_path: Path) -> None:
@@ -35,6 +35,5 @@ def test_a_new_file_is_all_that_a_loss_and_an_optimizer_need(qwen3: Reference, t
 def test_a_file_without_its_entry_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nothing_here.py").write_text("")
     monkeypatch.setattr(losses, "__path__", [*losses.__path__, str(tmp_path)])
-    registry = Registry(losses.__name__, "LOSS", losses.LossSpec)
     with pytest.raises(TypeError, match=r"losses\.nothing_here must hold LOSS, a LossSpec named 'nothing_here'"):
-        dict(registry)
+        registered(losses.__name__, "LOSS", losses.LossSpec)

@@ -39,12 +39,15 @@ OPTIMIZER = OptimizerSpec("sgd", params=SgdParams, state=("velocity",), update=u
 def main() -> None:
     folder, model = Path(sys.argv[1]), sys.argv[2]
     from tinkerflow.backend.spec import losses, optimizers
+    from tinkerflow.backend.spec.registry import registered
 
     for room, file, text in ((losses, "toy.py", TOY_LOSS), (optimizers, "sgd.py", TOY_OPTIMIZER)):
         place = folder / room.__name__.rpartition(".")[2]
         place.mkdir()
         (place / file).write_text(text)
         room.__path__.append(str(place))
+    losses.LOSSES |= registered(losses.__name__, "LOSS", losses.LossSpec)  # as when the process begins
+    optimizers.OPTIMIZERS |= registered(optimizers.__name__, "OPTIMIZER", optimizers.OptimizerSpec)
     print(json.dumps(use(model)))
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.limits import Bounds
-from tinkerflow.backend.spec.registry import Registry
+from tinkerflow.backend.spec.registry import registered
 
 if TYPE_CHECKING:
     import jax
@@ -109,7 +109,28 @@ class LossSpec:
         return config
 
 
-LOSSES: Registry[LossSpec] = Registry(__name__, "LOSS", LossSpec)
+# ------------------------------------------------------------------ what several losses share
+WEIGHTS = TokenInput("weights", required=False)  # 1 where they are left out
+POLICY = (WEIGHTS, TokenInput("logprobs"), TokenInput("advantages"))
+CLIP = ("clip_low_threshold", "clip_high_threshold")
+CLIP_INPUTS = tuple(TokenInput(name, required=False, low=0.0) for name in CLIP)  # a token's own thresholds
+
+
+def clip_config(low: float, high: float) -> dict[str, ConfigKey]:
+    """The thresholds of a clipped ratio, by default `low` and `high`."""
+    return {CLIP[0]: ConfigKey(low), CLIP[1]: ConfigKey(high)}
+
+
+def thresholds(inputs: Mapping[str, jax.Array], config: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Each token's lower and upper threshold: its own, or the configuration's."""
+    import jax.numpy as jnp
+
+    low, high = (jnp.where(jnp.isnan(inputs[name]), config[name], inputs[name]) for name in CLIP)
+    return low, high
+
+
+# ------------------------------------------------------------------ all of them, by name
+LOSSES = registered(__name__, "LOSS", LossSpec)
 
 
 def loss_named(name: str) -> LossSpec:
@@ -133,23 +154,3 @@ def packed_inputs() -> dict[str, float]:
             if one.name != "weights" and repr(fills.setdefault(one.name, fill)) != repr(fill):
                 raise TypeError(f"loss {spec.name}: {one.name!r} is required by one token loss and optional in another")
     return fills
-
-
-# ------------------------------------------------------------------ what several losses share
-WEIGHTS = TokenInput("weights", required=False)  # 1 where they are left out
-POLICY = (WEIGHTS, TokenInput("logprobs"), TokenInput("advantages"))
-CLIP = ("clip_low_threshold", "clip_high_threshold")
-CLIP_INPUTS = tuple(TokenInput(name, required=False, low=0.0) for name in CLIP)  # a token's own thresholds
-
-
-def clip_config(low: float, high: float) -> dict[str, ConfigKey]:
-    """The thresholds of a clipped ratio, by default `low` and `high`."""
-    return {CLIP[0]: ConfigKey(low), CLIP[1]: ConfigKey(high)}
-
-
-def thresholds(inputs: Mapping[str, jax.Array], config: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Each token's lower and upper threshold: its own, or the configuration's."""
-    import jax.numpy as jnp
-
-    low, high = (jnp.where(jnp.isnan(inputs[name]), config[name], inputs[name]) for name in CLIP)
-    return low, high

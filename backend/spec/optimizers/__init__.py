@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.limits import Bounds
-from tinkerflow.backend.spec.registry import Registry
+from tinkerflow.backend.spec.registry import registered
 
 _FLUSHED = float(np.finfo(np.float32).tiny)  # devices compute with 0 for anything closer to it
 _NULL = "(null is how NaN and infinity arrive)"  # the SDK writes them so: taking the default would hide them
@@ -115,7 +115,7 @@ class OptimizerSpec:
         return vector
 
 
-OPTIMIZERS: Registry[OptimizerSpec] = Registry(__name__, "OPTIMIZER", OptimizerSpec)
+OPTIMIZERS = registered(__name__, "OPTIMIZER", OptimizerSpec)
 DEFAULT_OPTIMIZER = "adamw"
 
 
