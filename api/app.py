@@ -13,11 +13,10 @@ from fastapi import Depends, FastAPI
 
 from tinkerflow import __version__
 from tinkerflow.api import errors, links, page, routes
-from tinkerflow.api.auth import Authenticator
-from tinkerflow.api.call import API, Counted, Holds, Services, Wire, authorised
+from tinkerflow.api.call import API, Authenticator, Counted, Holds, Services, Wire, authorised
 from tinkerflow.api.metrics import Metrics
 from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.journal import Journal, ResultSubscriptions
+from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
@@ -51,6 +50,12 @@ def create_app(
         clock=clock,
         link_secret=journal.keys.service_secret(links.SECRET),
         metrics=metrics,
+        limits=Limits(
+            sampling_requests=settings.max_sampling_requests,
+            queued_tokens=settings.max_queued_tokens,
+            live_models=settings.max_live_models,
+            stored_bytes=settings.max_stored_bytes,
+        ),
     )
     app.add_middleware(Counted, metrics=metrics)
     errors.install(app)

@@ -1,18 +1,22 @@
 """One request of a client, from its headers to what its handler works with: the services, the caller, the body.
 
 A handler asks for a `Call` in its signature (`call: Authorised`) and then reads `await call.body()` or
-`await call.parsed(Model)`. Long polls wait in `Holds`.
+`await call.parsed(Model)`. Who is calling says the X-API-Key header, which holds a key or a token that stands for a key
+(tokens.py). Long polls wait in `Holds`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import ipaddress
 import re
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Annotated, Any, Literal, TypeVar
 
 import zstandard
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
@@ -20,15 +24,30 @@ from prometheus_client import Counter, Histogram
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinkerflow.api.auth import Authenticator, Identity
 from tinkerflow.api.metrics import Metrics
+from tinkerflow.api.tokens import (
+    TOKEN_LIFETIME,
+    TOKEN_PREFIX,
+    TOKEN_SECRET,
+    BadTokenError,
+    Claims,
+    read_token,
+    sign_token,
+)
 from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.errors import BodyTooLargeError, UserError
-from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
+from tinkerflow.backend.ids import KEY_PREFIX
+from tinkerflow.backend.journal import Journal, KeyView, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
 API = "/api/v1"
+LOCAL_OWNER = "local"
+REMEMBERED_SECONDS = 5.0  # how long a key is not looked up again, and how long a revoked key still works
+_NO_KEYS_SECONDS = 1.0
+_MOST_REMEMBERED = 10_000
+# RFC 6750: the SDK then exchanges its key again and repeats the request once.
+_INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}
 _DRAINED = 4  # a body over the limit is still read up to this many times the limit, so that its sender hears why
 _MAX_WINDOW = 2**27  # bytes of history a zstd frame may ask for
 
@@ -45,6 +64,7 @@ class Wire(BaseModel):
 
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 class Router(APIRouter):
@@ -94,12 +114,158 @@ class Holds:
             hold.reschedule(now)
 
 
+# ------------------------------------------------------------------ who is calling
+@dataclass(frozen=True)
+class Identity:
+    """Who calls.
+
+    owner: the project whose rows the caller reads and writes. key_id: the key, "" on a server that is open because it
+    is bound to loopback and no key was ever made. admin: whether the caller may look at all projects. name: the key's.
+    expires: when the token that was shown ends, None for a key.
+    """
+
+    owner: str
+    key_id: str
+    admin: bool
+    name: str = ""
+    expires: datetime | None = None
+
+    @property
+    def number(self) -> int:
+        """The key's id as a whole number of 48 bits, for answers that need one; 0 without a key."""
+        return int.from_bytes(hashlib.sha256(self.key_id.encode()).digest()[:6]) if self.key_id else 0
+
+
+# A server that only this machine can reach is called by the person who runs it.
+LOCAL = Identity(LOCAL_OWNER, key_id="", admin=True, name=LOCAL_OWNER)
+
+
+class Authenticator:
+    """Turns keys and tokens into identities.
+
+    On a server that is bound to loopback and has no keys, any `tml-` key belongs to the owner `local`, and so do its
+    tokens until a key is made. On any other server a key must verify. A token lives no longer than its key: when the
+    key is revoked, both are refused within REMEMBERED_SECONDS.
+    """
+
+    def __init__(self, settings: Settings, journal: Journal, clock: Clock, threads: Executor | None = None) -> None:
+        """Check keys against the journal, in `threads` (default: the event loop's own threads)."""
+        self._journal = journal
+        self._clock = clock
+        self._secret = journal.keys.service_secret(TOKEN_SECRET)
+        self._open = is_loopback(settings.host)
+        self._no_keys_until = 0.0
+        self._known: dict[str, tuple[Identity, float]] = {}
+        self._threads = threads
+        self._asking: dict[str, asyncio.Future[Any]] = {}
+
+    async def identity(self, shown: str | None) -> Identity:
+        """Whom this key or token belongs to; HTTPException 401 when it is not valid."""
+        if not shown or not shown.startswith((KEY_PREFIX, TOKEN_PREFIX)):
+            raise _refused(f"the X-API-Key header must hold a key that starts with {KEY_PREFIX}")
+        now = self._clock.monotonic()
+        if await self.is_open() and shown.startswith(KEY_PREFIX):
+            return LOCAL
+        if (known := self._known.get(shown)) is not None and now < known[1]:
+            return known[0]
+        if shown.startswith(TOKEN_PREFIX):
+            identity, seconds = await self._of_token(shown)
+        else:
+            key = await self._ask(f"key {shown}", self._journal.keys.verify, shown)
+            if key is None:
+                self._known.pop(shown, None)
+                raise _refused("the API key is unknown or revoked; `tinkerflow key create` makes one")
+            identity, seconds = _of_key(key), REMEMBERED_SECONDS
+        self._remember(shown, identity, now, seconds)
+        return identity
+
+    def token(self, identity: Identity) -> str:
+        """A token for this identity. A token that is exchanged for a new one does not live longer through that."""
+        now = self._clock.now()
+        until = now + TOKEN_LIFETIME
+        expires = until if identity.expires is None else min(until, identity.expires)
+        claims = Claims(identity.key_id, identity.owner, identity.name, expires)
+        return sign_token(claims, self._secret, now)
+
+    def forget(self, key_id: str) -> None:
+        """Look this key up again at its next use, because it was revoked here."""
+        self._known = {shown: known for shown, known in self._known.items() if known[0].key_id != key_id}
+
+    async def _of_token(self, token: str) -> tuple[Identity, float]:
+        """Whom the token belongs to, and for how many seconds that may be remembered."""
+        try:
+            claims = read_token(token, self._secret, self._clock.now())
+        except BadTokenError as e:
+            self._known.pop(token, None)
+            raise _refused(str(e), _INVALID_TOKEN) from e
+        left = min(REMEMBERED_SECONDS, (claims.expires - self._clock.now()).total_seconds())
+        if not claims.key_id:
+            if not self._open:
+                raise _refused("the token was made when no key was needed here; a key is needed now", _INVALID_TOKEN)
+            return replace(LOCAL, expires=claims.expires), left
+        key = await self._ask(f"id {claims.key_id}", self._journal.keys.usable, claims.key_id)
+        if key is None:
+            self._known.pop(token, None)
+            raise _refused("the API key of this token was revoked", _INVALID_TOKEN)
+        return replace(_of_key(key), expires=claims.expires), left
+
+    def _remember(self, credential: str, identity: Identity, now: float, seconds: float) -> None:
+        if len(self._known) >= _MOST_REMEMBERED:
+            self._known = {shown: known for shown, known in self._known.items() if now < known[1]}
+        self._known[credential] = (identity, now + seconds)
+
+    async def _ask(self, name: str, question: Callable[..., T], *args: object) -> T:
+        """The journal's answer, shared by everyone who asks the same now: thousands may when a key was forgotten."""
+        asking = self._asking.get(name)
+        if asking is None:
+            loop = asyncio.get_running_loop()
+            asking = self._asking[name] = loop.run_in_executor(self._threads, lambda: question(*args))
+            asking.add_done_callback(lambda _: self._asking.pop(name, None))
+        answer: T = await asyncio.shield(asking)
+        return answer
+
+    async def is_open(self) -> bool:
+        """Whether the server needs no key: it is bound to loopback, and no key was ever made.
+
+        The journal is asked once a second, and never again once there is a key.
+        """
+        return self._open and await self._no_keys()
+
+    async def _no_keys(self) -> bool:
+        now = self._clock.monotonic()
+        if now >= self._no_keys_until:
+            self._open = not await self._ask("", self._journal.keys.has_any)
+            self._no_keys_until = now + _NO_KEYS_SECONDS
+            if not self._open:
+                self._known.clear()
+        return self._open
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another host name: it may resolve to anything
+        return False
+
+
+def _of_key(key: KeyView) -> Identity:
+    return Identity(key.owner, key.id, key.admin, key.name)
+
+
+def _refused(reason: str, headers: dict[str, str] | None = None) -> HTTPException:
+    return HTTPException(401, reason, headers)
+
+
+# ------------------------------------------------------------------ the call
 @dataclass(frozen=True)
 class Services:
     """What the handlers work with, made once for an app.
 
     urgent: threads for key checks and heartbeats. They must not queue behind the journal calls of thousands of polls
-    that arrive together, which use the event loop's default threads.
+    that arrive together, which use the event loop's default threads. limits: what one project may have at a time.
     """
 
     settings: Settings
@@ -112,17 +278,7 @@ class Services:
     clock: Clock
     link_secret: bytes
     metrics: Metrics
-
-    @property
-    def limits(self) -> Limits:
-        """What one project may have at a time."""
-        settings = self.settings
-        return Limits(
-            sampling_requests=settings.max_sampling_requests,
-            queued_tokens=settings.max_queued_tokens,
-            live_models=settings.max_live_models,
-            stored_bytes=settings.max_stored_bytes,
-        )
+    limits: Limits
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""Futures: the ids that answer every submit, long polls for their results, and giving a sample up.
+"""Futures: the ids that answer every submit, storing JSON operations, long polls for results, and giving a sample up.
 
-A submit of forward_backward is never refused, because a refused chunk other than the first makes the SDK wait for
-ever. Even a request whose model is unknown or whose bytes cannot be read gets an id, which then carries the reason
-(`refuse`), and polling it returns the failure. Nothing is stored, and whoever invents such an id reads their own text.
+Wrong content is not refused but stored as a failed request. A submit of forward_backward is never refused, because a
+refused chunk other than the first makes the SDK wait for ever. Even a request whose model is unknown or whose bytes
+cannot be read gets an id, which then carries the reason (`refuse`), and polling it returns the failure. Nothing is
+stored, and whoever invents such an id reads their own text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import zlib
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import orjson
 from fastapi.responses import Response
@@ -18,11 +21,15 @@ from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes
-from tinkerflow.backend.journal import Completions, Result
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import Completions, Kind, NewRequest, Result
+from tinkerflow.backend.wire import OnModel, parse
 
 router = Router(busy=9)
 
 _REFUSED = "refused-"
+T = TypeVar("T")
+_SAVES = (Kind.SAVE_WEIGHTS, Kind.SAVE_FOR_SAMPLER, Kind.SAVE_EXTERNAL)
 _LONGEST_REASON = 500  # characters
 
 
@@ -47,6 +54,58 @@ def reason_of(request_id: str) -> str | None:
         return None
 
 
+# ------------------------------------------------------------------ storing JSON operations
+def content_hash(values: Mapping[str, Any], without: Collection[str] = ()) -> str:
+    """Equal for JSON bodies that mean the same; the top-level fields `without` do not count."""
+    kept = {key: value for key, value in values.items() if key not in without}
+    return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def judged(check: Callable[[dict[str, Any]], T], values: dict[str, Any]) -> tuple[T, None] | tuple[None, str]:
+    """What `check` makes of the values, or what it finds wrong with them: the text of its UserError."""
+    try:
+        return check(values), None
+    except UserError as e:
+        return None, e.message
+
+
+async def submit_for_model(
+    call: Call,
+    kind: Kind,
+    check: Callable[[dict[str, Any]], object],
+    *,
+    body: bytes | None = None,
+    not_content: Collection[str] = (),
+) -> Response:
+    """Store an operation on a model and answer with its id.
+
+    call: its request. kind: of the operation. check: raises UserError for wrong content, which then fails the request.
+    body: its JSON, stored as it is; None: as it came. not_content: fields in which a repeated submit may differ.
+    UserError from here means that the body does not say which model or seq_id it is for; NotFoundError and
+    ConflictError are the journal's.
+    """
+    payload = await call.body() if body is None else body
+
+    def submit() -> Response:
+        values = parse(payload)
+        address = OnModel.read(values)
+        request = NewRequest(
+            kind=kind,
+            owner=call.owner,
+            payload=payload,
+            content_hash=content_hash(values, not_content),
+            model_id=address.model_id,
+            seq_id=address.seq_id,
+            error=judged(check, values)[1],
+            # A save that names nothing is kept for sampling only, and not stored.
+            stores=kind in _SAVES and values.get("path") is not None,
+        )
+        return accepted(call.journal.requests.submit(request, call.services.limits), model_id=address.model_id)
+
+    return await asyncio.to_thread(submit)
+
+
+# ------------------------------------------------------------------ polling, and giving up
 class RetrieveFuture(Wire):
     """The request whose result is wanted. allow_metadata_only: of a large result, its size is wanted first."""
 

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.futures import accepted
-from tinkerflow.api.submit import content_hash
+from tinkerflow.api.routes.futures import accepted, content_hash, judged
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
@@ -69,11 +68,7 @@ async def asample(call: Authorised) -> Response:
 def _submit_sample(call: Call, body: bytes) -> Response:
     values = parse(body)
     address = OnSampler.read(values)
-    error, count = None, 0
-    try:
-        count = NumSamples.read(values).num_samples
-    except UserError as e:
-        error = e.message
+    asked, error = judged(NumSamples.read, values)
     request = NewRequest(
         kind=Kind.SAMPLE,
         owner=call.owner,
@@ -84,6 +79,7 @@ def _submit_sample(call: Call, body: bytes) -> Response:
         error=error,
     )
     request_id = call.journal.requests.submit(request, call.services.limits)
+    count = 0 if asked is None else asked.num_samples
     return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
 
 

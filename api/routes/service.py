@@ -10,9 +10,9 @@ from typing import Literal
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tinkerflow.api.auth import TOKEN_PREFIX
 from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.api.openapi import takes
+from tinkerflow.api.tokens import TOKEN_PREFIX
 from tinkerflow.backend.ids import KEY_PREFIX
 from tinkerflow.backend.model_card import ModelCard
 

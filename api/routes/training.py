@@ -12,9 +12,8 @@ from fastapi.responses import Response
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_protobuf
-from tinkerflow.api.routes.futures import accepted, refuse
+from tinkerflow.api.routes.futures import accepted, content_hash, judged, refuse, submit_for_model
 from tinkerflow.api.routes.weights import optimizer_config
-from tinkerflow.api.submit import content_hash, submit_for_model
 from tinkerflow.backend.commands import LoraSpec, Optimizer
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import model_id
@@ -100,11 +99,7 @@ def _submit_chunk(call: Call, body: bytes) -> Response:
 @router.post("/optim_step", openapi_extra=takes(OnModel, OptimStepBody))
 async def optim_step(call: Authorised) -> Response:
     """Accept an optimizer step."""
-    return await asyncio.to_thread(submit_for_model, call, Kind.OPTIM_STEP, await call.body(), _step_params)
-
-
-def _step_params(values: dict[str, Any]) -> object:
-    return OptimStepBody.read(values).params
+    return await submit_for_model(call, Kind.OPTIM_STEP, lambda values: OptimStepBody.read(values).params)
 
 
 @router.post("/create_custom_loss", openapi_extra=takes(CustomLossAddress, CreateCustomLoss))
@@ -116,18 +111,13 @@ async def create_custom_loss(call: Authorised) -> Response:
 def _keep_loss(call: Call, body: bytes) -> Response:
     values = parse(body)
     address = CustomLossAddress.read(values)
-    name, definition, error = "", "", None
-    try:
-        loss = read_custom_loss(values)
-        name, definition = loss.name, dump_custom_loss(loss)
-    except UserError as e:
-        error = e.message
+    loss, error = judged(read_custom_loss, values)
     new = NewCustomLoss(
         session_id=address.session_id,
         owner=call.owner,
         seq_id=address.custom_loss_seq_id,
-        name=name,
-        definition=definition,
+        name="" if loss is None else loss.name,
+        definition="" if loss is None else dump_custom_loss(loss),
         payload=body,
         content_hash=content_hash(values),
         error=error,
@@ -147,7 +137,7 @@ async def load_weights(call: Authorised) -> Response:
     body = hash_token(await call.body(), access_hash)
     if parse(body).get("session_id") is not None:
         return await asyncio.to_thread(_create, call, body, Kind.LOAD_MODEL)
-    return await asyncio.to_thread(submit_for_model, call, Kind.LOAD_WEIGHTS, body, LoadWeights.read)
+    return await submit_for_model(call, Kind.LOAD_WEIGHTS, LoadWeights.read, body=body)
 
 
 @dataclass(frozen=True)

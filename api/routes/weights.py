@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from tinkerflow.api.call import Authorised, PageLimit, PageOffset, Router, Wire
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.submit import submit_for_model
+from tinkerflow.api.routes.futures import submit_for_model
 from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointView, Kind
@@ -80,22 +80,19 @@ class WeightsInfo(Wire):
 @router.post("/save_weights", openapi_extra=takes(OnModel, SaveWeights))
 async def save_weights(call: Authorised) -> Response:
     """Accept a save of the training state."""
-    return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_WEIGHTS, await call.body(), SaveWeights.read)
+    return await submit_for_model(call, Kind.SAVE_WEIGHTS, SaveWeights.read)
 
 
 @router.post("/save_weights_for_sampler", openapi_extra=takes(OnModel, SaveForSampler))
 async def save_weights_for_sampler(call: Authorised) -> Response:
     """Accept a save for sampling. A save with a name is kept; one without opens a sampling session."""
-    body = await call.body()
-    return await asyncio.to_thread(
-        submit_for_model, call, Kind.SAVE_FOR_SAMPLER, body, SaveForSampler.read, not_content=_RENUMBERED
-    )
+    return await submit_for_model(call, Kind.SAVE_FOR_SAMPLER, SaveForSampler.read, not_content=_RENUMBERED)
 
 
 @router.post("/save_weights_external", openapi_extra=takes(OnModel, SaveExternal))
 async def save_weights_external(call: Authorised) -> Response:
     """Accept an export of the weights, to be downloaded."""
-    return await asyncio.to_thread(submit_for_model, call, Kind.SAVE_EXTERNAL, await call.body(), SaveExternal.read)
+    return await submit_for_model(call, Kind.SAVE_EXTERNAL, SaveExternal.read)
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)

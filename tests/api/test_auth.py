@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tinkerflow.api.auth import LOCAL, REMEMBERED_SECONDS, Authenticator, Claims, Identity, is_loopback, sign_token
+from tinkerflow.api.call import LOCAL, REMEMBERED_SECONDS, Authenticator, Identity, is_loopback
 from tinkerflow.api.links import linked
+from tinkerflow.api.tokens import Claims, sign_token
 from tinkerflow.backend.clock import ManualClock
 
 FORGED = {

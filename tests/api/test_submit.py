@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerflow.api.submit import content_hash
+from tinkerflow.api.routes.futures import content_hash
 from tinkerflow.backend.wire import parse
 
 STEP = (

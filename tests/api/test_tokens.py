@@ -21,14 +21,8 @@ from tests.api.conftest import BASE, Running
 from tests.api.test_futures import calls_of
 from tinker.cli.__main__ import main_cli
 
-from tinkerflow.api.auth import (
-    REMEMBERED_SECONDS,
-    TOKEN_LIFETIME,
-    BadTokenError,
-    Claims,
-    read_token,
-    sign_token,
-)
+from tinkerflow.api.call import REMEMBERED_SECONDS
+from tinkerflow.api.tokens import TOKEN_LIFETIME, BadTokenError, Claims, read_token, sign_token
 from tinkerflow.backend.errors import NotFoundError
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
