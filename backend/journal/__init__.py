@@ -10,10 +10,7 @@ from tinkerflow.backend.ids import CheckpointKind as CheckpointKind
 from tinkerflow.backend.journal.audit import AuditView as AuditView
 from tinkerflow.backend.journal.audit import Event as Event
 from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
-from tinkerflow.backend.journal.base_models import BaseModelView as BaseModelView
 from tinkerflow.backend.journal.checkpoints import CheckpointView as CheckpointView
-from tinkerflow.backend.journal.checkpoints import Page as Page
-from tinkerflow.backend.journal.checkpoints import ShareView as ShareView
 from tinkerflow.backend.journal.checkpoints import access_hash as access_hash
 from tinkerflow.backend.journal.database import AWAY as AWAY
 from tinkerflow.backend.journal.effects import CheckpointSaved as CheckpointSaved
@@ -41,7 +38,6 @@ from tinkerflow.backend.journal.models import RunView as RunView
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS as RECHECK_SECONDS
 from tinkerflow.backend.journal.notify import Notifier as Notifier
 from tinkerflow.backend.journal.notify import ResultSubscriptions as ResultSubscriptions
-from tinkerflow.backend.journal.queue import Gap as Gap
 from tinkerflow.backend.journal.recovery import Executed as Executed
 from tinkerflow.backend.journal.recovery import Recovery as Recovery
 from tinkerflow.backend.journal.recovery import SnapshotView as SnapshotView
@@ -50,7 +46,6 @@ from tinkerflow.backend.journal.requests import Outcome as Outcome
 from tinkerflow.backend.journal.requests import Pending as Pending
 from tinkerflow.backend.journal.requests import Requests as Requests
 from tinkerflow.backend.journal.requests import Result as Result
-from tinkerflow.backend.journal.results import Completion as Completion
 from tinkerflow.backend.journal.results import Completions as Completions
 from tinkerflow.backend.journal.samplers import NewSampler as NewSampler
 from tinkerflow.backend.journal.samplers import SamplerView as SamplerView
@@ -59,17 +54,13 @@ from tinkerflow.backend.journal.sessions import SessionFailure as SessionFailure
 from tinkerflow.backend.journal.sessions import SessionQuery as SessionQuery
 from tinkerflow.backend.journal.sessions import SessionStatus as SessionStatus
 from tinkerflow.backend.journal.sessions import SessionSummary as SessionSummary
-from tinkerflow.backend.journal.sessions import SessionView as SessionView
 from tinkerflow.backend.journal.sessions import Timed as Timed
 from tinkerflow.backend.journal.sessions import plain_metadata as plain_metadata
 from tinkerflow.backend.journal.tables import Kind as Kind
 from tinkerflow.backend.journal.tables import ModelState as ModelState
-from tinkerflow.backend.journal.tables import PayloadType as PayloadType
-from tinkerflow.backend.journal.tables import RequestState as RequestState
 from tinkerflow.backend.journal.tables import SamplerState as SamplerState
 from tinkerflow.backend.journal.tables import SessionState as SessionState
 from tinkerflow.backend.journal.tables import UsageKind as UsageKind
 from tinkerflow.backend.journal.upkeep import Retention as Retention
-from tinkerflow.backend.journal.usage import StoredNow as StoredNow
 from tinkerflow.backend.journal.usage import StoredUsage as StoredUsage
 from tinkerflow.backend.journal.usage import Usage as Usage

@@ -10,7 +10,7 @@ from enum import StrEnum
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.journal.database import Aggregate, as_view, owned_by
+from tinkerflow.backend.journal.database import Aggregate, owned_by
 from tinkerflow.backend.journal.tables import AuditEvent
 
 MOST = 10_000  # entries of one answer
@@ -84,6 +84,4 @@ class Audit(Aggregate):
         if resource is not None:
             where.append(col(AuditEvent.event).startswith(f"{resource}_", autoescape=True))
         latest = (at.desc(), col(AuditEvent.id).desc())
-        with self._read() as connection:
-            rows = connection.execute(sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST)).all()
-        return [as_view(AuditView, row) for row in reversed(rows)]
+        return self._views(AuditView, sa.select(AuditEvent).where(*where).order_by(*latest).limit(MOST))[::-1]

@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.commands import Optimizer
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.ids import CheckpointKind, new_id
+from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
+from tinkerflow.backend.journal.effects import CheckpointSaved
 from tinkerflow.backend.journal.limits import Limits, storage_failure
 from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
 
@@ -29,31 +29,12 @@ _ALL = sa.inspect(Checkpoint).local_table.columns
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class CheckpointView:
-    """A saved checkpoint that was not deleted; run_id is the id of the model it was saved from.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointView(CheckpointSaved):
+    """A saved checkpoint that was not deleted."""
 
-    attempt: the store's name for these bytes, "" when unknown; the path saved anew has another.
-    """
-
-    path: str
-    run_id: str
-    kind: CheckpointKind
-    name: str
-    owner: str
-    base_model: str
-    rank: int
-    train_attn: bool
-    train_mlp: bool
-    train_unembed: bool
-    optimizer: Optimizer
-    step: int
-    size_bytes: int
-    user_metadata: Mapping[str, str]
     created_at: datetime
-    expires_at: datetime | None
     public: bool
-    attempt: str
 
 
 @dataclass(frozen=True)
@@ -238,9 +219,7 @@ class Shares(Aggregate):
         """The tokens of one checkpoint or of all, revoked and expired ones too, oldest first."""
         where = [] if path is None else [col(WeightsShare.path) == path]
         oldest = (col(WeightsShare.created_at), col(WeightsShare.id))
-        with self._read() as connection:
-            rows = connection.execute(sa.select(WeightsShare).where(*where).order_by(*oldest))
-            return [as_view(ShareView, row) for row in rows]
+        return self._views(ShareView, sa.select(WeightsShare).where(*where).order_by(*oldest))
 
     def revoke(self, share_id: str) -> ShareView:
         """Make a token useless from now on; a revoked one stays as it is. NotFoundError: unknown id."""

@@ -153,6 +153,16 @@ class Aggregate:
         self._now = clock.now
         self._publish = notifier.publish
 
+    def _views(self, view: type[T], statement: sa.Select[Any]) -> list[T]:
+        """The rows of one statement as views, in a transaction of its own."""
+        with self._read() as connection:
+            return [as_view(view, row) for row in connection.execute(statement)]
+
+    def _column(self, statement: sa.Select[tuple[T]]) -> list[T]:
+        """The first column of a statement's rows, in a transaction of its own."""
+        with self._read() as connection:
+            return list(connection.execute(statement).scalars())
+
     def _ago(self, seconds: float) -> datetime:
         return self._now() - timedelta(seconds=seconds)
 
@@ -196,12 +206,15 @@ def in_chunks(items: Collection[T]) -> Iterator[list[T]]:
     return (listed[start : start + _AT_ONCE] for start in range(0, len(listed), _AT_ONCE))
 
 
-def get_owned(connection: sa.Connection, table: type[Table], row_id: str, owner: str | None) -> Row[Any]:
+def get_owned(
+    connection: sa.Connection, table: type[Table], row_id: str, owner: str | None, *, lock: bool = False
+) -> Row[Any]:
     """The row `row_id`. Missing rows and rows of other owners raise the same NotFoundError; the owner None sees all.
 
     The only place where the journal decides who may see a session, model, sampler or request.
+    lock: nobody changes the row until the transaction (that of `connection`) ends.
     """
-    found = connection.execute(_select_owned(table), {"row_id": row_id, "as_owner": owner}).one_or_none()
+    found = connection.execute(_select_owned(table, lock), {"row_id": row_id, "as_owner": owner}).one_or_none()
     if found is None:
         raise missing(table, row_id)
     return found
@@ -256,8 +269,9 @@ def _converted(kind: Any) -> type[Any] | None:
 
 
 @cache
-def _select_owned(table: type[Table]) -> sa.Select[Any]:
-    return sa.select(table).where(is_owned(table))
+def _select_owned(table: type[Table], lock: bool) -> sa.Select[Any]:
+    owned = sa.select(table).where(is_owned(table))
+    return owned.with_for_update(read=True) if lock else owned
 
 
 @cache

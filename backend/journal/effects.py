@@ -100,8 +100,9 @@ class SamplerLoaded:
 class CheckpointSaved:
     """A checkpoint was committed to the store under `path` (tinker://...). Saving a path again replaces its row.
 
-    size_bytes: all its files together. expires_at: aware, or None for never. attempt: the store's, "" when unknown.
-    created_at: when it was committed, None: now.
+    run_id: the model it was saved from. size_bytes: all its files together. expires_at: aware, or None for never.
+    attempt: the store's name for these bytes, "" when unknown; the path saved anew has another. created_at: when it was
+    committed, None: now.
     """
 
     path: str

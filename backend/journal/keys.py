@@ -71,9 +71,7 @@ class Keys(Aggregate):
 
     def all(self) -> list[KeyView]:
         """All keys, revoked ones too, oldest first."""
-        with self._read() as connection:
-            rows = connection.execute(sa.select(ApiKey).order_by(col(ApiKey.created_at), col(ApiKey.id)))
-            return [as_view(KeyView, row) for row in rows]
+        return self._views(KeyView, sa.select(ApiKey).order_by(col(ApiKey.created_at), col(ApiKey.id)))
 
     def revoke(self, key_id: str) -> KeyView:
         """Make a key useless from now on; a revoked one stays as it is. NotFoundError: unknown id."""

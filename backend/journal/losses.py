@@ -16,7 +16,7 @@ from sqlmodel import col
 from tinkerflow.backend.commands import StabilityInfo
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.ids import custom_loss_id, new_id
-from tinkerflow.backend.journal.database import Aggregate, insert_if_absent, missing, owned_by
+from tinkerflow.backend.journal.database import Aggregate, get_owned, insert_if_absent
 from tinkerflow.backend.journal.effects import STABILITY_KEPT
 from tinkerflow.backend.journal.tables import (
     CustomLossRow,
@@ -58,10 +58,7 @@ class Losses(Aggregate):
         """
         loss_id, request_id, now = custom_loss_id(loss.session_id, loss.seq_id), new_id("req"), self._now()
         with self._write() as connection:
-            locked = sa.select(Session).where(col(Session.id) == loss.session_id, *owned_by(Session, loss.owner))
-            session = connection.execute(locked.with_for_update(read=True)).one_or_none()
-            if session is None:
-                raise missing(Session, loss.session_id)
+            session = get_owned(connection, Session, loss.session_id, loss.owner, lock=True)
             error = loss.error
             if session.state != SessionState.ACTIVE:
                 error, _ = session_over(session.id, session.state, session.detail)

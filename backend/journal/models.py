@@ -53,24 +53,13 @@ class NewModel:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ModelView:
+@dataclass(frozen=True, kw_only=True)
+class ModelView(NewModel):
     """A model (training run). detail: why it is in its state; step: optimizer steps; next_seq: next to execute.
 
     paused: why people let it wait, None when they do not.
     """
 
-    id: str
-    session_id: str
-    owner: str
-    base_model: str
-    rank: int
-    train_attn: bool
-    train_mlp: bool
-    train_unembed: bool
-    optimizer: Optimizer
-    seed: int | None
-    user_metadata: Mapping[str, str]
     state: ModelState
     detail: str | None
     paused: str | None
@@ -104,10 +93,7 @@ class Models(Aggregate):
         with self._write() as connection:
             take_turn(connection, limits, request.owner, request.kind, request.tokens, stores=request.stores)
             # Locked, so that a session which ends meanwhile either sees this model or is seen by it.
-            locked = sa.select(Session).where(col(Session.id) == model.session_id, *owned_by(Session, model.owner))
-            session = connection.execute(locked.with_for_update(read=True)).one_or_none()
-            if session is None:
-                raise missing(Session, model.session_id)
+            session = get_owned(connection, Session, model.session_id, model.owner, lock=True)
             failure: Failure = (request.error, request.category) if request.error is not None else None
             if session.state != SessionState.ACTIVE:
                 failure = session_over(session.id, session.state, session.detail)
@@ -127,8 +113,7 @@ class Models(Aggregate):
         """Ids of the session's models, in any state, oldest first."""
         oldest = (col(Model.created_at), col(Model.id))
         statement = sa.select(col(Model.id)).where(col(Model.session_id) == session_id).order_by(*oldest)
-        with self._read() as connection:
-            return list(connection.execute(statement).scalars())
+        return self._column(statement)
 
     def abandoned(self) -> list[str]:
         """Ids of models that take work although their session is over, and that no request unloads yet."""
@@ -139,8 +124,7 @@ class Models(Aggregate):
             .where(col(Model.state).in_(TAKES_WORK), col(Session.state) != SessionState.ACTIVE, sa.not_(unloading))
             .order_by(col(Model.id))
         )
-        with self._read() as connection:
-            return list(connection.execute(statement).scalars())
+        return self._column(statement)
 
     def run(self, run_id: str, owner: str | None) -> RunView:
         """A training run (its id is its model's) with its newest checkpoints; NotFoundError: unknown or foreign."""

@@ -25,7 +25,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
-from tinkerflow.backend.journal.database import Aggregate, as_view, in_chunks, insert_if_absent
+from tinkerflow.backend.journal.database import Aggregate, in_chunks, insert_if_absent
 from tinkerflow.backend.journal.effects import (
     IS_MODEL_SNAPSHOT,
     IS_UNSTORED,
@@ -66,16 +66,10 @@ class Executed:
     answered_at: datetime | None
 
 
-@dataclass(frozen=True)
-class SnapshotView:
-    """A committed recovery snapshot; see SnapshotTaken."""
+@dataclass(frozen=True, kw_only=True)
+class SnapshotView(SnapshotTaken):
+    """A committed recovery snapshot."""
 
-    path: str
-    model_id: str
-    seq_id: int
-    snapshot_id: str | None
-    step: int
-    size_bytes: int
     created_at: datetime
 
 
@@ -108,9 +102,7 @@ class Recovery(Aggregate):
         """Snapshots of a model, or of all, newest first."""
         where = [IS_MODEL_SNAPSHOT] if model_id is None else [IS_MODEL_SNAPSHOT, _of_model(model_id)]
         newest = (col(RecoverySnapshot.model_id), col(RecoverySnapshot.seq_id).desc())
-        with self._read() as connection:
-            rows = connection.execute(sa.select(RecoverySnapshot).where(*where).order_by(*newest))
-            return [as_view(SnapshotView, row) for row in rows]
+        return self._views(SnapshotView, sa.select(RecoverySnapshot).where(*where).order_by(*newest))
 
     def restorable(self, model_id: str) -> list[SnapshotView]:
         """The model's snapshots after which everything is still there to be replayed, newest first."""
@@ -119,20 +111,15 @@ class Recovery(Aggregate):
     def sampler_snapshot(self, snapshot_id: str) -> SnapshotView | None:
         """Where the weights of a sampling snapshot are stored; None when they are not (yet: see `is_unstored`)."""
         of_sampler = sa.select(RecoverySnapshot).where(col(RecoverySnapshot.snapshot_id) == snapshot_id)
-        with self._read() as connection:
-            row = connection.execute(of_sampler).one_or_none()
-        return None if row is None else as_view(SnapshotView, row)
+        return next(iter(self._views(SnapshotView, of_sampler)), None)
 
     def unstored_models(self) -> list[str]:
         """Ids of models that take work and have saves as in `unstored`. One statement."""
-        with self._read() as connection:
-            return [str(model_id) for model_id in connection.execute(_unstored(col(Model.id)).distinct()).scalars()]
+        return self._column(_unstored(col(Model.id)).distinct())
 
     def is_unstored(self, snapshot_id: str) -> bool:
         """Whether a save as in `unstored`, of a model that takes work, has published this snapshot."""
-        with self._read() as connection:
-            published = _unstored(col(Request.id)).where(col(Request.id) == snapshot_id)
-            return connection.execute(published).first() is not None
+        return bool(self._column(_unstored(col(Request.id)).where(col(Request.id) == snapshot_id)))
 
     def unstored(self, model_id: str) -> list[Pending]:
         """The model's unnamed saves that are answered, used by samplers and not stored yet, in order."""
@@ -155,8 +142,7 @@ class Recovery(Aggregate):
     def count_executed(self, model_id: str, after: int) -> int:
         """How many requests there are to replay after seq_id `after`."""
         of_model = (col(Request.model_id) == model_id, col(Request.seq_id) > after, col(Request.replays))
-        with self._read() as connection:
-            return connection.execute(sa.select(sa.func.count()).select_from(Request).where(*of_model)).scalar_one()
+        return self._column(sa.select(sa.func.count()).select_from(Request).where(*of_model))[0]
 
     def superfluous(self, limit: int = 100) -> list[str]:
         """Paths of at most `limit` snapshots that nothing needs any more.
@@ -183,8 +169,7 @@ class Recovery(Aggregate):
             sa.and_(of_model, sa.or_(ranked.c.age > SNAPSHOTS_KEPT, sa.not_(live_model))),
             sa.and_(sa.not_(of_model), sa.not_(used)),
         )
-        with self._read() as connection:
-            return list(connection.execute(sa.select(ranked.c.path).where(needless).limit(limit)).scalars())
+        return self._column(sa.select(ranked.c.path).where(needless).limit(limit))
 
     def strays(self, found: Mapping[str, str]) -> dict[str, str]:
         """Of snapshots in the store (the path of each, and its model): which nobody needs or sweeps away, and why.

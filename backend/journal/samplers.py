@@ -21,7 +21,6 @@ from tinkerflow.backend.journal.database import (
     insert_if_absent,
     is_owned,
     missing,
-    owned_by,
 )
 from tinkerflow.backend.journal.tables import Request, SamplerRow, SamplerState, Session, SessionState, session_over
 
@@ -55,16 +54,10 @@ class NewSampler:
     snapshot_id: str | None = None
 
 
-@dataclass(frozen=True)
-class SamplerView:
-    """A sampling session; see NewSampler for model_path and snapshot_id."""
+@dataclass(frozen=True, kw_only=True)
+class SamplerView(NewSampler):
+    """A sampling session."""
 
-    id: str
-    session_id: str
-    owner: str
-    base_model: str
-    model_path: str | None
-    snapshot_id: str | None
     state: SamplerState
     detail: str | None
     created_at: datetime
@@ -80,10 +73,7 @@ class Samplers(Aggregate):
         content.
         """
         with self._write() as connection:
-            locked = sa.select(Session).where(col(Session.id) == sampler.session_id, *owned_by(Session, sampler.owner))
-            session = connection.execute(locked.with_for_update(read=True)).one_or_none()
-            if session is None:
-                raise missing(Session, sampler.session_id)
+            session = get_owned(connection, Session, sampler.session_id, sampler.owner, lock=True)
             if session.state != SessionState.ACTIVE:
                 raise UserError(session_over(session.id, session.state, session.detail)[0])
             if not insert_sampler(connection, sampler, self._now()):
@@ -103,15 +93,13 @@ class Samplers(Aggregate):
     def of_session(self, session_id: str) -> list[SamplerView]:
         """The session's samplers, in any state."""
         statement = sa.select(SamplerRow).where(col(SamplerRow.session_id) == session_id).order_by(col(SamplerRow.id))
-        with self._read() as connection:
-            return [as_view(SamplerView, row) for row in connection.execute(statement)]
+        return self._views(SamplerView, statement)
 
     def unused_snapshots(self, snapshot_ids: Collection[str]) -> set[str]:
         """The snapshots among `snapshot_ids` that no live sampler uses: they can be dropped."""
         live = (col(SamplerRow.snapshot_id).in_(snapshot_ids), col(SamplerRow.state) == SamplerState.LIVE)
-        with self._read() as connection:
-            used = connection.execute(sa.select(col(SamplerRow.snapshot_id)).where(*live)).scalars()
-            return set(snapshot_ids) - set(used)
+        used = self._column(sa.select(col(SamplerRow.snapshot_id)).where(*live))
+        return set(snapshot_ids).difference(used)
 
     def join(self, sampler_id: str, owner: str | None) -> int:
         """A number from 1 for a copy of the sampler's client; no two copies ever get the same. One statement.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -93,21 +93,14 @@ class SessionFailure:
     message: str
 
 
-@dataclass(frozen=True)
-class SessionView:
+@dataclass(frozen=True, kw_only=True)
+class SessionView(NewSession):
     """A session. finish_reason, detail: what the client said when it finished; or detail: why it expired.
 
-    failure: of expired sessions, None when nothing had failed. key_id: the key that made it, "" without keys.
+    failure: of expired sessions, None when nothing had failed.
     """
 
     id: str
-    owner: str
-    key_id: str
-    tags: tuple[str, ...]
-    user_metadata: Mapping[str, object]
-    sdk_version: str
-    project_id: str | None
-    display_name: str | None
     state: SessionState
     detail: str | None
     finish_reason: str | None
@@ -163,6 +156,9 @@ class Timed:
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+
+
+_TIMED = [column.name for column in fields(Timed) if column.name != "base_model"]
 
 
 class Sessions(Aggregate):
@@ -246,8 +242,7 @@ class Sessions(Aggregate):
     def ids(self, owner: str | None, *, limit: int, offset: int) -> list[str]:
         """Ids of sessions, newest first. One statement."""
         mine = sa.select(col(Session.id)).where(*owned_by(Session, owner))
-        with self._read() as connection:
-            return list(connection.execute(mine.order_by(*_NEWEST).limit(limit).offset(offset)).scalars())
+        return self._column(mine.order_by(*_NEWEST).limit(limit).offset(offset))
 
     def search(self, query: SessionQuery, owner: str | None) -> tuple[list[SessionSummary], bool]:
         """At most query.limit sessions that match, newest first, and whether there are more.
@@ -279,11 +274,7 @@ class Sessions(Aggregate):
         found: list[Timed] = []
         with self._read() as connection:
             for table, of in ((Model, col(Request.model_id)), (SamplerRow, col(Request.sampler_id))):
-                columns = (
-                    col(Request.id), col(Request.kind), col(Request.model_id), col(Request.sampler_id),
-                    col(Request.seq_id), col(Request.state), col(Request.created_at), col(Request.started_at),
-                    col(Request.finished_at),
-                )  # fmt: skip
+                columns = [col(getattr(Request, name)) for name in _TIMED]
                 owned = sa.select(*columns, col(table.base_model)).join(table, of == col(table.id))
                 rows = connection.execute(owned.where(col(table.session_id) == session_id))
                 found += [as_view(Timed, row) for row in rows]

@@ -15,7 +15,7 @@ from sqlmodel import col
 from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared, note_change
-from tinkerflow.backend.journal.database import Aggregate, as_view
+from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.tables import Checkpoint, SamplerRow, SamplerState, WeightsShare
 
 _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
@@ -89,9 +89,8 @@ class Upkeep(Aggregate):
         """Checkpoints whose publication or time of expiry the store's commit does not tell yet."""
         # The condition of the partial index, word for word.
         changed = sa.text("deleted_at IS NULL AND NOT noted")
-        with self._read() as connection:
-            rows = connection.execute(sa.select(Checkpoint).where(changed).order_by(col(Checkpoint.path)).limit(limit))
-            return [as_view(CheckpointView, row) for row in rows]
+        found = sa.select(Checkpoint).where(changed).order_by(col(Checkpoint.path)).limit(limit)
+        return self._views(CheckpointView, found)
 
     def noted(self, seen: CheckpointView) -> None:
         """Note that the store's commit tells what `seen` tells; a row that was changed again since stays unnoted."""

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.checkpoints import exists
-from tinkerflow.backend.journal.database import Aggregate, as_view, owned_by
+from tinkerflow.backend.journal.database import Aggregate, owned_by
 from tinkerflow.backend.journal.sessions import PROJECT
 from tinkerflow.backend.journal.tables import ApiKey, Checkpoint, Model, Session, UsageBucket, UsageKind
 
@@ -86,8 +86,7 @@ class UsageReports(Aggregate):
             .where(bucket >= start, bucket < end, *owned_by(Session, owner))
             .order_by(bucket, col(UsageBucket.quantity).desc(), col(UsageBucket.session_id), col(UsageBucket.kind))
         )
-        with self._read() as connection:
-            return [as_view(Usage, row) for row in connection.execute(statement)]
+        return self._views(Usage, statement)
 
     def stored(self, owner: str | None, start: datetime, end: datetime) -> list[StoredUsage]:
         """Byte-hours of checkpoints in each hour of [start, end), which are whole hours, up to now. One statement.
