@@ -83,7 +83,7 @@ def open_blobs(url: str) -> Blobs:
             raise UserError(f"store {url!r}: the folder must be absolute, as in file:///var/lib/tinkerflow")
         return LocalBlobs(Path(rest))
     if scheme == "memory":
-        return ObjectBlobs(fsspec.filesystem("memory"), rest, lock=MEMORY_LOCK)
+        return ObjectBlobs(fsspec.filesystem("memory"), rest, guard=lambda key: MEMORY_LOCK)
     if scheme == "gs":
         if not rest.partition("/")[0]:
             raise UserError(f"store {url!r}: the bucket is missing, as in gs://bucket/prefix")

@@ -21,19 +21,22 @@ from gcsfs.retry import ChecksumError, HttpError
 from google.auth.credentials import Signing
 from google.auth.exceptions import GoogleAuthError
 
+from tinkerflow.backend.store.objects import ObjectBlobs
+
 RESUMABLE = 16 * 2**20  # bytes; larger objects are sent in pieces of this size, and a failed piece is repeated alone
 _TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=20, sock_read=60)  # seconds, of one request
 _NOT_SATISFIABLE = 416  # a range that begins at the end or after it
 
 
-class GcsBlobs:
+class GcsBlobs(ObjectBlobs):
     """`Blobs` in a bucket. All methods may be called from any thread; gcsfs runs the requests on a loop of its own."""
 
     def __init__(self, root: str) -> None:
         """Objects below `bucket/prefix`. This makes no request."""
-        self._bucket, _, self._prefix = root.strip("/").partition("/")
         with _failures(root):
-            self._fs = gcsfs.GCSFileSystem(use_listings_cache=False, requests_timeout=_TIMEOUT)
+            filesystem = gcsfs.GCSFileSystem(use_listings_cache=False, requests_timeout=_TIMEOUT)
+        super().__init__(filesystem, root.strip("/"), guard=_failures)
+        self._bucket = self._root.partition("/")[0]
 
     def create(self, key: str, data: bytes) -> None:
         """Write a new object (ifGenerationMatch=0); FileExistsError when there is one with other bytes."""
@@ -60,11 +63,6 @@ class GcsBlobs:
             except FileExistsError:
                 return _is(new, self._about(key))
             return True
-
-    def read(self, key: str) -> bytes:
-        """An object's bytes."""
-        with _failures(key):
-            return self._read(key)[0]
 
     def part(self, key: str, start: int, length: int) -> bytes:
         """A part of an object."""
@@ -106,35 +104,15 @@ class GcsBlobs:
                 return False
             return True
 
-    def remove_folder(self, prefix: str) -> None:
-        """Remove the objects directly below `prefix`, one by one."""
-        for name in self.children(prefix):
-            self.remove(f"{prefix}/{name}")
-
-    def clear_drafts(self, prefix: str, before: datetime) -> int:
-        """0: an unfinished upload is not an object, and the service forgets it after a week."""
-        return 0
-
-    def children(self, prefix: str) -> list[str]:
-        """The next segments of the keys below `prefix`."""
-        own = self._path(prefix).strip("/")  # gcsfs lists an object as its own child
-        return sorted(
-            path.rstrip("/").rsplit("/", 1)[-1]
-            for path in (entry["name"] for entry in self._entries(prefix))
-            if path.strip("/") != own
-        )
-
     def written_at(self, prefix: str) -> datetime | None:
         """When an object directly below `prefix` was last written, by the service's clock."""
-        times = [entry["mtime"] for entry in self._entries(prefix) if "mtime" in entry]
-        return max(times).astimezone(UTC) if times else None
-
-    def _entries(self, prefix: str) -> list[Mapping[str, Any]]:
         with _failures(prefix):
             try:
-                return list(self._fs.ls(self._path(prefix), detail=True))
+                entries = self._fs.ls(self._path(prefix), detail=True)
             except FileNotFoundError:
-                return []
+                return None
+        times = [entry["mtime"] for entry in entries if "mtime" in entry]
+        return max(times).astimezone(UTC) if times else None
 
     def _upload(self, key: str, data: bytes, generation: str) -> Mapping[str, Any]:
         """Upload in one request, with the bytes as its body.
@@ -161,10 +139,8 @@ class GcsBlobs:
         return dict(self._fs.call("GET", "b/{}/o/{}", self._bucket, self._name(key), json_out=True))
 
     def _name(self, key: str) -> str:
-        return f"{self._prefix}/{key}" if self._prefix else key
-
-    def _path(self, key: str) -> str:
-        return f"{self._bucket}/{self._name(key)}"
+        """The object's name in its bucket."""
+        return self._path(key).partition("/")[2]
 
 
 class _Body(io.BytesIO):

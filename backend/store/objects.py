@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
@@ -16,10 +17,12 @@ MEMORY_LOCK = threading.Lock()
 class ObjectBlobs:
     """`Blobs` in an fsspec file system whose `pipe_file(mode="create")` fails when the object exists."""
 
-    def __init__(self, filesystem: AbstractFileSystem, root: str, *, lock: AbstractContextManager[Any]) -> None:
-        """Objects below `root`. Every call holds `lock`, because the file system itself is not atomic."""
+    def __init__(
+        self, filesystem: AbstractFileSystem, root: str, *, guard: Callable[[str], AbstractContextManager[Any]]
+    ) -> None:
+        """Objects below `root`. Every use of the file system is in `guard(key)`: a lock, or what mends its errors."""
         self._fs = filesystem
-        self._lock = lock
+        self._guard = guard
         self._root = root.rstrip("/")
 
     def create(self, key: str, data: bytes) -> None:
@@ -29,7 +32,7 @@ class ObjectBlobs:
         try. A caller that must be the only creator puts something unique into `data`.
         """
         try:
-            with self._lock:
+            with self._guard(key):
                 self._fs.pipe_file(self._path(key), data, mode="create")
         except FileExistsError:
             if self.read(key) != data:
@@ -37,7 +40,7 @@ class ObjectBlobs:
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
         """Replace an object that holds the bytes `old`."""
-        with self._lock:
+        with self._guard(key):
             if not self._holds(key, old):
                 return False
             self._fs.pipe_file(self._path(key), new, mode="overwrite")
@@ -45,12 +48,12 @@ class ObjectBlobs:
 
     def read(self, key: str) -> bytes:
         """An object's bytes."""
-        with self._lock:
+        with self._guard(key):
             return bytes(self._fs.cat_file(self._path(key)))
 
     def part(self, key: str, start: int, length: int) -> bytes:
         """A part of an object."""
-        with self._lock:
+        with self._guard(key):
             return bytes(self._fs.cat_file(self._path(key), start=start, end=start + length))
 
     def signed_url(self, key: str, seconds: int) -> str | None:
@@ -59,13 +62,13 @@ class ObjectBlobs:
 
     def size(self, key: str) -> int:
         """An object's size in bytes."""
-        with self._lock:
+        with self._guard(key):
             return int(self._fs.info(self._path(key))["size"])
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
         """Remove an object."""
         try:
-            with self._lock:
+            with self._guard(key):
                 if old is not None and not self._holds(key, old):
                     return False
                 self._fs.rm_file(self._path(key))
@@ -85,7 +88,7 @@ class ObjectBlobs:
     def children(self, prefix: str) -> list[str]:
         """The next segments of the keys below `prefix`."""
         try:
-            with self._lock:
+            with self._guard(prefix):
                 paths = self._fs.ls(self._path(prefix), detail=False)
         except FileNotFoundError:
             return []
@@ -97,7 +100,7 @@ class ObjectBlobs:
         times = []
         for name in self.children(prefix):
             try:
-                with self._lock:
+                with self._guard(prefix):
                     times.append(self._fs.modified(self._path(f"{prefix}/{name}")))
             except FileNotFoundError:
                 continue  # removed since it was listed

@@ -143,7 +143,7 @@ class LossyFileSystem(MemoryFileSystem):
 
 
 def test_a_retry_that_meets_our_own_bytes_is_a_success() -> None:
-    blobs = ObjectBlobs(LossyFileSystem(), "bucket/", lock=nullcontext())
+    blobs = ObjectBlobs(LossyFileSystem(), "bucket/", guard=nullcontext)
     blobs.create("a/x", b"nonce 1")
     assert blobs.read("a/x") == b"nonce 1"
     with pytest.raises(FileExistsError):

@@ -58,7 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.fs = FaultyFileSystem()
-        self.store = Store("faulty://", ObjectBlobs(self.fs, "root", lock=nullcontext()), ManualClock())
+        self.store = Store("faulty://", ObjectBlobs(self.fs, "root", guard=nullcontext), ManualClock())
         self.model: dict[CheckpointPath, set[Candidate]] = {}
         self.fill = 0
         self.failed: tuple[CheckpointPath, int, bool] | None = None
