@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from tests.test_layers import ROOT, imports
 
-LEAVES = {"errors", "ids", "clock", "retry", "processes", "supervise"}  # know no room
+LEAVES = {"errors", "ids", "checkpoint_paths", "encryption", "clock", "retry", "processes", "supervise"}  # know no room
 MAY_IMPORT = {
     "spec": {"errors"},
     "commands": {"spec"},
-    "wire": {"spec", "commands", "store", "errors", "ids"},
+    "wire": {"spec", "commands", "checkpoint_paths", "encryption", "errors", "ids"},
     "compute": {"spec", "commands", "errors"},
     "pool": {"spec", "commands", "errors", "processes", "retry", "supervise"},
     "journal": {"spec", "commands", "errors", "ids", "clock", "retry"},
-    "store": {"spec", "commands", "errors", "ids", "clock", "retry"},
+    "store": {"spec", "commands", "checkpoint_paths", "encryption", "errors", "ids", "clock", "retry"},
 }
 
 

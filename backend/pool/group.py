@@ -39,11 +39,12 @@ from tinkerflow.backend.pool.protocol.messages import (
     to_error,
 )
 from tinkerflow.backend.pool.protocol.software import code_version, files_version
-from tinkerflow.backend.supervise import START_SECONDS, HeartbeatMonitor
+from tinkerflow.backend.supervise import HeartbeatMonitor
 
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_SECONDS = 10.0
+_JOIN_SECONDS = 60.0  # that a rank may take to connect, and to end what an earlier driver left it with
 _REAP_SECONDS = 10.0
 _LAST_WORD_SECONDS = 1.0  # from the end of a process until what it sent before has been read
 _REPLIES = Reply.__args__
@@ -342,11 +343,11 @@ class Group:
         if len(set(told)) > 1:
             self._fail(f"an earlier driver left its ranks at different commands: {sorted(set(told))}", crashed=False)
         elif len(told) == len(self._members):
-            self._loop.call_later(START_SECONDS, self._give_up_what_was_left)
+            self._loop.call_later(_JOIN_SECONDS, self._give_up_what_was_left)
 
     def _give_up_what_was_left(self) -> None:
         if not self._started.done():
-            self._fail(f"what an earlier driver left its ranks with took longer than {START_SECONDS:g} s")
+            self._fail(f"what an earlier driver left its ranks with took longer than {_JOIN_SECONDS:g} s")
 
     def _answer(self, rank: int, index: int, message: object) -> None:
         entry = next((e for e in self._outstanding if rank not in e.answers), None)
@@ -405,9 +406,9 @@ class Group:
         self._fail(f"rank {silent} missed the deadline of a command")
 
     async def _notice_absence(self) -> None:
-        await asyncio.sleep(START_SECONDS)
+        await asyncio.sleep(_JOIN_SECONDS)
         if absent := [m.rank for m in self._members if m.link is None]:
-            self._fail(f"rank {absent} did not connect in {START_SECONDS:g} s (stopped?)", crashed=False)
+            self._fail(f"rank {absent} did not connect in {_JOIN_SECONDS:g} s (stopped?)", crashed=False)
 
     async def _notice_silence(self, member: _Member, link: LoopLink) -> None:
         async def beat() -> None:

@@ -11,12 +11,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from tinkerflow.backend.checkpoint_paths import EXTERNAL_WEIGHTS, CheckpointPath
 from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.encryption import SUFFIX
 from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.ids import is_name
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
-from tinkerflow.backend.store.encryption import SUFFIX
-from tinkerflow.backend.store.paths import EXTERNAL_WEIGHTS, CheckpointPath
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 
 FORMAT = "tinkerflow-checkpoint-1"

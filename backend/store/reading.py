@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator
 
+from tinkerflow.backend.checkpoint_paths import KINDS, RUNS, CheckpointPath, is_run_id
 from tinkerflow.backend.errors import NotFoundError, StoreError
 from tinkerflow.backend.ids import is_name
 from tinkerflow.backend.store import commit
 from tinkerflow.backend.store.blobs import Blobs
 from tinkerflow.backend.store.commit import BLOCK, Digest, Saved
-from tinkerflow.backend.store.paths import KINDS, RUNS, CheckpointPath, is_run_id
 
 
 def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KINDS) -> Iterator[CheckpointPath]:

@@ -10,15 +10,15 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Self
 
+from tinkerflow.backend.checkpoint_paths import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, check_run_id
 from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.commands import AdapterState, LoraSpec, Optimizer
+from tinkerflow.backend.encryption import encrypt
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.store import commit, reading, tensors, upkeep
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.backend.store.commit import OPTIMIZER, CheckpointMeta, Digest, Saved
-from tinkerflow.backend.store.encryption import encrypt
-from tinkerflow.backend.store.paths import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, check_run_id
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 from tinkerflow.backend.store.tensors import Floats
 from tinkerflow.backend.store.upkeep import Orphan, Snapshot

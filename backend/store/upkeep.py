@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
+from tinkerflow.backend.checkpoint_paths import KINDS, RECOVERY, CheckpointPath
 from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.store import reading
 from tinkerflow.backend.store.blobs import Blobs
-from tinkerflow.backend.store.paths import KINDS, RECOVERY, CheckpointPath
 
 ALL_KINDS = (*KINDS, RECOVERY)
 

@@ -4,7 +4,7 @@ The driver and the agents of hosts use these parts for workers, `up` uses them f
 engine uses them for its Prefect server.
 """
 
-from tinkerflow.backend.supervise.heartbeat import BEATS, START_SECONDS, HeartbeatMonitor
+from tinkerflow.backend.supervise.heartbeat import BEATS, HeartbeatMonitor
 from tinkerflow.backend.supervise.process import ChildProcess, Ending, watch
 
-__all__ = ["BEATS", "START_SECONDS", "ChildProcess", "Ending", "HeartbeatMonitor", "watch"]
+__all__ = ["BEATS", "ChildProcess", "Ending", "HeartbeatMonitor", "watch"]

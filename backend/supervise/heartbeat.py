@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-START_SECONDS = 60.0  # a starting process may be silent for so much longer: it imports and loads
+_START_GRACE = 60.0  # seconds that a starting process may be silent for longer: it imports and loads
 BEATS = 6  # after so many beats in a row without a sign of life, the other end is stopped or cut off
 
 
@@ -26,7 +26,7 @@ class HeartbeatMonitor:
     signs: gives the number of signs of life that have come so far, for example of received bytes.
     beat: is awaited before each pause, to send our own sign of life or to ask for one. The next beat follows when both
     `beat` and the pause are over.
-    is_starting: while it gives True, the timeout is START_SECONDS longer.
+    is_starting: while it gives True, the timeout is _START_GRACE seconds longer.
     """
 
     timeout: float
@@ -37,7 +37,7 @@ class HeartbeatMonitor:
     async def silence(self) -> float:
         """Return when the other end is silent: for how many seconds it has been."""
         pause = self.timeout / BEATS
-        starting = BEATS + math.ceil(START_SECONDS / pause)
+        starting = BEATS + math.ceil(_START_GRACE / pause)
         missed, seen = 0, -1
         while missed < (starting if self.is_starting() else BEATS):
             await asyncio.gather(self.beat(), asyncio.sleep(pause))

@@ -19,13 +19,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import core_schema as schemas
 
+from tinkerflow.backend.checkpoint_paths import CheckpointPath
 from tinkerflow.backend.commands import LoraSpec, Optimizer, OptimResult
+from tinkerflow.backend.encryption import check_recipients
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.ids import NAME_RULE, is_name
 from tinkerflow.backend.spec.limits import MAX_RANK, MAX_SEQ
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams, OptimizerSpec
-from tinkerflow.backend.store import CheckpointPath
-from tinkerflow.backend.store.encryption import check_recipients
 
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
 MAX_SAMPLES = 1024  # sequences of one request

@@ -28,6 +28,7 @@ from prefect.states import Crashed
 
 from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.processes import free_port
+from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.prefect.server import is_healthy, start_server
 
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 HEALTH_SECONDS = 2.0  # between two looks
 LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy machine, one that works takes seconds
 END_SECONDS = 5.0
-RESTART_SECONDS = 2.0  # between the end of an embedded server and the start of the next
 # Prefect's loggers for what we log ourselves, once: a server that cannot be reached.
 _SAID_BY_US = ("prefect.events.clients", "prefect._internal.concurrency")
 _UNFINISHED = ("PENDING", "RUNNING", "PAUSED")  # controls.py ends the runs that are to be cancelled
@@ -206,7 +206,9 @@ async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncI
 
 
 async def _keep_server(data_dir: Path, port: int, first: asyncio.Future[bool]) -> None:
+    clock, restarts = asyncio.get_running_loop().time, Restarts()
     while True:
+        steady = False
         try:
             server = await start_server(data_dir, port)
         except ServerError as error:
@@ -214,10 +216,12 @@ async def _keep_server(data_dir: Path, port: int, first: asyncio.Future[bool]) -
         else:
             if not first.done():
                 first.set_result(True)
+            began = clock()
             try:
                 log.error("the Prefect server %s: it is started again", await server.ended())
+                steady = clock() - began > STEADY_SECONDS
             finally:
                 await server.stop()
         if not first.done():
             first.set_result(False)
-        await asyncio.sleep(RESTART_SECONDS)
+        await asyncio.sleep(restarts.pause(steady=steady))

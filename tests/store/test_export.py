@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 
 from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.encryption import check_recipients
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError, UserError
 from tinkerflow.backend.store import CheckpointMeta, Saved, Store
-from tinkerflow.backend.store.encryption import check_recipients
 
 RUN, OTHER = "sess-1:train:0", "copy-1:train:0"
 Make = Callable[..., AdapterState]
