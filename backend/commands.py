@@ -394,7 +394,7 @@ class GroupConfig:
 
     model_path: str  # a Hugging Face folder
     dtype: Literal["float32", "bfloat16"]
-    fsdp: int
+    fsdp: int  # 0 = all devices that the tensor and expert axes leave
     tensor: int
     max_context: int
     microbatch_tokens: int  # padded tokens of one training micro-batch, 0 = the processes choose
@@ -405,18 +405,15 @@ class GroupConfig:
     warm_up: bool = False  # compile what may be needed before it is
     expert: int = 1  # size of the mesh's axis that experts are split over
     resident_snapshots: int = 32  # on the devices, unless more are being sampled
-
-    @property
-    def devices(self) -> int:
-        """How many devices the mesh has."""
-        return self.fsdp * self.expert * self.tensor
+    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # auto = the one that JAX chooses
 
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """The description of a group that is ready."""
+    """The description of a group that is ready. fsdp: the size of the mesh axis that rows are split over."""
 
     devices: tuple[str, ...]
     parameters: int
     microbatch_tokens: int
+    fsdp: int
     generation: int

@@ -40,6 +40,8 @@ class Settings(BaseSettings):
     """URL of the folder that pipelines write to, of a kind as for store; empty = <data_dir>/pipelines"""
     database_url: str = ""
     """SQLAlchemy URL of the journal database, SQLite or PostgreSQL; empty = SQLite in data_dir"""
+    platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    """kind of devices to compute on; auto = the kind that JAX finds; a kind that is named and missing is an error"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """number format of base weights and activations"""
     base_weights: Literal["full", "int8"] = "full"
@@ -51,12 +53,8 @@ class Settings(BaseSettings):
     """HOST:PORT at which workers of other hosts join; empty = all processes run on this machine"""
     group_secret_file: str = ""
     """file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret"""
-    tensor_parallel: int = Field(
-        default=1,
-        ge=1,
-        description="size of the tensor axis of the device mesh over all processes; with one device for each process, "
-        "the remaining devices form the fsdp axis",
-    )
+    tensor_parallel: int = Field(1, ge=1)
+    """size of the tensor axis of the device mesh; the fsdp axis has the devices that tensor and expert axes leave"""
     expert_parallel: int = Field(1, ge=1)
     """size of the expert axis of the device mesh over all processes, for models with experts"""
     max_context: int = Field(0, ge=0)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tinkerflow.backend.commands import GroupConfig
-from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.settings import Settings
@@ -27,24 +26,14 @@ class ServedModel:
 def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
     """The configuration that every process of the group for `card` gets.
 
-    A field that is named like a setting holds that setting. The rest is worked out here.
-
-    The mesh has one device per process, or `tensor_parallel` * `expert_parallel` of them if there are fewer processes.
-    UserError when that product does not divide it.
+    A field that is named like a setting holds that setting. The processes lay the mesh over the devices that they find.
     """
-    split = settings.tensor_parallel * settings.expert_parallel
-    devices = max(settings.processes, split)
-    if devices % split or devices % settings.processes:
-        raise UserError(
-            f"processes is {settings.processes} and tensor_parallel is {settings.tensor_parallel} (times "
-            f"expert_parallel {settings.expert_parallel}): one must be a multiple of the other"
-        )
     names = {field.name for field in fields(GroupConfig)}
     values: dict[str, Any] = {name: getattr(settings, name) for name in Settings.model_fields if name in names}
     values |= {
         "model_path": card.path,
         "max_context": card.max_context,
-        "fsdp": devices // split,
+        "fsdp": 0,
         "tensor": settings.tensor_parallel,
         "expert": settings.expert_parallel,
         "compile_cache_dir": str(settings.compile_cache),

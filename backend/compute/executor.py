@@ -47,7 +47,7 @@ from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
 from tinkerflow.backend.compute.memory import training_budget
-from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, to_host
+from tinkerflow.backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.platforms import on_cpu
@@ -114,6 +114,11 @@ class Executor:
     def microbatch_tokens(self) -> int:
         """How many tokens, padding included, a micro-batch has at most."""
         return self._budget.microbatch_tokens
+
+    @property
+    def fsdp(self) -> int:
+        """The size of the mesh's axis that rows of a micro-batch are split over."""
+        return self._mesh.shape[FSDP]
 
     @property
     def compiles(self) -> int:

@@ -23,8 +23,17 @@ Scalar = jax.Array | np.number[Any] | np.bool
 
 
 def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
-    """A mesh (fsdp, expert, tensor) over all devices of the group; UserError unless their product is that number."""
+    """A mesh (fsdp, expert, tensor) over all devices of the group. fsdp: 0 = all devices that the other axes leave.
+
+    UserError when the devices cannot be divided so.
+    """
     count = jax.device_count()
+    if not fsdp and count % (expert * tensor):
+        raise UserError(
+            f"the group has {count} device(s) in {jax.process_count()} process(es), which tensor_parallel {tensor} x "
+            f"expert_parallel {expert} must divide"
+        )
+    fsdp = fsdp or count // (expert * tensor)
     if fsdp * expert * tensor != count:
         raise UserError(
             f"mesh fsdp {fsdp} x expert {expert} x tensor {tensor}: the product must equal the group's {count} devices"

@@ -53,9 +53,9 @@ _BEAT = frames.encode(Beat())
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """What all generations of a pool have in common, times in seconds. ValueError for a mesh that cannot be divided.
+    """What all generations of a pool have in common, times in seconds.
 
-    group: what every process is told; its devices are divided evenly among the `processes`.
+    group: what every process is told.
     command_deadline: the time a command may take, unless it brings its own deadline.
     start_deadline: the time the start of a group may take, and a command may wait for a group.
     executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.CommandExecutor).
@@ -77,23 +77,17 @@ class PoolConfig:
     ending: float = 5.0
     probation: int = 2**14
 
-    def __post_init__(self) -> None:
-        """Check that the processes can share the devices."""
-        group = self.group
-        if self.processes < 1 or group.devices % self.processes:
-            raise ValueError(
-                f"a mesh of fsdp {group.fsdp} x expert {group.expert} x tensor {group.tensor} cannot be divided "
-                f"among {self.processes} processes: their number must divide the number of devices"
-            )
-
-    def start(self, coordinator: str) -> list[frames.Buffer]:
-        """What every process is told first, encoded."""
-        return frames.encode(Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout))
+    def start(self, coordinator: str, hosts: Sequence[str]) -> list[frames.Buffer]:
+        """What every process is told first, encoded. hosts: each rank's."""
+        numbers = tuple(hosts.index(host) for host in hosts)
+        return frames.encode(
+            Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout, numbers)
+        )
 
     @property
     def digest(self) -> str:
         """The same for pools whose processes can serve each other's drivers: told the same, from the same files."""
-        digest = hashlib.sha256(b"".join(self.start(coordinator="")))
+        digest = hashlib.sha256(b"".join(self.start(coordinator="", hosts=())))
         digest.update(code_version().encode())
         digest.update(files_version(Path(self.group.model_path).glob("*")).encode())
         return digest.hexdigest()
@@ -266,7 +260,8 @@ class Group:
                 self._do(self._notice_death(member))
             self._do(self._notice_absence())
             coordinator = self._members[0].process.coordinator if config.processes > 1 else ""
-            welcome = self._welcome(listener, site.secret(salt), config.start(coordinator))
+            start = config.start(coordinator, [place.host for place in self._places])
+            welcome = self._welcome(listener, site.secret(salt), start)
             doorman = self._loop.create_task(welcome)
             try:
                 futures: set[asyncio.Future[Any]] = {doorman, self._started}
@@ -330,7 +325,7 @@ class Group:
             member.ready = message
             told = self._members[0].ready
             if told and all(m.ready for m in self._members) and not self._started.done():
-                info = GroupInfo(told.devices, told.parameters, told.microbatch_tokens, self.generation)
+                info = GroupInfo(told.devices, told.parameters, told.microbatch_tokens, told.fsdp, self.generation)
                 self._started.set_result(info)
         elif isinstance(message, Fatal):
             self._ended_itself(member.rank, message.failed)

@@ -172,7 +172,7 @@ class Pool:
                 return await self._execute(command, seconds, await self._next_to_serve())
 
     async def _execute(self, command: Command, seconds: float, generation: int) -> Reply:
-        parts = in_parts(command, self._scheduler.microbatch, self._config.group.fsdp)
+        parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp)
         if len(parts) == 1:
             return await self._scheduler.submit(command, partial(self._send, generation, command, seconds))
         sent: list[asyncio.Future[Reply]] = []

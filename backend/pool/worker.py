@@ -19,7 +19,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -34,7 +33,7 @@ from typing import IO, Protocol, cast
 
 from tinkerflow.backend.commands import Command, DeferredReply, GroupConfig, Reply
 from tinkerflow.backend.errors import DevicesError, UserError
-from tinkerflow.backend.pool.compile_cache import CacheMender, folder_of, write_here
+from tinkerflow.backend.pool.jax_setup import join_jax
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import Frame, WorkerLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
@@ -71,6 +70,10 @@ class CommandExecutor(Protocol):
     @property
     def microbatch_tokens(self) -> int:
         """How many tokens, padding included, it trains on at once."""
+
+    @property
+    def fsdp(self) -> int:
+        """The size of the mesh's axis that rows of a micro-batch are split over."""
 
     def execute(self, command: Command) -> Reply | DeferredReply:
         """Execute `command`: its reply. Or begin it: a function that waits for the devices and gives the reply.
@@ -276,8 +279,7 @@ def main() -> None:
                 continue
             answers.drain()  # what the devices are computing for the earlier driver must not end them for this one
             executor = _begin(executor, message, spec, inbox.tell)
-            ready = Ready(tuple(executor.devices), int(executor.parameters), int(executor.microbatch_tokens))
-            inbox.send(0, frames.encode(ready), driver)
+            inbox.send(0, frames.encode(_ready(executor)), driver)
     except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
         _end(inbox, error)
 
@@ -297,6 +299,10 @@ def _begin(
     return executor
 
 
+def _ready(executor: CommandExecutor) -> Ready:
+    return Ready(tuple(executor.devices), int(executor.parameters), int(executor.microbatch_tokens), int(executor.fsdp))
+
+
 def _give_back_memory() -> None:
     while True:
         give_back_memory()
@@ -311,39 +317,6 @@ def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandEx
     if getattr(kind, "uses_jax", True):
         join_jax(start, rank, progress)
     return cast(CommandExecutor, kind(start.config, progress, start.processes, rank))
-
-
-def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
-    """Set JAX up for this process: its share of the mesh's devices, the compilation cache, and the group."""
-    import jax
-    from jax._src import compilation_cache, compiler
-
-    config = start.config
-    update: Callable[[str, object], None] = jax.config.update
-    update("jax_num_cpu_devices", config.devices // start.processes)
-    update("jax_enable_preemption_service", False)  # it swallows SIGTERM
-    if config.compile_cache_dir:
-        cache = folder_of(config.compile_cache_dir, rank)
-        update("jax_compilation_cache_dir", str(cache))
-        update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        update("jax_persistent_cache_min_entry_size_bytes", -1)
-        logging.captureWarnings(True)
-        logging.getLogger("py.warnings").addHandler(CacheMender(cache))
-        if rank:
-            write_here(compiler, compilation_cache)
-    if start.processes > 1:
-        progress(f"joining {start.processes} processes")
-        jax.distributed.initialize(
-            start.coordinator,
-            start.processes,
-            rank,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=start.coordinator,  # the default binds every interface
-            initialization_timeout=60,
-            # longer than the driver waits: it names who was silent, and JAX only aborts, as if that process had crashed
-            heartbeat_timeout_seconds=max(30, math.ceil(2 * start.silence)),
-            shutdown_timeout_seconds=10,
-        )
 
 
 def _log_format(spec: LaunchSpec) -> str:

@@ -9,9 +9,9 @@ import jax
 
 
 def main() -> None:
-    """argv: model folder, size of the fsdp axis, size of the tensor axis."""
+    """argv: model folder, size of the fsdp axis (0 = what four devices leave), size of the tensor axis."""
     folder, fsdp, tensor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    jax.config.update("jax_num_cpu_devices", fsdp * tensor)
+    jax.config.update("jax_num_cpu_devices", fsdp * tensor or 4)
     import numpy as np
 
     from tinkerflow.backend.commands import CreateAdapter, Example, Forward, GroupConfig, LoraSpec, OptimStep

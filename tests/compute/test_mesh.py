@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close_logprobs
 
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.errors import UserError
+
 
 def train(folder: Path, fsdp: int, tensor: int) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).with_name("mesh_worker.py")), str(folder), str(fsdp), str(tensor)]
@@ -20,12 +23,18 @@ def train(folder: Path, fsdp: int, tensor: int) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
+    assert dict(make_mesh(0, 1).shape) == {"fsdp": 1, "expert": 1, "tensor": 1}
+    with pytest.raises(UserError, match=r"1 device.* in 1 process.*, which tensor_parallel 2 x expert_parallel 3 must"):
+        make_mesh(0, 2, 3)
+
+
 @pytest.fixture(scope="module")
 def alone(qwen3) -> dict[str, Any]:
     return train(qwen3.folder, 1, 1)
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(2, 2)])
+@pytest.mark.parametrize(("fsdp", "tensor"), [(0, 2)])  # fsdp 0: what four devices leave
 def test_a_mesh_gives_the_numbers_of_one_device(qwen3, alone, fsdp, tensor):
     found = train(qwen3.folder, fsdp, tensor)
     assert alone["losses"][-1] < alone["losses"][0]

@@ -1,4 +1,4 @@
-"""Two JAX processes give the numbers of one, through the same command, and outlive one of them, or the engine."""
+"""Several JAX processes and devices give the numbers of one, and outlive one of the processes, or the engine."""
 
 from __future__ import annotations
 
@@ -41,6 +41,29 @@ def test_two_processes_agree_with_one(server, pair, make_datum):
     assert np.allclose(losses, other_losses, rtol=1e-4)
     for a, b in zip(numbers, other_numbers, strict=True):
         assert np.allclose(a, b, atol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4)])
+def test_all_devices_that_are_there_serve_as_one(
+    server, start_server, make_datum, tmp_path, monkeypatch, processes, devices
+):
+    """With defaults, on a machine whose processes have several devices each."""
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
+    with start_server(tmp_path, "--processes", str(processes), prefect="off") as found:
+        losses, numbers = run(server, make_datum)
+        other_losses, other_numbers = run(found, make_datum)
+        assert np.allclose(losses, other_losses, rtol=1e-4)
+        for a, b in zip(numbers, other_numbers, strict=True):
+            assert np.allclose(a, b, atol=2e-3)
+        with found.client() as service:
+            undisturbed = service.create_lora_training_client(base_model=found.base_model, rank=8, seed=3).result()
+            expected = train(undisturbed, make_datum)
+            client = service.create_lora_training_client(base_model=found.base_model, rank=8, seed=3).result()
+            killed = found.workers()
+            assert len(killed) == processes
+            assert train(client, make_datum, lambda: os.kill(killed[-1], signal.SIGKILL)) == expected
+            assert not set(found.workers()) & set(killed)
 
 
 def train(client, make_datum, kill=lambda: None):

@@ -55,6 +55,7 @@ class Unigram:
         self.devices = ("numpy:0",)
         self.parameters = VOCAB
         self.microbatch_tokens = 1024
+        self.fsdp = 1
         self.clear()
 
     def clear(self) -> None:

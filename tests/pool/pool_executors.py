@@ -52,6 +52,7 @@ class Echo:
         self.devices = tuple(f"fake:{i}" for i in range(config.fsdp * config.tensor))
         self.parameters = 7
         self.microbatch_tokens = config.microbatch_tokens
+        self.fsdp = config.fsdp
         self.rank = rank
         self.progress = progress
         self.steps = 0
@@ -279,6 +280,7 @@ class Collective:
         self.devices = tuple(str(d) for d in jax.devices())
         self.parameters = jax.process_count()
         self.microbatch_tokens = config.microbatch_tokens
+        self.fsdp = len(self.devices)
         self.sharded = NamedSharding(mesh, spec("fsdp"))
         self.total = jax.jit(lambda x_D: x_D.sum(), out_shardings=NamedSharding(mesh, spec()))
 

@@ -111,10 +111,19 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.lists(texts, max_size=3).map(tuple),
         st.integers(0, 2**40),
         st.integers(0, 2**31),
+        st.integers(1, 64),
         st.integers(0, 2**31),
     ),
-    m.Start: st.builds(m.Start, configs, st.integers(1, 64), texts, texts),
-    m.Ready: st.builds(m.Ready, st.lists(texts, max_size=3).map(tuple), st.integers(0, 2**40), st.integers(0, 2**31)),
+    m.Start: st.builds(
+        m.Start, configs, st.integers(1, 64), texts, texts, numbers, st.lists(st.integers(0, 63), max_size=3).map(tuple)
+    ),
+    m.Ready: st.builds(
+        m.Ready,
+        st.lists(texts, max_size=3).map(tuple),
+        st.integers(0, 2**40),
+        st.integers(0, 2**31),
+        st.integers(1, 64),
+    ),
     m.Progress: st.builds(m.Progress, texts),
     m.Beat: st.builds(m.Beat),
     m.Ack: st.builds(m.Ack, st.none() | failures),

@@ -520,6 +520,25 @@ async def test_hosts_that_cannot_reach_each_other_are_not_joined(bench: Bench, w
     await wait_until(lambda: "none has joined" in bench.hosts.lack(1))
 
 
+async def test_ranks_follow_the_numbers_of_hosts_and_in_a_pod_of_tpus_its_order(
+    bench: Bench, wait_until: WaitUntil
+) -> None:
+    async def order(*offers: tuple[str, tuple[int, ...]]) -> list[str]:
+        links = [await visit(bench, Offer(n, n, "10.0.0.9", 1, software(), (), pod)) for n, pod in offers]
+        await wait_until(lambda: not bench.hosts.lack(len(offers)))
+        slots = bench.hosts.take(len(offers), "plan")
+        for slot in slots:
+            slot.release()
+        for link in links:
+            link.close()
+        await wait_until(lambda: bool(bench.hosts.lack(1)))
+        return [slot.host for slot in slots]
+
+    assert await order(("host-10", ()), ("host-2", ()), ("a", ())) == ["a", "host-2", "host-10"]
+    in_pod = [("w-a", (0, 10)), ("w-b", (0, 2)), ("w-c", (1, 0))]
+    assert await order(*in_pod) == ["w-b", "w-a", "w-c"]
+
+
 async def test_an_agent_that_joins_again_is_not_counted_twice(bench: Bench, wait_until: WaitUntil) -> None:
     offer = Offer("same", "a", "127.0.0.1", 1, software(), ())
     links = [await visit(bench, offer) for _ in range(2)]

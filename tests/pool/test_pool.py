@@ -660,14 +660,6 @@ async def test_a_machine_without_room_for_a_process_is_tried_again(
     assert len(workers()) == 2
 
 
-@pytest.mark.parametrize("processes", [0, 3])
-async def test_a_mesh_that_cannot_be_divided_is_refused(
-    start_pool: StartPool, processes: int, group_config: Callable[..., GroupConfig]
-) -> None:
-    with pytest.raises(ValueError, match=f"fsdp 2 x expert 1 x tensor 1 cannot be divided among {processes} processes"):
-        await start_pool(processes=processes, config=group_config(fsdp=2))
-
-
 # ------------------------------------------------------------------ the end
 @both
 async def test_stop_ends_everything(

@@ -85,7 +85,7 @@ async def begin(config: GroupConfig, tmp_path: Path, executor: str) -> tuple[Loc
         process = LocalWorker(spec(listener, SECRET), "", log_dir=tmp_path)
         sock = await next_connection(listener)
     link = await accept(sock, SECRET, 5, 1)
-    await link.write(0, frames.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0)))
+    await link.write(0, frames.encode(Start(config, 1, "", f"pool_executors:{executor}", 30.0, (0,))))
     return process, link
 
 
@@ -122,7 +122,7 @@ async def test_a_worker_tells_every_driver_what_it_got_from_all_before(
             return await accept(await next_connection(listener), SECRET, 5, 1)
 
         first = await next_driver()
-        await first.write(0, frames.encode(Start(config, 1, "", "pool_executors:Echo", 30.0)))
+        await first.write(0, frames.encode(Start(config, 1, "", "pool_executors:Echo", 30.0, (0,))))
         for index in (1, 2):
             await first.write(index, frames.encode(Ping()))
         while not isinstance(await next_message(first), Done):
@@ -141,7 +141,7 @@ async def test_what_fails_on_the_devices_for_one_driver_ends_the_worker_before_t
     config: GroupConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    start = frames.encode(Start(config, 1, "", "pool_executors:Ahead", 30.0))
+    start = frames.encode(Start(config, 1, "", "pool_executors:Ahead", 30.0, (0,)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         to_us = spec(listener, SECRET)

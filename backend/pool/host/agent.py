@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.pool.host.devices import place_in_pod
 from tinkerflow.backend.pool.host.places import LocalWorker, generation_secret
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.conversation import Conversation
@@ -128,8 +129,9 @@ def doubt_about_name(address: str) -> str:
 async def _join(config: HostConfig, agent: str, processes: HostProcesses) -> tuple[LoopLink, float]:
     """Connect and be welcomed: the connection, and the seconds after which a silent end is lost."""
     link = await _connect(config)
+    pod = await asyncio.to_thread(place_in_pod)
     try:
-        offer = Offer(agent, socket.gethostname(), link.address, config.processes, software(), processes.held)
+        offer = Offer(agent, socket.gethostname(), link.address, config.processes, software(), processes.held, pod)
         async with asyncio.timeout(_CONNECT_SECONDS):
             await link.write(0, frames.encode(offer))
             answer = frames.decode((await link.read()).body)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import signal
 import socket
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ class HostSlot:
 
     def __init__(self, host: Host, held: HeldWorker | None = None) -> None:
         """Reserve room on `host`. held: the process to take over; None: a new process will be started."""
+        self.host = host.offer.agent
         self._host = host
         self._held = held
         self._released = False
@@ -213,7 +215,10 @@ class Hosts:
         await self._change.wait()
 
     def take(self, processes: int, plan: str) -> Sequence[WorkerSlot]:
-        """A group that an earlier driver left, or room for one, host by host in the order of their names."""
+        """A group that an earlier driver left, or room for one, host by host.
+
+        Hosts of TPUs in the order of their pod, which JAX numbers its processes by; others in the order of their names.
+        """
         if held := self._held_group(processes, plan):
             return held
         slots = [host for host in self._in_order() for _ in range(host.free)]
@@ -240,7 +245,7 @@ class Hosts:
         self._change.set()
 
     def _in_order(self) -> list[Host]:
-        return sorted(self._hosts, key=lambda host: (host.offer.host, host.offer.agent))
+        return sorted(self._hosts, key=lambda host: (host.offer.pod, _natural(host.offer.host), host.offer.agent))
 
     async def _welcome(self) -> None:
         while True:
@@ -291,3 +296,8 @@ class Hosts:
             link.close()
             raise
         return offer
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """What names are sorted by, with numbers as numbers: host-2 before host-10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

@@ -53,7 +53,9 @@ class WorkerProcess(Protocol):
 
 
 class WorkerSlot(Protocol):
-    """Reserved room for one process, until it is released."""
+    """Reserved room for one process, until it is released. host: processes with the same one share its devices."""
+
+    host: str
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
         """Start the process there. OSError when that fails."""
@@ -127,6 +129,7 @@ class ThisMachine:
     """Any number of processes, as children of this process, which they do not outlive."""
 
     address = "127.0.0.1"
+    host = "this machine"
 
     def __init__(self, log_dir: Path | None) -> None:
         """log_dir: where workers append worker-<rank>.log; None = to our stderr."""

@@ -26,7 +26,8 @@ _LONGEST_MESSAGE = 10_000
 class Start:
     """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process.
 
-    silence: seconds after which the driver takes a silent process for stopped.
+    silence: seconds after which the driver takes a silent process for stopped. hosts: for each rank the number of its
+    host; ranks with the same number share that host's devices.
     """
 
     config: GroupConfig
@@ -34,6 +35,7 @@ class Start:
     coordinator: str
     executor: str  # "package.module:attribute"
     silence: float
+    hosts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Ready:
     devices: tuple[str, ...]
     parameters: int
     microbatch_tokens: int
+    fsdp: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Offer:
     """Agent to driver, first: how many processes the host runs.
 
     agent: an id, the same for all connections of one agent. address: the host's, as seen from the driver's network.
-    software: what must be the same on all hosts. held: processes that an earlier driver left there.
+    software: what must be the same on all hosts. held: processes that an earlier driver left there. pod: (slice,
+    worker) of a host of TPUs, () of others.
     """
 
     agent: str
@@ -113,6 +117,7 @@ class Offer:
     processes: int
     software: str
     held: tuple[HeldWorker, ...]
+    pod: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

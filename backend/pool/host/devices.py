@@ -1,0 +1,98 @@
+"""The accelerators of this host, found without JAX: who opens a device with JAX takes it from the workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+log = logging.getLogger(__name__)
+
+Name = Literal["cpu", "cuda", "tpu"]
+_GOOGLE = "0x1ae0"  # the maker of TPUs, and of other devices
+_TPUS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}  # v2 to v7, as jax.hardware_utils has it
+_METADATA = "http://{host}/computeMetadata/v1/instance/attributes/agent-worker-number"  # of a virtual machine of GCE
+_METADATA_SECONDS = 5.0
+
+
+def accelerator(root: Path = Path("/")) -> Name:
+    """The kind of devices that this host has, whether or not JAX can use them; `cpu`: no other kind."""
+    if nvidia_devices(root):
+        return "cuda"
+    return "tpu" if tpu_chips(root) else "cpu"
+
+
+def seen(root: Path = Path("/")) -> str:
+    """The signs of an accelerator, for people: "an NVIDIA device (/dev/nvidia0)"; "" without any."""
+    if found := nvidia_devices(root):
+        return f"an NVIDIA device ({found[0]})"
+    return f"{chips} TPU chip(s)" if (chips := tpu_chips(root)) else ""
+
+
+def nvidia_devices(root: Path = Path("/")) -> list[str]:
+    """The device files of NVIDIA GPUs; where there are none but the driver's program is, the path of that."""
+    files = sorted((f for f in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)), key=_natural)
+    if not files and root == Path("/") and (program := shutil.which("nvidia-smi")):
+        return [program]
+    return [str(file) for file in files]
+
+
+def gpu_count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """How many NVIDIA GPUs a process with these environment variables sees; 0: nobody knows."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() and not one.startswith("-")])
+    return sum("nvidia-smi" not in file for file in nvidia_devices(root))
+
+
+def tpu_chips(root: Path = Path("/")) -> int:
+    """How many TPU chips are on this host's bus."""
+    count = 0
+    for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
+        if vendor.read_text().strip() == _GOOGLE:
+            count += (vendor.parent / "device").read_text().strip() in _TPUS
+    return count
+
+
+def place_in_pod(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[int, ...]:
+    """(slice, worker) of a host of TPUs, which its rank must follow; () on every other host.
+
+    From the variables that GKE sets, or else from the metadata server of the virtual machine.
+    """
+    if not tpu_chips(root):
+        return ()
+    worker = environ.get("TPU_WORKER_ID") or _worker_number(environ)
+    return (int(environ.get("MEGASCALE_SLICE_ID") or 0), int(worker)) if worker else ()
+
+
+def share(mine: int, processes: int, gpus: int) -> list[int]:
+    """The GPUs of process `mine` of the `processes` of a group that share `gpus`, by their ordinals.
+
+    ValueError when they cannot be shared equally.
+    """
+    if gpus % processes:
+        raise ValueError(
+            f"{processes} processes of the group on this host share {gpus} GPU(s): their number must divide the GPUs'"
+        )
+    each = gpus // processes
+    return list(range(mine * each, (mine + 1) * each))
+
+
+def _worker_number(environ: Mapping[str, str]) -> str:
+    url = _METADATA.format(host=environ.get("GCE_METADATA_IP") or "metadata.google.internal")
+    try:
+        asked = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with urllib.request.urlopen(asked, timeout=_METADATA_SECONDS) as answer:
+            return str(answer.read().decode().strip())
+    except OSError as error:
+        log.warning("this host's worker id in the TPU pod is unknown (%s): set TPU_WORKER_ID", error)
+        return ""
+
+
+def _natural(file: Path) -> tuple[int, str]:
+    return len(file.name), file.name

@@ -1,0 +1,111 @@
+"""Setting JAX up in a worker process: its platform and devices, the compilation cache, and the group."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tinkerflow.backend.commands import GroupConfig
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.pool.compile_cache import CacheMender, folder_of, write_here
+from tinkerflow.backend.pool.host import devices
+from tinkerflow.backend.pool.protocol.messages import Start
+
+log = logging.getLogger(__name__)
+
+_FORCED = "xla_force_host_platform_device_count"
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # by what JAX calls its backend
+
+
+def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
+    """Set JAX up for this process: its share of the host's devices, the compilation cache, and the group.
+
+    UserError when the platform that the settings ask for is not here, or its devices cannot be shared.
+    """
+    import jax
+
+    config = start.config
+    update: Callable[[str, object], None] = jax.config.update
+    if config.platform != "auto":
+        update("jax_platforms", config.platform)
+    if _FORCED not in os.environ.get("XLA_FLAGS", ""):
+        wanted = max(1, config.fsdp) * config.expert * config.tensor
+        update("jax_num_cpu_devices", -(-wanted // start.processes))
+    update("jax_enable_preemption_service", False)  # it swallows SIGTERM
+    if config.compile_cache_dir:
+        _keep_programs(config.compile_cache_dir, rank, update)
+    if start.processes > 1:
+        progress(f"joining {start.processes} processes")
+        jax.distributed.initialize(
+            start.coordinator,
+            start.processes,
+            rank,
+            local_device_ids=share_of_host(start, rank),
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=start.coordinator,  # the default binds every interface
+            initialization_timeout=60,
+            # longer than the driver waits: it names who was silent, and JAX only aborts, as if that process had crashed
+            heartbeat_timeout_seconds=max(30, math.ceil(2 * start.silence)),
+            shutdown_timeout_seconds=10,
+        )
+    check_platform(jax, config, progress)
+    if jax.process_index() != rank:
+        raise UserError(
+            f"rank {rank} of the group is process {jax.process_index()} of its TPU pod: set TPU_WORKER_ID on every host"
+        )
+
+
+def _keep_programs(folder: str, rank: int, update: Callable[[str, object], None]) -> None:
+    from jax._src import compilation_cache, compiler
+
+    cache = folder_of(folder, rank)
+    update("jax_compilation_cache_dir", str(cache))
+    update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    update("jax_persistent_cache_min_entry_size_bytes", -1)
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").addHandler(CacheMender(cache))
+    if rank:
+        write_here(compiler, compilation_cache)
+
+
+def share_of_host(start: Start, rank: int) -> list[int] | None:
+    """The ordinals of this process's GPUs, where several processes of the group share its host; None: all it sees."""
+    sharing = [other for other, host in enumerate(start.hosts) if host == start.hosts[rank]]
+    asked = os.environ.get("JAX_PLATFORMS") if start.config.platform == "auto" else start.config.platform
+    if len(sharing) < 2 or asked == "cpu":
+        return None
+    if (found := devices.accelerator()) == "tpu":
+        raise UserError(f"{len(sharing)} processes of the group are on one host of TPUs: let it run one, of all chips")
+    if found == "cpu" or not (gpus := devices.gpu_count(os.environ)):
+        return None
+    try:
+        return devices.share(sharing.index(rank), len(sharing), gpus)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None]) -> None:
+    """UserError unless the platform that the settings ask for is the one of JAX's devices; CPUs in its place are told.
+
+    It opens the devices.
+    """
+    extra = {"cuda": "; install tinkerflow[gpu]", "tpu": "; install tinkerflow[tpu]"}.get(config.platform, "")
+    try:
+        found = _PLATFORMS.get(jax.default_backend(), jax.default_backend())
+    except Exception as error:
+        if config.platform == "auto":
+            raise
+        why = f": {error}" if str(error) else ""
+        raise UserError(f"platform is {config.platform!r}, and JAX finds no such device here{why}{extra}") from error
+    if config.platform not in ("auto", found):
+        raise UserError(f"platform is {config.platform!r}, but the devices that JAX finds here are {found!r}{extra}")
+    if found == "cpu" and config.platform == "auto" and not jax.config.jax_platforms and (unused := devices.seen()):
+        text = (
+            f"WARNING: this host has {unused}, but JAX sees only CPUs, which will serve. Install tinkerflow[gpu] or "
+            "tinkerflow[tpu]; TINKERFLOW_PLATFORM=cpu says that CPUs are meant"
+        )
+        log.warning(text)
+        progress(text)
