@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OptimizerParams
+from tinkerflow.backend.spec.ranks import RankRule
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -27,12 +28,16 @@ NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes fo
 # ------------------------------------------------------------------ what the data looks like
 @dataclass(frozen=True)
 class LoraSpec:
-    """The shape of an adapter: `rank` >= 1, and which parts of the model it adapts."""
+    """The shape of an adapter: `rank` >= 1, and which parts of the model it adapts.
+
+    expert_rank: of every expert's matrices, from 1 to `rank`; None: `rank`, as in all adapters of earlier versions.
+    """
 
     rank: int
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    expert_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -336,7 +341,8 @@ class OptimResult:
 class AdapterState:
     """An adapter on the host, by PEFT name.
 
-    weights: float32, `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank].
+    weights: float32, `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank]; B of experts
+    times `spec.ranks.peft_factor`.
     moments: empty, or `{name}.{part}` for every weight and every part of the optimizer's state (`OptimizerSpec.state`),
     and `{name}.grad` for gradients not yet applied.
     """
@@ -406,6 +412,7 @@ class GroupConfig:
     expert: int = 1  # size of the mesh's axis that experts are split over
     resident_snapshots: int = 32  # on the devices, unless more are being sampled
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # auto = the one that JAX chooses
+    expert_rank: RankRule = "divided"  # of usual adapters, for which programs are compiled early
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ def row_of(saved: Saved) -> CheckpointSaved:
         train_attn=saved.spec.train_attn,
         train_mlp=saved.spec.train_mlp,
         train_unembed=saved.spec.train_unembed,
+        expert_rank=saved.spec.expert_rank,
         step=saved.step,
         size_bytes=saved.size_bytes,
         user_metadata=saved.meta.user_metadata,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +25,7 @@ class ModelCard:
     name: as it was given, and as clients call it. path: the absolute folder that holds it on this machine.
     tokenizer_id: what `transformers.AutoTokenizer.from_pretrained` takes: the hub id, or the folder.
     max_context: the longest sequence served, in tokens. eos_token_ids: what ends an answer; may be empty.
-    parameters: numbers in the weights, a tied unembedding counted once.
+    parameters: numbers in the weights, a tied unembedding counted once. experts_per_token: 0 without experts.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ModelCard:
     eos_token_ids: tuple[int, ...]
     parameters: int
     tied: bool
+    experts_per_token: int = 0
 
     @classmethod
     def load(cls, name: str, *, max_context: int = 0) -> Self:
@@ -58,6 +59,7 @@ class ModelCard:
             eos_token_ids=_eos(name, folder, config),
             parameters=_count_parameters(name, folder, config),
             tied=config.tied,
+            experts_per_token=config.experts_per_token,
         )
 
     def to_json(self) -> str:
@@ -66,10 +68,11 @@ class ModelCard:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`; ValueError when the text is not a card."""
+        """The inverse of `to_json`, also of cards from before a field existed; ValueError when it is not a card."""
         values = json.loads(text)
         known = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or set(values) != known:
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        if not isinstance(values, dict) or not needed <= set(values) <= known:
             raise ValueError(f"not a model card: {text[:80]!r}; it must be an object with {', '.join(sorted(known))}")
         return cls(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
 

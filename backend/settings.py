@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinkerflow.backend.joining import parse_address
+from tinkerflow.backend.spec.ranks import RankRule
 
 _PREFIX = "TINKERFLOW_"
 
@@ -57,6 +58,9 @@ class Settings(BaseSettings):
     """size of the tensor axis of the device mesh; the fsdp axis has the devices that tensor and expert axes leave"""
     expert_parallel: int = Field(1, ge=1)
     """size of the expert axis of the device mesh over all processes, for models with experts"""
+    expert_rank: RankRule = "divided"
+    """rank of a new adapter's matrices in experts: divided = the rank that is asked for, divided by the experts that a
+    token goes through, at least 1; full = the rank that is asked for"""
     max_context: int = Field(0, ge=0)
     """longest sequence in tokens; 0 = as long as the model allows, at most 32768"""
     microbatch_tokens: int = Field(0, ge=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fastapi.responses import Response
@@ -19,6 +19,8 @@ from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
 from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.ranks import expert_rank
 from tinkerflow.backend.wire import (
     CreateCustomLoss,
     CreateModel,
@@ -160,7 +162,9 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
     error = None
     try:
         wanted = describe(journal, owner, values)
-        _must_be_served(journal, wanted.base_model)
+        card = _served(journal, wanted.base_model)
+        if kind is Kind.CREATE_MODEL:
+            wanted = _with_expert_rank(wanted, card, call.services.settings)
     except UserError as e:
         # The model never came to be. Its row holds what is known of it, and the request says why.
         base_model = address.base_model
@@ -175,6 +179,7 @@ def _create(call: Call, body: bytes, kind: Kind) -> Response:
         train_attn=wanted.spec.train_attn,
         train_mlp=wanted.spec.train_mlp,
         train_unembed=wanted.spec.train_unembed,
+        expert_rank=wanted.spec.expert_rank,
         optimizer=wanted.optimizer,
         seed=wanted.seed,
         user_metadata=wanted.user_metadata,
@@ -200,15 +205,21 @@ def _fresh(journal: Journal, owner: str, values: dict[str, Any]) -> _WantedModel
 def _from_checkpoint(journal: Journal, owner: str, values: dict[str, Any]) -> _WantedModel:
     asked = LoadModel.read(values)
     saved = journal.checkpoints.get(asked.path, owner, access=asked.access)
-    spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed)
+    spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed, saved.expert_rank)
     optimizer = saved.optimizer if asked.optimizer else asked.fresh
     return _WantedModel(asked.base_model or saved.base_model, spec, asked.user_metadata, optimizer=optimizer)
 
 
-def _must_be_served(journal: Journal, base_model: str) -> None:
-    names = [row.name for row in journal.base_models.all()]
-    if base_model not in names:
-        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
+def _served(journal: Journal, base_model: str) -> ModelCard:
+    cards = {row.name: row.card for row in journal.base_models.all()}
+    if base_model not in cards:
+        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(cards)}")
+    return ModelCard.from_json(cards[base_model])
+
+
+def _with_expert_rank(wanted: _WantedModel, card: ModelCard, settings: Settings) -> _WantedModel:
+    own = expert_rank(wanted.spec.rank, card.experts_per_token, settings.expert_rank)
+    return replace(wanted, spec=replace(wanted.spec, expert_rank=own))
 
 
 @router.post("/get_info", openapi_extra=takes(GetInfo))

@@ -13,7 +13,15 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import AdapterState, LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.lora import Lora, check_spec, from_peft, init_lora, to_peft
+from tinkerflow.backend.compute.lora import (
+    Lora,
+    check_spec,
+    from_peft,
+    from_shared_scale,
+    init_lora,
+    to_peft,
+    to_shared_scale,
+)
 from tinkerflow.backend.compute.mesh import put, replicated, to_host
 from tinkerflow.backend.compute.optimizer import OptimizerState, fresh_state
 from tinkerflow.backend.errors import NotFoundError, UserError
@@ -96,7 +104,8 @@ class AdapterStore:
                 parts[".grad"] = adapter.grads
         host = to_host(parts)
         moments = {name + end: array for end in parts if end for name, array in to_peft(self._cfg, host[end]).items()}
-        return AdapterState(adapter.spec, adapter.step, to_peft(self._cfg, host[""]), moments, adapter.optimizer)
+        weights = to_peft(self._cfg, to_shared_scale(adapter.spec, host[""]))
+        return AdapterState(adapter.spec, adapter.step, weights, moments, adapter.optimizer)
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
         """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape.
@@ -126,7 +135,7 @@ class AdapterStore:
 
 def state_lora(cfg: ModelConfig, state: AdapterState) -> Lora:
     """The weights of a saved state as a host adapter; UserError when they are not those of this model and spec."""
-    return _read(cfg, check_spec(state.spec), state.weights, "")
+    return from_shared_scale(state.spec, _read(cfg, check_spec(state.spec), state.weights, ""))
 
 
 def _read(cfg: ModelConfig, spec: LoraSpec, tensors: Mapping[str, Floats], end: str) -> Lora:

@@ -27,6 +27,11 @@ class Projection:
     stack: tuple[int, ...]
     per_token: int = 1
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether every expert of a layer has such a matrix."""
+        return len(self.stack) == 2
+
 
 @dataclass(frozen=True)
 class LayerTensor:

@@ -52,7 +52,7 @@ from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler import Sampler
-from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
+from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, training_programs
 from tinkerflow.backend.compute.warming import WarmUp
@@ -98,7 +98,7 @@ class Executor:
         self._warm_up = WarmUp(on=config.warm_up)
         self._warm_up.want(self._sampler.programs())
         self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
-        self._want(LoraSpec(RANK_COLUMNS), DEFAULT_OPTIMIZER)
+        self._want(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 The update of y = x @ W is (alpha / rank) * (x @ A.T) @ B with A [R, in] and B [R, out]. The rank leads in both: this
 order was the fastest of those measured on CPU, forward and backward, and padding to a larger rank is one axis of zeros.
-Every expert of a mixture has updates of its own, of the same rank.
+Every expert of a mixture has updates of its own, of the rank that the spec has for experts.
 
 Letters: L layers, E experts, R rank, S rows.
 """
@@ -27,6 +27,7 @@ from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.mesh import Array
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MAX_RANK
+from tinkerflow.backend.spec.ranks import peft_factor
 
 _PEFT = "base_model.model."  # what PEFT puts before a module's name
 
@@ -64,14 +65,16 @@ class LoraApply(Protocol):
 
 
 def scale(rank: int) -> float:
-    """The factor of an update: alpha / rank, alpha 32."""
+    """The factor of an update: alpha / rank, alpha 32. rank: of the matrix, so that of experts in theirs."""
     return LORA_ALPHA / rank
 
 
 def check_spec(spec: LoraSpec) -> LoraSpec:
-    """The spec itself; UserError when its rank is out of 1..MAX_RANK or it adapts nothing."""
+    """The spec itself; UserError when a rank is out of 1..MAX_RANK, or experts' above it, or it adapts nothing."""
     if not 1 <= spec.rank <= MAX_RANK:
         raise UserError(f"lora rank {spec.rank}: must be 1 to {MAX_RANK}")
+    if spec.expert_rank is not None and not 1 <= spec.expert_rank <= spec.rank:
+        raise UserError(f"lora expert_rank {spec.expert_rank}: must be 1 to the rank, {spec.rank}")
     if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
         raise UserError("lora: train_attn, train_mlp and train_unembed are all false; at least one must be true")
     return spec
@@ -108,15 +111,39 @@ def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
     def pair(name: str) -> LoraPair:
         sizes = whole[name]
         stream = np.random.Generator(np.random.Philox([seed & (2**64 - 1), zlib.crc32(name.encode())]))
-        bound, shape = 1 / np.sqrt(sizes.inputs), (*sizes.stack, spec.rank, sizes.inputs)
+        rank = _rank(spec, sizes)
+        bound, shape = 1 / np.sqrt(sizes.inputs), (*sizes.stack, rank, sizes.inputs)
         A = stream.random(shape, dtype=np.float32) * np.float32(2 * bound) - np.float32(bound)
-        return LoraPair(A=A, B=np.zeros((*sizes.stack, spec.rank, sizes.outputs), np.float32))
+        return LoraPair(A=A, B=np.zeros((*sizes.stack, rank, sizes.outputs), np.float32))
 
     return _lora({name: pair(name) for name in targets(cfg, spec)})
 
 
+def to_shared_scale(spec: LoraSpec, lora: Lora) -> Lora:
+    """A host adapter as PEFT's files have it: B of experts times `peft_factor`."""
+    return _scaled(spec, lora, lambda B, factor: B * np.float32(factor))
+
+
+def from_shared_scale(spec: LoraSpec, lora: Lora) -> Lora:
+    """The inverse of `to_shared_scale`, bit for bit."""
+    return _scaled(spec, lora, lambda B, factor: B / np.float32(factor))
+
+
+def _scaled(spec: LoraSpec, lora: Lora, change: Callable[[Array, int], Array]) -> Lora:
+    def one(pair: LoraPair) -> LoraPair:
+        factor = peft_factor(spec.rank, pair.A.shape[-2])
+        return pair if factor == 1 else LoraPair(A=pair.A, B=change(pair.B, factor))
+
+    changed: Lora = jax.tree.map(one, lora, is_leaf=lambda node: isinstance(node, LoraPair))
+    return changed
+
+
+def _rank(spec: LoraSpec, projection: Projection) -> int:
+    return spec.expert_rank or spec.rank if projection.of_experts else spec.rank
+
+
 def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
-    """A host adapter by PEFT's tensor names: A [rank, in] and B [out, rank], contiguous, layer by layer.
+    """A host adapter by PEFT's tensor names: A [rank, in] and B [out, rank], contiguous, layer by layer. Unscaled.
 
     Each expert has tensors of its own, as PEFT names them for transformers before release 5, and as vLLM does. PEFT
     fuses them when it loads them into a transformers 5 model, whose experts are fused.
@@ -139,7 +166,8 @@ def from_peft(
 
     def pair(projection: Projection) -> LoraPair:
         modules = [_PEFT + projection.module.format(*place) for place in np.ndindex(projection.stack)]
-        A_shape, B_shape = (spec.rank, projection.inputs), (projection.outputs, spec.rank)
+        rank = _rank(spec, projection)
+        A_shape, B_shape = (rank, projection.inputs), (projection.outputs, rank)
         both = [(read(f"{m}.lora_A.weight", A_shape), read(f"{m}.lora_B.weight", B_shape).T) for m in modules]
         A, B = (np.stack(parts) for parts in zip(*both, strict=True))
         return LoraPair(A=A.reshape(*projection.stack, *A_shape), B=B.reshape(*projection.stack, *B_shape[::-1]))

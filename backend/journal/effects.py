@@ -54,7 +54,7 @@ _STEP_MADE = sa.update(Model).where(col(Model.id) == sa.bindparam("of_model")).v
 # ------------------------------------------------------------------ what an operation did
 @dataclass(frozen=True)
 class ModelLive:
-    """The model exists in the worker group now. rank and train_* are given when a checkpoint decided them."""
+    """The model exists in the worker group now. rank, train_* and expert_rank are given when a checkpoint decided."""
 
     model_id: str
     step: int = 0
@@ -62,6 +62,7 @@ class ModelLive:
     train_attn: bool | None = None
     train_mlp: bool | None = None
     train_unembed: bool | None = None
+    expert_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class CheckpointSaved:
     optimizer: Optimizer = "adamw"
     attempt: str = ""
     created_at: datetime | None = None
+    expert_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,8 @@ def _model_live(connection: sa.Connection, effect: ModelLive) -> None:
         for name in ("rank", "train_attn", "train_mlp", "train_unembed")
         if (value := getattr(effect, name)) is not None
     }
+    if effect.rank is not None:
+        decided["expert_rank"] = effect.expert_rank
     connection.execute(
         sa.update(Model)
         .where(col(Model.id) == effect.model_id, col(Model.state).in_(TAKES_WORK))

@@ -107,6 +107,7 @@ def _insert_run(
         train_attn=saved.train_attn,
         train_mlp=saved.train_mlp,
         train_unembed=saved.train_unembed,
+        expert_rank=saved.expert_rank,
         optimizer=saved.optimizer,
         user_metadata=user_metadata,
     )

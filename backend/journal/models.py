@@ -48,6 +48,7 @@ class NewModel:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    expert_rank: int | None = None
     optimizer: Optimizer = "adamw"
     seed: int | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)

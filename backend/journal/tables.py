@@ -213,6 +213,7 @@ class Model(Table, table=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    expert_rank: int | None = None
     optimizer: str
     seed: int | None = Field(default=None, sa_type=sa.BigInteger)
     user_metadata: dict[str, str] = Field(sa_type=sa.JSON)
@@ -330,6 +331,7 @@ class Checkpoint(Table, table=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    expert_rank: int | None = None
     optimizer: str
     step: int
     size_bytes: int = Field(sa_type=sa.BigInteger)

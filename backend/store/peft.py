@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.spec.ranks import peft_factor
 
 ADAPTER = "adapter_model.safetensors"  # the name that PEFT looks for
 ADAPTER_CONFIG = "adapter_config.json"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT = re.compile(r"base_model\.model\.(?:[\w.]+\.)?(\w+)\.lora_[AB]\.weight")
 
 
-def adapter_config(base_model: str, spec: LoraSpec, weight_names: Iterable[str]) -> bytes:
+def adapter_config(base_model: str, spec: LoraSpec, weight_names: Collection[str]) -> bytes:
     """PEFT's `adapter_config.json` for an adapter with these tensors; StoreError for a name that is not PEFT's."""
     config = {
         "base_model_name_or_path": base_model,
@@ -23,6 +25,7 @@ def adapter_config(base_model: str, spec: LoraSpec, weight_names: Iterable[str])
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": LORA_ALPHA,
+        **_patterns(spec, weight_names),
         "lora_dropout": 0.0,
         "modules_to_save": None,
         "peft_type": "LORA",
@@ -32,6 +35,26 @@ def adapter_config(base_model: str, spec: LoraSpec, weight_names: Iterable[str])
         "use_rslora": False,
     }
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _patterns(spec: LoraSpec, weight_names: Collection[str]) -> dict[str, dict[str, float]]:
+    """rank_pattern and alpha_pattern of experts whose rank is not that of the other matrices.
+
+    The keys are the ends of modules' names, and of the parameter that transformers 5 fuses gate_proj and up_proj into:
+    PEFT joins the two adapters there, and takes the first key that fits.
+    """
+    own = spec.expert_rank
+    names = {_module(name) for name in weight_names if _EXPERT.search(name)} if own else set()
+    if own is None or not names:
+        return {}
+    # The scale of the experts' update is LORA_ALPHA / own; a part of it is in their B.
+    alpha = LORA_ALPHA / peft_factor(spec.rank, own)
+    fused = {"gate_up_proj": 2} if {"gate_proj", "up_proj"} <= names else {}
+    times = dict.fromkeys(sorted(names), 1) | fused
+    return {
+        "rank_pattern": {name: own * many for name, many in times.items()},
+        "alpha_pattern": {name: alpha * many for name, many in times.items()},
+    }
 
 
 def _module(weight_name: str) -> str:

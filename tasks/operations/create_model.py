@@ -25,4 +25,4 @@ async def execute(execution: Execution) -> Outcome:
 
 def spec_of(model: ModelView) -> LoraSpec:
     """The shape of the model's adapter, as its row has it."""
-    return LoraSpec(model.rank, model.train_attn, model.train_mlp, model.train_unembed)
+    return LoraSpec(model.rank, model.train_attn, model.train_mlp, model.train_unembed, model.expert_rank)

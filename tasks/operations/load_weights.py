@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import ModelLive, ModelView, Outcome, StepMade
+from tinkerflow.backend.journal import ModelLive, ModelView, Outcome
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
 from tinkerflow.tasks.execution.context import Execution, ExecutionContext
@@ -16,7 +16,10 @@ from tinkerflow.tasks.operations.create_model import spec_of
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Replace the model's weights by a checkpoint's, of the same base model and shape."""
+    """Replace the model's weights by a checkpoint's, of the same base model and shape.
+
+    The rank of experts may differ, as that of a checkpoint from before it was divided does: the checkpoint's is kept.
+    """
     context, request = execution.context, execution.request
     wanted = LoadWeights.decode(request.payload)
     model_id = execution.model_id
@@ -25,7 +28,7 @@ async def execute(execution: Execution) -> Outcome:
             context.read(context.journal.models.get, model_id, None),
             _load(execution, wanted),
         )
-        if state.spec != spec_of(model):
+        if replace(state.spec, expert_rank=model.expert_rank) != spec_of(model):
             raise UserError(f"path {wanted.path!r}: it holds {state.spec}, but model {model_id} has {spec_of(model)}")
         reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
@@ -34,7 +37,7 @@ async def execute(execution: Execution) -> Outcome:
     await (
         execution.slot.earlier_saves()
     )  # a replay begins with this snapshot: it must pass no save that is still to be answered
-    return request.done(encode_loaded(model_id, wanted.path), "json", StepMade(model_id, state.step), taken)
+    return request.done(encode_loaded(model_id, wanted.path), "json", _live(model_id, state), taken)
 
 
 async def execute_create(execution: Execution) -> Outcome:
@@ -49,10 +52,13 @@ async def execute_create(execution: Execution) -> Outcome:
         )
         reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
-    spec = state.spec
-    live = ModelLive(model_id, state.step, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
     taken = await commit(context, model_id, request.owner, 0, state)
-    return request.done(encode_loaded(model_id, wanted.path), "json", live, taken)
+    return request.done(encode_loaded(model_id, wanted.path), "json", _live(model_id, state), taken)
+
+
+def _live(model_id: str, state: AdapterState) -> ModelLive:
+    """The model's row as the checkpoint has it."""
+    return ModelLive(model_id, state.step, **asdict(state.spec))
 
 
 def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:

@@ -34,13 +34,16 @@ def executor(moe, adapter):
     return executor
 
 
-def adapted_weights(model, weights):
-    """The model's parameters with torch's update for every pair of an adapter, differentiable by these."""
+def adapted_weights(model, weights, scale=lambda rank: LORA_ALPHA / rank):
+    """The model's parameters with torch's update for every pair of an adapter, differentiable by these.
+
+    scale(rank): of the update by a pair of that rank.
+    """
     named = dict(model.named_parameters())
     for name in sorted(n for n in weights if n.endswith(".lora_A.weight")):
         target = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         B, A = weights[name.replace("lora_A", "lora_B")], weights[name]
-        update = B @ A * (LORA_ALPHA / A.shape[0])
+        update = B @ A * scale(A.shape[0])
         found = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj", target)
         if found is None:
             named[f"{target}.weight"] = named[f"{target}.weight"] + update
@@ -95,12 +98,15 @@ def test_the_same_again_bit_for_bit_and_nothing_compiled_for_another_routing(exe
     assert all(np.array_equal(slopes[0][name], slopes[1][name]) for name in slopes[0])
 
 
-def test_peft_loads_the_export(moe, executor, tmp_path, examples, forward):
-    state = executor.execute(ExportAdapter("a", optimizer=False))
+@pytest.mark.parametrize("own", [None, 1, 2, 3], ids="rank {}".format)
+def test_peft_loads_the_export(moe, executor, adapter, tmp_path, examples, forward, own):
+    """Whatever rank experts have: that of all matrices (8), or a part, by a power of two or not."""
+    adapter(executor, "b", 8, train_unembed=False, expert_rank=own)
+    state = executor.execute(ExportAdapter("b", optimizer=False))
     (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
     safetensors.numpy.save_file(dict(state.weights), tmp_path / ADAPTER)
     (example,) = examples((20,))
-    (found,) = forward(executor, "a", (example,)).logprobs
+    (found,) = forward(executor, "b", (example,)).logprobs
     with warnings.catch_warnings():
         # PEFT gives the fused gate_up_proj its doubled rank, and then looks for it among modules: it is a parameter.
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
@@ -111,6 +117,19 @@ def test_peft_loads_the_export(moe, executor, tmp_path, examples, forward):
         model.unload()
     assert np.abs(adapted - moe.logprobs(example)[:, 0]).max() > 0.1
     close_logprobs(found, adapted)
+
+
+def test_a_reader_that_knows_one_scale_gives_the_same_logprobs(moe, executor, adapter, examples, forward):
+    """vLLM takes alpha and rank of the config for every matrix, whatever its rank."""
+    adapter(executor, "c", 8, train_unembed=False, expert_rank=2)
+    state = executor.execute(ExportAdapter("c", optimizer=False))
+    assert {w.shape[0] for name, w in state.weights.items() if "lora_A" in name} == {2, 8}
+    named = adapted_weights(moe.model, {name: torch.tensor(w) for name, w in state.weights.items()}, lambda _: 32 / 8)
+    (example,) = examples((20,))
+    ids = torch.tensor(example.tokens_T[None].astype(np.int64))
+    logits = torch.func.functional_call(moe.model, named, (ids,)).logits[0].detach()
+    scored = torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
+    close_logprobs(forward(executor, "c", (example,)).logprobs[0], scored[:, 0].numpy())
 
 
 def test_a_mesh_of_eight_devices_gives_the_numbers_of_one(moe, tmp_path):

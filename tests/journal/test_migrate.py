@@ -84,7 +84,7 @@ def test_migrations_lead_to_the_models(empty_url):
 
 
 def test_an_unmigrated_database_is_refused(empty_url):
-    with pytest.raises(ServerError, match="schema is at revision None, this version needs v0002"):
+    with pytest.raises(ServerError, match="schema is at revision None, this version needs v0003"):
         Journal.open(empty_url)
 
 
@@ -96,7 +96,7 @@ def test_a_database_of_the_first_version_is_upgraded_in_place_with_its_rows(empt
     with engine.begin() as connection:
         for name, rows in ROWS_OF_V0001.items():
             connection.execute(tables.tables[name].insert(), rows)
-    with pytest.raises(ServerError, match="schema is at revision v0001, this version needs v0002"):
+    with pytest.raises(ServerError, match="schema is at revision v0001, this version needs v0003"):
         Journal.open(empty_url)
     migrate(empty_url)
     journal = Journal.open(empty_url)

@@ -18,7 +18,7 @@ from tinkerflow.backend.compute.lora import Lora, LoraPair
 from tinkerflow.backend.compute.mesh import FSDP, Array, replicated, sharding
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
-from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
+from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
 from tinkerflow.backend.compute.transformer import Params, block, embed, final_hidden, over_layers, rope_tables, unembed
 
 
@@ -114,7 +114,7 @@ def layers(
     """
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     rope = rope_tables(cfg, positions_SQ)
-    apply = stack_apply(columns_S2)
+    apply = stack_apply(columns_S2, width_of(lora))
 
     def layer(state: tuple[KVCache, jax.Array], stacked: Any) -> tuple[tuple[KVCache, jax.Array], None]:
         cache, x_SQD = state

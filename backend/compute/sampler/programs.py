@@ -41,7 +41,7 @@ from tinkerflow.backend.compute.sampler.shapes import (
     Shapes,
     rank_columns,
 )
-from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack, frozen, padded_columns, placed
+from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack, frozen, placed, widths_of
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import Program, result_of
 
@@ -52,13 +52,17 @@ _WIDE = 4  # and those of several adapters in one batch
 
 @dataclass(frozen=True)
 class SamplerPrograms:
-    """The programs of one sampler. shapes: its sizes. params: the weights. chunk: tokens of a decode dispatch."""
+    """The programs of one sampler.
+
+    shapes: its sizes. params: the weights. chunk: tokens of a decode dispatch. usual: the shape of most adapters.
+    """
 
     cfg: ModelConfig
     mesh: Mesh
     shapes: Shapes
     params: Params
     chunk: int
+    usual: LoraSpec
 
     def all(self) -> Iterator[Program]:
         """All programs but those that depend on an adapter's shape; shorter caches with fewer slots first."""
@@ -73,11 +77,11 @@ class SamplerPrograms:
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
         """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
-        columns, of = padded_columns(spec.rank), f"rank {spec.rank}"
-        publish = partial(result_of, frozen, self.mesh, columns, self._dtype, adapter)
+        widths, of = widths_of(self.cfg, spec), f"rank {spec.rank}"
+        publish = partial(result_of, frozen, self.mesh, widths, self._dtype, adapter)
         yield Program(f"publish, {of}", 1, publish)
         for width in _WIDTHS:
-            make = partial(self._place, width, columns, publish)
+            make = partial(self._place, width, spec, publish)
             yield Program(f"publish into {width} columns, {of}", _distance(1, width), make)
 
     def _pieces(self, length: int) -> list[tuple[int, int]]:
@@ -144,17 +148,19 @@ class SamplerPrograms:
     def _scrub(self, shape: tuple[int, int]) -> None:
         zero_slots.lower(self.cfg, self.mesh, self._cache(*shape), np.zeros(shape[0], np.bool_)).compile()
 
-    def _place(self, width: int, columns: int, publish: Callable[[], Any]) -> None:
+    def _place(self, width: int, spec: LoraSpec, publish: Callable[[], Any]) -> None:
         snapshot, _ = publish()
-        placed.lower(self.mesh, self._stack(width), snapshot, columns, np.int32(0)).compile()
+        columns, _ = widths_of(self.cfg, spec)
+        placed.lower(self.mesh, self._stack(width, spec), snapshot, columns, np.int32(0)).compile()
 
     # ------------------------------------------------------------------ what several of them are given
     # JAX has what was compiled for these before, and makes no second one.
     def _cache(self, slots: int, length: int) -> Any:
         return result_of(empty_cache, self.cfg, self.mesh, slots, length, self._dtype, self.params.apart)
 
-    def _stack(self, width: int) -> Any:
-        return result_of(empty_stack, self.cfg, self.mesh, width, self._dtype, self.params.apart)
+    def _stack(self, width: int, *others: LoraSpec) -> Any:
+        widths = width, width // min(divisor_of(self.cfg, spec) for spec in (self.usual, *others))
+        return result_of(empty_stack, self.cfg, self.mesh, widths, self._dtype, self.params.apart)
 
     @property
     def _dtype(self) -> str:

@@ -44,7 +44,7 @@ from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRe
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup, Scheduler
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
-from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
+from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, usual_spec
 from tinkerflow.backend.compute.sampler.stops import Decode, StopDetector, load_decode
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import Program
@@ -88,9 +88,10 @@ class Sampler:
             most_cells=cells,
             rows_are_dear=on_cpu(),
         )
-        self._programs = SamplerPrograms(cfg, mesh, self._shapes, params, config.decode_chunk)
+        usual = usual_spec(cfg, config.expert_rank)
+        self._programs = SamplerPrograms(cfg, mesh, self._shapes, params, config.decode_chunk, usual)
         most = None if on_cpu() else config.resident_snapshots
-        self.snapshots = SnapshotCache(cfg, mesh, dtype.name, by_layer=params.apart, most_resident=most)
+        self.snapshots = SnapshotCache(cfg, mesh, dtype.name, by_layer=params.apart, most_resident=most, usual=usual)
         pages = most_pages(cells, rows=self._shapes.rows[0], slots=config.sample_slots)
         self._prefix_cache = PrefixCache(cfg, mesh, pages)
         self._scheduler = Scheduler(self._shapes, config.sample_slots)

@@ -5,7 +5,8 @@ devices. The others are evicted to the host's memory until they are sampled agai
 
 Adapters of any ranks lie side by side along the rank axis of one wide adapter, and each row of the batch sees only the
 columns of its own (`StackApply`): no matrices are gathered per row, the base model is a row that sees no column, and a
-new snapshot changes no shape as long as the stack has room for it.
+new snapshot changes no shape as long as the stack has room for it. Experts' matrices have a divided rank, and so many
+columns fewer (`divisor_of`), unless a snapshot is in the stack whose experts have the rank of its other matrices.
 
 Letters: L layers, R rank, K columns of the stack, B rows, T tokens.
 """
@@ -29,23 +30,30 @@ from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, scale
 from tinkerflow.backend.compute.mesh import Array, put, replicated, to_host
-from tinkerflow.backend.compute.sampler.shapes import rank_columns
+from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS, rank_columns
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.spec.ranks import RankRule, expert_rank
 
 _RANK_UNIT = 8  # ranks are padded to multiples, so that few shapes of snapshots exist
+Widths = tuple[int, int]  # columns of most matrices, and of experts'
 
 
 @dataclass(eq=False)
 class AdapterSnapshot:
     """One published adapter. A request that holds it can go on sampling after it was dropped from the cache.
 
-    columns: how many columns of the stack it takes. lora: on the devices or on the host, with the scale folded into B,
-    the rank padded with zeros to `columns`, in the dtype of the base weights.
+    widths: how many columns of the stack it takes. lora: on the devices or on the host, with the scale folded into B,
+    the rank padded with zeros to `widths`, in the dtype of the base weights.
     """
 
     snapshot_id: str
-    columns: int
+    widths: Widths
     lora: Lora
+
+    @property
+    def columns(self) -> int:
+        """Columns of the stack, as its places are counted."""
+        return self.widths[0]
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +75,7 @@ BASE = Columns(0, 0)
 @dataclass
 class _Stack:
     width: int = 0
+    divisor: int = 1
     lora: Lora = field(default_factory=lambda: Lora(layers={}, unembed=None))
     places: dict[AdapterSnapshot, Columns] = field(default_factory=dict)
 
@@ -75,15 +84,24 @@ class SnapshotCache:
     """Snapshots by id, and the stack. Equal on all processes of a group that make the same calls."""
 
     def __init__(
-        self, cfg: ModelConfig, mesh: Mesh, dtype: str, *, by_layer: bool, most_resident: int | None = None
+        self,
+        cfg: ModelConfig,
+        mesh: Mesh,
+        dtype: str,
+        *,
+        by_layer: bool,
+        most_resident: int | None = None,
+        usual: LoraSpec | None = None,
     ) -> None:
         """An empty cache.
 
         cfg: the base model of the adapters. mesh: every device holds all of the stack. dtype: of snapshots, by name.
         by_layer: the stack has arrays of its own for each layer, as the weights have (`params.by_layer`).
-        most_resident: how many snapshots stay on the devices; None: all.
+        most_resident: how many snapshots stay on the devices; None: all. usual: the shape of most adapters, by
+        which an empty stack is made; None: the experts have the rank of the other matrices.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
+        self._usual = divisor_of(cfg, usual) if usual else 1
         self._snapshots: dict[str, AdapterSnapshot] = {}
         self._stack = _Stack()
         self.most_resident = most_resident
@@ -101,11 +119,11 @@ class SnapshotCache:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
         if _on_host(lora):
             lora = put(lora, replicated(self._mesh))
-        columns = padded_columns(spec.rank)
-        copy, finite = frozen(self._mesh, columns, self._dtype, lora)
+        widths = widths_of(self._cfg, spec)
+        copy, finite = frozen(self._mesh, widths, self._dtype, lora)
         if not bool(to_host(finite)):
             raise UserError(f"snapshot {snapshot_id!r}: a weight of its adapter is not finite; snapshots must be")
-        snapshot = self._snapshots[snapshot_id] = AdapterSnapshot(snapshot_id, columns, copy)
+        snapshot = self._snapshots[snapshot_id] = AdapterSnapshot(snapshot_id, widths, copy)
         self._resident[snapshot] = None
         self._make_room({snapshot, *self._stack.places})
 
@@ -186,7 +204,7 @@ class SnapshotCache:
     def _fill(self, ordered: list[AdapterSnapshot]) -> None:
         stack = self._stack
         missing = [snapshot for snapshot in ordered if snapshot not in stack.places]
-        if not stack.width:
+        if not stack.width or any(_divisor(snapshot.widths) < stack.divisor for snapshot in missing):
             self._rebuild(ordered)
             return
         for snapshot in missing:
@@ -201,7 +219,10 @@ class SnapshotCache:
 
     def _rebuild(self, snapshots: list[AdapterSnapshot]) -> None:
         width = rank_columns(sum(snapshot.columns for snapshot in snapshots))
-        self._stack = _Stack(width, empty_stack(self._cfg, self._mesh, width, self._dtype, self._by_layer))
+        divisor = min((_divisor(snapshot.widths) for snapshot in snapshots), default=self._usual)
+        widths = width, width // divisor
+        stack = empty_stack(self._cfg, self._mesh, widths, self._dtype, self._by_layer)
+        self._stack = _Stack(width, divisor, stack)
         start = 0
         for snapshot in snapshots:
             self._place(snapshot, start)
@@ -230,17 +251,43 @@ def _on_host(lora: Lora) -> bool:
     return any(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(lora))
 
 
-def padded_columns(rank: int) -> int:
-    """How many columns of the stack a snapshot of that rank takes: a multiple of `_RANK_UNIT`."""
-    return -(-rank // _RANK_UNIT) * _RANK_UNIT
+def widths_of(cfg: ModelConfig, spec: LoraSpec) -> Widths:
+    """How many columns of the stack a snapshot of that shape takes: a multiple of `_RANK_UNIT`, for experts divided."""
+    columns = _columns(spec)
+    return columns, columns // divisor_of(cfg, spec)
 
 
-def stack_apply(columns_B2: Array) -> LoraApply:
-    """The `LoraApply` in which row b sees columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs."""
+def usual_spec(cfg: ModelConfig, rule: RankRule) -> LoraSpec:
+    """The shape that most adapters of this model are expected to have."""
+    return LoraSpec(RANK_COLUMNS, expert_rank=expert_rank(RANK_COLUMNS, cfg.experts_per_token, rule))
+
+
+def divisor_of(cfg: ModelConfig, spec: LoraSpec) -> int:
+    """By how much an adapter has fewer columns for experts: the power of two up to a token's experts and _RANK_UNIT.
+
+    1 where the experts' rank is not divided by as much.
+    """
+    power = 1 << min(cfg.experts_per_token, _RANK_UNIT).bit_length() >> 1
+    return power if power and spec.expert_rank and spec.expert_rank * power <= _columns(spec) else 1
+
+
+def _columns(spec: LoraSpec) -> int:
+    return -(-spec.rank // _RANK_UNIT) * _RANK_UNIT
+
+
+def _divisor(widths: Widths) -> int:
+    return widths[0] // widths[1]
+
+
+def stack_apply(columns_B2: Array, width: int | None = None) -> LoraApply:
+    """The `LoraApply` in which row b sees columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs.
+
+    width: columns of the stack, None = as many as each pair has. Of a pair with a part of them a row sees that part.
+    """
 
     def apply(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
         def update(pair: LoraPair) -> jax.Array:
-            place = jnp.arange(pair.A.shape[-2], dtype=jnp.int32)
+            place = jnp.arange(pair.A.shape[-2], dtype=jnp.int32) * ((width or pair.A.shape[-2]) // pair.A.shape[-2])
             own_BK = (place >= columns_B2[:, :1]) & (place < columns_B2[:, 1:])
             # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
             if groups is None:
@@ -265,18 +312,17 @@ def _gap(stack: _Stack, columns: int) -> int | None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.Array]:
+def frozen(mesh: Mesh, widths: Widths, dtype: str, lora: Lora) -> tuple[Lora, jax.Array]:
     """The copy that a snapshot keeps, and whether all of its weights are finite (bool scalar).
 
-    columns: what the rank is padded to. dtype: of the copy, by name. lora: an adapter on the devices, float32.
+    widths: what ranks are padded to. dtype: of the copy, by name. lora: an adapter on the devices, float32.
     """
 
     def freeze(pair: LoraPair) -> LoraPair:
-        rank = pair.A.shape[-2]
-        grow = [(0, 0)] * (pair.A.ndim - 2) + [(0, columns - rank), (0, 0)]
+        columns = widths[pair.A.ndim == 4]  # of [L, E, R, in], experts
         return LoraPair(
-            A=jnp.pad(pair.A, grow).astype(dtype),
-            B=jnp.pad(pair.B * scale(rank), grow).astype(dtype),
+            A=_padded(jnp.asarray(pair.A), columns).astype(dtype),
+            B=_padded(jnp.asarray(pair.B * scale(pair.A.shape[-2])), columns).astype(dtype),
         )
 
     copy = jax.tree.map(freeze, lora, is_leaf=lambda node: isinstance(node, LoraPair))
@@ -288,14 +334,15 @@ def frozen(mesh: Mesh, columns: int, dtype: str, lora: Lora) -> tuple[Lora, jax.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def empty_stack(cfg: ModelConfig, mesh: Mesh, width: int, dtype: str, by_layer: bool) -> Lora:
+def empty_stack(cfg: ModelConfig, mesh: Mesh, widths: Widths, dtype: str, by_layer: bool) -> Lora:
     """A stack of zeros: an adapter of all parts of the model.
 
-    cfg, mesh: the base model's shape, and the devices. width: columns, K. dtype: by name. by_layer: with arrays of
+    cfg, mesh: the base model's shape, and the devices. widths: columns, K. dtype: by name. by_layer: with arrays of
     its own for each layer (`params.by_layer`).
     """
 
     def zeros(stack: tuple[int, ...], size: int) -> Any:  # an array, or by layer a tuple of arrays
+        width = widths[len(stack) == 2]
         if by_layer and stack:
             return tuple(jnp.zeros((*stack[1:], width, size), dtype) for _ in range(stack[0]))
         return jnp.zeros((*stack, width, size), dtype)
@@ -320,15 +367,27 @@ def placed(mesh: Mesh, stack: Lora, snapshot: Lora, columns: int, start: jax.Arr
         def one(held: Any, new: Any) -> Any:
             if isinstance(held, tuple):
                 return tuple(one(part, None if new is None else new[layer]) for layer, part in enumerate(held))
-            shape = (*held.shape[:-2], columns, held.shape[-1])
-            part = jnp.zeros(shape, held.dtype) if new is None else new
-            return jax.lax.dynamic_update_slice_in_dim(held, part, start, axis=held.ndim - 2)
+            divisor = width // held.shape[-2]
+            shape = (*held.shape[:-2], columns // divisor, held.shape[-1])
+            part = jnp.zeros(shape, held.dtype) if new is None else _padded(new, columns // divisor)
+            return jax.lax.dynamic_update_slice_in_dim(held, part, start // divisor, axis=held.ndim - 2)
 
         return LoraPair(A=one(into.A, pair.A if pair else None), B=one(into.B, pair.B if pair else None))
 
-    layers = {name: put_pair(pair, snapshot.layers.get(name)) for name, pair in stack.layers.items()}
     assert stack.unembed is not None
+    width = stack.unembed.A.shape[-2]
+    layers = {name: put_pair(pair, snapshot.layers.get(name)) for name, pair in stack.layers.items()}
     return _pinned(mesh, Lora(layers=layers, unembed=put_pair(stack.unembed, snapshot.unembed)))
+
+
+def width_of(stack: Lora) -> int | None:
+    """The stack's columns, K; None before it is used."""
+    return None if stack.unembed is None else int(stack.unembed.A.shape[-2])
+
+
+def _padded(array: jax.Array, columns: int) -> jax.Array:
+    """[..., rank, size] with zeros up to [..., columns, size]."""
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, columns - array.shape[-2]), (0, 0)])
 
 
 def _pinned(mesh: Mesh, lora: Lora) -> Lora:

@@ -29,7 +29,7 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> Non
     params = by_layer(qwen.params) if apart else qwen.params
     assert params.apart == apart
     cache = empty_cache(qwen.cfg, qwen.mesh, slots, length, "float32", apart)
-    stack = empty_stack(qwen.cfg, qwen.mesh, 32, "float32", apart)
+    stack = empty_stack(qwen.cfg, qwen.mesh, (32, 32), "float32", apart)
     lowered = decode.lower(qwen.cfg, qwen.mesh, chunk, 0, params, stack, cache, rows, np.int32(chunk))
     text = lowered.compile().as_text()
     copied = [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]\S* copy\(", text)]

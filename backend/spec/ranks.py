@@ -1,0 +1,28 @@
+"""The rank of an expert's adapter, and how PEFT's files carry it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+RankRule = Literal["divided", "full"]
+
+
+def expert_rank(rank: int, experts_per_token: int, rule: RankRule) -> int | None:
+    """The rank of every expert's matrices in an adapter of `rank`; None: `rank`, as in all other matrices.
+
+    With "divided" it is rank // experts_per_token, at least 1: the experts that a token goes through have together the
+    adapter of one dense MLP (Schulman and others, "LoRA Without Regret", 2025). experts_per_token: 0 without experts.
+    """
+    own = max(1, rank // max(1, experts_per_token)) if rule == "divided" else rank
+    return None if own == rank else own
+
+
+def peft_factor(rank: int, own: int) -> int:
+    """What PEFT's files multiply B of a matrix of rank `own` by, in an adapter of `rank`.
+
+    Readers such as vLLM know one scale, alpha / rank, although this matrix has alpha / own. The quotient goes into B,
+    which rounds nothing if it is a power of two. Otherwise the factor is 1, and such readers scale the matrix wrongly;
+    PEFT itself scales it by the patterns of its config either way.
+    """
+    quotient, rest = divmod(rank, own)
+    return quotient if not rest and quotient.bit_count() == 1 else 1
