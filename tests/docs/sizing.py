@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinkerflow.backend.spec.ranks import expert_rank
+
 RANK = 32
 KV_SHARE = 0.2
 PREFIX_SHARE = 0.25
@@ -29,6 +31,7 @@ class Shape:
     mlp: int
     tied: bool
     experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def _attention(self) -> tuple[tuple[int, int], ...]:
@@ -60,8 +63,10 @@ class Shape:
     @property
     def adapter(self) -> int:
         """Bytes of one model in training: weights, gradients and two moments in float32, all targets, rank 32."""
-        width = self.layers * sum(i + o for i, o in self._attention + self._mlp) + self.hidden + self.vocab
-        return 16 * RANK * width
+        own = expert_rank(RANK, self.experts_per_token, "divided") or RANK
+        mlp = own * self.layers * sum(i + o for i, o in self._mlp)
+        others = RANK * (self.layers * sum(i + o for i, o in self._attention) + self.hidden + self.vocab)
+        return 16 * (mlp + others)
 
     def kv(self, itemsize: int) -> int:
         """Bytes of the KV cache for one token."""
@@ -94,7 +99,7 @@ MODELS = (
     Shape("Qwen3-8B", 151936, 4096, 36, 32, 8, 128, 12288, tied=False),
     Shape("Qwen3-14B", 151936, 5120, 40, 40, 8, 128, 17408, tied=False),
     Shape("Qwen3-32B", 151936, 5120, 64, 64, 8, 128, 25600, tied=False),
-    Shape("Qwen3-30B-A3B", 151936, 2048, 48, 32, 4, 128, 768, tied=False, experts=128),
+    Shape("Qwen3-30B-A3B", 151936, 2048, 48, 32, 4, 128, 768, tied=False, experts=128, experts_per_token=8),
 )
 DEVICES = (
     Device("TPU v5e, 16 GB", 16e9),
