@@ -19,7 +19,7 @@ settings.load_profile("busy machine")
 USES_THE_SDK = {"api", "compat", "e2e"}
 # What `--fast` leaves out, by folder or file: what starts services, worker groups or databases, and what compiles much.
 NOT_FAST = (
-    *("benchmarks", "compat", "e2e", "flows", "pool", "compute/sampler"),
+    *("accelerators", "benchmarks", "compat", "e2e", "flows", "pool", "compute/sampler"),
     *(f"compute/test_{name}.py" for name in ("custom_losses", "executor", "experts", "mesh", "parity", "platforms")),
     *(f"compute/test_{name}.py" for name in ("quantized", "registry", "train", "train_work", "warming")),
     *(f"api/test_{name}.py" for name in ("fuzz", "limits", "sdk", "serve", "tenants", "traps")),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.platforms import CUDA, TPU, Platform
 from tinkerflow.backend.compute.roofline_text import Work
 from tinkerflow.backend.errors import UserError
@@ -86,3 +88,19 @@ def seconds(work: Iterable[Work], device: Device) -> float:
     (Williams, Waterman and Patterson, "Roofline", 2009).
     """
     return sum(max(one.flops / device.flops, one.bytes / device.bandwidth) for one in work)
+
+
+def useful_flops(cfg: ModelConfig, ranks: Mapping[str, int], length: int) -> float:
+    """Flops for a token that forward_backward cannot do without; MFU is of these (Chowdhery et al., "PaLM", 2022).
+
+    A matrix of the base model takes part in two products (its result, and the gradient of its input), those of an
+    adapter in three (that of the matrix, too). Attention is causal: half of the keys; its backward pass has twice the
+    products of its forward pass. Nothing that is computed again counts.
+
+    cfg: the model. ranks: of the adapted projections, by their names. length: tokens of an example.
+    """
+    total = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * length
+    for name, matrix in projections(cfg).items():
+        each = 4 * matrix.inputs * matrix.outputs + 6 * ranks.get(name, 0) * (matrix.inputs + matrix.outputs)
+        total += each * (matrix.per_token * cfg.layers if matrix.stack else 1)
+    return total

@@ -6,10 +6,13 @@ the compilers' plugins are loaded once. Nothing can be run.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -138,31 +141,60 @@ def mesh_for(target: str, *, tensor: int = 1, expert: int = 1) -> Mesh:
     return jax.make_mesh(shape, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=found)
 
 
-def compile_for(target: str, function: Any, *args: Any, unknown_trips: int = 1, save: str = "") -> Figures:
+def compile_for(
+    target: str, function: Any, *args: Any, unknown_trips: int = 1, save: str = "", cache: str = ""
+) -> Figures:
     """Compile a jitted function for `target`, and say what it takes there.
 
     function: of `jax.jit`. args: arrays or `jax.ShapeDtypeStruct`s with shardings on `mesh_for(target)`, and static
     arguments. unknown_trips: turns to count of a loop whose trip count the compiler does not know. save: a file that
-    the compiled text is written to.
+    the compiled text is written to. cache: a folder; what was compiled of the same program before is read there.
     """
     topology = parse_topology(target)
     devices(target)
-    began = time.monotonic()
     with compiling_for(topology.device.platform):
-        compiled = function.lower(*args).compile()
-    took = time.monotonic() - began
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+        lowered = function.lower(*args)
+    compiled = _compiled(lowered, target, Path(cache) if cache else None)
     if save:
-        Path(save).write_text(text)
-    return Figures(
-        target=topology,
-        took=took,
-        arguments=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes,
-        aliased=memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        counts=count(text, on_chip_spaces=topology.device.platform is TPU, unknown_trips=unknown_trips),
-    )
+        Path(save).write_text(compiled.text)
+    on_chip = topology.device.platform is TPU
+    counts = count(compiled.text, on_chip, unknown_trips)
+    return Figures(topology, compiled.took, **compiled.memory, counts=counts)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    took: float
+    memory: dict[str, int]  # as in `Figures`
+    text: str
+
+
+def _compiled(lowered: Any, target: str, cache: Path | None) -> _Compiled:
+    if cache is None:
+        return _compile(lowered)
+    made_of = (lowered.as_text(), target, jax.__version__, os.environ.get("XLA_FLAGS", ""))
+    place = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()}.json.gz"
+    if place.exists():
+        return _Compiled(**json.loads(gzip.decompress(place.read_bytes())))
+    compiled = _compile(lowered)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    written = place.with_suffix(f".{os.getpid()}")
+    written.write_bytes(gzip.compress(json.dumps(asdict(compiled)).encode()))
+    written.replace(place)
+    return compiled
+
+
+def _compile(lowered: Any) -> _Compiled:
+    began = time.monotonic()
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    sizes = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+    }
+    return _Compiled(time.monotonic() - began, sizes, compiled.as_text())
 
 
 def _environment(topology: Topology) -> Mapping[str, str]:

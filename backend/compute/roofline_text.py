@@ -113,8 +113,8 @@ class Counts:
         """Read from and written to device memory."""
         return sum(work.bytes for work in self.work)
 
-    def largest(self, dtype: str | None = None, count: int = 5) -> list[Shape]:
-        """The largest different results, of one dtype if it is named."""
+    def largest(self, dtype: str | None = None, count: int | None = 5) -> list[Shape]:
+        """The largest different results, of one dtype if it is named; count: None = all."""
         found = {shape for shape in self.arrays.values() if dtype in (None, shape.dtype)}
         return sorted(found, key=lambda shape: -shape.nbytes)[:count]
 
@@ -127,7 +127,7 @@ class Counts:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def count(text: str, *, on_chip_spaces: bool, unknown_trips: int = 1) -> Counts:
+def count(text: str, on_chip_spaces: bool, unknown_trips: int = 1) -> Counts:
     """Count the program in `text`, which is `compiled.as_text()`.
 
     on_chip_spaces: whether memory spaces other than 0 are on the chip (TPU). unknown_trips: turns to assume of a loop

@@ -42,6 +42,11 @@ def python() -> Path:
     return place() / "bin" / "python"
 
 
+def compiled() -> Path:
+    """The folder of what was compiled, by the programs' contents; it may be removed at any time."""
+    return place().with_name("accelerators-programs")
+
+
 def make() -> Path:
     """Make the environment unless it is there, and return its Python. Raises CalledProcessError if pip fails."""
     folder = place()

@@ -1,0 +1,108 @@
+"""What the compiled programs may take: the one table of budgets, and how each figure is measured.
+
+A budget that is not met yet says so (`met=False`); its test fails once it is met, so that the table is corrected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Record = Mapping[str, Any]  # of one compiled program: see `compile.record`
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program of one model on one target. sizes: rows and tokens, or slots and length. axes: of the mesh."""
+
+    model: str
+    target: str
+    program: str
+    sizes: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...] = ()
+    unknown_trips: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as "4B h100:1 loss 4x1024"."""
+        axes = "".join(f" {axis} {size}" for axis, size in self.axes)
+        return f"{self.model} {self.target}{axes} {self.program} {'x'.join(map(str, self.sizes))}".rstrip()
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of a program. unit: as the table shows it. of: the figure from a record. most: it may not be larger."""
+
+    name: str
+    unit: str
+    of: Callable[[Record], float]
+    most: bool = True
+
+
+GB = 1e9
+ACCESSED = Measure("bytes accessed", "GB", lambda record: record["bytes"] / GB)
+TEMPORARIES = Measure("temporaries", "GB", lambda record: record["temporaries"] / GB)
+LARGEST_F32 = Measure("largest float32 array", "GB", lambda record: record["largest"].get("f32", 0) / GB)
+MEMORY = Measure("memory of a device", "%", lambda record: 100 * record["peak"] / record["memory"])
+MEMORY_16 = Measure(
+    "memory with 15 more adapters",
+    "%",
+    lambda record: 100 * (record["peak"] + 15 * record["adapter"]) / record["memory"],
+)
+UNKNOWN_LOOPS = Measure("loops without a trip count", "", lambda record: len(record["unknown_loops"]))
+GATHERED = Measure("largest array that is gathered", "MB", lambda record: record["gathered"] / 1e6)
+DENSE = Measure("flops over those that are needed", "x", lambda record: record["flops"] / record["useful_flops"])
+LOSS_ROWS = Measure("rows of a matmul with the vocabulary", "", lambda record: record["loss_rows"], most=False)
+MFU = Measure("MFU by roofline", "%", lambda record: 100 * record["mfu"], most=False)
+ADAPTER = Measure("an adapter with gradient and moments", "GB", lambda record: record["adapter"] / GB)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limit of one figure. met: False = not yet. quick: it is checked in CI; else only by the command."""
+
+    case: Case
+    measure: Measure
+    limit: float
+    met: bool = True
+    quick: bool = True
+    note: str = field(default="", compare=False)
+
+    def holds(self, value: float) -> bool:
+        """Whether the figure is within the limit."""
+        return value <= self.limit if self.measure.most else value >= self.limit
+
+
+def _case(text: str, *, unknown_trips: int = 1, **axes: int) -> Case:
+    model, target, program, *sizes = text.split()
+    numbers = tuple(int(size) for size in sizes[0].split("x")) if sizes else ()
+    return Case(model, target, program, numbers, tuple(sorted(axes.items())), unknown_trips)
+
+
+CHUNK = 8  # tokens that one call of decode makes
+
+BUDGETS = (
+    Budget(_case("4B h100:1 loss 4x1024"), ACCESSED, 8, met=False),
+    Budget(_case("4B v6e:1x1 loss 4x1024"), ACCESSED, 8, met=False),
+    Budget(_case("4B h100:8 loss 32x1024"), LOSS_ROWS, 1024, met=False),
+    Budget(_case("4B h100:1 forward_backward 4x1024"), MFU, 45, met=False),
+    Budget(_case("4B v6e:1x1 forward_backward 4x1024"), MFU, 45, met=False),
+    Budget(_case("4B v6e:1x1 forward_backward 4x1024"), MEMORY, 92),
+    Budget(_case("4B h100:1 forward_backward 1x32768"), TEMPORARIES, 4, met=False),
+    Budget(_case("4B h100:1 forward_backward 1x32768"), LARGEST_F32, 1, met=False),
+    Budget(_case("4B v6e:1x1 forward_backward 1x32768"), TEMPORARIES, 4, met=False, quick=False),
+    Budget(_case("4B v6e:1x1 forward_backward 1x32768"), LARGEST_F32, 1, met=False, quick=False),
+    Budget(_case("8B h100:1 forward_backward 1x8192"), MEMORY_16, 92),
+    Budget(_case("32B h100:8 forward_backward 8x1024"), MEMORY_16, 92),
+    Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), DENSE, 2, met=False),
+    Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), MEMORY, 92),
+    Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), ADAPTER, 4, met=False),
+    Budget(_case("30B-A3B v6e:2x4 forward_backward 8x1024"), DENSE, 2, quick=False),
+    Budget(_case("4B h100:1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1, met=False),
+    Budget(_case("4B v6e:1x1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1, met=False, quick=False),
+    Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, met=False),
+    Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK, tensor=8), GATHERED, 1, met=False, quick=False),
+    Budget(_case("0.6B v5e:1x1 forward_backward 4x1024"), MEMORY, 92, quick=False),
+    Budget(_case("4B v5e:2x2 forward_backward 4x1024"), MEMORY, 92, quick=False),
+)

@@ -1,0 +1,76 @@
+"""Compiles the cases of one target, and prints what the budgets read of each: the process that the gate starts.
+
+    python compile.py CACHE < cases.json
+
+It needs the environment that `environment.py` makes. CACHE is a folder: what was compiled before is read there. The
+cases are a list in JSON. A line of JSON answers each: its name, and its record or why it could not be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from typing import Any
+
+from jax.errors import JaxRuntimeError
+from tests.accelerators.budgets import Case, Record
+from tests.accelerators.programs import config
+
+from tinkerflow.backend.compute.memory import held_bytes
+from tinkerflow.backend.compute.roofline import parse_topology, useful_flops
+from tinkerflow.backend.compute.roofline_programs import Programs
+from tinkerflow.backend.compute.roofline_targets import Figures
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+
+
+def record(case: Case, cache: str) -> Record:
+    """What the budgets read of one program: bytes and flops of one device."""
+    programs = Programs(config(case.model), case.target, **dict(case.axes))
+    figures: Figures = getattr(programs, case.program)(*case.sizes, cache=cache, unknown_trips=case.unknown_trips)
+    counts, device = figures.counts, parse_topology(case.target).device
+    useful = 0.0
+    if case.program == "forward_backward":
+        ranks = {name: pair.A.shape[-2] for name, pair in programs.lora.layers.items()} | {"unembed": programs.rank}
+        useful = useful_flops(programs.cfg, ranks, case.sizes[1]) * math.prod(case.sizes) / programs.mesh.size
+    copies = 2 + len(OPTIMIZERS[DEFAULT_OPTIMIZER].state)  # weights, gradient, moments
+    return {
+        "arguments": figures.arguments,
+        "temporaries": figures.temporaries,
+        "peak": figures.peak,
+        "memory": device.memory,
+        "flops": counts.flops,
+        "bytes": counts.bytes,
+        "seconds": figures.seconds,
+        "useful_flops": useful,
+        "mfu": useful / device.flops / figures.seconds,
+        "largest": {one.dtype: one.nbytes for one in reversed(counts.largest(count=None))},
+        "unknown_loops": sorted(loop.name for loop in counts.loops if loop.trips is None),
+        "gathered": max((one.bytes for one in counts.collectives if one.kind == "all-gather"), default=0),
+        "sent": sum(one.bytes * one.times for one in counts.collectives),
+        "loss_rows": min(_rows(counts.matmuls(), programs.cfg.vocab // programs.tensor), default=0),
+        "adapter": held_bytes(programs.lora) * copies,
+        "unstated": counts.kernels,
+    }
+
+
+def _rows(matmuls: Any, vocabulary: int) -> list[int]:
+    """The rows of every matmul whose result has a column for each token of the vocabulary."""
+    results = [[int(size) for size in re.findall(r"\d+", one.rsplit("[", 1)[1])] for one in matmuls]
+    return [math.prod(dims) // vocabulary for dims in results if vocabulary in dims]
+
+
+def main(cache: str) -> None:
+    """Compile the cases on standard input."""
+    for fields in json.load(sys.stdin):
+        case = Case(**{**fields, "sizes": tuple(fields["sizes"]), "axes": tuple(map(tuple, fields["axes"]))})
+        try:
+            answer: dict[str, Any] = {"record": record(case, cache)}
+        except JaxRuntimeError as error:  # such as a program that does not fit the device
+            answer = {"error": str(error)[:2000]}
+        print(json.dumps({"name": case.name, **answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

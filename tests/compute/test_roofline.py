@@ -1,0 +1,52 @@
+"""Names of topologies, and the time that a program takes at the peaks of a device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.roofline import DEVICES, parse_topology, seconds, useful_flops
+from tinkerflow.backend.compute.roofline_text import Work
+from tinkerflow.backend.errors import UserError
+
+QWEN3_4B = ModelConfig("qwen3", 151936, 2560, 36, 32, 8, 128, 9728, 1e-6, 1e6, None, 40960, True, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count"),
+    [("v6e:2x4", "v6e", 8), ("v5p:2x2x1", "v5p", 4), ("H100:2x8", "h100", 16), ("l4", "l4", 1)],
+)
+def test_a_topology_is_a_device_and_a_shape(text: str, name: str, count: int) -> None:
+    topology = parse_topology(text)
+    assert (topology.device, topology.count) == (DEVICES[name], count)
+    assert parse_topology(str(topology)) == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v9:2x2", "topology 'v9:2x2': device 'v9' is not known; it must be one of v5e, v5p"),
+        ("v6e:2x", "topology 'v6e:2x': shape '2x'; it must be positive numbers with an x between them"),
+        ("h100:0", "topology 'h100:0': shape '0'; it must be positive"),
+        ("h100:2x2x2", "topology 'h100:2x2x2': shape '2x2x2'; GPUs have at most two numbers"),
+    ],
+)
+def test_another_topology_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_topology(text)
+    assert caught.value.message.startswith(message)
+
+
+def test_an_operation_takes_the_longer_of_its_flops_and_its_bytes() -> None:
+    device = DEVICES["h100"]
+    matmul = Work("a", "dot", 1, int(device.flops), 0)
+    copy = Work("b", "copy", 1, 0, int(device.bandwidth))
+    both = Work("c", "dot", 1, int(device.flops), int(device.bandwidth) // 2)
+    assert seconds([matmul, copy, both], device) == pytest.approx(3)
+
+
+def test_a_token_of_qwen3_4b_has_17_gflop_at_rank_32() -> None:
+    matrices = ("q", "k", "v", "o", "gate", "up", "down", "unembed")
+    plain, adapted = useful_flops(QWEN3_4B, {}, 1024), useful_flops(QWEN3_4B, dict.fromkeys(matrices, 32), 1024)
+    assert plain == pytest.approx(4 * 4.02e9 + 6 * 36 * 4096 * 1024, rel=0.001)
+    assert adapted - plain == pytest.approx(6 * 71e6, rel=0.01)

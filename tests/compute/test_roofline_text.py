@@ -1,0 +1,194 @@
+"""What is counted in the text of a compiled program. The texts are as XLA:TPU and XLA:GPU write them, made shorter."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinkerflow.backend.compute.roofline_text import Counts, Loop, count
+
+MATMUL = 2 * 4096 * 2560 * 9728
+LOOP = """HloModule jit_f, is_scheduled=true
+
+%sliced (p: bf16[36,2560,2560], i: s32[]) -> bf16[2560,2560] {
+  %p = bf16[36,2560,2560]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %slice = bf16[1,2560,2560]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p, %i, %zero, %zero), dynamic_slice_sizes={1,2560,2560}
+  ROOT %flat = bf16[2560,2560]{1,0:T(8,128)(2,1)} bitcast(%slice)
+}
+
+%matmul (x: bf16[4096,2560], w: bf16[36,2560,2560], i: s32[]) -> bf16[4096,2560] {
+  %x = bf16[4096,2560]{1,0:T(8,128)(2,1)SPACE} parameter(0)
+  %w = bf16[36,2560,2560]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %i = s32[]{:T(128)} parameter(2)
+  %one = bf16[2560,2560]{1,0:T(8,128)(2,1)} fusion(%w, %i), kind=kLoop, calls=%sliced
+  ROOT %product = bf16[4096,2560]{1,0:T(8,128)(2,1)SPACE} convolution(%x, %one), dim_labels=bf_io->bf
+}
+
+%body (state: (s32[], bf16[4096,2560], bf16[36,2560,2560])) -> (s32[], bf16[4096,2560], bf16[36,2560,2560]) {
+  %state = (s32[]{:T(128)}, bf16[4096,2560]{1,0SPACE}, /*index=2*/bf16[36,2560,2560]{2,1,0}) parameter(0)
+  %turn = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %x = bf16[4096,2560]{1,0:T(8,128)(2,1)SPACE} get-tuple-element(%state), index=1
+  %w = bf16[36,2560,2560]{2,1,0:T(8,128)(2,1)} get-tuple-element(%state), index=2
+  %step = s32[]{:T(128)} constant(1)
+  %fusion.1 = bf16[4096,2560]{1,0:T(8,128)(2,1)SPACE} fusion(%x, %w, %turn), kind=kOutput, calls=%matmul
+  %next = s32[]{:T(128)S(6)} add(%turn, %step)
+  ROOT %after = (s32[]{:T(128)}, bf16[4096,2560]{1,0SPACE}, bf16[36,2560,2560]{2,1,0}) tuple(%next, %fusion.1, %w)
+}
+
+%condition (state: (s32[], bf16[4096,2560], bf16[36,2560,2560])) -> pred[] {
+  %state = (s32[]{:T(128)}, bf16[4096,2560]{1,0}, bf16[36,2560,2560]{2,1,0}) parameter(0)
+  %turn = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %limit = s32[]{:T(128)} constant(36)
+  ROOT %less = pred[]{:T(512)} compare(%turn, %limit), direction=LT
+}
+
+ENTRY %main (x.1: bf16[4096,2560], w.1: bf16[36,2560,2560]) -> bf16[4096,2560] {
+  %x.1 = bf16[4096,2560]{1,0:T(8,128)(2,1)} parameter(0)
+  %w.1 = bf16[36,2560,2560]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %first = s32[]{:T(128)} constant(0)
+  %begin = s32[]{:T(128)S(6)} copy(%first)
+  %before = (s32[]{:T(128)}, bf16[4096,2560]{1,0}, bf16[36,2560,2560]{2,1,0}) tuple(%begin, %x.1, %w.1)
+  %while.1 = (s32[]{:T(128)}, bf16[4096,2560]{1,0}, bf16[36,2560,2560]{2,1,0}) while(%before), OF
+  ROOT %result = bf16[4096,2560]{1,0:T(8,128)(2,1)} get-tuple-element(%while.1), index=1
+}
+""".replace("OF", 'condition=%condition, body=%body, metadata={op_name="jit(f)/while"}KNOWN')
+
+
+def one(operation: str, shapes: str, *, before: str = "", **options: bool) -> Counts:
+    """The counts of a program of one operation, of parameters %a, %b, ... with these shapes."""
+    named = enumerate(zip("abcd", shapes.split(), strict=False))
+    parameters = "\n".join(f"  %{name} = {shape} parameter({place})" for place, (name, shape) in named)
+    text = f"HloModule m\n\n{before}\nENTRY %main (a: f32[1]) -> f32[1] {{\n{parameters}\n  ROOT %r = {operation}\n}}\n"
+    return count(text, options.get("tpu", False))
+
+
+def test_every_turn_of_a_loop_counts_and_a_slice_of_the_weights_is_all_that_a_turn_reads() -> None:
+    counts = count(LOOP.replace("SPACE", "").replace("KNOWN", ""), True)
+    assert counts.loops == [Loop("jit(f)/while", 36, 0)]
+    assert counts.flops == 36 * 2 * 4096 * 2560 * 2560
+    assert counts.matmuls() == {"bf16[4096,2560] x bf16[2560,2560] -> bf16[4096,2560]": counts.flops}
+    activations, weight = 2 * 4096 * 2560, 2 * 2560 * 2560
+    moved = 36 * (2 * activations + weight)
+    assert moved <= counts.bytes < moved * 1.001, "and a few bytes of counters"
+
+
+def test_on_chip_memory_costs_nothing_on_a_tpu() -> None:
+    text = LOOP.replace("SPACE", "S(1)").replace("KNOWN", "")
+    weights = 36 * 2 * 2560 * 2560
+    assert weights <= count(text, True).bytes < weights * 1.001
+    assert count(text, False, unknown_trips=36).bytes > 2 * weights, "GPUs use other memory spaces for main memory, too"
+
+
+def test_a_gpu_knows_the_turns_of_a_loop_only_where_its_compiler_wrote_them_down() -> None:
+    text = LOOP.replace("SPACE", "")
+    known = ', backend_config={"known_trip_count":{"n":"36"},"known_init_step":{"init":"0","step":"1"}}'
+    assert count(text.replace("KNOWN", known), False).loops == [Loop("jit(f)/while", 36, 0)]
+    unknown = count(text.replace("KNOWN", ""), False, unknown_trips=8)
+    assert unknown.loops == [Loop("jit(f)/while", None, 0)]
+    assert unknown.flops == 8 * 2 * 4096 * 2560 * 2560
+
+
+def test_a_loop_whose_limit_is_an_argument_has_no_known_turns_on_a_tpu() -> None:
+    text = LOOP.replace(
+        "%limit = s32[]{:T(128)} constant(36)", "%limit = s32[]{:T(128)} get-tuple-element(%state), index=0"
+    )
+    assert count(text.replace("SPACE", "").replace("KNOWN", ""), True).loops[0].trips in (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "flops"),
+    [
+        (
+            "f32[4096,9728]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+            "bf16[4096,2560]{1,0} bf16[9728,2560]{1,0}",
+            MATMUL,
+        ),
+        (
+            '(bf16[4096,9728]{1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config='
+            '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',
+            "bf16[4096,2560]{1,0} bf16[9728,2560]{1,0}",
+            MATMUL,
+        ),
+        (  # a batch of 4 matmuls, as XLA:TPU writes it: the batch is a spatial dimension that is met at one place only
+            "f32[4,128,64]{2,1,0} convolution(%a, %b), window={size=4 stride=3 pad=3_3 lhs_dilate=4}, "
+            "dim_labels=0bf_0io->0bf",
+            "bf16[4,128,256]{2,1,0} bf16[4,256,64]{2,1,0}",
+            2 * 4 * 128 * 256 * 64,
+        ),
+        (
+            'bf16[128,64]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", backend_config='
+            '{"custom_call_config":{"body":"x","cost_estimate":{"flops":"12345","bytes_accessed":"1"}}}',
+            "bf16[128,256]{1,0}",
+            12345,
+        ),
+        ("f32[128]{0} add(%a, %b)", "f32[128]{0} f32[128]{0}", 0),
+    ],
+)
+def test_flops(operation: str, shapes: str, flops: int) -> None:
+    assert one(operation, shapes).flops == flops
+
+
+def test_a_kernel_that_states_no_flops_is_named() -> None:
+    counts = one('bf16[8]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"', "bf16[8]{0}")
+    assert counts.kernels == {"__gpu$xla.gpu.triton": 1}
+    assert counts.bytes == 32
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "nbytes"),
+    [
+        ("f32[128]{0} add(%a, %b)", "f32[128]{0} f32[128]{0}", 3 * 512),
+        ("f32[1,128]{1,0} dynamic-slice(%a, %b, %b), dynamic_slice_sizes={1,128}", "f32[64,128]{1,0} s32[]", 2 * 512),
+        ("f32[64,128]{1,0} dynamic-update-slice(%a, %b, %c, %c)", "f32[64,128]{1,0} f32[1,128]{1,0} s32[]", 2 * 512),
+        ("f32[128]{0} bitcast(%a)", "f32[128]{0}", 0),
+        ('f32[999]{0} custom-call(), custom_call_target="AllocateBuffer"', "", 0),
+        ("pred[128]{0} compare(%a, %a), direction=LT", "s4[128]{0}", 128 + 2 * 64),
+    ],
+)
+def test_bytes(operation: str, shapes: str, nbytes: int) -> None:
+    assert one(operation, shapes).bytes == nbytes
+
+
+def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
+    fused = """%fused (p: f32[64,128], u: f32[1,128], i: s32[]) -> f32[64,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  %u = f32[1,128]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %put = f32[64,128]{1,0} dynamic-update-slice(%p, %u, %i, %i)
+}
+"""
+    shapes = "f32[64,128]{1,0} f32[1,128]{1,0} s32[]"
+    assert (
+        one("f32[64,128]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%fused", shapes, before=fused).bytes == 2 * 512 + 4
+    )
+
+
+def test_the_dearest_branch_of_a_conditional_counts() -> None:
+    branch = """%{name} (x: f32[{size}]) -> f32[{size}] {{
+  %x = f32[{size}]{{0}} parameter(0)
+  ROOT %n = f32[{size}]{{0}} negate(%x)
+}}
+"""
+    both = branch.format(name="small", size=8) + "\n" + branch.format(name="large", size=64)
+    counts = one(
+        "f32[64]{0} conditional(%a, %b, %c), branch_computations={%small, %large}",
+        "s32[] f32[8]{0} f32[64]{0}",
+        before=both,
+    )
+    assert counts.bytes == 2 * 64 * 4
+
+
+def test_collectives_have_the_bytes_of_their_result() -> None:
+    counts = one(
+        "(bf16[320,2560]{1,0}, bf16[2560,2560]{1,0}) all-gather-start(%a), dimensions={0}, "
+        'metadata={op_name="jit(f)/gather"}',
+        "bf16[320,2560]{1,0}",
+    )
+    (gather,) = counts.collectives
+    assert (gather.kind, gather.name, gather.bytes, gather.times) == ("all-gather", "jit(f)/gather", 2 * 2560**2, 1)
+
+
+def test_a_text_that_is_no_program_is_refused() -> None:
+    with pytest.raises(ValueError, match="no ENTRY"):
+        count("module @jit_f {}", False)
