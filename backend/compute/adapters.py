@@ -19,10 +19,11 @@ from tinkerflow.backend.compute.lora import (
     from_peft,
     from_shared_scale,
     init_lora,
+    shardings,
     to_peft,
     to_shared_scale,
 )
-from tinkerflow.backend.compute.mesh import put, replicated, to_host
+from tinkerflow.backend.compute.mesh import put, to_host, whole_to_host
 from tinkerflow.backend.compute.optimizer import OptimizerState, fresh_state
 from tinkerflow.backend.errors import NotFoundError, UserError
 
@@ -102,7 +103,7 @@ class AdapterStore:
             parts |= {f".{name}": tree for name, tree in adapter.state.parts.items()}
             if adapter.pending:
                 parts[".grad"] = adapter.grads
-        host = to_host(parts)
+        host = whole_to_host(self._mesh, parts)
         moments = {name + end: array for end in parts if end for name, array in to_peft(self._cfg, host[end]).items()}
         weights = to_peft(self._cfg, to_shared_scale(adapter.spec, host[""]))
         return AdapterState(adapter.spec, adapter.step, weights, moments, adapter.optimizer)
@@ -130,7 +131,7 @@ class AdapterStore:
         return Adapter(spec=spec, lora=self._put(lora), grads=self._put(zeros), state=self._put(state))
 
     def _put(self, tree: Tree) -> Tree:
-        return put(tree, replicated(self._mesh))
+        return put(tree, shardings(self._mesh, tree))
 
 
 def state_lora(cfg: ModelConfig, state: AdapterState) -> Lora:

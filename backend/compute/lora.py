@@ -11,24 +11,26 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import flax.struct
 import jax
 import numpy as np
 import numpy.typing as npt
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
 
 from tinkerflow.backend.commands import LORA_ALPHA, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.decoder import Projection
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
-from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, Array, replicated, sharding
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MAX_RANK
 from tinkerflow.backend.spec.ranks import peft_factor
 
+Tree = TypeVar("Tree")
 _PEFT = "base_model.model."  # what PEFT puts before a module's name
 
 
@@ -140,6 +142,42 @@ def _scaled(spec: LoraSpec, lora: Lora, change: Callable[[Array, int], Array]) -
 
 def _rank(spec: LoraSpec, projection: Projection) -> int:
     return spec.expert_rank or spec.rank if projection.of_experts else spec.rank
+
+
+def shardings(mesh: Mesh, tree: Tree) -> Tree:
+    """Where each array of an adapter (or of anything shaped like one) lies: split over all devices of the mesh.
+
+    A pair's long side, `in` or `out`, is split over all axes; of pairs with experts, E is split over the expert axis.
+    What is no part of a pair (a count) is on every device.
+    """
+
+    def where(leaf: Any) -> NamedSharding:
+        long, experts = ((FSDP, TENSOR), (None, EXPERT, None)) if leaf.ndim == 4 else ((FSDP, EXPERT, TENSOR), ())
+        axes = (experts or (None,) * (leaf.ndim - 1)) + (long,) if leaf.ndim else ()
+        return sharding(mesh, leaf.shape, *axes)
+
+    found: Tree = jax.tree.map(where, tree)
+    return found
+
+
+def pinned(mesh: Mesh, tree: Tree) -> Tree:
+    """Inside a jitted function: the same, as `shardings` places it."""
+    placed: Tree = jax.lax.with_sharding_constraint(tree, shardings(mesh, tree))
+    return placed
+
+
+def gathered(mesh: Mesh, lora: Lora) -> Lora:
+    """Inside a jitted function: the adapter as every device needs it for all layers; experts' pairs as they are.
+
+    Gathered once, because a transfer for each matrix and layer would wait for the network more often than it computes.
+    Experts' pairs are large: these are gathered where they are used.
+    """
+
+    def whole(pair: LoraPair) -> LoraPair:
+        return pair if pair.A.ndim == 4 else jax.lax.with_sharding_constraint(pair, replicated(mesh))
+
+    made: Lora = jax.tree.map(whole, lora, is_leaf=lambda node: isinstance(node, LoraPair))
+    return made
 
 
 def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:

@@ -1,11 +1,14 @@
 """The device mesh of a worker group, and how arrays get onto it and back.
 
 The mesh may span processes. So host arrays enter through `put` (each process gives the part that its devices hold, and
-every process must hold the same values), and only replicated arrays come back, through `to_host`.
+every process must hold the same values), and come back through `to_host` where they are replicated, or else through
+`whole_to_host`.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,9 +44,14 @@ def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
     return jax.make_mesh((fsdp, expert, tensor), (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3)
 
 
-def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
-    """Shard dimension i of `shape` over `axes[i]`; a dimension that the axis does not divide stays whole."""
-    spec = [axis if axis and size % mesh.shape[axis] == 0 else None for size, axis in zip(shape, axes, strict=False)]
+def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | tuple[str, ...] | None) -> NamedSharding:
+    """Shard dimension i of `shape` over `axes[i]`, or over all of several axes; what they do not divide stays whole."""
+
+    def divides(axis: str | tuple[str, ...], size: int) -> bool:
+        names = (axis,) if isinstance(axis, str) else axis
+        return size % math.prod(mesh.shape[name] for name in names) == 0
+
+    spec = [axis if axis and divides(axis, size) else None for size, axis in zip(shape, axes, strict=False)]
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -74,6 +82,22 @@ def from_callback(
 def to_host(tree: Tree) -> Tree:
     """The same pytree as NumPy arrays, in one transfer. Every array must be replicated (or the process's own)."""
     return jax.device_get(tree)
+
+
+def whole_to_host(mesh: Mesh, tree: Tree) -> Tree:
+    """The same pytree as NumPy arrays, gathered array by array where other processes hold a part of it.
+
+    All processes must call it with the same pytree.
+    """
+    if jax.process_count() == 1:
+        return to_host(tree)
+    return jax.tree.map(lambda array: to_host(_gather(mesh, array)), tree)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gather(mesh: Mesh, array: jax.Array) -> jax.Array:
+    whole: jax.Array = jax.lax.with_sharding_constraint(array, replicated(mesh))
+    return whole
 
 
 def _put_shards(array: npt.NDArray[Any], where: NamedSharding) -> jax.Array:

@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.attention import attend_segments
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
-from tinkerflow.backend.compute.lora import Lora, apply_one
+from tinkerflow.backend.compute.lora import Lora, apply_one, gathered, pinned
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
 from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
@@ -85,7 +85,7 @@ class Steps:
 
 
 def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
-    """The steps of the model `cfg` on `mesh`. Adapters and all outputs are replicated.
+    """The steps of the model `cfg` on `mesh`. Adapters, gradients and moments lie as `lora.shardings` says.
 
     kept_bytes: how many bytes of activations a device may keep for a backward pass. Where the layers would keep more,
     the backward pass computes each layer again.
@@ -99,31 +99,36 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         tokens, positions = batch.tokens, batch.positions
         return forward(cfg, mesh, params, lora, tokens, positions, attend, apply_one, constrain=constrain, remat=remat)
 
-    def gathered(params: Params) -> Params:
+    def with_head(params: Params) -> Params:
         # The unembedding gathered over fsdp once, not again for every chunk of logits.
         head = jax.lax.with_sharding_constraint(params.head, sharding(mesh, params.head.shape, TENSOR))
         return replace(params, unembed_VD=head)
 
     def forward_step(params: Params, lora: Lora, batch: DeviceBatch) -> Scored:
+        lora = gathered(mesh, lora)
         hidden_BTD = hidden(params, lora, batch, remat=False)
-        return score(gathered(params), lora.unembed, hidden_BTD, batch.targets, batch.choice, batch.inputs)
+        return score(with_head(params), lora.unembed, hidden_BTD, batch.targets, batch.choice, batch.inputs)
 
     def backward_step(params: Params, lora: Lora, grads: Lora, batch: DeviceBatch) -> tuple[Lora, Scored]:
+        lora = gathered(mesh, lora)
         tokens = batch.tokens.size // mesh.shape[FSDP]
         remat = memory.kept_bytes(cfg, _ranks(cfg, lora), tokens, params.embed_VD.dtype) > kept_bytes
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
         scored, d_hidden_BTD, d_unembed = score_and_grads(
-            gathered(params), lora.unembed, hidden_BTD, batch.targets, batch.choice, batch.inputs
+            with_head(params), lora.unembed, hidden_BTD, batch.targets, batch.choice, batch.inputs
         )
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
-        return jax.tree.map(jnp.add, grads, d_lora), scored
+        return pinned(mesh, jax.tree.map(jnp.add, grads, d_lora)), jax.lax.with_sharding_constraint(scored, whole)
+
+    def optimize(lora: Lora, grads: Lora, state: OptimizerState, hyper: Leaf) -> Stepped:
+        return pinned(mesh, step(lora, grads, state, cast(jax.Array, hyper)))
 
     whole = replicated(mesh)
     return Steps(
         forward=jax.jit(forward_step, out_shardings=whole),
-        backward=jax.jit(backward_step, donate_argnums=2, out_shardings=whole),
-        optimize=jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=whole),
+        backward=jax.jit(backward_step, donate_argnums=2),
+        optimize=jax.jit(optimize, donate_argnums=(0, 1, 2)),
     )
 
 

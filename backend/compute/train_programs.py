@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.lora import Lora, init_lora
+from tinkerflow.backend.compute.lora import Lora, init_lora, shardings
 from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
 from tinkerflow.backend.compute.optimizer import fresh_state
@@ -30,7 +30,8 @@ _FORWARD = 3  # added to the distance of forward passes alone: they are rarer
 
 def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Lora:
     """An adapter of that shape on the devices, without values."""
-    lora: Lora = like(init_lora(cfg, spec, 0), replicated(mesh))
+    host = init_lora(cfg, spec, 0)
+    lora: Lora = jax.tree.map(like, host, shardings(mesh, host))
     return lora
 
 
@@ -51,7 +52,8 @@ def training_programs(
     microbatch_tokens: padded tokens of a micro-batch at most. max_context: tokens of an example at most.
     """
     whole = replicated(mesh)
-    state = like(fresh_state(optimizer, lora), whole)
+    fresh = fresh_state(optimizer, lora)
+    state = jax.tree.map(like, fresh, shardings(mesh, fresh))
     spec = OPTIMIZERS[optimizer]
     hyper = like(spec.vector(spec.example), whole)
     of = f"rank {jax.tree.leaves(lora)[0].shape[-2]}, {optimizer}"

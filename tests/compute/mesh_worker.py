@@ -1,7 +1,8 @@
-"""One process with four CPU devices, for test_mesh: trains on a mesh and prints losses, norms and logprobs as JSON."""
+"""One process with several CPU devices, for test_mesh: trains with each optimizer on a mesh; numbers as JSON."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 
@@ -9,17 +10,28 @@ import jax
 
 
 def main() -> None:
-    """argv: model folder, size of the fsdp axis (0 = what four devices leave), size of the tensor axis."""
-    folder, fsdp, tensor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    jax.config.update("jax_num_cpu_devices", fsdp * tensor or 4)
+    """argv: model folder, how many devices, and the axes fsdp (0 = what the devices leave), expert and tensor."""
+    folder, (devices, fsdp, expert, tensor) = sys.argv[1], map(int, sys.argv[2:])
+    jax.config.update("jax_num_cpu_devices", devices)
     import numpy as np
 
-    from tinkerflow.backend.commands import CreateAdapter, Example, Forward, GroupConfig, LoraSpec, OptimStep
+    from tinkerflow.backend.commands import (
+        CreateAdapter,
+        Example,
+        ExportAdapter,
+        Forward,
+        GroupConfig,
+        ImportAdapter,
+        LoraSpec,
+        OptimStep,
+    )
     from tinkerflow.backend.compute.executor import Executor
+    from tinkerflow.backend.compute.memory import held_bytes
     from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+    from tinkerflow.backend.spec.optimizers.dimuon import DimuonParams
 
-    executor = Executor(GroupConfig(folder, "float32", fsdp, tensor, 512, 256, 4, 4, ""), lambda line: None, 1, 0)
-    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+    config = GroupConfig(folder, "float32", fsdp, tensor, 512, 256, 4, 4, "", expert=expert)
+    executor = Executor(config, lambda line: None, 1, 0)
     rng = np.random.default_rng(0)
     data = tuple(
         Example(
@@ -29,12 +41,24 @@ def main() -> None:
         )
         for n in (9, 30, 17)
     )
-    said: dict[str, object] = {"losses": [], "norms": []}
-    for _ in range(3):
-        result = executor.execute(Forward("a", data, "cross_entropy"))
-        said["losses"] += [result.loss_sum]
-        said["norms"] += [executor.execute(OptimStep("a", AdamParams(learning_rate=1e-2))).grad_norm]
-    said["logprobs"] = [lp.tolist() for lp in result.logprobs]
+    said: dict[str, object] = {}
+    for name, params in (("adamw", AdamParams(learning_rate=1e-2)), ("dimuon", DimuonParams(learning_rate=1e-2))):
+        executor.execute(CreateAdapter(name, LoraSpec(4), 0, name))
+        for step in range(3):
+            result = executor.execute(Forward(name, data, "cross_entropy"))
+            norm = executor.execute(OptimStep(name, params)).grad_norm
+            said |= {f"{name} loss {step}": result.loss_sum, f"{name} norm {step}": norm}
+        said[f"{name} logprobs"] = [lp.tolist() for lp in result.logprobs]
+        state = executor.execute(ExportAdapter(name, optimizer=True))
+        compiled = executor.compiles
+        executor.execute(ImportAdapter("again", state))
+        executor.execute(Forward("again", data, "cross_entropy"))
+        executor.execute(OptimStep("again", params))
+        said[f"{name} compiled for a restored state"] = executor.compiles - compiled
+        tensors = [array.tobytes() for _, array in sorted((state.weights | state.moments).items())]
+        said[f"{name} digest"] = hashlib.sha256(b"".join(tensors)).hexdigest()
+        adapter = executor._adapters.get(name)
+        said[f"{name} held"] = held_bytes((adapter.lora, adapter.grads, adapter.state.parts))
     print(json.dumps(said))
 
 

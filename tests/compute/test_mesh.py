@@ -1,4 +1,4 @@
-"""The same training on one device and on meshes of four: fsdp, tensor, and both."""
+"""The same training on one device and on meshes; what adapters take of a device falls by the number of devices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.errors import UserError
 
 
-def train(folder: Path, fsdp: int, tensor: int) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).with_name("mesh_worker.py")), str(folder), str(fsdp), str(tensor)]
+def train(folder: Path, devices: int, *axes: int) -> dict[str, Any]:
+    worker = Path(__file__).with_name("mesh_worker.py")
+    command = [sys.executable, *map(str, (worker, folder, devices, *axes))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -29,16 +30,20 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
         make_mesh(0, 2, 3)
 
 
-@pytest.fixture(scope="module")
-def alone(qwen3) -> dict[str, Any]:
-    return train(qwen3.folder, 1, 1)
+@pytest.mark.parametrize(("model", "devices", "axes"), [("qwen3", 4, (0, 1, 2)), ("moe", 8, (2, 2, 2))])
+def test_a_mesh_gives_the_numbers_of_one_device(model, devices, axes, request):
+    folder = request.getfixturevalue(model).folder
+    alone, found = train(folder, 1, 1, 1, 1), train(folder, devices, *axes)
+    for name in ("adamw", "dimuon"):
+        assert alone[f"{name} loss 2"] < alone[f"{name} loss 0"]
+        for step in range(3):
+            assert np.isclose(found[f"{name} loss {step}"], alone[f"{name} loss {step}"], rtol=1e-4)
+            assert np.isclose(found[f"{name} norm {step}"], alone[f"{name} norm {step}"], rtol=1e-3)
+        for one, other in zip(found[f"{name} logprobs"], alone[f"{name} logprobs"], strict=True):
+            close_logprobs(one, other, ulps=2048)
+        assert found[f"{name} compiled for a restored state"] == 0
+        assert found[f"{name} held"] * devices == alone[f"{name} held"]
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(0, 2)])  # fsdp 0: what four devices leave
-def test_a_mesh_gives_the_numbers_of_one_device(qwen3, alone, fsdp, tensor):
-    found = train(qwen3.folder, fsdp, tensor)
-    assert alone["losses"][-1] < alone["losses"][0]
-    assert np.allclose(found["losses"], alone["losses"], rtol=1e-4)
-    assert np.allclose(found["norms"], alone["norms"], rtol=1e-3)
-    for one, other in zip(found["logprobs"], alone["logprobs"], strict=True):
-        close_logprobs(one, other, ulps=2048)
+def test_two_runs_on_a_mesh_are_alike_bit_for_bit(qwen3):
+    assert train(qwen3.folder, 4, 2, 1, 2) == train(qwen3.folder, 4, 2, 1, 2)

@@ -28,7 +28,7 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.decoder import Projection
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
-from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, scale
+from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, scale, shardings
 from tinkerflow.backend.compute.mesh import Array, put, replicated, to_host
 from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS, rank_columns
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
@@ -118,7 +118,7 @@ class SnapshotCache:
         if snapshot_id in self._snapshots:
             raise ConflictError(f"snapshot {snapshot_id!r} exists already; a snapshot never changes")
         if _on_host(lora):
-            lora = put(lora, replicated(self._mesh))
+            lora = put(lora, shardings(self._mesh, lora))
         widths = widths_of(self._cfg, spec)
         copy, finite = frozen(self._mesh, widths, self._dtype, lora)
         if not bool(to_host(finite)):
