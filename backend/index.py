@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinkerflow.backend.errors import StoreError
-from tinkerflow.backend.journal import CheckpointFound, CheckpointKind, CheckpointSaved, Journal
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal
 from tinkerflow.backend.store import RECOVERY, CheckpointPath, Saved, Store
 
 
@@ -59,8 +59,7 @@ def rebuild(journal: Journal, store: Store) -> Rebuilt:
             continue
         if saved is None:
             continue
-        found = CheckpointFound(row_of(saved), saved.meta.public, saved.meta.run_metadata)
-        if journal.imports.restore(found):
+        if journal.imports.restore(row_of(saved), saved.meta.public, saved.meta.run_metadata):
             restored.append(path)
         else:
             known += 1

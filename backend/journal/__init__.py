@@ -23,8 +23,6 @@ from tinkerflow.backend.journal.effects import SequencesRecorded as SequencesRec
 from tinkerflow.backend.journal.effects import SnapshotTaken as SnapshotTaken
 from tinkerflow.backend.journal.effects import StepMade as StepMade
 from tinkerflow.backend.journal.effects import Used as Used
-from tinkerflow.backend.journal.imports import CheckpointFound as CheckpointFound
-from tinkerflow.backend.journal.imports import CopyMade as CopyMade
 from tinkerflow.backend.journal.journal import Journal as Journal
 from tinkerflow.backend.journal.keys import KeyView as KeyView
 from tinkerflow.backend.journal.leases import LEASE_SECONDS as LEASE_SECONDS

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from enum import StrEnum
+from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
@@ -68,6 +69,23 @@ def note(
     known = {name: value for name, value in named.items() if value is not None}
     values = {"owner": owner, "at": now, "event": event, "details": {**known, **(details or {})}, **named}
     connection.execute(sa.insert(AuditEvent).values(values))
+
+
+def note_checkpoint(
+    connection: sa.Connection,
+    now: datetime,
+    event: Event,
+    of: Any,
+    details: Mapping[str, object] | None = None,
+    purpose: str | None = None,
+) -> None:
+    """Write what happened to a checkpoint into its owner's log, in the caller's transaction.
+
+    of: the checkpoint's row, or a view or effect with the same fields. The others are as in `note`: connection, now,
+    event, details, purpose.
+    """
+    told = {"model_id": of.run_id, "tinker_path": of.path, "purpose": purpose, "details": details}
+    note(connection, now, owner=of.owner, event=event, **told)
 
 
 class Audit(Aggregate):

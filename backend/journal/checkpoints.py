@@ -69,15 +69,7 @@ class SavedCheckpoints(Aggregate):
         now = self._now()
         with self._write() as connection:
             found = _readable(connection, path, owner, None, now)
-            audit.note(
-                connection,
-                now,
-                owner=found.owner,
-                event=audit.Event.CHECKPOINT_READ,
-                model_id=found.run_id,
-                tinker_path=path,
-                purpose=purpose,
-            )
+            audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_READ, found, purpose=purpose)
         return found
 
     def page(
@@ -141,7 +133,7 @@ class SavedCheckpoints(Aggregate):
             row = connection.execute(changed).one_or_none()
             if row is None:
                 raise _missing(path)
-            note_change(connection, row, event, now, details)
+            audit.note_checkpoint(connection, now, event, row, details)
         return as_view(CheckpointView, row)
 
 
@@ -149,22 +141,6 @@ def exists(now: datetime) -> sa.ColumnElement[bool]:
     """The filter for checkpoints that are neither deleted nor past their time: for clients there are no others."""
     due = col(Checkpoint.expires_at)
     return sa.and_(col(Checkpoint.deleted_at).is_(None), sa.or_(due.is_(None), due > now))
-
-
-def note_change(
-    connection: sa.Connection,
-    row: sa.Row[Any],
-    event: audit.Event,
-    now: datetime,
-    details: Mapping[str, object] | None = None,
-) -> None:
-    """Write what happened to the checkpoint in `row` into its owner's audit log, in the caller's transaction.
-
-    connection: of that transaction. event, now: what happened, and when. details: JSON values.
-    """
-    audit.note(
-        connection, now, owner=row.owner, event=event, model_id=row.run_id, tinker_path=row.path, details=details
-    )
 
 
 def _readable(

@@ -193,7 +193,8 @@ def apply(connection: sa.Connection, effect: RowEffect, now: datetime) -> list[s
             snapshot_taken(connection, effect, now)
         case CheckpointSaved():
             put_checkpoint(connection, effect, now)
-            _note_saved(connection, effect, now)
+            details = {"kind": effect.kind, "step": effect.step, "size_bytes": effect.size_bytes}
+            audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_SAVED, effect, details)
         case SequencesRecorded():
             _record_sequences(connection, effect, now)
         case _:
@@ -291,19 +292,6 @@ def put_checkpoint(connection: sa.Connection, saved: CheckpointSaved, now: datet
     }
     if not insert_if_absent(connection, Checkpoint, values):
         connection.execute(sa.update(Checkpoint).where(col(Checkpoint.path) == saved.path).values(**values))
-
-
-def _note_saved(connection: sa.Connection, effect: CheckpointSaved, now: datetime) -> None:
-    details = {"kind": effect.kind, "step": effect.step, "size_bytes": effect.size_bytes}
-    audit.note(
-        connection,
-        now,
-        owner=effect.owner,
-        event=audit.Event.CHECKPOINT_SAVED,
-        model_id=effect.run_id,
-        tinker_path=effect.path,
-        details=details,
-    )
 
 
 # ------------------------------------------------------------------ stable_reinforce

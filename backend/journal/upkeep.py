@@ -14,7 +14,7 @@ from sqlmodel import col
 
 from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared, note_change
+from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared
 from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.tables import Checkpoint, SamplerRow, SamplerState, WeightsShare
 
@@ -111,7 +111,7 @@ class Upkeep(Aggregate):
         with self._write() as connection:
             rows = connection.execute(deleted.returning(*sa.inspect(Checkpoint).local_table.columns)).all()
             for row in rows:
-                note_change(connection, row, audit.Event.CHECKPOINT_EXPIRED, now, details)
+                audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_EXPIRED, row, details)
         return [row.path for row in rows]
 
 

@@ -18,7 +18,6 @@ from tinkerflow.backend.errors import NotFoundError, StoreError
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
-    CopyMade,
     Kind,
     ModelLive,
     ModelState,
@@ -43,7 +42,7 @@ def test_a_token_is_shown_once_and_opens_until_revoked(tmp_path: Path) -> None:
     assert isinstance(missing.exception, NotFoundError)
     with open_journal(settings) as journal:
         saved = CheckpointSaved(PATH, RUN, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, True, True, 1, 10)
-        journal.imports.record_copy(CopyMade("copy-1", saved, "tinker://elsewhere/weights/a"))
+        journal.imports.record_copy("copy-1", saved, "tinker://elsewhere/weights/a")
     share_id, token = (
         runner.invoke(app, ["checkpoint", "share", PATH, "--ttl", "3600", *where]).stdout.strip().split(": ")
     )

@@ -9,10 +9,8 @@ import pytest
 
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.journal import (
-    CheckpointFound,
     CheckpointKind,
     CheckpointSaved,
-    CopyMade,
     ModelState,
     SessionState,
 )
@@ -32,7 +30,7 @@ def test_a_copy_has_a_run_of_its_own_that_takes_no_work(scene, save, as_owner):
         path, run, CheckpointKind.WEIGHTS, "a", "team", "tiny", 8, True, False, True, 3, 10, {"k": "v"}, attempt="t"
     )
     for _ in range(2):
-        assert scene.journal.imports.record_copy(CopyMade("copy-1", saved, source)) == path
+        assert scene.journal.imports.record_copy("copy-1", saved, source) == path
     found = scene.journal.checkpoints.get(path, "team")
     assert (found.step, found.user_metadata, found.attempt, found.public) == (3, {"k": "v"}, "t", False)
     assert [row.path for row in scene.journal.checkpoints.page("team", run_id=run).rows] == [path]
@@ -48,9 +46,9 @@ def test_a_copy_has_a_run_of_its_own_that_takes_no_work(scene, save, as_owner):
 
 def test_a_lost_row_is_made_again_with_its_run(scene, clock):
     saved_at = clock.now() - timedelta(days=3)
-    found = CheckpointFound(replace(SAVED, created_at=saved_at), True, {"renderer": "qwen3"})
-    assert scene.journal.imports.restore(found)
-    assert not scene.journal.imports.restore(found)
+    found = (replace(SAVED, created_at=saved_at), True, {"renderer": "qwen3"})
+    assert scene.journal.imports.restore(*found)
+    assert not scene.journal.imports.restore(*found)
     row = scene.journal.checkpoints.get(PATH, "team")
     assert (row.step, row.user_metadata, row.attempt, row.public) == (3, {"k": "v"}, "t-1", True)
     assert row.created_at == saved_at
@@ -67,10 +65,10 @@ def test_what_the_journal_knows_stays(scene, save, clock):
     path = save(model, "a")
     scene.journal.checkpoints.set_ttl(path, "local", 100)
     known = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-1")
-    assert not scene.journal.imports.restore(CheckpointFound(known, True, {}))
+    assert not scene.journal.imports.restore(known, True, {})
     assert scene.journal.checkpoints.get(path, "local").expires_at is not None
     scene.journal.checkpoints.delete(path, "local")
-    assert not scene.journal.imports.restore(CheckpointFound(known, False, {}))
+    assert not scene.journal.imports.restore(known, False, {})
     assert scene.journal.checkpoints.page("local").rows == ()
 
 
@@ -78,7 +76,7 @@ def test_the_commit_is_the_truth_about_a_row_of_an_earlier_save(scene, save, clo
     model = scene.model()
     path = save(model, "a")
     newer = replace(SAVED, path=path, run_id=model, owner="local", attempt="a-9")
-    assert scene.journal.imports.restore(CheckpointFound(newer, False, {"lost": "run"}))
+    assert scene.journal.imports.restore(newer, False, {"lost": "run"})
     assert scene.journal.checkpoints.get(path, "local").attempt == "a-9"
     assert scene.journal.models.get(model, "local").state == ModelState.LIVE
     assert scene.journal.models.get(model, "local").user_metadata == {}
