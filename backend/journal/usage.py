@@ -7,13 +7,15 @@ and deleted.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import sqlalchemy as sa
 from sqlmodel import col
 
@@ -98,21 +100,20 @@ class UsageReports(Aggregate):
         due = sa.func.coalesce(col(Checkpoint.expires_at), until)
         lived = _checkpoints(owner).where(col(Checkpoint.created_at) < until, gone > start, due > start)
         hours = int((end - start) / HOUR)
-        lines: dict[tuple[str, str, str, str | None], _ByteHours] = defaultdict(
-            lambda: _ByteHours([0.0] * hours, [0] * (hours + 1))
-        )
+        sums: dict[tuple[str, str, str, str | None], npt.NDArray[np.float64]] = defaultdict(lambda: np.zeros(hours))
         with self._read() as connection:
             rows = connection.execute(lived).all()
         for row in rows:
             last = min(moment for moment in (row.deleted_at, row.expires_at, until) if moment is not None)
-            begin = (max(row.created_at, start) - start) / HOUR
-            lines[row.base_model, row.project, row.key_id, row.key_name].add(
-                begin, (last - start) / HOUR, row.size_bytes
-            )
+            begin, finish = (max(row.created_at, start) - start) / HOUR, (last - start) / HOUR
+            lived_in = slice(int(begin), math.ceil(finish))
+            hour = np.arange(hours, dtype=np.float64)[lived_in]
+            parts = np.minimum(finish, hour + 1) - np.maximum(begin, hour)  # of each hour
+            sums[row.base_model, row.project, row.key_id, row.key_name][lived_in] += parts * row.size_bytes
         found = [
             StoredUsage(start + hour * HOUR, base_model, project, key_id, key_name, byte_hours)
-            for (base_model, project, key_id, key_name), line in lines.items()
-            for hour, byte_hours in enumerate(line.byte_hours())
+            for (base_model, project, key_id, key_name), by_hour in sums.items()
+            for hour, byte_hours in enumerate(by_hour.tolist())
             if byte_hours
         ]
         return sorted(
@@ -132,30 +133,6 @@ class UsageReports(Aggregate):
                 count, size = sums.get((row.project, row.key_id, row.key_name), (0, 0))
                 sums[row.project, row.key_id, row.key_name] = count + 1, size + row.size_bytes
         return [StoredNow(*whose, count, size) for whose, (count, size) in sorted(sums.items())]
-
-
-@dataclass
-class _ByteHours:
-    """Byte-hours of each hour: `parts` of hours, and by its changes what is there for whole hours."""
-
-    parts: list[float]
-    changes: list[int]
-
-    def add(self, begin: float, end: float, size: int) -> None:
-        """Count `size` bytes from `begin` to `end`, in hours."""
-        first, last = int(begin), min(int(end), len(self.parts))
-        if first == last:
-            self.parts[first] += (end - begin) * size
-            return
-        self.parts[first] += (first + 1 - begin) * size
-        self.changes[first + 1] += size
-        self.changes[last] -= size
-        if last < len(self.parts):
-            self.parts[last] += (end - last) * size
-
-    def byte_hours(self) -> list[float]:
-        """The sums, hour by hour."""
-        return [part + whole for part, whole in zip(self.parts, accumulate(self.changes), strict=False)]
 
 
 def _checkpoints(owner: str | None) -> sa.Select[Any]:

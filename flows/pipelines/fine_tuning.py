@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from functools import wraps
 from importlib.metadata import version
 from typing import Any, ParamSpec, TypeVar
@@ -85,11 +86,11 @@ async def train(run: PreparedRun, data: str, recipe: Recipe) -> TrainingResult:
     segments = progress.segments()
     if _done(segments) < training.steps:
         await recipe.prepare(trainer)
-    async with controlled() as control, _LiveProgress(run.artifacts, training.steps) as live:
+    async with controlled() as control, _live_progress(run.artifacts, training.steps) as show_step:
         while (done := _done(segments)) < training.steps:
             last = min(done + training.segment_steps, training.steps)
             with tags(*flow_run.tags or ()):  # a limit on a tag then lets runs alternate after each segment
-                segment = await train_segment(trainer, done + 1, last, control, live.add)
+                segment = await train_segment(trainer, done + 1, last, control, show_step)
             if segment is not None:
                 segments.append(segment)
                 await _show(run.artifacts, segments, lineage)
@@ -173,28 +174,18 @@ async def _show(artifacts: RunArtifacts, segments: list[SegmentRecord], lineage:
     await artifacts.text("checkpoints", checkpoints_page(segments, lineage, weights), "checkpoints and their lineage")
 
 
-class _LiveProgress:
+@asynccontextmanager
+async def _live_progress(artifacts: RunArtifacts, steps: int) -> AsyncIterator[Callable[[StepMetrics], None]]:
     """Takes steps from inside a segment to the artifact `progress`, so that the segment does not wait for Prefect."""
+    queue: asyncio.Queue[StepMetrics | None] = asyncio.Queue()
 
-    def __init__(self, artifacts: RunArtifacts, steps: int) -> None:
-        self._artifacts = artifacts
-        self._steps = steps
-        self._queue: asyncio.Queue[StepMetrics | None] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
+    async def show() -> None:
+        while (made := await queue.get()) is not None:
+            await artifacts.progress(made.step, steps, made.values)
 
-    async def __aenter__(self) -> _LiveProgress:
-        self._task = asyncio.create_task(self._work())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._queue.put_nowait(None)
-        await self._task
-
-    @property
-    def add(self) -> Callable[[StepMetrics], None]:
-        return self._queue.put_nowait
-
-    async def _work(self) -> None:
-        while (made := await self._queue.get()) is not None:
-            await self._artifacts.progress(made.step, self._steps, made.values)
+    showing = asyncio.create_task(show())
+    try:
+        yield queue.put_nowait
+    finally:
+        queue.put_nowait(None)
+        await showing
