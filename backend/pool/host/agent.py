@@ -100,7 +100,7 @@ async def _serve(config: HostConfig, processes: HostProcesses, where: str, say: 
             if doubt := await asyncio.to_thread(doubt_about_name, link.address):
                 say(doubt)
             talk = Conversation(link, silence)
-            why = await AgentSession(processes, link.address, talk).run()
+            why = await processes.serve(talk, link.address)
             if talk.closed and processes.leave():
                 kept = f"are kept for its next driver, {config.keep_seconds:g} s"
             else:
@@ -180,7 +180,8 @@ class HostProcesses:
 
     def __init__(self, config: HostConfig) -> None:
         """No process runs yet."""
-        self.talk: Conversation | None = None  # with the driver that is there
+        self._talk: Conversation | None = None  # with the driver that is there, which knows us by the address
+        self._address = ""
         self._config = config
         self._watches: dict[_Worker, asyncio.Task[None]] = {}
         self._expiry: asyncio.TimerHandle | None = None
@@ -192,11 +193,38 @@ class HostProcesses:
             HeldWorker(worker.child.pid, worker.rank, worker.salt, worker.plan) for worker in self._without_driver()
         )
 
-    def find(self, number: int) -> LocalWorker | None:
-        """The process that the driver knows by `number`; None when it has ended."""
-        return next((worker.child for worker in self._watches if worker.number == number), None)
+    async def serve(self, talk: Conversation, address: str) -> str:
+        """Do as the driver at the other end of `talk` says until it is lost: why it was. address: of this host."""
+        self._talk, self._address = talk, address
+        try:
+            return await talk.run(self._obey)
+        finally:
+            self._talk = None
 
-    async def spawn(self, asked: Spawn, address: str) -> LocalWorker:
+    async def _obey(self, message: object) -> None:
+        match message:
+            case Spawn():
+                try:
+                    child = await self._spawn(message)
+                except OSError as error:
+                    log.exception("rank %d of generation %d cannot be started", message.rank, message.generation)
+                    self._tell(Ended(message.process, f"could not be started: {error}", crashed=False))
+                else:
+                    self._tell(Spawned(message.process, child.pid, child.coordinator))
+            case TakeOver():
+                self._tell(self._take_over(message))
+            case Signal():
+                for worker in self._watches:  # none of this number: it has ended already
+                    if worker.number == message.process:
+                        worker.child.signal(message.number)
+            case _:
+                raise ValueError(f"{type(message).__name__}, which is not for us")
+
+    def _tell(self, message: object) -> None:
+        if self._talk is not None:
+            self._talk.tell(message)
+
+    async def _spawn(self, asked: Spawn) -> LocalWorker:
         """Start a process. First the processes without a driver that have its plan are ended, or all processes without
         a driver when there is no room otherwise. OSError when the start fails.
         """
@@ -205,20 +233,20 @@ class HostProcesses:
             old = self._without_driver()
         await self._end(old)
         spec = self._spec(asked.port, asked.salt, asked.generation, asked.rank)
-        coordinator = f"{address}:{free_port(address)}"
+        coordinator = f"{self._address}:{free_port(self._address)}"
         child = LocalWorker(spec, coordinator, log_dir=self._config.log_dir, keep=True)
         worker = _Worker(child, asked.rank, asked.salt, asked.plan, asked.process)
         self._watches[worker] = asyncio.create_task(self._watch(worker))
         return child
 
-    def take_over(self, asked: TakeOver) -> LocalWorker | None:
-        """Let a process without a driver serve the present driver; None when the process has ended."""
+    def _take_over(self, asked: TakeOver) -> Spawned | Ended:
+        """Let a process without a driver serve the present driver, unless it has ended."""
         for worker in self._without_driver():
             if worker.child.pid == asked.pid:
                 worker.salt, worker.number = asked.salt, asked.process
                 worker.child.serve(self._spec(asked.port, asked.salt, asked.generation, worker.rank))
-                return worker.child
-        return None
+                return Spawned(asked.process, worker.child.pid, worker.child.coordinator)
+        return Ended(asked.process, "has ended", crashed=False)
 
     def leave(self) -> bool:
         """Keep the processes of a driver that has ended for the next driver, for a while; whether there are any."""
@@ -270,48 +298,5 @@ class HostProcesses:
     async def _watch(self, worker: _Worker) -> None:
         ending = await worker.child.ended()
         del self._watches[worker]
-        if worker.number is not None and self.talk is not None:
-            self.talk.tell(Ended(worker.number, ending.how, ending.crashed))
-
-
-class AgentSession:
-    """One connection to the driver."""
-
-    def __init__(self, processes: HostProcesses, address: str, talk: Conversation) -> None:
-        self._processes = processes
-        self._address = address
-        self._talk = talk
-
-    async def run(self) -> str:
-        """Do as the driver says until it is lost: why it was."""
-        self._processes.talk = self._talk
-        try:
-            return await self._talk.run(self._obey)
-        finally:
-            self._processes.talk = None
-
-    async def _obey(self, message: object) -> None:
-        match message:
-            case Spawn():
-                await self._spawn(message)
-            case TakeOver():
-                self._tell(message.process, self._processes.take_over(message))
-            case Signal():
-                if (process := self._processes.find(message.process)) is not None:  # else it has ended already
-                    process.signal(message.number)
-            case _:
-                raise ValueError(f"{type(message).__name__}, which is not for us")
-
-    async def _spawn(self, asked: Spawn) -> None:
-        try:
-            self._tell(asked.process, await self._processes.spawn(asked, self._address))
-        except OSError as error:
-            log.exception("rank %d of generation %d cannot be started", asked.rank, asked.generation)
-            self._talk.tell(Ended(asked.process, f"could not be started: {error}", crashed=False))
-
-    def _tell(self, number: int, child: LocalWorker | None) -> None:
-        """Say that it runs, or does not any more."""
-        if child is None:
-            self._talk.tell(Ended(number, "has ended", crashed=False))
-        else:
-            self._talk.tell(Spawned(number, child.pid, child.coordinator))
+        if worker.number is not None:
+            self._tell(Ended(worker.number, ending.how, ending.crashed))
