@@ -209,10 +209,10 @@ def in_chunks(items: Collection[T]) -> Iterator[list[T]]:
 def get_owned(
     connection: sa.Connection, table: type[Table], row_id: str, owner: str | None, *, lock: bool = False
 ) -> Row[Any]:
-    """The row `row_id`. Missing rows and rows of other owners raise the same NotFoundError; the owner None sees all.
+    """The row `row_id` of `table`. Missing rows and rows of other owners raise the same NotFoundError.
 
-    The only place where the journal decides who may see a session, model, sampler or request.
-    lock: nobody changes the row until the transaction (that of `connection`) ends.
+    The only place where the journal decides who may see a session, model, sampler or request. owner: None sees all.
+    lock: nobody changes the row until the transaction of `connection` ends.
     """
     found = connection.execute(_select_owned(table, lock), {"row_id": row_id, "as_owner": owner}).one_or_none()
     if found is None:

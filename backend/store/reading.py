@@ -58,7 +58,10 @@ def file_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> byte
 
 
 def part_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str, start: int, length: int) -> bytes:
-    """At most `length` bytes of a file from `start` on; errors as in `file_of`. Whole blocks are read and verified."""
+    """At most `length` bytes, from `start` on, of the file `file` of the checkpoint `saved` at `path` in `blobs`.
+
+    Whole blocks are read and verified; errors are as in `file_of`.
+    """
     digest = saved.files[file]
     first, end = start // BLOCK, min(start + length, digest.size)
     if start >= end:

@@ -46,7 +46,7 @@ class Store:
     def save(
         self, run_id: str, kind: str, name: str, state: AdapterState, meta: CheckpointMeta, *, overwrite: bool = False
     ) -> Saved:
-        """Save `state` as `tinker://run_id/kind/name`; kind is `weights` or `sampler_weights`.
+        """Save `state` and the facts `meta` as `tinker://run_id/kind/name`; kind is `weights` or `sampler_weights`.
 
         ConflictError when the name is taken, unless `overwrite`. A repetition with the same `meta.request_id` returns
         the checkpoint that the request saved. UserError for a malformed name; StoreError when the store fails.
@@ -66,10 +66,10 @@ class Store:
         recipients: Sequence[str] = (),
         overwrite: bool = False,
     ) -> Saved:
-        """Save the weights of `state` as `tinker://run_id/external_weights/name`, for downloads.
+        """Save the weights of `state` as `tinker://run_id/external_weights/name`, a PEFT folder for downloads.
 
-        The result is a PEFT folder. With age `recipients`, each file is encrypted to them, under its name with `.age`.
-        Names, repetition and errors are as in `save`.
+        With age `recipients`, each file is encrypted to them, under its name with `.age`. What `meta` and `overwrite`
+        are, repetition and errors are as in `save`.
         """
         path = CheckpointPath(run_id, EXTERNAL_WEIGHTS, name)
         plain = replace(state, moments={})
@@ -81,9 +81,10 @@ class Store:
         return self._save(path, state.spec, state.step, state.optimizer, meta, files, overwrite)
 
     def copy(self, source: str, run_id: str, *, owner: str, expires_at: datetime | None, request_id: str) -> Saved:
-        """Copy all files of a checkpoint to one of the same kind and name in `run_id`, which belongs to `owner`.
+        """Copy all files of the checkpoint `source` to one of the same kind and name in `run_id`, which is `owner`'s.
 
-        Every file is verified. Errors are as in `load`; names and repetition are as in `save`.
+        expires_at: of the copy, None: never. Every file is verified. Errors are as in `load`; repetition with the same
+        `request_id` is as in `save`.
         """
         where = CheckpointPath.parse(source)
         with self._failures(f"copy {where}"):
