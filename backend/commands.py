@@ -413,6 +413,7 @@ class GroupConfig:
     resident_snapshots: int = 32  # on the devices, unless more are being sampled
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # auto = the one that JAX chooses
     expert_rank: RankRule = "divided"  # of usual adapters, for which programs are compiled early
+    device_memory: float = 0.0  # GB of each device that the group may use, 0 = what the devices say
 
 
 @dataclass(frozen=True)

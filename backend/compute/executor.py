@@ -10,6 +10,7 @@ immediately: waiting would gain nothing and keep two micro-batches in memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, assert_never
 
@@ -46,7 +47,7 @@ from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, state_lor
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
-from tinkerflow.backend.compute.memory import training_budget
+from tinkerflow.backend.compute.memory import plan_group
 from tinkerflow.backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
@@ -70,19 +71,22 @@ class Executor:
 
         jax.distributed must be set up when `processes` > 1. UserError when the model cannot be run.
         """
-        self._config = config
         self._progress = progress
         self._compiles = CompileCounter()
         progress(f"rank {rank} of {processes}: opening the model")
         self._cfg = load_config(config.model_path)
         self._mesh = make_mesh(config.fsdp, config.tensor, config.expert)
+        config = replace(config, fsdp=self.fsdp)
+        self.plan = plan_group(self._cfg, config)  # before the weights are read, which may take minutes
+        self._config = replace(config, max_context=self.plan.context)
+        if self.plan.uses is not None:
+            progress(f"memory of each device: {self.plan.describe()}")
         self._params = load_params(
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
-        self._budget = training_budget(self._cfg, self._mesh, self._params, config.microbatch_tokens)
-        self._steps = make_steps(self._cfg, self._mesh, self._budget.kept_bytes)
+        self._steps = make_steps(self._cfg, self._mesh, self.plan.budget.kept_bytes)
         self._adapters = AdapterStore(self._cfg, self._mesh)
-        self._sampler = Sampler(self._cfg, self._params, self._mesh, config)
+        self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan)
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
         self._announced: set[object] = set()
         self._training = Training(
@@ -90,7 +94,7 @@ class Executor:
             steps=self._steps,
             mesh=self._mesh,
             adapters=self._adapters,
-            microbatch_tokens=self._budget.microbatch_tokens,
+            microbatch_tokens=self.microbatch_tokens,
             announce=self._announce,
             read=self._read,
         )
@@ -113,7 +117,7 @@ class Executor:
     @property
     def microbatch_tokens(self) -> int:
         """How many tokens, padding included, a micro-batch has at most."""
-        return self._budget.microbatch_tokens
+        return self.plan.budget.microbatch_tokens
 
     @property
     def fsdp(self) -> int:

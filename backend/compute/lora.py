@@ -113,7 +113,7 @@ def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
     def pair(name: str) -> LoraPair:
         sizes = whole[name]
         stream = np.random.Generator(np.random.Philox([seed & (2**64 - 1), zlib.crc32(name.encode())]))
-        rank = _rank(spec, sizes)
+        rank = matrix_rank(spec, sizes)
         bound, shape = 1 / np.sqrt(sizes.inputs), (*sizes.stack, rank, sizes.inputs)
         A = stream.random(shape, dtype=np.float32) * np.float32(2 * bound) - np.float32(bound)
         return LoraPair(A=A, B=np.zeros((*sizes.stack, rank, sizes.outputs), np.float32))
@@ -140,7 +140,7 @@ def _scaled(spec: LoraSpec, lora: Lora, change: Callable[[Array, int], Array]) -
     return changed
 
 
-def _rank(spec: LoraSpec, projection: Projection) -> int:
+def matrix_rank(spec: LoraSpec, projection: Projection) -> int:
     return spec.expert_rank or spec.rank if projection.of_experts else spec.rank
 
 
@@ -204,7 +204,7 @@ def from_peft(
 
     def pair(projection: Projection) -> LoraPair:
         modules = [_PEFT + projection.module.format(*place) for place in np.ndindex(projection.stack)]
-        rank = _rank(spec, projection)
+        rank = matrix_rank(spec, projection)
         A_shape, B_shape = (rank, projection.inputs), (projection.outputs, rank)
         both = [(read(f"{m}.lora_A.weight", A_shape), read(f"{m}.lora_B.weight", B_shape).T) for m in modules]
         A, B = (np.stack(parts) for parts in zip(*both, strict=True))

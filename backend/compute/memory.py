@@ -1,11 +1,18 @@
-"""How much device memory training may take: the size of a micro-batch, and what is kept for its backward pass."""
+"""One budget for the devices' memory: what everything takes, and out of it how much may be trained and sampled at once.
+
+A plan depends on sizes alone (the model, the mesh, the settings, the memory of a device), never on what is free at the
+moment: commands that are replayed after a crash must be computed in the same micro-batches, and `tinkerflow plan` makes
+the same plan without a device.
+
+Letters: L layers, T tokens, D hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -13,19 +20,42 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
+from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import projections
-from tinkerflow.backend.compute.mesh import FSDP
+from tinkerflow.backend.compute.lora import matrix_rank, targets
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import on_cpu
-from tinkerflow.backend.compute.transformer import KEPT, Params
+from tinkerflow.backend.compute.sampler.shapes import BLOCK, RANK_COLUMNS
+from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
+from tinkerflow.backend.compute.transformer import KEPT
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
 
 _LEAST_TOKENS = 1024  # per device of the fsdp axis: fewer leave it idle
 _MOST_TOKENS = 4096  # more make sample requests wait
 _KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
-_KEPT = 0.3  # of what the base model leaves free; the sampler and the adapters take the rest
-_RANK = 32  # of the adapters that a micro-batch is sized for
+_CELLS_ON_CPUS = 0.2  # of the host's memory: a KV cache that grows exists twice for a moment
+
+# Shares of what the weights leave free.
+_TRAINING = 0.35  # the most that a training step may take
+_KEPT = 0.3  # of these, the most that is kept for the backward pass
+_ADAPTERS = 0.5  # the most that is set aside for `_RESIDENT` adapters before the sampler gets its part
+# Shares of the sampler's part.
+_CACHE = 0.75  # the decode batch, the copy while it grows, and the prompt that is staged for it
+_PREFIXES = 0.1  # the rest is for resident snapshots
+
+_PAGES_A_SLOT = 16  # 2,048 tokens of prompt for every sequence that may decode; more only on paper
+_PREFIXES_ON_CPUS = 0.25  # of the cells that the batch may have, in addition to these
+
+_RESIDENT = 16  # adapters of the usual rank that room is set aside for
+_RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
+_SCORED_ROWS = 1024  # rows of logits that exist at a time
+_LOGIT_BYTES = 10  # of one logit: float32 twice, and once in the dtype of the activations
+GB = 10**9
 
 Words = npt.NDArray[np.int32]
 Gather = Callable[[Words], Words]  # from the array of this process to those of all, [processes, ...]
@@ -43,20 +73,130 @@ class Budget:
     kept_bytes: int
 
 
-def training_budget(cfg: ModelConfig, mesh: Mesh, params: Params, microbatch_tokens: int = 0) -> Budget:
-    """The budget of a model with these weights on the devices. Every process must call it; all get the same.
+@dataclass(frozen=True)
+class MemoryUses:
+    """Bytes of each device by what takes them. Together they are at most the limit.
 
-    microbatch_tokens: the size to use, 0 = choose.
+    weights: the base model. activations: what a training step keeps for its backward pass. temporaries: what a step
+    needs besides, the gradient that it adds to included. kv_cache: the decode batch. kv_growth: the same again while
+    the cache grows, and the prompt that is staged. prefix_pages: prompts kept for later requests. snapshots: adapters
+    published for sampling. adapters: weights, gradients and moments of the models in training. reserve: left alone.
     """
-    free = None if on_cpu() else least(max(0, device_bytes() - held_bytes(params)))
-    return budget_for(cfg, params.embed_VD.dtype, mesh.shape[FSDP], free, microbatch_tokens)
+
+    weights: int
+    activations: int
+    temporaries: int
+    kv_cache: int
+    kv_growth: int
+    prefix_pages: int
+    snapshots: int
+    adapters: int
+    reserve: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a group uses its devices' memory.
+
+    limit: bytes of each device that the group may use; None on CPUs, which share the host's memory: nothing is planned
+    there but what never depends on the machine. budget: of training. context: the longest sequence that can be trained
+    on and sampled, in tokens. cells: slots times positions of the largest decode batch, over the whole mesh. pages: how
+    many pages of prompts are kept. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same
+    time; None on CPUs.
+    """
+
+    limit: int | None
+    budget: Budget
+    context: int
+    cells: int
+    pages: int
+    uses: MemoryUses | None = None
+    resident_adapters: int | None = None
+
+    @property
+    def rule(self) -> str:
+        """Why no longer sequence is served, as an error says it."""
+        if self.limit is None:
+            return "the model's context"
+        return f"what fits this group's devices with {self.limit / GB:.1f} GB each"
+
+    def describe(self) -> str:
+        """The plan as lines of text for people."""
+        tokens = self.budget.microbatch_tokens
+        lines = [f"micro-batches of {tokens} tokens, sequences of up to {self.context} tokens"]
+        if self.uses is None or self.limit is None:
+            return lines[0]
+        rows = {each.name.replace("_", " "): getattr(self.uses, each.name) for each in fields(self.uses)}
+        lines[0] += f", {self.cells} positions to sample in, {self.resident_adapters} adapters of rank {RANK_COLUMNS}"
+        lines += [f"{name:<14}{size / GB:8.2f} GB" for name, size in rows.items()]
+        lines.append(f"{'of':<14}{self.limit / GB:8.2f} GB a device")
+        return "\n".join(lines)
+
+
+def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
+    """The plan of this process's group. Every process must call it; all get the same."""
+    limit = device_limit(config)
+    if limit is None:
+        cell = _cell_bytes(cfg, config)
+        cells = least(max(1, int(_host_bytes() * _CELLS_ON_CPUS / cell)))
+        budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
+        pages = most_pages(int(cells * _PREFIXES_ON_CPUS), config)
+        return MemoryPlan(None, budget, min(config.max_context, cfg.max_positions), cells, pages)
+    return plan_memory(cfg, config, least(limit))
+
+
+def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan:
+    """The plan for devices of which each has `limit` bytes for the group; no device is asked.
+
+    UserError when the weights leave too little to train and to sample.
+    """
+    weights, reserve = weight_bytes(cfg, config), int(_RESERVE * limit)
+    free = limit - weights - reserve
+    budget = _budget_within(cfg, config, max(0, free))
+    reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
+    cell, longest = _cell_bytes(cfg, config), min(config.max_context, cfg.max_positions)
+    context = -(-longest // BLOCK) * BLOCK
+    while context >= BLOCK:
+        step = _largest_step(cfg, config, budget, context)
+        set_aside = min(_RESIDENT * reference, int(_ADAPTERS * max(0, free)))
+        sampling = min(free - sum(step) - set_aside, limit // 2)
+        cache = int(_CACHE * sampling)
+        # The smallest batch has a slot for each device of fsdp: one row a device, of which there are three.
+        row = int(context * cell * config.fsdp)
+        if sum(step) <= _TRAINING * free and 3 * row <= cache:
+            break
+        context = context // 2 // BLOCK * BLOCK
+    else:
+        raise UserError(
+            f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
+            "each device, and what is left is too little to train and sample: use more devices, "
+            "TINKERFLOW_BASE_WEIGHTS=int8, or devices with more memory"
+        )
+    batch = (cache - row) // 2
+    pages = int(_PREFIXES * sampling)
+    snapshots = sampling - cache - pages
+    uses = MemoryUses(
+        weights=weights,
+        activations=step[0],
+        temporaries=step[1],
+        kv_cache=batch,
+        kv_growth=cache - batch,
+        prefix_pages=pages,
+        snapshots=snapshots,
+        adapters=free - sum(step) - sampling,
+        reserve=reserve,
+    )
+    context, kept_pages = min(context, longest), most_pages(int(pages / cell), config)
+    return MemoryPlan(limit, budget, context, int(batch / cell), kept_pages, uses, uses.adapters // reference)
 
 
 def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, microbatch_tokens: int = 0) -> Budget:
-    """The budget on devices of this size.
-
-    It depends on sizes alone, not on what is free at the moment: commands that are replayed after a crash must be
-    computed in the same micro-batches.
+    """The budget of training on devices of this size.
 
     cfg: the model. dtype: of its activations. fsdp: devices that rows are split over. free_bytes: what the weights
     leave of each device's memory; None on CPUs, where the budget does not depend on the machine. microbatch_tokens: the
@@ -65,10 +205,29 @@ def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, 
     if free_bytes is None:
         return Budget(microbatch_tokens or _LEAST_TOKENS, _KEPT_ON_CPUS)
     kept, tokens = int(_KEPT * free_bytes), _LEAST_TOKENS
-    ranks = _RANK * sum(matrix.per_token for name, matrix in projections(cfg).items() if name != "unembed")
-    while tokens < _MOST_TOKENS and kept_bytes(cfg, ranks, 2 * tokens, dtype) <= kept:
+    while tokens < _MOST_TOKENS and kept_bytes(cfg, _ranks(cfg), 2 * tokens, dtype) <= kept:
         tokens *= 2
     return Budget(microbatch_tokens or tokens * fsdp, kept)
+
+
+def _budget_within(cfg: ModelConfig, config: GroupConfig, free: int) -> Budget:
+    """The largest micro-batches whose step takes no more than training's share, and what a step of any size may keep.
+
+    Where a step would take more, each layer is computed again.
+    """
+    budget = budget_for(cfg, config.dtype, config.fsdp, free, config.microbatch_tokens)
+
+    def fits(tokens: int) -> bool:
+        return sum(_step(cfg, config, budget, tokens)) <= _TRAINING * free
+
+    sizes = _step_sizes(config, budget, min(config.max_context, cfg.max_positions))
+    while not config.microbatch_tokens and sizes[0] > _LEAST_TOKENS and not fits(sizes[0]):
+        sizes = [sizes[0] // 2, *sizes]
+    too_large = next((tokens for tokens in sizes if not fits(tokens)), None)
+    kept = budget.kept_bytes
+    if too_large is not None:
+        kept = min(kept, kept_bytes(cfg, _ranks(cfg), too_large, config.dtype) - 1)
+    return Budget(config.microbatch_tokens or sizes[0] * config.fsdp, kept)
 
 
 def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
@@ -76,18 +235,46 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
 
     ranks: the sum over the matrices that a token goes through in one layer. dtype: of the activations.
     """
-    matrices = projections(cfg)
-    results = sum(matrices[name].outputs * matrices[name].per_token for name in KEPT if name in matrices)
-    width = cfg.hidden + cfg.heads * cfg.head_dim + results + ranks  # a layer's input, `attended`, results, `low`
+    width = cfg.hidden + cfg.heads * cfg.head_dim + _results(cfg) + ranks  # a layer's input, `attended`, results, `low`
     return int(cfg.layers * tokens * (width * jnp.dtype(dtype).itemsize + 4 * cfg.heads))  # and `log_totals`, float32
 
 
-def device_bytes() -> int:
-    """Memory of one device of this process; CPU devices share the machine's."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()
+def most_pages(cells: int, config: GroupConfig) -> int:
+    """How many pages of prompts fit into `cells` positions: a page has a row for each device of the fsdp axis.
+
+    The slots bound the number however much memory there is, so that the process soon stops growing.
+    """
+    return min(cells // (config.fsdp * BLOCK), config.sample_slots * _PAGES_A_SLOT)
+
+
+def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
+    """What the base model takes of each device."""
+    mesh: Any = jax.sharding.AbstractMesh((config.fsdp, config.expert, config.tensor), (FSDP, EXPERT, TENSOR))
+    return held_bytes(params_like(cfg, mesh, config.dtype, base_weights=config.base_weights))
+
+
+def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimizer: Optimizer) -> int:
+    """What an adapter in training takes of each device: weights, gradients and the optimizer's state, float32."""
+    return 4 * _adapter_size(cfg, spec) * (2 + len(OPTIMIZERS[optimizer].state))
+
+
+def device_limit(config: GroupConfig) -> int | None:
+    """Bytes of each device of this process that the group may use; None on CPUs, unless the settings name a number.
+
+    UserError where the devices do not say how much they have.
+    """
+    if config.device_memory:
+        return int(config.device_memory * GB)
+    if on_cpu():
+        return None
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise UserError(
+            f"device_memory is 0, and {device.device_kind} does not say how much memory it has: must be the GB of "
+            "memory of each device"
+        )
+    return int(stats["bytes_limit"])
 
 
 def held_bytes(arrays: Any) -> int:
@@ -104,3 +291,71 @@ def least(value: int, gather: Gather | None = None) -> int:
         gather = multihost_utils.process_allgather
     words = gather(np.array(divmod(value, 2**31), np.int32))  # two, because JAX makes 32 bits of 64
     return min(int(high) * 2**31 + int(low) for high, low in words)
+
+
+def _share(size: int, parts: int) -> int:
+    """How much of a dimension a device holds; one that the mesh's axis does not divide stays whole."""
+    return size // parts if size % parts == 0 else size
+
+
+def _largest_step(cfg: ModelConfig, config: GroupConfig, budget: Budget, context: int) -> tuple[int, int]:
+    """Activations and temporaries of the training step that takes the most, of sequences of up to `context` tokens."""
+    return max((_step(cfg, config, budget, tokens) for tokens in _step_sizes(config, budget, context)), key=sum)
+
+
+def _step_sizes(config: GroupConfig, budget: Budget, context: int) -> list[int]:
+    """Tokens a device, ascending: of a full micro-batch, and of longer sequences, which go alone."""
+    sizes = [max(1, budget.microbatch_tokens // config.fsdp)]
+    while sizes[-1] < bucket(context, SHORTEST_ROW):
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) -> tuple[int, int]:
+    """Activations and temporaries of a step of `tokens` tokens a device.
+
+    An upper estimate of what the compilers report (tests/accelerators): at most one layer is differentiated at a time.
+    """
+    item = jnp.dtype(config.dtype).itemsize
+    kept = kept_bytes(cfg, _ranks(cfg), tokens, config.dtype)
+    if kept > budget.kept_bytes:
+        kept = cfg.layers * tokens * cfg.hidden * item
+    inside = _share(_results(cfg) + cfg.heads * cfg.head_dim, config.tensor)
+    layer = tokens * (3 * inside * item + 16 * cfg.hidden * max(1, cfg.experts_per_token))
+    ends = 3 * tokens * cfg.hidden * item
+    vocab = _share(cfg.vocab, config.tensor)
+    logits = min(tokens, _SCORED_ROWS) * vocab * _LOGIT_BYTES
+    gathered = 0
+    if config.fsdp > 1:  # the unembedding, and the next layer's weights while the last one's are in use
+        whole = replace(config, fsdp=1)
+        gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, whole) // cfg.layers
+    gradients = _adapter_size(cfg, usual_spec(cfg, config.expert_rank)) * (4 + item)
+    return kept, layer + ends + logits + gathered + gradients
+
+
+def _results(cfg: ModelConfig) -> int:
+    """What the matmuls of a layer give that is kept, in numbers of one token."""
+    matrices = projections(cfg)
+    return sum(matrices[name].outputs * matrices[name].per_token for name in KEPT if name in matrices)
+
+
+def _ranks(cfg: ModelConfig) -> int:
+    """The ranks that a token goes through in a layer with an adapter of rank 32."""
+    return RANK_COLUMNS * sum(matrix.per_token for name, matrix in projections(cfg).items() if name != "unembed")
+
+
+def _adapter_size(cfg: ModelConfig, spec: LoraSpec) -> int:
+    """How many numbers an adapter's weights are."""
+    matrices = [projections(cfg)[name] for name in targets(cfg, spec)]
+    return sum(math.prod(one.stack) * matrix_rank(spec, one) * (one.inputs + one.outputs) for one in matrices)
+
+
+def _cell_bytes(cfg: ModelConfig, config: GroupConfig) -> float:
+    """What one position of one slot of a KV cache takes of each device, on average over the devices."""
+    heads = _share(cfg.kv_heads, config.tensor)
+    return 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(config.dtype).itemsize / config.fsdp
+
+
+def _host_bytes() -> int:
+    """The memory of this machine for each device of the group: CPU devices share it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -12,21 +12,24 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.compute.conftest import Reference
 
+from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute import memory
+from tinkerflow.backend.compute.adapters import AdapterStore
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.params import count, load_params
-from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.platforms import CUDA, compiling_for
+from tinkerflow.backend.errors import UserError
 
 GB = 10**9
-BFLOAT16 = Params(np.zeros((1, 1), jnp.bfloat16), {}, np.zeros(1), None)  # weights that are of that dtype
 
 
 @pytest.fixture
 def qwen3_4b(qwen3: Reference) -> ModelConfig:
     """The shape of Qwen3-4B."""
     shape = {"hidden": 2560, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 9728}
+    shape |= {"vocab": 151936, "max_positions": 40960}
     return replace(load_config(qwen3.folder), **shape)
 
 
@@ -61,8 +64,91 @@ def test_a_size_that_is_set_is_kept(budget_of: Any) -> None:
     assert budget_of(105, 8, 256).microbatch_tokens == 256
 
 
+def config_of(name: str = "m", **changes: Any) -> GroupConfig:
+    """Settings of a group, those of one device with bfloat16 unless they are named."""
+    plain = GroupConfig(name, "bfloat16", 1, 1, 32768, 0, 64, 8, "")
+    return replace(plain, **changes)
+
+
 def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
-    assert memory.training_budget(load_config(qwen3.folder), make_mesh(1, 1), BFLOAT16) == memory.Budget(1024, 2**30)
+    plan = memory.plan_group(load_config(qwen3.folder), config_of(max_context=300))
+    assert plan.budget == memory.Budget(1024, 2**30)
+    assert (plan.limit, plan.uses, plan.context, plan.rule) == (None, None, 300, "the model's context")
+
+
+@pytest.mark.parametrize("memory_gb", [16.9, 33.5, 64, 78.7, 140])
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 8}, {"tensor": 8}])
+@pytest.mark.parametrize("weights", ["full", "int8"])
+def test_all_uses_together_stay_within_the_memory(
+    qwen3_4b: ModelConfig, memory_gb: float, mesh: dict[str, int], weights: str
+) -> None:
+    limit, config = int(memory_gb * GB), config_of(base_weights=weights, **mesh)
+    plan = memory.plan_memory(qwen3_4b, config, limit)
+    assert plan.uses is not None
+    assert plan.uses.total <= limit
+    assert min(getattr(plan.uses, each.name) for each in fields(plan.uses)) >= 0
+    assert plan.cells >= plan.context * config.fsdp, "a row of the longest sequence fits"
+    assert plan.resident_adapters is not None
+    assert plan.resident_adapters >= 1
+    assert plan == memory.plan_memory(qwen3_4b, config, limit), "it depends on sizes alone"
+    more = memory.plan_memory(qwen3_4b, config, 2 * limit)
+    assert more.context >= plan.context
+    assert more.budget.microbatch_tokens >= plan.budget.microbatch_tokens
+
+
+def test_an_8b_model_trains_at_8k_with_sixteen_adapters_on_one_h100(qwen3_4b: ModelConfig) -> None:
+    qwen3_8b = replace(qwen3_4b, hidden=4096, mlp=12288, tied=False)
+    plan = memory.plan_memory(qwen3_8b, config_of(), int(78.7 * GB))
+    assert plan.context >= 8192
+    assert plan.resident_adapters is not None
+    assert plan.resident_adapters >= 16
+    assert plan.budget.microbatch_tokens == 4096
+    text = plan.describe()
+    assert "weights          16.38 GB" in text
+    assert f"sequences of up to {plan.context} tokens" in text
+
+
+def test_a_model_that_leaves_too_little_is_refused(qwen3_4b: ModelConfig) -> None:
+    with pytest.raises(UserError, match=r"base model 'big': its weights take \d\.\d GB of the 8\.0 GB"):
+        memory.plan_memory(qwen3_4b, config_of("big"), 8 * GB)
+
+
+def test_a_plan_may_be_made_for_a_memory_that_is_named(qwen3: Reference) -> None:
+    cfg = load_config(qwen3.folder)
+    config = config_of(dtype="float32", device_memory=0.5, max_context=300)
+    plan = memory.plan_group(cfg, config)
+    assert plan == memory.plan_memory(cfg, config, GB // 2)
+    assert plan.rule == "what fits this group's devices with 0.5 GB each"
+
+
+def test_devices_that_do_not_say_what_they_have_must_be_named_a_number(
+    qwen3: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with compiling_for(CUDA), pytest.raises(UserError, match="device_memory is 0, and cpu does not say how much"):
+        memory.device_limit(config_of())
+
+    class Device:
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 64 * GB}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    with compiling_for(CUDA):
+        assert memory.device_limit(config_of()) == 64 * GB
+        assert memory.device_limit(config_of(device_memory=40)) == 40 * GB
+
+
+@pytest.mark.parametrize("weights", ["full", "int8"])
+def test_weights_and_adapters_take_what_the_plan_says(reference: Reference, weights: Any) -> None:
+    folder = reference.folder
+    cfg, mesh = load_config(folder), make_mesh(1, 1)
+    config = config_of(str(folder), dtype="float32", base_weights=weights)
+    params = load_params(cfg, str(folder), mesh, "float32", base_weights=weights)
+    assert memory.held_bytes(params) == memory.weight_bytes(cfg, config)
+    adapters, spec = AdapterStore(cfg, mesh), LoraSpec(4, train_mlp=False)
+    adapters.create("a", spec, 0, "adamw")
+    made = adapters.get("a")
+    took = memory.held_bytes((made.lora, made.grads, made.state.parts))
+    assert took == memory.adapter_bytes(cfg, config, spec, "adamw")
 
 
 def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
@@ -75,7 +161,6 @@ def test_a_device_holds_its_part_of_what_is_split(qwen3: Reference) -> None:
     assert memory.held_bytes(arrays) == 2 * 6 * 4 + 3
     params = load_params(load_config(qwen3.folder), str(qwen3.folder), mesh, "float32", lambda line: None)
     assert memory.held_bytes(params) == 4 * count(params)
-    assert memory.device_bytes() > memory.held_bytes(params)
 
 
 def test_processes_agree_on_the_least() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jax.sharding import Mesh
@@ -34,7 +35,6 @@ from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler.decode import Decoded
 from tinkerflow.backend.compute.sampler.decode_batch import DecodeBatch
 from tinkerflow.backend.compute.sampler.kv_cache import SlotCopy, pages_for
-from tinkerflow.backend.compute.sampler.memory import most_cells, most_pages
 from tinkerflow.backend.compute.sampler.model import Held, SamplerModel, wait
 from tinkerflow.backend.compute.sampler.prefix_cache import PrefixCache
 from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
@@ -49,6 +49,9 @@ from tinkerflow.backend.compute.sampler.stops import Decode, StopDetector, load_
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import Program
 from tinkerflow.backend.errors import UserError
+
+if TYPE_CHECKING:  # memory.py counts in this room's pages
+    from tinkerflow.backend.compute.memory import MemoryPlan
 
 log = logging.getLogger(__name__)
 
@@ -67,33 +70,34 @@ class Sampler:
         params: Params,
         mesh: Mesh,
         config: GroupConfig,
+        plan: MemoryPlan,
         *,
-        cache_cells: int | None = None,
         prefill_budget: int = _PREFILL_BUDGET,
     ) -> None:
         """An idle sampler.
 
         cfg, params: the base model. mesh: the devices that `params` are on. config: slots, chunk, context and the
-        number of resident snapshots. cache_cells: slots times positions of the largest cache; None = what memory
-        allows. prefill_budget: prompt tokens, padding included, that one step prefills.
+        number of resident snapshots. plan: how large the KV cache and the prefix cache may grow, and what resident
+        snapshots may take. prefill_budget: prompt tokens, padding included, that one step prefills.
         """
         self._cfg, self._config, self._prefill_budget = cfg, config, prefill_budget
         self._max_context = min(config.max_context, cfg.max_positions)
         params, dtype = by_layer(params), params.embed_VD.dtype
-        cells = most_cells(cfg, mesh, dtype.itemsize) if cache_cells is None else cache_cells
         self._shapes = make_shapes(
             max_slots=config.sample_slots,
             max_context=self._max_context,
             fsdp=mesh.shape[FSDP],
-            most_cells=cells,
+            most_cells=plan.cells,
             rows_are_dear=on_cpu(),
         )
         usual = usual_spec(cfg, config.expert_rank)
         self._programs = SamplerPrograms(cfg, mesh, self._shapes, params, config.decode_chunk, usual)
         most = None if on_cpu() else config.resident_snapshots
-        self.snapshots = SnapshotCache(cfg, mesh, dtype.name, by_layer=params.apart, most_resident=most, usual=usual)
-        pages = most_pages(cells, rows=self._shapes.rows[0], slots=config.sample_slots)
-        self._prefix_cache = PrefixCache(cfg, mesh, pages)
+        most_bytes = plan.uses.snapshots if plan.uses else None
+        self.snapshots = SnapshotCache(
+            cfg, mesh, dtype.name, by_layer=params.apart, most_resident=most, most_bytes=most_bytes, usual=usual
+        )
+        self._prefix_cache = PrefixCache(cfg, mesh, plan.pages)
         self._scheduler = Scheduler(self._shapes, config.sample_slots)
         self._model = SamplerModel(cfg, mesh, params, self.snapshots, config.decode_chunk)
         self._stage = PromptStage(self._model, self._prefix_cache)

@@ -92,19 +92,22 @@ class SnapshotCache:
         by_layer: bool,
         most_resident: int | None = None,
         usual: LoraSpec | None = None,
+        most_bytes: int | None = None,
     ) -> None:
         """An empty cache.
 
         cfg: the base model of the adapters. mesh: every device holds all of the stack. dtype: of snapshots, by name.
         by_layer: the stack has arrays of its own for each layer, as the weights have (`params.by_layer`).
-        most_resident: how many snapshots stay on the devices; None: all. usual: the shape of most adapters, by
-        which an empty stack is made; None: the experts have the rank of the other matrices.
+        most_resident: how many snapshots stay on the devices; None: all. most_bytes: how many bytes of each device they
+        take, unless those being sampled take more; None: any. usual: the shape of most adapters, by which an empty
+        stack is made; None: the experts have the rank of the other matrices.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._usual = divisor_of(cfg, usual) if usual else 1
         self._snapshots: dict[str, AdapterSnapshot] = {}
         self._stack = _Stack()
         self.most_resident = most_resident
+        self._most_bytes = most_bytes
         self._resident: dict[
             AdapterSnapshot, None
         ] = {}  # of the cached ones, on the devices: least recently used first
@@ -238,11 +241,14 @@ class SnapshotCache:
         stack.places[snapshot] = Columns(start, start + snapshot.columns)
 
     def _make_room(self, used: Collection[AdapterSnapshot]) -> None:
-        """Evict the least recently used snapshots that are not in `used`, until no more than `most_resident` stay."""
-        if self.most_resident is None or len(self._resident) <= self.most_resident:
+        """Evict the least recently used snapshots that are not in `used`, until the others are few and small enough."""
+        if self.most_resident is None:
             return
-        idle = [snapshot for snapshot in self._resident if snapshot not in used]
-        for snapshot in idle[: len(self._resident) - self.most_resident]:
+        held = sum(snapshot.nbytes for snapshot in self._resident)
+        for snapshot in [snapshot for snapshot in self._resident if snapshot not in used]:
+            if len(self._resident) <= self.most_resident and held <= (self._most_bytes or held):
+                return
+            held -= snapshot.nbytes
             del self._resident[snapshot]
             snapshot.lora = to_host(snapshot.lora)
 

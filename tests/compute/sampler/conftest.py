@@ -15,6 +15,7 @@ from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import load_config, registered
 from tinkerflow.backend.compute.lora import Lora, init_lora
+from tinkerflow.backend.compute.memory import most_pages, plan_group
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.sampler import Sampler
@@ -53,8 +54,11 @@ class Tiny:
         )
 
     def sampler(self, *, cache_cells: int | None = None, prefill_budget: int = 1024, **changes: Any) -> Sampler:
-        sizes: dict[str, Any] = {"cache_cells": cache_cells, "prefill_budget": prefill_budget}
-        return Sampler(self.cfg, self.params, self.mesh, self.config(**changes), **sizes)
+        config = self.config(**changes)
+        plan = plan_group(self.cfg, config)
+        if cache_cells is not None:
+            plan = replace(plan, cells=cache_cells, pages=most_pages(cache_cells // 4, config))
+        return Sampler(self.cfg, self.params, self.mesh, config, plan, prefill_budget=prefill_budget)
 
 
 def _save(folder: Path, architecture: str) -> None:

@@ -30,13 +30,15 @@ def main() -> None:
     from tinkerflow.backend.commands import GroupConfig, LoraSpec, SampleRequest, SampleStep
     from tinkerflow.backend.compute.families import load_config
     from tinkerflow.backend.compute.lora import init_lora
+    from tinkerflow.backend.compute.memory import plan_group
     from tinkerflow.backend.compute.mesh import make_mesh
     from tinkerflow.backend.compute.params import load_params
     from tinkerflow.backend.compute.sampler import Sampler
 
     config = GroupConfig(told["folder"], "float32", told["fsdp"], told["tensor"], 600, 1024, 6, 8, "")
     cfg, mesh = load_config(told["folder"]), make_mesh(told["fsdp"], told["tensor"])
-    sampler = Sampler(cfg, load_params(cfg, told["folder"], mesh, "float32"), mesh, config)
+    params = load_params(cfg, told["folder"], mesh, "float32")
+    sampler = Sampler(cfg, params, mesh, config, plan_group(cfg, config))
     spec = LoraSpec(4)
     lora = init_lora(cfg, spec, 0)
     for pair in lora.layers.values():
