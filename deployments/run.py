@@ -61,7 +61,7 @@ def run(
     settings = Settings(data_dir=data_dir) if data_dir else Settings()
     with prefect_api(console, settings) as (url, starts):
         sys.path.insert(0, str(config.resolve().parent))  # rewards and environments may be modules beside the file
-        page, completed = _run_and_show(console, find(pipeline), read_config(config, changes), url)
+        page, completed = run_and_show(console, find(pipeline), read_config(config, changes), url)
     if starts:
         console.print(see_again(page, settings.data_dir), highlight=False, soft_wrap=True)
     return completed
@@ -77,7 +77,7 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
         wait_for_prefect(prefect_url, stack.settings.start_deadline)
         if find(name).example_teacher and "teacher" not in values:
             _make_student_and_teacher(console, values, prefect_url)
-        page, completed = _run_and_show(console, find(name), values, prefect_url)
+        page, completed = run_and_show(console, find(name), values, prefect_url)
     if stack.settings.prefect == "embedded":
         console.print(see_again(page, data_dir), highlight=False, soft_wrap=True)
     return completed
@@ -226,9 +226,7 @@ def _result(state: State[BaseModel]) -> dict[str, Any]:
     return asyncio.run(state.aresult()).model_dump()
 
 
-def _run_and_show(
-    console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect_url: str
-) -> tuple[str, bool]:
+def run_and_show(console: Console, pipeline: Pipeline, values: Mapping[str, Any], prefect_url: str) -> tuple[str, bool]:
     """Run the pipeline and show its result; the run's page in Prefect, and whether the run completed."""
     state = _run(console, pipeline, values, prefect_url)
     if state.is_completed():

@@ -35,7 +35,7 @@ class Store:
     def __init__(self, url: str, blobs: Blobs, clock: Clock) -> None:
         """A store over `blobs`; `url` is for messages. Callers use `open`."""
         self.url = url
-        self._blobs = blobs
+        self.blobs = blobs
         self._clock = clock
 
     @classmethod
@@ -88,7 +88,7 @@ class Store:
         """
         where = CheckpointPath.parse(source)
         with self._failures(f"copy {where}"):
-            saved, files = reading.files_of(self._blobs, where, lambda file: True)
+            saved, files = reading.files_of(self.blobs, where, lambda file: True)
         meta = replace(
             saved.meta, owner=owner, expires_at=expires_at, request_id=request_id, run_metadata={}, public=False
         )
@@ -106,7 +106,7 @@ class Store:
         overwrite: bool,
     ) -> Saved:
         with self._failures(f"save {path}"):
-            before = reading.commit_of(self._blobs, path)
+            before = reading.commit_of(self.blobs, path)
             if before is not None and (_same_request(before, meta) or not overwrite):
                 return _same_or_conflict(before, meta)
             files = make_files()
@@ -139,7 +139,7 @@ class Store:
         if where.kind == EXTERNAL_WEIGHTS:
             raise UserError(f"checkpoint {where}: external weights are for downloads; load what save_state saved")
         with self._failures(f"load {where}"):
-            saved, files = reading.files_of(self._blobs, where, lambda file: optimizer or file != OPTIMIZER)
+            saved, files = reading.files_of(self.blobs, where, lambda file: optimizer or file != OPTIMIZER)
         weights = _decoded(where, ADAPTER, files)
         moments = _decoded(where, OPTIMIZER, files) if OPTIMIZER in files else {}
         return AdapterState(saved.spec, saved.step, weights, moments, saved.optimizer), saved
@@ -148,7 +148,7 @@ class Store:
         """The commit of `path`, or None; UserError for a malformed path."""
         where = CheckpointPath.parse(path)
         with self._failures(f"look up {where}"):
-            return reading.commit_of(self._blobs, where)
+            return reading.commit_of(self.blobs, where)
 
     def exists(self, path: str) -> bool:
         """Whether a checkpoint is saved under `path`."""
@@ -163,7 +163,7 @@ class Store:
         where = CheckpointPath.parse(saved.path)
         with self._failures(f"read {file} of {where}"):
             try:
-                return reading.part_of(self._blobs, where, saved, file, start, length)
+                return reading.part_of(self.blobs, where, saved, file, start, length)
             except FileNotFoundError as error:
                 raise NotFoundError(
                     f"checkpoint {where}: {file} of attempt {saved.attempt} is there no longer"
@@ -173,13 +173,13 @@ class Store:
         """A URL by which anybody can read the file for `seconds`; None when this kind of store has no such URLs."""
         where = CheckpointPath.parse(path)
         with self._failures(f"sign {file} of {where}"):
-            return self._blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
+            return self.blobs.signed_url(f"{where.attempt(attempt)}/{file}", seconds)
 
     def amend(self, path: str, attempt: str, *, public: bool, expires_at: datetime | None) -> bool:
         """Change `public` and `expires_at` in the commit of `path`; False when it is gone, or of another attempt."""
         where = CheckpointPath.parse(path)
         with self._failures(f"amend {where}"):
-            while (data := reading.commit_bytes(self._blobs, where)) is not None:
+            while (data := reading.commit_bytes(self.blobs, where)) is not None:
                 saved = commit.from_json(data, where)
                 if saved.attempt != attempt:
                     return False
@@ -198,7 +198,7 @@ class Store:
         with self._failures(f"delete {where}"):
             found, of = False, attempt
             # Only the commit that was read: another process may have replaced or amended it since.
-            while not found and (data := reading.commit_bytes(self._blobs, where)) is not None:
+            while not found and (data := reading.commit_bytes(self.blobs, where)) is not None:
                 try:
                     saved = commit.from_json(data, where)
                 except StoreError as error:
@@ -207,9 +207,9 @@ class Store:
                     if attempt not in ("", saved.attempt):
                         break
                     of = saved.attempt
-                found = self._blobs.remove(where.commit, data)
+                found = self.blobs.remove(where.commit, data)
             if of:
-                self._blobs.remove_folder(where.attempt(of))
+                self.blobs.remove_folder(where.attempt(of))
             return found
 
     def checkpoints(self, run_id: str | None = None) -> list[Saved]:
@@ -221,9 +221,9 @@ class Store:
             check_run_id(run_id)
         with self._failures("list checkpoints"):
             found = []
-            for path in reading.paths(self._blobs, run_id):
+            for path in reading.paths(self.blobs, run_id):
                 try:
-                    saved = reading.commit_of(self._blobs, path)
+                    saved = reading.commit_of(self.blobs, path)
                 except StoreError as error:
                     _log.warning("left out of the list: %s", error)
                 else:
@@ -233,43 +233,43 @@ class Store:
     def paths(self, run_id: str | None = None) -> list[str]:
         """The paths under which saves have begun, recovery snapshots included. Not all of them have a commit."""
         with self._failures("list paths"):
-            return [str(path) for path in reading.paths(self._blobs, run_id, upkeep.ALL_KINDS)]
+            return [str(path) for path in reading.paths(self.blobs, run_id, upkeep.ALL_KINDS)]
 
     def problems(self, path: str) -> list[str]:
         """Read all bytes of a checkpoint; a sentence for each problem, which names the file."""
         where = CheckpointPath.parse(path)
         with self._failures(f"verify {where}"):
-            return upkeep.problems(self._blobs, where)
+            return upkeep.problems(self.blobs, where)
 
     def orphans(self, before: datetime) -> list[Orphan]:
         """Files of interrupted saves, into which nothing was written since `before`; see `upkeep.orphans`."""
         with self._failures("look for what was left behind"):
-            return list(upkeep.orphans(self._blobs, before))
+            return list(upkeep.orphans(self.blobs, before))
 
     def snapshots(self, before: datetime) -> list[Snapshot]:
         """Recovery snapshots that were committed before `before`. The journal knows which of them are needed."""
         with self._failures("look for recovery snapshots"):
-            return list(upkeep.snapshots(self._blobs, before))
+            return list(upkeep.snapshots(self.blobs, before))
 
     def clear_drafts(self, before: datetime) -> int:
         """Remove unfinished commits whose writers died before `before`; how many."""
         with self._failures("clear drafts"):
-            paths = reading.paths(self._blobs, kinds=upkeep.ALL_KINDS)
-            return sum(self._blobs.clear_drafts(path.folder, before) for path in paths)
+            paths = reading.paths(self.blobs, kinds=upkeep.ALL_KINDS)
+            return sum(self.blobs.clear_drafts(path.folder, before) for path in paths)
 
     def remove_orphan(self, orphan: Orphan) -> bool:
         """Remove an orphan; False when it was committed meanwhile."""
         with self._failures(f"remove attempt {orphan.attempt} of {orphan.path}"):
-            return upkeep.remove(self._blobs, orphan)
+            return upkeep.remove(self.blobs, orphan)
 
     def _write(self, path: CheckpointPath, saved: Saved, files: dict[str, bytes]) -> None:
         """Write all files in parallel, then check the size of each."""
         keys = {file: f"{path.attempt(saved.attempt)}/{file}" for file in files}
         with ThreadPoolExecutor(len(files), thread_name_prefix="store") as threads:
-            for written in [threads.submit(self._blobs.create, keys[file], data) for file, data in files.items()]:
+            for written in [threads.submit(self.blobs.create, keys[file], data) for file, data in files.items()]:
                 written.result()
         for file, data in files.items():
-            size = self._blobs.size(keys[file])
+            size = self.blobs.size(keys[file])
             if size != len(data):
                 raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {len(data)}")
 
@@ -279,7 +279,7 @@ class Store:
         while True:
             if self._put(path, None, data):
                 return saved
-            there = reading.commit_bytes(self._blobs, path)
+            there = reading.commit_bytes(self.blobs, path)
             if there is None:
                 continue  # deleted since
             before = commit.from_json(there, path)
@@ -294,10 +294,10 @@ class Store:
         """Create a commit (`old` None), or replace one; False when another is there. A truncated commit is undone."""
         try:
             if old is not None:
-                done = self._blobs.replace(path.commit, old, new)
+                done = self.blobs.replace(path.commit, old, new)
             else:
                 try:
-                    self._blobs.create(path.commit, new)
+                    self.blobs.create(path.commit, new)
                     done = True
                 except FileExistsError:
                     done = False
@@ -310,17 +310,17 @@ class Store:
 
     def _undo_cut(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
         """If only a beginning of `new` has arrived, put back the bytes from before; whether that was necessary."""
-        there = reading.commit_bytes(self._blobs, path)
+        there = reading.commit_bytes(self.blobs, path)
         if there is None or there == new or not new.startswith(there):
             return False
         if old is None:
-            return self._blobs.remove(path.commit, there)
-        return self._blobs.replace(path.commit, there, old)
+            return self.blobs.remove(path.commit, there)
+        return self.blobs.replace(path.commit, there, old)
 
     def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
         """Remove the files of a failed save, unless the failure came after its commit: then the files are needed."""
         try:
-            now = reading.commit_of(self._blobs, path)
+            now = reading.commit_of(self.blobs, path)
         except (OSError, StoreError) as error:
             _log.warning("attempt %s of %s is left behind: %s", saved.attempt, path, error)
             return
@@ -330,7 +330,7 @@ class Store:
     def _tidy(self, prefix: str) -> None:
         """Remove files that no commit names. A failure is only logged, because such files cost nothing but space."""
         try:
-            self._blobs.remove_folder(prefix)
+            self.blobs.remove_folder(prefix)
         except OSError as error:
             _log.warning("store %s: %s is left behind: %s", self.url, prefix, error)
 

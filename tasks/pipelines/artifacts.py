@@ -57,7 +57,7 @@ class RunArtifacts:
             return
         self._written_at = now
         text = f"step {step} of {steps}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        await self._put("progress", acreate_progress_artifact, 100 * step / steps, text, "progress")
+        await self.put("progress", acreate_progress_artifact, 100 * step / steps, text, "progress")
 
     async def curves(self, steps: Sequence[StepMetrics], held_out: Mapping[str, Points]) -> None:
         """Show every metric of the steps as a picture and as a table."""
@@ -74,15 +74,15 @@ class RunArtifacts:
 
     async def pictures(self, kind: str, panels: Mapping[str, Mapping[str, Points]], title: str) -> None:
         """Show a picture of panels: title of a panel -> name of a line -> its points."""
-        await self._put(kind, acreate_image_artifact, data_url(picture(panels)), title, "image_url")
+        await self.put(kind, acreate_image_artifact, data_url(picture(panels)), title, "image_url")
 
     async def table(self, kind: str, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """Show a table with one row for each mapping."""
-        await self._put(kind, acreate_table_artifact, [dict(row) for row in rows], title, "table")
+        await self.put(kind, acreate_table_artifact, [dict(row) for row in rows], title, "table")
 
     async def text(self, kind: str, markdown: str, title: str) -> None:
         """Show a page of Markdown."""
-        await self._put(kind, acreate_markdown_artifact, markdown, title, "markdown")
+        await self.put(kind, acreate_markdown_artifact, markdown, title, "markdown")
 
     async def data(self, reports: Mapping[str, DataReport]) -> None:
         """Show what the data checks found: name of the data set -> report."""
@@ -100,7 +100,7 @@ class RunArtifacts:
             rows.append({"prompt": first.prompt} | answers | ({"wanted": first.wanted} if first.wanted else {}))
         await self.table("samples", rows, "greedy answers over time")
 
-    async def _put(self, kind: str, create: Any, data: object, title: str, name: str) -> None:
+    async def put(self, kind: str, create: Any, data: object, title: str, name: str) -> None:
         """Make the artifact `kind` with `create`, or update it when this run has made it before.
 
         data: the content, the argument `name` of `create`. title: the artifact's description.

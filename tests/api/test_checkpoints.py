@@ -259,8 +259,8 @@ def test_exports_are_downloaded_by_links_whole_and_in_part(people: Any) -> None:
 
     saved = ann.server.store.find(path)
     key = f"runs/{model.model_id}/external_weights/out/{saved.attempt}/{ADAPTER}"
-    ann.server.store._blobs.remove(key)
-    ann.server.store._blobs.create(key, whole.content[:-1] + b"?")
+    ann.server.store.blobs.remove(key)
+    ann.server.store.blobs.create(key, whole.content[:-1] + b"?")
     with pytest.raises(httpx.RemoteProtocolError, match="without sending complete message body"):
         http.get(url)
     other = url.replace(ADAPTER, CONFIG)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -65,6 +67,12 @@ def test_a_wrong_file_or_change_is_named(tmp_path: Path, text: str, change: tupl
         read_config(tmp_path / "none.yaml")
 
 
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
 def test_the_prefect_server_is_the_named_one_the_one_here_or_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,9 +94,11 @@ def test_the_prefect_server_is_the_named_one_the_one_here_or_a_new_one(
     with prefect_api(quiet(), settings) as (url, ends):
         assert (url, ends, started) == (Started.url, True, [str(tmp_path)])
     assert started == [str(tmp_path), "stopped"]
-    monkeypatch.setattr(module, "_answers", lambda url: True)
-    with prefect_api(quiet(), settings) as (url, ends):
-        assert (url, ends) == (f"http://127.0.0.1:{settings.prefect_port}/api", False)
+    with ThreadingHTTPServer(("127.0.0.1", settings.prefect_port), Healthy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with prefect_api(quiet(), settings) as (url, ends):
+            assert (url, ends) == (f"http://127.0.0.1:{settings.prefect_port}/api", False)
+        server.shutdown()
     monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere/api")
     with prefect_api(quiet(), settings) as (url, ends):
         assert (url, ends) == ("http://elsewhere/api", False)
@@ -125,7 +135,7 @@ def test_a_server_that_ends_with_the_run_is_not_promised(
         return "http://127.0.0.1:5555/runs/flow-run/1", True
 
     monkeypatch.setattr(module, "prefect_api", api)
-    monkeypatch.setattr(module, "_run_and_show", fake)
+    monkeypatch.setattr(module, "run_and_show", fake)
     (tmp_path / "sft.yaml").write_text("name: mine")
     console = quiet()
     assert run(console, "sft", tmp_path / "sft.yaml", example=False, changes=["name=other"], data_dir=tmp_path)

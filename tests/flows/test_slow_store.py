@@ -28,7 +28,7 @@ class Gate:
 
 @pytest.fixture
 def gate(context: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate, create = Gate(), context.store._blobs.create
+    gate, create = Gate(), context.store.blobs.create
 
     def slow(key: str, data: bytes) -> None:
         gate.arrived.set()
@@ -38,7 +38,7 @@ def gate(context: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
             raise OSError("the writer is no more")
         create(key, data)
 
-    monkeypatch.setattr(context.store._blobs, "create", slow)
+    monkeypatch.setattr(context.store.blobs, "create", slow)
     yield gate
     gate.opened.set()
 

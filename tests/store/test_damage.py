@@ -25,7 +25,7 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def put(store: Store, key: str, data: bytes) -> Blobs:
-    blobs = store._blobs
+    blobs = store.blobs
     blobs.remove(key)
     blobs.create(key, data)
     return blobs
@@ -40,11 +40,11 @@ def test_a_damaged_file_is_refused_by_name(
     other = store.save(RUN, "weights", "y", make_state(2), dataclasses.replace(meta, base_model="also"))
     assert store.problems(saved.path) == []
     key = f"{FOLDER}/{saved.attempt}/{file}"
-    data = store._blobs.read(key)
+    data = store.blobs.read(key)
     if damage == "missing":
-        store._blobs.remove(key)
+        store.blobs.remove(key)
     else:
-        foreign = store._blobs.read(f"runs/{RUN}/weights/y/{other.attempt}/{file}")
+        foreign = store.blobs.read(f"runs/{RUN}/weights/y/{other.attempt}/{file}")
         assert len(foreign) == len(data)
         flipped = data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
         put(store, key, {"truncated": data[:-1], "empty": b"", "flipped": flipped, "foreign": foreign}[damage])
@@ -66,7 +66,7 @@ def test_no_part_of_a_file_is_given_that_touches_damage(
         monkeypatch.setattr(module, "BLOCK", 16)
     saved, file = store.export(RUN, "x", make_state(1), meta), "adapter_model.safetensors"
     key = f"runs/{RUN}/external_weights/x/{saved.attempt}/{file}"
-    data = store._blobs.read(key)
+    data = store.blobs.read(key)
     last = len(data) - 1
     for start in range(0, 50, 7):
         assert store.part(saved, file, start, 20) == data[start : start + 20]
@@ -95,7 +95,7 @@ def test_a_damaged_recovery_snapshot_is_refused_too(store: Store, meta: Checkpoi
     saved = store.save(RUN, RECOVERY, "seq-3", make_state(1), meta)
     assert store.paths() == [saved.path]
     key = f"runs/{RUN}/recovery/seq-3/{saved.attempt}/optimizer.safetensors"
-    put(store, key, store._blobs.read(key)[:-4])
+    put(store, key, store.blobs.read(key)[:-4])
     with pytest.raises(StoreError, match=r"recovery/seq-3: optimizer\.safetensors has"):
         store.load(saved.path)
     assert len(store.problems(saved.path)) == 1
@@ -125,8 +125,8 @@ def test_a_damaged_commit_is_refused(store: Store, meta: CheckpointMeta, make_st
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
     store.save("sess-2:train:0", "weights", "x", make_state(1), meta)
     key = f"{FOLDER}/commit.json"
-    data = store._blobs.read(key)
-    foreign = store._blobs.read("runs/sess-2:train:0/weights/x/commit.json")
+    data = store.blobs.read(key)
+    foreign = store.blobs.read("runs/sess-2:train:0/weights/x/commit.json")
     assert b'"owner": "local"' in data
     flipped = data.replace(b'"owner": "local"', b'"owner": "lokal"')
     put(store, key, {"truncated": data[:-20], "flipped": flipped, "empty": b"", "foreign": foreign}[damage])
@@ -201,6 +201,6 @@ def test_a_commit_of_an_earlier_version_is_read(store: Store, meta: CheckpointMe
 
 def _recommit(store: Store, change: Change) -> None:
     key = f"{FOLDER}/commit.json"
-    commit = json.loads(store._blobs.read(key))
+    commit = json.loads(store.blobs.read(key))
     del commit["sha256"]
     put(store, key, seal(change(commit)))

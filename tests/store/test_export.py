@@ -110,8 +110,8 @@ def test_a_copy_is_whole_independent_and_repeatable(
 def test_a_copy_of_damaged_files_is_refused(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     source = store.save(RUN, "weights", "x", make_state(2), meta)
     key = f"runs/{RUN}/weights/x/{source.attempt}/adapter_model.safetensors"
-    store._blobs.remove(key)
-    store._blobs.create(key, b"?" * source.files["adapter_model.safetensors"].size)
+    store.blobs.remove(key)
+    store.blobs.create(key, b"?" * source.files["adapter_model.safetensors"].size)
     with pytest.raises(StoreError, match="does not have the SHA-256"):
         store.copy(source.path, OTHER, owner="team", expires_at=None, request_id="req-1")
     assert store.checkpoints(OTHER) == []
@@ -147,14 +147,14 @@ def test_a_late_deletion_leaves_what_was_saved_anew(
 
 def test_a_deletion_cut_after_the_commit_is_finished(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
-    store._blobs.remove(f"runs/{RUN}/weights/x/commit.json")
+    store.blobs.remove(f"runs/{RUN}/weights/x/commit.json")
     assert not store.delete(saved.path, saved.attempt)
-    assert store._blobs.children(f"runs/{RUN}/weights/x/{saved.attempt}") == []
+    assert store.blobs.children(f"runs/{RUN}/weights/x/{saved.attempt}") == []
 
 
 def test_a_damaged_commit_is_deleted_with_its_files(store: Store, meta: CheckpointMeta, make_state: Make) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
-    store._blobs.remove(f"runs/{RUN}/weights/x/commit.json")
-    store._blobs.create(f"runs/{RUN}/weights/x/commit.json", b"{")
+    store.blobs.remove(f"runs/{RUN}/weights/x/commit.json")
+    store.blobs.create(f"runs/{RUN}/weights/x/commit.json", b"{")
     assert store.delete(saved.path, saved.attempt)
-    assert store._blobs.children(f"runs/{RUN}/weights/x/{saved.attempt}") == []
+    assert store.blobs.children(f"runs/{RUN}/weights/x/{saved.attempt}") == []

@@ -233,7 +233,7 @@ def test_a_refused_save_leaves_nothing(store: Store, meta: CheckpointMeta, make_
 
 
 def _blobs(store: Store) -> Blobs:
-    return store._blobs
+    return store.blobs
 
 
 def put(blobs: Blobs, key: str, data: bytes) -> None:

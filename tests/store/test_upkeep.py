@@ -30,9 +30,9 @@ def test_attempts_without_a_commit_are_orphans_once_they_are_old(
     snapshot = store.save(RUN, RECOVERY, "seq-1", make_state(2), meta)
     dead = [f"{FOLDER}/x/attempt-1", f"{FOLDER}/never/attempt-2", f"runs/{RUN}/recovery/seq-2/attempt-3"]
     for prefix in dead:
-        store._blobs.create(f"{prefix}/adapter_config.json", b"half")
-    store._blobs.create(f"{FOLDER}/x/notes.txt", b"not ours")
-    store._blobs.create("elsewhere/attempt-4/x", b"not ours")
+        store.blobs.create(f"{prefix}/adapter_config.json", b"half")
+    store.blobs.create(f"{FOLDER}/x/notes.txt", b"not ours")
+    store.blobs.create("elsewhere/attempt-4/x", b"not ours")
     assert store.orphans(SystemClock().now() - timedelta(hours=1)) == []
     found = store.orphans(soon())
     assert sorted(f"{one.path} {one.attempt}" for one in found) == [
@@ -42,19 +42,19 @@ def test_attempts_without_a_commit_are_orphans_once_they_are_old(
     ]
     assert all(abs(one.written_at - SystemClock().now()) < timedelta(minutes=10) for one in found)
     assert all(store.remove_orphan(one) for one in found)
-    assert [store._blobs.children(prefix) for prefix in dead] == [[], [], []]
+    assert [store.blobs.children(prefix) for prefix in dead] == [[], [], []]
     assert store.orphans(soon()) == []
     same(store.load(kept.path)[0], make_state(1))
     same(store.load(snapshot.path)[0], make_state(2))
-    assert store._blobs.read(f"{FOLDER}/x/notes.txt") == store._blobs.read("elsewhere/attempt-4/x") == b"not ours"
+    assert store.blobs.read(f"{FOLDER}/x/notes.txt") == store.blobs.read("elsewhere/attempt-4/x") == b"not ours"
 
 
 def test_nothing_beside_a_commit_that_cannot_be_read_is_an_orphan(
     store: Store, meta: CheckpointMeta, make_state: Make
 ) -> None:
     store.save(RUN, "weights", "x", make_state(1), meta)
-    store._blobs.remove(f"{FOLDER}/x/commit.json")
-    store._blobs.create(f"{FOLDER}/x/commit.json", b"{")
+    store.blobs.remove(f"{FOLDER}/x/commit.json")
+    store.blobs.create(f"{FOLDER}/x/commit.json", b"{")
     assert store.orphans(soon()) == []
 
 
@@ -62,10 +62,10 @@ def test_an_orphan_that_was_committed_since_is_kept(
     store: Store, meta: CheckpointMeta, make_state: Make, same: Same
 ) -> None:
     saved = store.save(RUN, "weights", "x", make_state(1), meta)
-    commit = store._blobs.read(f"{FOLDER}/x/commit.json")
-    store._blobs.remove(f"{FOLDER}/x/commit.json")
+    commit = store.blobs.read(f"{FOLDER}/x/commit.json")
+    store.blobs.remove(f"{FOLDER}/x/commit.json")
     (orphan,) = store.orphans(soon())
-    store._blobs.create(f"{FOLDER}/x/commit.json", commit)
+    store.blobs.create(f"{FOLDER}/x/commit.json", commit)
     assert not store.remove_orphan(orphan)
     same(store.load(saved.path)[0], make_state(1))
 

@@ -20,7 +20,7 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     async def keep(self: RunArtifacts, kind: str, create: Any, data: object, title: str, name: str) -> None:
         written.append((kind, data))
 
-    monkeypatch.setattr(RunArtifacts, "_put", keep)
+    monkeypatch.setattr(RunArtifacts, "put", keep)
     return written
 
 
