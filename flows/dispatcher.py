@@ -16,7 +16,7 @@ from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, note_c
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.mirror import Mirror
-from tinkerflow.flows.runner import STOPPED, End, ModelRunner, SnapshotPolicy, Why
+from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy
 
 log = logging.getLogger(__name__)
 
@@ -142,22 +142,16 @@ class Dispatcher:
             if served is None:
                 await self._give_up(model_id, self._not_served(model.base_model))
                 return
-            mirror = self._mirror.training_run(model_id, model.base_model, self._adopted.get(model_id))
-            end = STOPPED
-            try:
-                # without Prefect, nobody can end a pause
-                held = model.paused is not None and bool(self._mirror.connection.api_url)
-                runner = ModelRunner(served.context, mirror, self._snapshots, model_id, model.step, held=held)
-                self._runners[model_id] = runner
-                verb = "is created" if model.state is ModelState.CREATING else "goes on"
-                mirror.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")
-                if not self._stopping.is_set():
-                    end = await runner.serve(restore_now=again)
-            except Exception as error:
-                end = End(Why.FAILED, f"{type(error).__name__}: {error}")
-                raise
-            finally:
-                mirror.ended(end.state, end.text)
+            observers = self._mirror.training_run(model_id, model.base_model, self._adopted.get(model_id))
+            verb = "is created" if model.state is ModelState.CREATING else "goes on"
+            for shown in observers:
+                shown.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")
+            paused = model.paused is not None and bool(observers)  # without Prefect, nobody can end a pause
+            runner = ModelRunner(served.context, observers, self._snapshots, model_id, model.step, paused=paused)
+            self._runners[model_id] = runner
+            if self._stopping.is_set():
+                runner.stop()
+            end = await runner.serve(restore_now=again and not self._stopping.is_set())
             log.info("model %s: %s", model_id, end.text)
         except Exception as error:
             # One model's trouble must not end the others. When the journal itself is away, this fails too and ends us.
@@ -177,19 +171,21 @@ class Dispatcher:
         ended = ModelEnded(model_id, ModelState.FAILED, error.message)
         waiting = await asyncio.to_thread(self._journal.requests.ready, model_id, 1)
         outcomes = [request.failed(error, None, ended) for request in waiting]
-        await asyncio.to_thread(self._journal.requests.finish, outcomes)
+        await asyncio.to_thread(self._journal.results.finish, outcomes)
 
     # ------------------------------------------------------------------ what people ask for (prefect/controls.py)
     def shown_in(self, model_id: str) -> UUID | None:
         """The flow run that shows the model now, or will show it when the model is taken up again."""
         runner = self._runners.get(model_id)
-        return runner.mirror.flow_run if runner is not None else self._adopted.get(model_id)
+        if runner is None:
+            return self._adopted.get(model_id)
+        return next((shown.flow_run for shown in runner.observers), None)
 
-    async def hold(self, model_id: str, why: str | None) -> None:
+    async def pause(self, model_id: str, why: str | None) -> None:
         """Execute nothing of the model until it is called with None; its clients are told why."""
         await asyncio.to_thread(self._journal.models.pause, model_id, why)
         if (runner := self._runners.get(model_id)) is not None:
-            runner.hold(why is not None)
+            runner.pause(why is not None)
 
     async def cancel(self, model_id: str, why: str) -> None:
         """End the model now: what waits is failed with the reason."""
@@ -244,7 +240,7 @@ class Dispatcher:
                     if runner is None:
                         continue
                     runner.look_at_snapshot()
-                    if runner.held and model_id in abandoned:  # it would never come to its unload
+                    if runner.paused and model_id in abandoned:  # it would never come to its unload
                         await self.cancel(model_id, OVER)
                 for model in self._served.values():
                     await model.sampling.cancel_ended()

@@ -95,7 +95,7 @@ async def _run(
         await asyncio.to_thread(migrate, settings.journal_url)
         journal = Journal.open(settings.journal_url, clock=clock)
         stack.callback(journal.close)
-        answers = AnswerWriter(journal.requests.finish)
+        answers = AnswerWriter(journal.results.finish)
         stack.push_async_callback(answers.close)
         cards = await asyncio.gather(
             *(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -51,6 +51,20 @@ class End:
 
 
 STOPPED = End(Why.STOPPED, Why.STOPPED.value)
+
+
+async def observed(serving: Awaitable[End], observers: Sequence[RunMirror]) -> End:
+    """How a runner's `serving` ends, which its observers are told, also when it fails or is cancelled."""
+    end = STOPPED
+    try:
+        end = await serving
+    except Exception as error:
+        end = End(Why.FAILED, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        for shown in observers:
+            shown.ended(end.state, end.text)
+    return end
 
 
 @dataclass(frozen=True)
@@ -152,21 +166,22 @@ class ModelRunner:
     def __init__(
         self,
         context: ExecutionContext,
-        mirror: RunMirror,
+        observers: Sequence[RunMirror],
         snapshots: SnapshotPolicy,
         model_id: str,
         steps_made: int,
         *,
-        held: bool = False,
+        paused: bool = False,
     ) -> None:
         """Nothing is taken from the journal before `serve`.
 
-        context: not bound to a worker group. mirror: is told what happens. snapshots: when a recovery snapshot is due.
-        steps_made: optimizer steps so far, for the names of task runs. held: it begins on hold.
+        context: not bound to a worker group. observers: are told what happens, and how it ends. snapshots: when a
+        recovery snapshot of `model_id` is due. steps_made: optimizer steps so far, for the names of task runs.
+        paused: it begins paused.
         """
         self.model_id = model_id
-        self.mirror = mirror
-        self._held = held
+        self.observers = observers
+        self._paused = paused
         self._cancelled = False
         self._unbound = context
         self._context = context  # bound to the worker group that holds the model, once one does
@@ -185,8 +200,9 @@ class ModelRunner:
         self._look_again = False  # something changed while operations were in flight
         self._unstored = True  # the journal may list saves that were answered, and not stored
         self._stopping = False
-        if held:
-            mirror.hold("it was held already when this run began")
+        if paused:
+            for shown in self.observers:
+                shown.paused("it was paused already when this run began")
 
     def wake(self) -> None:
         """There may be work, or the model may have ended."""
@@ -198,14 +214,15 @@ class ModelRunner:
         self._woken.set()
 
     @property
-    def held(self) -> bool:
+    def paused(self) -> bool:
         """Whether nothing is taken from the journal."""
-        return self._held
+        return self._paused
 
-    def hold(self, held: bool) -> None:
-        """Take nothing more from the journal until the hold ends; what is in flight is answered."""
-        self._held = held
-        self.mirror.hold("it is held" if held else None)
+    def pause(self, paused: bool) -> None:
+        """Take nothing more from the journal until the pause ends; what is in flight is answered."""
+        self._paused = paused
+        for shown in self.observers:
+            shown.paused("it is paused" if paused else None)
         self._woken.set()
 
     def cancel(self) -> None:
@@ -218,6 +235,9 @@ class ModelRunner:
 
         restore_now: the model is restored at once, and not when there is something to execute.
         """
+        return await observed(self._serve(restore_now), self.observers)
+
+    async def _serve(self, restore_now: bool) -> End:
         async with asyncio.TaskGroup() as group:  # waits for what is in flight
             if restore_now:
                 await self._is_ready(needed=True)
@@ -235,8 +255,8 @@ class ModelRunner:
                 self._take_snapshot(group)
                 return STOPPED
             self._woken.clear()
-            holding = self._held and not self._cancelled
-            if holding and not (self._unstored or self._interrupted):
+            paused = self._paused and not self._cancelled
+            if paused and not (self._unstored or self._interrupted):
                 continue
             if self._interrupted:
                 if self._flying:
@@ -244,20 +264,20 @@ class ModelRunner:
                 await self._begin_anew()
             if self._schedule.due(self._context.clock.monotonic()):
                 self._take_snapshot(group)
-            if fresh := await self._fresh(holding):
+            if fresh := await self._fresh(paused):
                 if await self._is_ready_for(fresh):
                     return batches(fresh, self._steps_made)
                 self._woken.set()
             elif self._flying:
                 self._look_again = True
-            elif not holding and (end := await self._ended()) is not None:
+            elif not paused and (end := await self._ended()) is not None:
                 return end
 
-    async def _fresh(self, holding: bool) -> list[Pending]:
-        """What the journal has for us and was not taken yet: on hold only saves that wait for the store."""
+    async def _fresh(self, paused: bool) -> list[Pending]:
+        """What the journal has for us and was not taken yet: while paused only saves that wait for the store."""
         detached = self._detached()  # from before the look: what is in neither was answered meanwhile
-        rows = [] if holding else await self._context.read(self._context.journal.requests.ready, self.model_id, _LOOK)
-        if self._unstored:  # also on hold: samplers wait for these
+        rows = [] if paused else await self._context.read(self._context.journal.requests.ready, self.model_id, _LOOK)
+        if self._unstored:  # also while paused: samplers wait for these
             left = await self._context.read(self._context.journal.recovery.unstored, self.model_id)
             self._unstored = bool(left)
             rows = sorted([*left, *rows], key=_place)
@@ -287,7 +307,8 @@ class ModelRunner:
         context = self._unbound.bound_to(generation)
         model = await context.read(context.journal.models.get, self.model_id, None)
         if model.state is ModelState.LIVE and needed:
-            self.mirror.restoring(generation)
+            for shown in self.observers:
+                shown.restoring(generation)
             try:
                 restored = await restore(context, self.model_id, self._detached())
             except GroupFailedError as error:
@@ -302,7 +323,8 @@ class ModelRunner:
                 return False
             self._schedule.restored(restored.steps, restored.last)
             self._copies = dict(restored.copies)
-            self.mirror.restored(self.model_id, generation, restored)
+            for shown in self.observers:
+                shown.restored(self.model_id, generation, restored)
         self._crashes = 0
         self._context = context
         return True
@@ -314,7 +336,8 @@ class ModelRunner:
 
     async def _begin_anew(self) -> None:
         """What was in flight went with its group: take it from the journal again."""
-        self.mirror.interrupted()
+        for shown in self.observers:
+            shown.interrupted()
         self._interrupted = False
         model = await self._unbound.read(self._unbound.journal.models.get, self.model_id, None)
         self._steps_made, self._taken, self._unload, self._unstored = model.step, -1, None, True
@@ -334,7 +357,8 @@ class ModelRunner:
     def _snapshot_taken(self, taking: asyncio.Task[SnapshotTaken | None]) -> None:
         self._schedule.taking = False
         if not taking.cancelled() and taking.exception() is None and (taken := taking.result()) is not None:
-            self.mirror.log(f"snapshot taken at request {taken.seq_id}: {taken.size_bytes / 2**20:.1f} MiB")
+            for shown in self.observers:
+                shown.log(f"snapshot taken at request {taken.seq_id}: {taken.size_bytes / 2**20:.1f} MiB")
 
     def look_at_snapshot(self) -> None:
         """Time has passed: a snapshot may be due."""
@@ -380,14 +404,15 @@ class ModelRunner:
         for request in batch.requests:
             await self._room.acquire()
             operations.append(self._begin(request, group))
-        self.mirror.started(batch, operations)
+        for shown in self.observers:
+            shown.started(batch, operations)
 
     def _begin(self, request: Pending, group: asyncio.TaskGroup) -> Operation:
         self._flying.add(request.id)
         if request.seq_id is None:
             self._unload = request.id
         else:
-            if not request.answered:  # on hold, an answered save is stored before requests in front of it are taken
+            if not request.answered:  # a paused run stores answered saves before it takes those in front
                 self._taken = max(self._taken, request.seq_id)
             self._schedule.went(request.seq_id, step=request.kind == Kind.OPTIM_STEP)
         slot = self._sequencer.slot(request.id if request.kind in SAVES else None)

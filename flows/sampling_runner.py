@@ -14,11 +14,11 @@ import asyncio
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tinkerflow.backend.journal import Outcome, Pending
 from tinkerflow.flows.prefect.mirror import RunMirror
-from tinkerflow.flows.runner import STOPPED, End, Why
+from tinkerflow.flows.runner import STOPPED, End, observed
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.operations.sample import SampleBatch
@@ -31,10 +31,10 @@ _LOOKS = 32  # a look into the journal for more samples comes after this part of
 class SamplingRunner:
     """Takes samples from the journal and keeps the decode batch going."""
 
-    def __init__(self, context: ExecutionContext, mirror: RunMirror, most_waiting: int) -> None:
-        """`most_waiting`: requests taken from the journal at once; more wait there."""
+    def __init__(self, context: ExecutionContext, observers: Sequence[RunMirror], most_waiting: int) -> None:
+        """observers: are told what happens. most_waiting: requests taken from the journal at once; more wait there."""
         self._context = context
-        self._mirror = mirror
+        self._observers = observers
         self._most = most_waiting
         self._woken = asyncio.Event()
         self._woken.set()
@@ -53,31 +53,21 @@ class SamplingRunner:
 
     async def serve(self) -> End:
         """Answer samples as they come, until stopped."""
-        end = STOPPED
-        try:
-            context = self._context.bound_to(await self._context.pool.serving())
-            async with asyncio.TaskGroup() as group:
-                batch = self._batch = SampleBatch(context, group)
-                decoding = group.create_task(_decode(batch), name="decode")
-                try:
-                    await self._take_until_stopped(batch)
-                finally:
-                    await batch.drain()
-                    decoding.cancel()
-        except Exception as error:
-            end = End(Why.FAILED, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            self._mirror.ended(end.state, end.text)
-        return end
+        return await observed(self._serve(), self._observers)
 
-    async def _take_until_stopped(self, batch: SampleBatch) -> None:
-        while True:
-            await self._woken.wait()
-            if self._stopping:
-                return
-            self._woken.clear()
-            await self._take(batch)
+    async def _serve(self) -> End:
+        context = self._context.bound_to(await self._context.pool.serving())
+        async with asyncio.TaskGroup() as group:
+            batch = self._batch = SampleBatch(context, group)
+            decoding = group.create_task(_decode(batch), name="decode")
+            try:
+                while await self._woken.wait() and not self._stopping:
+                    self._woken.clear()
+                    await self._take(batch)
+            finally:
+                await batch.drain()
+                decoding.cancel()
+        return STOPPED
 
     def cancel(self, request_id: str) -> None:
         """The request was cancelled: its place in the decode batch is free after the chunk that runs now."""
@@ -88,7 +78,7 @@ class SamplingRunner:
         """Stop decoding for requests that somebody else has answered (a notification may be lost)."""
         if self._batch is None or not (taken := self._batch.requests):
             return
-        for request_id in await self._context.read(self._context.journal.requests.finished, taken):
+        for request_id in await self._context.read(self._context.journal.results.finished, taken):
             self._batch.cancel(request_id)
 
     async def _take(self, batch: SampleBatch) -> None:
@@ -107,12 +97,13 @@ class SamplingRunner:
         for row in rows:
             answered = batch.take(row)
             answered.add_done_callback(self._left)
-            self._mirror.sampled(Operation(row, answered))
+            for shown in self._observers:
+                shown.sampled(Operation(row, answered))
 
     async def _pending(self, batch: SampleBatch, limit: int, owner: str | None = None) -> list[Pending]:
         journal, base = self._context.journal, self._context.card.name
         return await self._context.read(
-            journal.queue.pending_samples, limit, base_model=base, exclude=batch.requests, owner=owner
+            journal.requests.pending_samples, limit, base_model=base, exclude=batch.requests, owner=owner
         )
 
     def _left(self, answered: asyncio.Task[Outcome | None]) -> None:

@@ -155,11 +155,9 @@ async def retrieve_future(call: Authorised) -> Response:
     at_most = services.settings.metadata_only_over if body.allow_metadata_only else None
     hold = spread(services.settings.poll_hold, body.request_id)
     with services.subscriptions.request(body.request_id) as answer:
-        result = await asyncio.to_thread(services.journal.requests.result, body.request_id, call.owner, at_most=at_most)
+        result = await asyncio.to_thread(services.journal.results.get, body.request_id, call.owner, at_most=at_most)
         if result is None and await services.holds.hold(answer.wait(hold)):
-            result = await asyncio.to_thread(
-                services.journal.requests.result, body.request_id, call.owner, at_most=at_most
-            )
+            result = await asyncio.to_thread(services.journal.results.get, body.request_id, call.owner, at_most=at_most)
     if result is None:
         return _not_yet(body.request_id, await asyncio.to_thread(services.journal.queue.waits_for, body.request_id))
     return _answer(result, body.request_id)

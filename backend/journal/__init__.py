@@ -26,7 +26,6 @@ from tinkerflow.backend.journal.effects import Used as Used
 from tinkerflow.backend.journal.journal import Journal as Journal
 from tinkerflow.backend.journal.keys import KeyView as KeyView
 from tinkerflow.backend.journal.leases import LEASE_SECONDS as LEASE_SECONDS
-from tinkerflow.backend.journal.limits import Limits as Limits
 from tinkerflow.backend.journal.losses import NewCustomLoss as NewCustomLoss
 from tinkerflow.backend.journal.migrate import NoTablesError as NoTablesError
 from tinkerflow.backend.journal.migrate import migrate as migrate
@@ -39,12 +38,13 @@ from tinkerflow.backend.journal.notify import ResultSubscriptions as ResultSubsc
 from tinkerflow.backend.journal.recovery import Executed as Executed
 from tinkerflow.backend.journal.recovery import Recovery as Recovery
 from tinkerflow.backend.journal.recovery import SnapshotView as SnapshotView
+from tinkerflow.backend.journal.requests import Limits as Limits
 from tinkerflow.backend.journal.requests import NewRequest as NewRequest
-from tinkerflow.backend.journal.requests import Outcome as Outcome
 from tinkerflow.backend.journal.requests import Pending as Pending
 from tinkerflow.backend.journal.requests import Requests as Requests
-from tinkerflow.backend.journal.requests import Result as Result
 from tinkerflow.backend.journal.results import Completions as Completions
+from tinkerflow.backend.journal.results import Outcome as Outcome
+from tinkerflow.backend.journal.results import Result as Result
 from tinkerflow.backend.journal.samplers import NewSampler as NewSampler
 from tinkerflow.backend.journal.samplers import SamplerView as SamplerView
 from tinkerflow.backend.journal.sessions import NewSession as NewSession

@@ -21,7 +21,7 @@ from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
 from tinkerflow.backend.journal.effects import CheckpointSaved
-from tinkerflow.backend.journal.limits import Limits, storage_failure
+from tinkerflow.backend.journal.requests import Limits, storage_failure
 from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
 
 SHARE_PREFIX = "tfw-"

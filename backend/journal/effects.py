@@ -19,7 +19,8 @@ from tinkerflow.backend.errors import Category
 from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import insert_if_absent
-from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION, NewSampler, answered, insert_sampler
+from tinkerflow.backend.journal.notify import answered
+from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION, NewSampler, insert_sampler
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
@@ -173,7 +174,7 @@ Effect = RowEffect | Used
 
 
 def apply(connection: sa.Connection, effect: RowEffect, now: datetime) -> list[str]:
-    """Make one effect's row changes in the caller's transaction; the topics. `Used` is added up by requests.finish."""
+    """Make one effect's row changes in the caller's transaction; the topics. `Used` is added up by results.finish."""
     match effect:
         case ModelLive():
             _model_live(connection, effect)

@@ -76,7 +76,7 @@ class Journal:
     def result_subscriptions(self, *, recheck_seconds: float = RECHECK_SECONDS) -> ResultSubscriptions:
         """Wakes clients that wait for answers, for use as an async context manager; see ResultSubscriptions."""
         return ResultSubscriptions(
-            self.notifier, self.requests.finished, self.results.last_completions, recheck_seconds=recheck_seconds
+            self.notifier, self.results.finished, self.results.last_completions, recheck_seconds=recheck_seconds
         )
 
     def close(self) -> None:

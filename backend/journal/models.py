@@ -16,8 +16,7 @@ from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal.checkpoints import CheckpointView, Page, exists
 from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, insert_if_absent, missing, owned_by
 from tinkerflow.backend.journal.effects import end_models, forget
-from tinkerflow.backend.journal.limits import NO_LIMITS, Limits, model_failure, take_turn
-from tinkerflow.backend.journal.requests import Failure, NewRequest, store
+from tinkerflow.backend.journal.requests import NO_LIMITS, Failure, Limits, NewRequest, model_failure, store, take_turn
 from tinkerflow.backend.journal.sessions import PROJECT
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
@@ -92,7 +91,7 @@ class Models(Aggregate):
             raise ValueError(f"model {model.id}: its creation must name it with seq_id 0, not {request.seq_id!r}")
         now = self._now()
         with self._write() as connection:
-            take_turn(connection, limits, request.owner, request.kind, request.tokens, stores=request.stores)
+            take_turn(connection, limits, request)
             # Locked, so that a session which ends meanwhile either sees this model or is seen by it.
             session = get_owned(connection, Session, model.session_id, model.owner, lock=True)
             failure: Failure = (request.error, request.category) if request.error is not None else None

@@ -41,6 +41,7 @@ from tinkerflow.backend.journal.database import is_sqlite
 
 log = logging.getLogger(__name__)
 
+CLONE_BLOCK = 1_000_000_000  # the sequence ids of clone n of a client are [n * CLONE_BLOCK, (n + 1) * CLONE_BLOCK)
 RECHECK_SECONDS = 1.0  # between two looks at the database, in case notifications were lost
 _PATH_LIMIT = 100  # bytes; Linux takes 107, macOS 103
 _NAME_LENGTH = 20  # bytes at most, for `/<pid>-<8 hex digits>`
@@ -160,6 +161,11 @@ def _transport(url: str) -> Transport:
 
 
 # ------------------------------------------------------------------ clients that wait for answers
+def answered(sampler_id: str, seq_id: int | None = None) -> str:
+    """The topic for answers of a sampler: `answered:<clone>:<sampler>`, for all its clones without seq_id."""
+    return f"answered:{'' if seq_id is None else seq_id // CLONE_BLOCK}:{sampler_id}"
+
+
 class Waiter:
     """One client's wait for a request, or for the requests of one clone of a sampler (`clone`, as text).
 

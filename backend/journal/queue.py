@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -11,9 +10,8 @@ import sqlalchemy as sa
 from sqlalchemy.orm import aliased
 from sqlmodel import col
 
-from tinkerflow.backend.journal.database import Aggregate, as_view
-from tinkerflow.backend.journal.requests import Pending, count_in_range
-from tinkerflow.backend.journal.samplers import SamplerView
+from tinkerflow.backend.journal.database import Aggregate
+from tinkerflow.backend.journal.requests import count_in_range, of_base
 from tinkerflow.backend.journal.tables import IS_PENDING, BaseModelRow, Model, Request, SamplerRow
 
 log = logging.getLogger(__name__)
@@ -47,15 +45,10 @@ _USED = (
 _WIDTH = _WAITING.c.first_seq - col(Model.next_seq)
 
 
-def _of_base(table: type[Model] | type[SamplerRow]) -> sa.ColumnElement[bool]:
-    base = sa.bindparam("of_base", type_=sa.String)
-    return sa.or_(base.is_(None), col(table.base_model) == base)
-
-
 _PENDING_MODELS = (
     sa.select(col(Model.id))
     .join(_WAITING, _WAITING.c.model_id == col(Model.id))
-    .where(sa.or_(_WAITING.c.unloads > 0, _USED >= _WIDTH), _of_base(Model))
+    .where(sa.or_(_WAITING.c.unloads > 0, _USED >= _WIDTH), of_base(Model))
     .order_by(_WAITING.c.since, col(Model.id))
 )
 _GAPS = (
@@ -64,23 +57,10 @@ _GAPS = (
     .where(_WAITING.c.since <= sa.bindparam("before"), _USED < _WIDTH)
     .order_by(col(Model.id))
 )
-_PENDING_SAMPLES = (
-    sa.select(Request, *(column.label(f"its_{column.name}") for column in sa.inspect(SamplerRow).local_table.columns))
-    .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
-    .where(
-        IS_PENDING,
-        col(Request.sampler_id).is_not(None),
-        _of_base(SamplerRow),
-        col(Request.id).not_in(sa.bindparam("exclude", expanding=True)),
-        sa.or_(sa.bindparam("of_owner", type_=sa.String).is_(None), col(Request.owner) == sa.bindparam("of_owner")),
-    )
-    .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
-    .limit(sa.bindparam("at_most"))
-)
 _WAITING_SAMPLES = (
     sa.select(col(Request.owner), sa.func.count())
     .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
-    .where(IS_PENDING, col(Request.sampler_id).is_not(None), _of_base(SamplerRow))
+    .where(IS_PENDING, col(Request.sampler_id).is_not(None), of_base(SamplerRow))
     .group_by(col(Request.owner))
 )
 _WAITS_FOR = (
@@ -113,18 +93,6 @@ class Queue(Aggregate):
         """Ids of models that have something to execute now, longest waiting first. One statement."""
         with self._read() as connection:
             return list(connection.execute(_PENDING_MODELS, {"of_base": base_model}).scalars())
-
-    def pending_samples(
-        self, limit: int, *, base_model: str | None = None, exclude: Collection[str] = (), owner: str | None = None
-    ) -> list[Pending]:
-        """Samples that wait, oldest first, at most `limit`, each with its sampler. One statement.
-
-        base_model, owner: of the samples; None: any. exclude: ids of requests that were taken up already.
-        """
-        values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner, "at_most": limit}
-        with self._read() as connection:
-            rows = connection.execute(_PENDING_SAMPLES, values)
-            return [Pending.of(row, as_view(SamplerView, row, prefix="its_")) for row in rows]
 
     def waiting_samples(self, base_model: str | None = None) -> dict[str, int]:
         """How many samples of each owner have no answer yet, those that are being decoded too. One statement."""

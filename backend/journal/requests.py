@@ -1,4 +1,4 @@
-"""Requests: submitted, ready to execute, answered, read. This file is the whole path of an operation in the journal.
+"""Requests on their way to the engine: submitted, counted against limits, ready to execute. results.py answers them.
 
 Submitting: the unique constraints on (model or sampler, seq_id) decide which of two equal requests was first, and a
 replay gets the id of the first one. A request that cannot be executed (its model ended, its session is over, its seq_id
@@ -8,33 +8,33 @@ Executing: a model's requests run in the order of their sequence ids, from next_
 failed at once count as used. A missing id holds back all later ones (chunks of one call arrive as 2..n, then 1).
 A request below next_seq is a save that later requests have overtaken.
 
-Answering: the first answer of a request wins. The answer and its effects are stored in one transaction.
+Limits: how much one project may have at a time. The transaction that adds to it counts first, so nothing gets past one.
 
 Every transaction locks rows in the same order: sessions, models, samplers, then requests, each by id.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
-from tinkerflow.backend.errors import Category, ConflictError, TinkerflowError, UserError
+from tinkerflow.backend.errors import Category, ConflictError, TinkerflowError, TooManyError, UserError
 from tinkerflow.backend.ids import new_id
-from tinkerflow.backend.journal import effects
-from tinkerflow.backend.journal.database import Aggregate, in_chunks, insert_if_absent, is_owned, missing
-from tinkerflow.backend.journal.effects import Effect, Used
-from tinkerflow.backend.journal.limits import NO_LIMITS, Limits, check_sample, take_turn, training_failure
-from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION, SamplerView, answered
+from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, is_owned, missing
+from tinkerflow.backend.journal.effects import Effect
+from tinkerflow.backend.journal.notify import answered
+from tinkerflow.backend.journal.results import TAKE_NUMBER, Outcome, finish
+from tinkerflow.backend.journal.samplers import SamplerView
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
+    Checkpoint,
     Kind,
     Model,
     ModelState,
@@ -45,7 +45,6 @@ from tinkerflow.backend.journal.tables import (
     SamplerState,
     Session,
     SessionState,
-    UsageBucket,
     model_ended,
     sampler_ended,
     session_over,
@@ -78,38 +77,6 @@ class NewRequest:
     category: Category = "user"
     tokens: int = 0
     stores: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The answer to one request: result bytes, or an error with its category. Pending.done / Pending.failed make them.
-
-    model_id, sampler_id and seq_id are the request's own: they move the model's next_seq past the request, or have the
-    sampler number it (results.py). effects happen in the same transaction, and only if this is the request's first
-    answer. A failed creation (seq_id 0) ends its model by itself.
-    replays: the request changed the model, so it is executed again when the model must be made again; or it has
-    published weights that are not stored yet. That counts even when the request was answered before.
-    started_at: when its first command was sent, None when none was.
-    """
-
-    request_id: str
-    result: bytes | None = None
-    result_type: PayloadType = "json"
-    error: str | None = None
-    category: Category | None = None
-    model_id: str | None = None
-    sampler_id: str | None = None
-    seq_id: int | None = None
-    effects: tuple[Effect, ...] = ()
-    replays: bool = False
-    started_at: datetime | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for an outcome that is neither a result nor an error, or both."""
-        if (self.result is None) == (self.error is None):
-            raise ValueError(f"outcome of {self.request_id}: exactly one of result and error must be given")
-        if (self.error is None) != (self.category is None):
-            raise ValueError(f"outcome of {self.request_id}: an error comes with its category, a result without")
 
 
 @dataclass(frozen=True)
@@ -174,25 +141,38 @@ class Pending:
         )
 
 
+# ------------------------------------------------------------------ limits
 @dataclass(frozen=True)
-class Result:
-    """A request's answer: `result` bytes of `result_type` when done, else `error` and `category`.
+class Limits:
+    """The most that a project may have; 0 is no limit.
 
-    size: of the result in bytes. Results over the size that the reader allowed have a size and no bytes.
+    sampling_requests: samples that wait for their answer.
+    queued_tokens: tokens of forward and forward_backward requests that wait.
+    live_models: models that are being created or live.
+    stored_bytes: bytes of checkpoints; once they are reached, nothing more is saved. A checkpoint that is being saved
+    at that moment has no size yet and does not count.
     """
 
-    request_id: str
-    kind: Kind
-    result: bytes | None
-    result_type: PayloadType
-    error: str | None
-    category: Category | None
-    size: int
+    sampling_requests: int = 0
+    queued_tokens: int = 0
+    live_models: int = 0
+    stored_bytes: int = 0
+
+
+NO_LIMITS = Limits()
+
+
+NO_LIMITS = Limits()
 
 
 # ------------------------------------------------------------------ statements
 def _of_session(column: Mapped[Any]) -> sa.ScalarSelect[Any]:
     return sa.select(column).where(col(Session.id) == col(Model.session_id)).scalar_subquery()
+
+
+def of_base(table: type[Model] | type[SamplerRow]) -> sa.ColumnElement[bool]:
+    base = sa.bindparam("of_base", type_=sa.String)
+    return sa.or_(base.is_(None), col(table.base_model) == base)
 
 
 _TOUCH_MODEL = (
@@ -211,8 +191,7 @@ _TOUCH_MODEL = (
 # The sampler's row stays as it is until we commit. Not FOR SHARE: a request that fails at once takes a number, and two
 # transactions that hold the row together would each wait for the other.
 _LOOK_AT_SAMPLER = sa.select(SamplerRow).where(is_owned(SamplerRow)).with_for_update(key_share=True)
-_TAKE_NUMBER = sa.update(SamplerRow).where(col(SamplerRow.id) == sa.bindparam("of_sampler")).values(NEXT_COMPLETION)
-_TAKE_NUMBER_AND_TELL = _TAKE_NUMBER.returning(col(SamplerRow.last_completion))
+_TAKE_NUMBER_AND_TELL = TAKE_NUMBER.returning(col(SamplerRow.last_completion))
 _READY = (
     sa.select(Request, col(Model.next_seq))
     .join(Model, col(Model.id) == col(Request.model_id))
@@ -220,61 +199,18 @@ _READY = (
     .order_by(col(Request.seq_id))
     .limit(sa.bindparam("at_most"))
 )
-_ANSWER = (
-    sa.update(Request)
-    .where(col(Request.id) == sa.bindparam("request_id"))
-    .values(
-        state=sa.bindparam("to_state"),
-        result=sa.bindparam("to_result"),
-        result_type=sa.bindparam("to_result_type"),
-        error=sa.bindparam("to_error"),
-        category=sa.bindparam("to_category"),
-        started_at=sa.bindparam("to_started_at"),
-        finished_at=sa.bindparam("now"),
-        replays=sa.bindparam("to_replays"),
-        completion=COMPLETION,
+_PENDING_SAMPLES = (
+    sa.select(Request, *(column.label(f"its_{column.name}") for column in sa.inspect(SamplerRow).local_table.columns))
+    .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
+    .where(
+        IS_PENDING,
+        col(Request.sampler_id).is_not(None),
+        of_base(SamplerRow),
+        col(Request.id).not_in(sa.bindparam("exclude", expanding=True)),
+        sa.or_(sa.bindparam("of_owner", type_=sa.String).is_(None), col(Request.owner) == sa.bindparam("of_owner")),
     )
-)
-_REPLAYS = sa.update(Request).where(col(Request.id).in_(sa.bindparam("ids", expanding=True))).values(replays=True)
-_PASSED = sa.bindparam("passed_seq", type_=sa.BigInteger)
-_ADVANCE = (
-    sa.update(Model)
-    .where(col(Model.id) == sa.bindparam("of_model"))
-    .values(next_seq=sa.case((col(Model.next_seq) < _PASSED, _PASSED), else_=col(Model.next_seq)))
-)
-_LOCK_WAITING = (
-    sa.select(col(Request.id), col(Request.sampler_id))
-    .where(col(Request.id).in_(sa.bindparam("ids", expanding=True)), IS_PENDING)
-    .order_by(col(Request.id))
-    .with_for_update()
-)
-_ADD_USAGE = sa.text(
-    "INSERT INTO usage_bucket (session_id, bucket_start, base_model, kind, quantity)"
-    " VALUES (:session_id, :bucket_start, :base_model, :kind, :quantity)"
-    " ON CONFLICT (session_id, bucket_start, base_model, kind)"
-    " DO UPDATE SET quantity = usage_bucket.quantity + excluded.quantity"
-).bindparams(sa.bindparam("bucket_start", type_=sa.inspect(UsageBucket).local_table.c.bucket_start.type))
-# Without the payload: answers are read thousands of times a second, and a payload can have megabytes.
-_SIZE = sa.func.length(col(Request.result))
-_MOST = sa.bindparam("at_most", type_=sa.BigInteger)
-_READ = sa.select(
-    col(Request.id),
-    col(Request.kind),
-    col(Request.state),
-    col(Request.result_type),
-    col(Request.error),
-    col(Request.category),
-    col(Request.read_at),
-    _SIZE.label("size"),
-    sa.case((sa.or_(_MOST.is_(None), _SIZE <= _MOST), col(Request.result))).label("result"),
-).where(is_owned(Request))
-_MARK_READ = (
-    sa.update(Request)
-    .where(col(Request.id) == sa.bindparam("request_id"), col(Request.read_at).is_(None))
-    .values(read_at=sa.bindparam("now"))
-)
-_FINISHED = sa.select(col(Request.id)).where(
-    col(Request.id).in_(sa.bindparam("ids", expanding=True)), sa.not_(IS_PENDING)
+    .order_by(col(Request.created_at), col(Request.seq_id), col(Request.id))
+    .limit(sa.bindparam("at_most"))
 )
 _TO_CANCEL = sa.select(col(Request.kind), col(Request.state), col(Request.sampler_id), col(Request.seq_id)).where(
     is_owned(Request)
@@ -282,7 +218,7 @@ _TO_CANCEL = sa.select(col(Request.kind), col(Request.state), col(Request.sample
 
 
 class Requests(Aggregate):
-    """The path of one operation: submit, ready, finish, result."""
+    """The way in: what is submitted, and what the engine can execute next."""
 
     def submit(self, request: NewRequest, limits: Limits = NO_LIMITS) -> str:
         """Store a request and return its id; a replay (same seq_id and content) returns the id of the first one.
@@ -295,8 +231,7 @@ class Requests(Aggregate):
             raise ValueError(f"{request.kind} request: needs a seq_id and exactly one of model_id and sampler_id")
         now = self._now()
         with self._write() as connection:
-            if limits != NO_LIMITS:
-                take_turn(connection, limits, request.owner, request.kind, request.tokens, stores=request.stores)
+            take_turn(connection, limits, request)
             if request.model_id is not None:
                 request_id = _submit_to_model(connection, request.model_id, request, limits, now)
                 topic = f"model:{request.model_id}"
@@ -327,43 +262,17 @@ class Requests(Aggregate):
         unloads = [Pending.of(row) for row in rows if row.kind == Kind.UNLOAD]
         return run if cut and run else run + unloads
 
-    def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
-        """Answer requests with all their effects in one transaction; the ids that this call answered.
+    def pending_samples(
+        self, limit: int, *, base_model: str | None = None, exclude: Collection[str] = (), owner: str | None = None
+    ) -> list[Pending]:
+        """Samples that wait, oldest first, at most `limit`, each with its sampler. One statement.
 
-        The first answer of a request wins: a later one changes nothing, and none of its effects happen. FencedError
-        from an engine whose lease another one has taken, and then nothing happens at all.
+        base_model, owner: of the samples; None: any. exclude: ids of requests that were taken up already.
         """
-        with self._write(fenced=True) as connection:
-            ids, topics = finish(connection, outcomes, self._now())
-        self._publish(*topics)
-        return ids
-
-    def result(self, request_id: str, owner: str | None, *, at_most: int | None = None) -> Result | None:
-        """The answer, None while it is pending. Re-readable until it expires; the first reading is noted.
-
-        Of a result of more than `at_most` bytes only the size is given, and that does not count as a reading.
-        NotFoundError: unknown or foreign request.
-        """
+        values = {"of_base": base_model, "exclude": list(exclude), "of_owner": owner, "at_most": limit}
         with self._read() as connection:
-            parameters = {"row_id": request_id, "as_owner": owner, "at_most": at_most}
-            row = connection.execute(_READ, parameters).one_or_none()
-        if row is None:
-            raise missing(Request, request_id)
-        if row.state == RequestState.PENDING:
-            return None
-        size_only = row.size is not None and row.result is None
-        if row.read_at is None and not size_only:
-            with self._write() as connection:
-                connection.execute(_MARK_READ, {"request_id": request_id, "now": self._now()})
-        return Result(row.id, Kind(row.kind), row.result, row.result_type, row.error, row.category, row.size or 0)
-
-    def finished(self, request_ids: Collection[str]) -> set[str]:
-        """Which of these requests are answered, in one query per ten thousand ids."""
-        with self._read() as connection:
-            found: set[str] = set()
-            for ids in in_chunks(request_ids):
-                found |= set(connection.execute(_FINISHED, {"ids": ids}).scalars())
-            return found
+            rows = connection.execute(_PENDING_SAMPLES, values)
+            return [Pending.of(row, as_view(SamplerView, row, prefix="its_")) for row in rows]
 
     def cancel(self, request_id: str, owner: str | None) -> bool:
         """Answer a sample that waits with a failure, and have it leave the decode batch; whether it still waited.
@@ -409,8 +318,8 @@ def _submit_to_model(
         failure = text, UserError.category
     elif request.error is not None:
         failure = request.error, request.category
-    elif limits != NO_LIMITS:
-        failure = training_failure(connection, limits, request.owner, request.tokens, stores=request.stores)
+    else:
+        failure = _training_failure(connection, limits, request)
     return store(connection, request, model.session_id, failure, now)
 
 
@@ -426,8 +335,8 @@ def _submit_to_sampler(
         failure = sampler_ended(sampler_id, sampler.detail)
     elif request.error is not None:
         failure = request.error, request.category
-    elif limits != NO_LIMITS:
-        check_sample(connection, limits, request.owner)
+    else:
+        _check_sample(connection, limits, request.owner)
     if failure is None:
         return store(connection, request, sampler.session_id, None, now), "sample"
     number = connection.execute(_TAKE_NUMBER_AND_TELL, {"of_sampler": sampler_id}).scalar_one()
@@ -500,89 +409,89 @@ def count_in_range(
     return connection.execute(sa.select(sa.func.count()).select_from(Request).where(*in_range, *where)).scalar_one()
 
 
-# ------------------------------------------------------------------ answering
-def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime) -> tuple[list[str], list[str]]:
-    """Answer requests; the ids answered by this call, and the topics to publish.
+# ------------------------------------------------------------------ counting what is limited
+# SQLite has one writer. On Postgres a transaction that adds to something limited first takes an advisory lock named
+# after the project, and holds it until its commit: two such transactions never count at the same time. No transaction
+# that holds another lock ever waits for this lock. Each count is one statement over an index that holds only the rows
+# that count, and it is made only where a limit is set: ix_request_pending_of_owner for sampling requests and queued
+# tokens, ix_model_owner_state for live models, ix_checkpoint_stored_by_owner for stored bytes.
+_TURN = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:owner, 0))")
+_OWNER = sa.bindparam("owner", type_=sa.String)
+_SAMPLES = (
+    sa.select(sa.literal(1))
+    .where(col(Request.owner) == _OWNER, IS_PENDING, col(Request.kind) == sa.literal_column(f"'{Kind.SAMPLE}'"))
+    .limit(sa.bindparam("at_most"))
+    .subquery()
+)
+_COUNT_SAMPLES = sa.select(sa.func.count()).select_from(_SAMPLES)
+_COUNT_TOKENS = sa.select(sa.func.coalesce(sa.func.sum(col(Request.waiting_tokens)), 0)).where(
+    col(Request.owner) == _OWNER, IS_PENDING, col(Request.kind).in_((Kind.FORWARD, Kind.FORWARD_BACKWARD))
+)
+_COUNT_MODELS = sa.select(sa.func.count()).where(col(Model.owner) == _OWNER, col(Model.state).in_(TAKES_WORK))
+_COUNT_BYTES = sa.select(sa.func.coalesce(sa.func.sum(col(Checkpoint.size_bytes)), 0)).where(
+    col(Checkpoint.owner) == _OWNER, col(Checkpoint.deleted_at).is_(None)
+)
 
-    Three statements, one more for each sampler, and those of the effects.
-    """
-    first = {outcome.request_id: outcome for outcome in reversed(outcomes)}
-    _advance(connection, outcomes)
-    samplers = sorted({outcome.sampler_id for outcome in outcomes if outcome.sampler_id is not None})
-    if samplers:  # one UPDATE each, in order of id; see results.py
-        connection.execute(_TAKE_NUMBER, [{"of_sampler": sampler_id} for sampler_id in samplers])
-    waiting = {row.id: row.sampler_id for row in connection.execute(_LOCK_WAITING, {"ids": list(first)})}
-    winners = [outcome for request_id, outcome in reversed(first.items()) if request_id in waiting]
-    beaten = [outcome.request_id for outcome in first.values() if outcome.replays and outcome.request_id not in waiting]
-    if beaten:
-        connection.execute(_REPLAYS, {"ids": beaten})
-    for outcome in winners:
-        if outcome.sampler_id != waiting[outcome.request_id]:
-            # It would get a number that clients have passed already, and they would never hear of it.
-            raise ValueError(
-                f"outcome of {outcome.request_id}: sampler_id is {outcome.sampler_id!r}: not the request's"
-            )
-    if not winners:
-        return [], []
-    connection.execute(
-        _ANSWER,
-        [
-            {
-                "request_id": outcome.request_id,
-                "to_state": RequestState.DONE if outcome.error is None else RequestState.FAILED,
-                "to_result": outcome.result,
-                "to_result_type": outcome.result_type,
-                "to_error": outcome.error,
-                "to_category": outcome.category,
-                "to_started_at": outcome.started_at,
-                "to_replays": outcome.replays,
-                "now": now,
-            }
-            for outcome in winners
-        ],
+
+def take_turn(connection: sa.Connection, limits: Limits, request: NewRequest) -> None:
+    """Wait for the project's other transactions that add to what is limited; before any row is locked."""
+    limited = (
+        (request.kind == Kind.SAMPLE and limits.sampling_requests)
+        or (request.tokens and limits.queued_tokens)
+        or (request.stores and limits.stored_bytes)
+        or (request.kind in (Kind.CREATE_MODEL, Kind.LOAD_MODEL) and limits.live_models)
     )
-    ids = [outcome.request_id for outcome in winners]
-    topics = [f"done:{request_id}" for request_id in ids]
-    topics += {answered(one.sampler_id, one.seq_id): None for one in winners if one.sampler_id is not None}
-    used: list[Used] = []
-    for outcome in winners:
-        for effect in outcome.effects:
-            if isinstance(effect, Used):
-                used.append(effect)
-            else:
-                topics += effects.apply(connection, effect, now)
-        if outcome.error is not None and outcome.model_id is not None and outcome.seq_id == 0:
-            topics += effects.end_models(connection, [outcome.model_id], ModelState.FAILED, outcome.error, now)
-    _add_usage(connection, used, now)
-    return ids, topics
+    if limited and connection.dialect.name == "postgresql":
+        connection.execute(_TURN, {"owner": request.owner})
 
 
-def _advance(connection: sa.Connection, outcomes: Iterable[Outcome]) -> None:
-    """Move next_seq of every model past what was executed. Also locks the models, before any request."""
-    after: dict[str, int] = {}
-    for outcome in outcomes:
-        if outcome.model_id is not None:
-            passed = 0 if outcome.seq_id is None else outcome.seq_id + 1
-            after[outcome.model_id] = max(passed, after.get(outcome.model_id, 0))
-    if after:
-        rows = [{"of_model": model_id, "passed_seq": passed} for model_id, passed in sorted(after.items())]
-        connection.execute(_ADVANCE, rows)
+def _check_sample(connection: sa.Connection, limits: Limits, owner: str) -> None:
+    """TooManyError when the project has as many samples waiting as it may: the client sends this one again later."""
+    most = limits.sampling_requests
+    if most and _ask(connection, _COUNT_SAMPLES, owner, at_most=most) >= most:
+        raise TooManyError(
+            f"this project has {most} sampling requests waiting, as many as it may (max_sampling_requests)"
+        )
 
 
-def _add_usage(connection: sa.Connection, used: Sequence[Used], now: datetime) -> None:
-    """Add to the current hour's buckets (usage.py): one upsert for each bucket that is touched."""
-    sums: Counter[tuple[str, str, str]] = Counter()
-    for effect in used:
-        sums[effect.session_id, effect.base_model, effect.kind] += effect.quantity
-    rows = [
-        {"session_id": session, "bucket_start": hour_of(now), "base_model": base, "kind": kind, "quantity": quantity}
-        for (session, base, kind), quantity in sorted(sums.items())  # sorted, so that writers lock in one order
-        if quantity
-    ]
-    if rows:
-        connection.execute(_ADD_USAGE, rows)
+def _training_failure(connection: sa.Connection, limits: Limits, request: NewRequest) -> Failure:
+    """Why the project may not have this operation now; no statement when it adds nothing that is limited."""
+    if request.tokens and limits.queued_tokens:
+        waiting = _ask(connection, _COUNT_TOKENS, request.owner)
+        if waiting + request.tokens > limits.queued_tokens:
+            return _over(
+                f"the request has {request.tokens} tokens, and this project has {waiting} waiting: "
+                f"together they must be at most {limits.queued_tokens} (max_queued_tokens)"
+            )
+    return storage_failure(connection, request.owner, limits) if request.stores else None
 
 
-def hour_of(moment: datetime) -> datetime:
-    """The beginning of its hour, in UTC."""
-    return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
+    """Why the project may not store another checkpoint now, or None."""
+    if not limits.stored_bytes or (stored := _ask(connection, _COUNT_BYTES, owner)) < limits.stored_bytes:
+        return None
+    return _over(
+        f"this project's checkpoints have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
+        "(max_stored_bytes); delete some"
+    )
+
+
+def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
+    """Why the project may not have another model now, or None."""
+    if not limits.live_models:
+        return None
+    live = _ask(connection, _COUNT_MODELS, owner)
+    if live < limits.live_models:
+        return None
+    return _over(
+        f"this project has {live} models: must be at most {limits.live_models} (max_live_models); "
+        "close the sessions of those that are done"
+    )
+
+
+def _ask(connection: sa.Connection, statement: sa.Select[tuple[int]], owner: str, **more: int) -> int:
+    return int(connection.execute(statement, {"owner": owner, **more}).scalar_one())
+
+
+def _over(text: str) -> tuple[str, Category]:
+    return text, UserError.category

@@ -1,4 +1,6 @@
-"""Results after they were read, and the order in which a sampler's requests were answered.
+"""Results: how requests are answered, how answers are read, and in which order those of a sampler came.
+
+The first answer of a request wins. The answer and its effects are stored in one transaction.
 
 A client may follow a whole sampler with one cursor (retrieve_futures). Every transaction that answers requests of a
 sampler takes the sampler's next number, and its requests carry it. The number is taken by an UPDATE of the sampler's
@@ -12,16 +14,32 @@ Results stay readable until they expire or are acknowledged. Then their bytes go
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.journal.database import Aggregate, get_owned, in_chunks
-from tinkerflow.backend.journal.samplers import CLONE_BLOCK
-from tinkerflow.backend.journal.tables import Request, RequestState, SamplerRow
+from tinkerflow.backend.errors import Category
+from tinkerflow.backend.journal import effects
+from tinkerflow.backend.journal.database import Aggregate, get_owned, in_chunks, is_owned, missing
+from tinkerflow.backend.journal.effects import Effect, Used
+from tinkerflow.backend.journal.notify import CLONE_BLOCK, answered
+from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION
+from tinkerflow.backend.journal.tables import (
+    IS_PENDING,
+    Kind,
+    Model,
+    ModelState,
+    PayloadType,
+    Request,
+    RequestState,
+    SamplerRow,
+    UsageBucket,
+)
 
 PAGE = 1000
 _ACKNOWLEDGED = "the result was dropped: its client acknowledged that it has it"
@@ -46,6 +64,112 @@ _LAST = sa.select(col(SamplerRow.id), col(SamplerRow.last_completion)).where(
     col(SamplerRow.id).in_(sa.bindparam("ids", expanding=True))
 )
 _NO_LIMIT = 2**62
+TAKE_NUMBER = sa.update(SamplerRow).where(col(SamplerRow.id) == sa.bindparam("of_sampler")).values(NEXT_COMPLETION)
+_ANSWER = (
+    sa.update(Request)
+    .where(col(Request.id) == sa.bindparam("request_id"))
+    .values(
+        state=sa.bindparam("to_state"),
+        result=sa.bindparam("to_result"),
+        result_type=sa.bindparam("to_result_type"),
+        error=sa.bindparam("to_error"),
+        category=sa.bindparam("to_category"),
+        started_at=sa.bindparam("to_started_at"),
+        finished_at=sa.bindparam("now"),
+        replays=sa.bindparam("to_replays"),
+        completion=COMPLETION,
+    )
+)
+_REPLAYS = sa.update(Request).where(col(Request.id).in_(sa.bindparam("ids", expanding=True))).values(replays=True)
+_PASSED = sa.bindparam("passed_seq", type_=sa.BigInteger)
+_ADVANCE = (
+    sa.update(Model)
+    .where(col(Model.id) == sa.bindparam("of_model"))
+    .values(next_seq=sa.case((col(Model.next_seq) < _PASSED, _PASSED), else_=col(Model.next_seq)))
+)
+_LOCK_WAITING = (
+    sa.select(col(Request.id), col(Request.sampler_id))
+    .where(col(Request.id).in_(sa.bindparam("ids", expanding=True)), IS_PENDING)
+    .order_by(col(Request.id))
+    .with_for_update()
+)
+_ADD_USAGE = sa.text(
+    "INSERT INTO usage_bucket (session_id, bucket_start, base_model, kind, quantity)"
+    " VALUES (:session_id, :bucket_start, :base_model, :kind, :quantity)"
+    " ON CONFLICT (session_id, bucket_start, base_model, kind)"
+    " DO UPDATE SET quantity = usage_bucket.quantity + excluded.quantity"
+).bindparams(sa.bindparam("bucket_start", type_=sa.inspect(UsageBucket).local_table.c.bucket_start.type))
+# Without the payload: answers are read thousands of times a second, and a payload can have megabytes.
+_SIZE = sa.func.length(col(Request.result))
+_MOST = sa.bindparam("at_most", type_=sa.BigInteger)
+_READ = sa.select(
+    col(Request.id),
+    col(Request.kind),
+    col(Request.state),
+    col(Request.result_type),
+    col(Request.error),
+    col(Request.category),
+    col(Request.read_at),
+    _SIZE.label("size"),
+    sa.case((sa.or_(_MOST.is_(None), _SIZE <= _MOST), col(Request.result))).label("result"),
+).where(is_owned(Request))
+_MARK_READ = (
+    sa.update(Request)
+    .where(col(Request.id) == sa.bindparam("request_id"), col(Request.read_at).is_(None))
+    .values(read_at=sa.bindparam("now"))
+)
+_FINISHED = sa.select(col(Request.id)).where(
+    col(Request.id).in_(sa.bindparam("ids", expanding=True)), sa.not_(IS_PENDING)
+)
+
+
+# ------------------------------------------------------------------ what goes in and what comes out
+@dataclass(frozen=True)
+class Outcome:
+    """The answer to one request: result bytes, or an error with its category. Pending.done / Pending.failed make them.
+
+    model_id, sampler_id and seq_id are the request's own: they move the model's next_seq past the request, or have the
+    sampler number it (results.py). effects happen in the same transaction, and only if this is the request's first
+    answer. A failed creation (seq_id 0) ends its model by itself.
+    replays: the request changed the model, so it is executed again when the model must be made again; or it has
+    published weights that are not stored yet. That counts even when the request was answered before.
+    started_at: when its first command was sent, None when none was.
+    """
+
+    request_id: str
+    result: bytes | None = None
+    result_type: PayloadType = "json"
+    error: str | None = None
+    category: Category | None = None
+    model_id: str | None = None
+    sampler_id: str | None = None
+    seq_id: int | None = None
+    effects: tuple[Effect, ...] = ()
+    replays: bool = False
+    started_at: datetime | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an outcome that is neither a result nor an error, or both."""
+        if (self.result is None) == (self.error is None):
+            raise ValueError(f"outcome of {self.request_id}: exactly one of result and error must be given")
+        if (self.error is None) != (self.category is None):
+            raise ValueError(f"outcome of {self.request_id}: an error comes with its category, a result without")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A request's answer: `result` bytes of `result_type` when done, else `error` and `category`.
+
+    size: of the result in bytes. Results over the size that the reader allowed have a size and no bytes.
+    """
+
+    request_id: str
+    kind: Kind
+    result: bytes | None
+    result_type: PayloadType
+    error: str | None
+    category: Category | None
+    size: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +190,45 @@ class Completions:
 
 
 class Results(Aggregate):
-    """Answers by sampler, and the end of results that were read."""
+    """How requests are answered, and what becomes of their answers."""
+
+    def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
+        """Answer requests with all their effects in one transaction; the ids that this call answered.
+
+        The first answer of a request wins: a later one changes nothing, and none of its effects happen. FencedError
+        from an engine whose lease another one has taken, and then nothing happens at all.
+        """
+        with self._write(fenced=True) as connection:
+            ids, topics = finish(connection, outcomes, self._now())
+        self._publish(*topics)
+        return ids
+
+    def get(self, request_id: str, owner: str | None, *, at_most: int | None = None) -> Result | None:
+        """The answer, None while it is pending. Re-readable until it expires; the first reading is noted.
+
+        Of a result of more than `at_most` bytes only the size is given, and that does not count as a reading.
+        NotFoundError: unknown or foreign request.
+        """
+        with self._read() as connection:
+            parameters = {"row_id": request_id, "as_owner": owner, "at_most": at_most}
+            row = connection.execute(_READ, parameters).one_or_none()
+        if row is None:
+            raise missing(Request, request_id)
+        if row.state == RequestState.PENDING:
+            return None
+        size_only = row.size is not None and row.result is None
+        if row.read_at is None and not size_only:
+            with self._write() as connection:
+                connection.execute(_MARK_READ, {"request_id": request_id, "now": self._now()})
+        return Result(row.id, Kind(row.kind), row.result, row.result_type, row.error, row.category, row.size or 0)
+
+    def finished(self, request_ids: Collection[str]) -> set[str]:
+        """Which of these requests are answered, in one query per ten thousand ids."""
+        with self._read() as connection:
+            found: set[str] = set()
+            for ids in in_chunks(request_ids):
+                found |= set(connection.execute(_FINISHED, {"ids": ids}).scalars())
+            return found
 
     def completions(
         self, sampler_id: str, owner: str | None, *, clone: int, after: int, page: int = PAGE
@@ -162,3 +324,91 @@ def _dropped(text: str, **more: Any) -> dict[str, Any]:
         "category": sa.case((was_done, "user"), else_=col(Request.category)),
         **more,
     }
+
+
+# ------------------------------------------------------------------ answering
+def finish(connection: sa.Connection, outcomes: Sequence[Outcome], now: datetime) -> tuple[list[str], list[str]]:
+    """Answer requests; the ids answered by this call, and the topics to publish.
+
+    Three statements, one more for each sampler, and those of the effects.
+    """
+    first = {outcome.request_id: outcome for outcome in reversed(outcomes)}
+    _advance(connection, outcomes)
+    samplers = sorted({outcome.sampler_id for outcome in outcomes if outcome.sampler_id is not None})
+    if samplers:  # one UPDATE each, in order of id; see results.py
+        connection.execute(TAKE_NUMBER, [{"of_sampler": sampler_id} for sampler_id in samplers])
+    waiting = {row.id: row.sampler_id for row in connection.execute(_LOCK_WAITING, {"ids": list(first)})}
+    winners = [outcome for request_id, outcome in reversed(first.items()) if request_id in waiting]
+    beaten = [outcome.request_id for outcome in first.values() if outcome.replays and outcome.request_id not in waiting]
+    if beaten:
+        connection.execute(_REPLAYS, {"ids": beaten})
+    for outcome in winners:
+        if outcome.sampler_id != waiting[outcome.request_id]:
+            # It would get a number that clients have passed already, and they would never hear of it.
+            raise ValueError(
+                f"outcome of {outcome.request_id}: sampler_id is {outcome.sampler_id!r}: not the request's"
+            )
+    if not winners:
+        return [], []
+    connection.execute(
+        _ANSWER,
+        [
+            {
+                "request_id": outcome.request_id,
+                "to_state": RequestState.DONE if outcome.error is None else RequestState.FAILED,
+                "to_result": outcome.result,
+                "to_result_type": outcome.result_type,
+                "to_error": outcome.error,
+                "to_category": outcome.category,
+                "to_started_at": outcome.started_at,
+                "to_replays": outcome.replays,
+                "now": now,
+            }
+            for outcome in winners
+        ],
+    )
+    ids = [outcome.request_id for outcome in winners]
+    topics = [f"done:{request_id}" for request_id in ids]
+    topics += {answered(one.sampler_id, one.seq_id): None for one in winners if one.sampler_id is not None}
+    used: list[Used] = []
+    for outcome in winners:
+        for effect in outcome.effects:
+            if isinstance(effect, Used):
+                used.append(effect)
+            else:
+                topics += effects.apply(connection, effect, now)
+        if outcome.error is not None and outcome.model_id is not None and outcome.seq_id == 0:
+            topics += effects.end_models(connection, [outcome.model_id], ModelState.FAILED, outcome.error, now)
+    _add_usage(connection, used, now)
+    return ids, topics
+
+
+def _advance(connection: sa.Connection, outcomes: Iterable[Outcome]) -> None:
+    """Move next_seq of every model past what was executed. Also locks the models, before any request."""
+    after: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.model_id is not None:
+            passed = 0 if outcome.seq_id is None else outcome.seq_id + 1
+            after[outcome.model_id] = max(passed, after.get(outcome.model_id, 0))
+    if after:
+        rows = [{"of_model": model_id, "passed_seq": passed} for model_id, passed in sorted(after.items())]
+        connection.execute(_ADVANCE, rows)
+
+
+def _add_usage(connection: sa.Connection, used: Sequence[Used], now: datetime) -> None:
+    """Add to the current hour's buckets (usage.py): one upsert for each bucket that is touched."""
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for effect in used:
+        sums[effect.session_id, effect.base_model, effect.kind] += effect.quantity
+    rows = [
+        {"session_id": session, "bucket_start": hour_of(now), "base_model": base, "kind": kind, "quantity": quantity}
+        for (session, base, kind), quantity in sorted(sums.items())  # sorted, so that writers lock in one order
+        if quantity
+    ]
+    if rows:
+        connection.execute(_ADD_USAGE, rows)
+
+
+def hour_of(moment: datetime) -> datetime:
+    """The beginning of its hour, in UTC."""
+    return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)

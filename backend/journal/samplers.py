@@ -24,7 +24,6 @@ from tinkerflow.backend.journal.database import (
 )
 from tinkerflow.backend.journal.tables import Request, SamplerRow, SamplerState, Session, SessionState, session_over
 
-CLONE_BLOCK = 1_000_000_000  # the sequence ids of clone n of a client are [n * CLONE_BLOCK, (n + 1) * CLONE_BLOCK)
 NEXT_COMPLETION = {"last_completion": col(SamplerRow.last_completion) + 1}
 # The number of the transaction that we are in; NULL for training requests.
 COMPLETION = (
@@ -117,8 +116,3 @@ def insert_sampler(connection: sa.Connection, sampler: NewSampler, now: datetime
     """Make the sampler's row unless its id exists; whether it was made."""
     values = {**asdict(sampler), "state": SamplerState.LIVE, "created_at": now, "last_completion": 0, "clones": 0}
     return insert_if_absent(connection, SamplerRow, values)
-
-
-def answered(sampler_id: str, seq_id: int | None = None) -> str:
-    """The topic for answers of a sampler: `answered:<clone>:<sampler>`, for all its clones without seq_id."""
-    return f"answered:{'' if seq_id is None else seq_id // CLONE_BLOCK}:{sampler_id}"

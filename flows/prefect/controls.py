@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
 _ASKED = ("CANCELLING", "PAUSED", "SCHEDULED")
-HELD = "the run was paused in Prefect"
+PAUSED = "the run was paused in Prefect"
 CANCELLED = "the run was cancelled in Prefect"
 
 
@@ -38,7 +38,7 @@ class RunControls(Protocol):
         """The flow run that shows the model now, or will show it when the model is taken up again."""
         ...
 
-    async def hold(self, model_id: str, why: str | None) -> None:
+    async def pause(self, model_id: str, why: str | None) -> None:
         """Execute nothing of the model until this is called with None."""
         ...
 
@@ -58,7 +58,7 @@ class ControlsWatch:
         """Nothing is looked at before `watch`."""
         self._connection = connection
         self._controls = controls
-        self._held: dict[UUID, str] = {}  # flow run -> model
+        self._paused: dict[UUID, str] = {}  # flow run -> model
         self._retried: dict[UUID, UUID] = {}  # flow run -> its state that was obeyed as a Retry
 
     async def watch(self) -> None:
@@ -82,20 +82,20 @@ class ControlsWatch:
         self._retried = {run: state for run, state in self._retried.items() if run in seen}
         for run in found:
             await self._obey(client, run)
-        for missing in self._held.keys() - seen:
+        for missing in self._paused.keys() - seen:
             try:
                 run = await client.read_flow_run(missing)
             except ObjectNotFound:  # it was deleted, and its Resume button with it
-                await self._go_on(missing, self._held[missing])
+                await self._go_on(missing, self._paused[missing])
             else:
                 await self._obey(client, run)
 
     async def _obey(self, client: PrefectClient, run: FlowRun) -> None:
         model_id = str(run.parameters.get("model_id", ""))
-        held, now_shown = run.id in self._held, self._controls.shown_in(model_id) == run.id
+        paused, now_shown = run.id in self._paused, self._controls.shown_in(model_id) == run.id
         match run.state.type if run.state else None:
             case StateType.CANCELLING | StateType.CANCELLED:
-                self._held.pop(run.id, None)
+                self._paused.pop(run.id, None)
                 log.info("model %s: %s", model_id, CANCELLED)
                 await self._controls.cancel(model_id, CANCELLED)
                 if not now_shown:  # otherwise the run itself says that it has ended
@@ -104,22 +104,22 @@ class ControlsWatch:
                 if _is_over(run.state):
                     await _say(client, run, Running(message="its pause was over"))
                     await self._go_on(run.id, model_id)
-                elif not held:
-                    self._held[run.id] = model_id
-                    log.info("model %s: %s", model_id, HELD)
-                    await self._controls.hold(model_id, f"{HELD} (flow run {run.name}); Resume lets it go on")
-            case StateType.SCHEDULED if held and now_shown:  # a suspended run that is resumed
+                elif not paused:
+                    self._paused[run.id] = model_id
+                    log.info("model %s: %s", model_id, PAUSED)
+                    await self._controls.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume lets it go on")
+            case StateType.SCHEDULED if paused and now_shown:  # a suspended run that is resumed
                 await _say(client, run, Running(message="resumed"))
                 await self._go_on(run.id, model_id)
             case StateType.SCHEDULED if not now_shown:
                 await self._retry(client, run, model_id)
-            case _ if held:
+            case _ if paused:
                 await self._go_on(run.id, model_id)
 
     async def _go_on(self, flow_run: UUID, model_id: str) -> None:
-        self._held.pop(flow_run, None)
+        self._paused.pop(flow_run, None)
         log.info("model %s goes on", model_id)
-        await self._controls.hold(model_id, None)
+        await self._controls.pause(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
         if (shown := self._controls.shown_in(model_id)) is not None:

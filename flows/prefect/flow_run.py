@@ -35,7 +35,7 @@ MOST_LINES = 500  # of logs that wait for the server
 
 _ABOUT = """\
 The runs of a Tinkerflow engine, which executes them itself. They begin when a client creates a model, and not by
-_Run_. _Cancel_ ends a model, _Suspend_ and _Resume_ hold it and let it go on, _Retry_ takes a model that failed or
+_Run_. _Cancel_ ends a model, _Suspend_ and _Resume_ pause it and let it go on, _Retry_ takes a model that failed or
 crashed up again, from the journal."""
 
 

@@ -44,16 +44,19 @@ class Mirror:
         self.pacing = pacing
         self.most_task_runs = most_task_runs
 
-    def training_run(self, model_id: str, base_model: str, adopted: UUID | None = None) -> RunMirror:
-        """The mirror of one model's training run. adopted: the flow run to go on in, which somebody has retried."""
+    def training_run(self, model_id: str, base_model: str, adopted: UUID | None = None) -> list[RunMirror]:
+        """Who shows one model's training run: nobody without Prefect. adopted: the flow run, retried, to go on in."""
         parameters = {"model_id": model_id, "base_model": base_model}
         heading = Heading(training_run, model_id, parameters, self._tags(base_model), deployed=True)
-        return RunMirror(self, heading, short_name(model_id), adopted)
+        return self._shown(heading, short_name(model_id), adopted)
 
-    def sampling(self, base_model: str) -> RunMirror:
-        """The mirror of the sampling of one base model."""
+    def sampling(self, base_model: str) -> list[RunMirror]:
+        """Who shows the sampling of one base model: nobody without Prefect."""
         heading = Heading(sampling, f"sampling {base_model}", {"base_model": base_model}, self._tags(base_model))
-        return RunMirror(self, heading, _last_part(base_model))
+        return self._shown(heading, _last_part(base_model))
+
+    def _shown(self, heading: Heading, short: str, adopted: UUID | None = None) -> list[RunMirror]:
+        return [RunMirror(self, heading, short, adopted)] if self.connection.api_url else []
 
     def _tags(self, base_model: str) -> tuple[str, ...]:
         return ("tinkerflow", tag_of(base_model), self.connection.mark)
@@ -72,7 +75,7 @@ class RunMirror:
         self._heading = heading
         self._short = short
         self._flow_run: FlowRunRecord | None = None
-        self._held = False
+        self._paused = False
         self._window: Window | None = None  # a shared one
         self._task_run: TaskRunRecord | None = None  # that shows the shared window
         self._windows = 0
@@ -125,10 +128,10 @@ class RunMirror:
         assert self._window is not None
         self._window.add(operation)
 
-    def hold(self, text: str | None) -> None:
-        """The runner takes nothing more from the journal; None: it goes on. Prefect's UI shows its own holds itself."""
-        begins = text is not None and not self._held
-        self._held = text is not None
+    def paused(self, text: str | None) -> None:
+        """The runner takes nothing more from the journal; None: it goes on. Prefect shows its own pauses itself."""
+        begins = text is not None and not self._paused
+        self._paused = text is not None
         if begins and self._flow_run is None:
             self._on_back()
         elif begins and text:
@@ -199,10 +202,10 @@ class RunMirror:
         return self._flow_run
 
     def _on_back(self) -> None:
-        """A held run needs a flow run at once: its Resume button is the only way to let it go on."""
-        if self._held and self._flow_run is None and self._connection.reachable:
+        """A paused run needs a flow run at once: its Resume button is the only way to let it go on."""
+        if self._paused and self._flow_run is None and self._connection.reachable:
             self._begin_flow_run()
-            self._show(Paused(message="it was held already when this run began"))
+            self._show(Paused(message="it was paused already when this run began"))
 
     def _show(self, state: State[None]) -> None:
         if self._flow_run is not None:
@@ -216,7 +219,7 @@ class RunMirror:
 
     def _open(self, name: str, task: str, *, shared: bool = False) -> Window:
         full = self._flow_run is not None and self._flow_run.task_runs >= self._mirror.most_task_runs
-        if full and not self._held:  # a held run stays in the flow run that has the Resume button
+        if full and not self._paused:  # a paused run stays in the flow run that has the Resume button
             self._finish(Completed(message="it goes on in another flow run"))
         self._connection.tracked += 1
         task_run = (self._flow_run or self._begin_flow_run()).open_task_run(name, task)

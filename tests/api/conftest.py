@@ -118,9 +118,9 @@ class Engine:
         ready = [
             request for model in self.journal.queue.pending_models() for request in self.journal.requests.ready(model)
         ]
-        for request in [*ready, *self.journal.queue.pending_samples(100)]:
+        for request in [*ready, *self.journal.requests.pending_samples(100)]:
             self.executed.append((request.kind, request.seq_id))
-            self.journal.requests.finish([self._answer(request)])
+            self.journal.results.finish([self._answer(request)])
         return bool(ready)
 
     def _answer(self, request: Pending) -> Outcome:

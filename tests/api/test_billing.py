@@ -42,7 +42,7 @@ def used(journal: Any) -> Any:
             8, True, True, True, step=1, size_bytes=3 * GIGABYTE,
         )  # fmt: skip
         effects = [Used(session, BASE, kind, amount) for kind, amount in amounts.items()]
-        journal.requests.finish([creation.done(b"{}", "json", ModelLive(model), saved, *effects)])
+        journal.results.finish([creation.done(b"{}", "json", ModelLive(model), saved, *effects)])
         return session
 
     return use

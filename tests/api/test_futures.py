@@ -103,12 +103,12 @@ def test_a_sample_given_up_is_cancelled_on_the_server(client: Any, server: Runni
     while (poller := sampling._futures_poller) is None or len(poller._events) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    waiting = journal.queue.pending_samples(10)
+    waiting = journal.requests.pending_samples(10)
     given_up.future().cancel()
-    while len(journal.queue.pending_samples(10)) == 2:
+    while len(journal.requests.pending_samples(10)) == 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    answers = [server.result(one.id).json() for one in waiting if journal.requests.result(one.id, "local") is not None]
+    answers = [server.result(one.id).json() for one in waiting if journal.results.get(one.id, "local") is not None]
     assert answers == [{"error": "cancelled by the client", "category": "user"}]
     engine.paused = False
     assert len(kept.result().sequences[0].tokens) <= 4

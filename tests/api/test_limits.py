@@ -23,7 +23,7 @@ def test_samples_over_the_limit_wait_in_the_client(start: Any, engine: Any) -> N
         deadline = time.monotonic() + 10
         while seen.count("asample") < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(server.journal.queue.pending_samples(10)) <= 2
+        assert len(server.journal.requests.pending_samples(10)) <= 2
         threading.Timer(0.2, lambda: setattr(engine, "paused", False)).start()
         assert all(future.result().sequences for future in futures)
     assert seen.count("asample") > 4

@@ -131,7 +131,7 @@ def test_gc_removes_recovery_snapshots_of_models_that_are_not_live(tmp_path: Pat
         creation = NewRequest(Kind.CREATE_MODEL, "team", b"{}", "create", model_id=RUN, seq_id=0)
         journal.models.create(NewModel(RUN, session, "team", "tiny", rank=4), creation)
         (pending,) = journal.requests.ready(RUN)
-        journal.requests.finish([pending.done(b"{}", "json", ModelLive(RUN))])
+        journal.results.finish([pending.done(b"{}", "json", ModelLive(RUN))])
         assert "0 recovery snapshot(s)" in checkpoint(tmp_path, "gc", "--yes").stdout
         journal.models.end(RUN, ModelState.FAILED, "over")
         found = checkpoint(tmp_path, "gc").stdout

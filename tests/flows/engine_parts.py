@@ -205,10 +205,10 @@ class Client:
 
     async def result(self, request: str, seconds: float = 120.0) -> Result:
         with self.subscriptions.request(request) as answer:
-            result = self.journal.requests.result(request, self.owner)
+            result = self.journal.results.get(request, self.owner)
             if result is None:
                 assert await answer.wait(seconds), f"{request} was not answered in {seconds} s"
-                result = self.journal.requests.result(request, self.owner)
+                result = self.journal.results.get(request, self.owner)
         assert result is not None
         return result
 
@@ -237,7 +237,7 @@ def pool() -> NumpyPool:
 
 @pytest.fixture
 async def context(journal: Journal, pool: NumpyPool, tmp_path: Path) -> AsyncIterator[ExecutionContext]:
-    answers = AnswerWriter(journal.requests.finish)
+    answers = AnswerWriter(journal.results.finish)
     store = Store.open(f"file://{tmp_path / 'store'}")
     saves = Saves()
     context = ExecutionContext(journal, pool, store, CARD, SystemClock(), answers, saves, Snapshots(saves))

@@ -50,8 +50,8 @@ class Controls:
     def shown_in(self, model_id: str) -> UUID | None:
         return self.shown
 
-    async def hold(self, model_id: str, why: str | None) -> None:
-        self.asked.append(("hold", why))
+    async def pause(self, model_id: str, why: str | None) -> None:
+        self.asked.append(("pause", why))
 
     async def cancel(self, model_id: str, why: str) -> None:
         self.asked.append(("cancel", why))
@@ -83,7 +83,7 @@ async def test_a_retry_is_obeyed_once_although_its_run_does_not_show_it_yet() ->
     assert len(asked.asked) == 2
 
 
-async def test_a_model_whose_held_flow_run_was_deleted_goes_on() -> None:
+async def test_a_model_whose_paused_flow_run_was_deleted_goes_on() -> None:
     server = Server(Paused(timeout_seconds=3600))
     asked = Controls(server.run.id)
     watch = ControlsWatch(PrefectConnection("http://prefect/api"), asked)

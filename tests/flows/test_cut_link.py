@@ -130,7 +130,7 @@ async def test_a_cut_link_costs_a_pause_and_lost_packets_time(
     there = settings.data_dir / f"{lost.name}.log"
     async with asyncio.timeout(NOTICED + 60):
         await until(lambda: "its processes here have ended" in there.read_text())  # by itself: nobody can tell it
-    assert journal.requests.result(requests[0], "local") is None
+    assert journal.results.get(requests[0], "local") is None
     lost.heal()
     results = await client.results(*requests)
     assert engine() == 2

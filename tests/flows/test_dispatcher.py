@@ -153,4 +153,4 @@ async def test_stop_answers_what_is_in_flight(dispatcher: Any, client: Any) -> N
     await asyncio.sleep(0.05)
     serving.stop()
     await asyncio.wait_for(task, 60)
-    assert client.journal.requests.result(request, "local") is not None
+    assert client.journal.results.get(request, "local") is not None

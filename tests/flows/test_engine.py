@@ -117,7 +117,7 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
     away = Journal.open(f"sqlite:///{tmp_path / 'journal.db'}")
     client.journal = away
     waiting = [client.sample(in_memory), client.sample(in_store), client.optim_step(model)]
-    assert [away.requests.result(request, "local") for request in waiting] == [
+    assert [away.results.get(request, "local") for request in waiting] == [
         None
     ] * 3  # accepted while the engine is away
     away.close()

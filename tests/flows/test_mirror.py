@@ -27,7 +27,7 @@ from tinkerflow.tasks.execution.operation import Operation
 async def started(url: str, *, batches: int) -> Mirror:
     """A mirror that was told of a model's batches, whose operations have ended."""
     mirror = Mirror(PrefectConnection(url), Pacing(1000.0, SystemClock()))
-    run = mirror.training_run("sess-1234:train:0", "folder/unigram")
+    (run,) = mirror.training_run("sess-1234:train:0", "folder/unigram")
     for step in range(batches):
         request = Pending(f"req-{step}", Kind.OPTIM_STEP, "o", "s", "m", None, step, b"", "json", datetime.now(UTC))
 
@@ -41,10 +41,10 @@ async def started(url: str, *, batches: int) -> Mirror:
     return mirror
 
 
-async def test_off_means_that_batches_are_only_counted() -> None:
-    mirror = await started("", batches=2)
+async def test_off_means_that_no_runner_is_observed() -> None:
+    mirror = Mirror(PrefectConnection(""), Pacing(1000.0, SystemClock()))
     assert not mirror.connection.reachable
-    assert (mirror.connection.tracked, mirror.connection.untracked) == (0, 2)
+    assert mirror.training_run("sess-1234:train:0", "folder/unigram") == mirror.sampling("folder/unigram") == []
     await mirror.connection.close()
 
 
@@ -60,14 +60,14 @@ async def test_a_server_that_is_away_is_said_once_and_nothing_waits_for_it(caplo
     assert len([r for r in caplog.records if "cannot be reached" in r.message]) == 1
 
 
-async def test_a_held_run_goes_on_in_the_flow_run_that_has_the_resume_button() -> None:
+async def test_a_paused_run_goes_on_in_the_flow_run_that_has_the_resume_button() -> None:
     connection = PrefectConnection(f"http://127.0.0.1:{free_port()}/api")
     with connection.settings():
         mirror = Mirror(connection, Pacing(1000.0, SystemClock()), most_task_runs=1)
-        run = mirror.training_run("sess-1234:train:0", "folder/unigram")
+        (run,) = mirror.training_run("sess-1234:train:0", "folder/unigram")
         shown_in = []
-        for held in ("somebody suspended it", "somebody suspended it", None):
-            run.hold(held)
+        for paused in ("somebody suspended it", "somebody suspended it", None):
+            run.paused(paused)
             request = Pending("req", Kind.OPTIM_STEP, "o", "s", "m", None, 1, b"", "json", datetime.now(UTC))
             answered = asyncio.ensure_future(asyncio.sleep(0, request.done(b"{}", "json")))
             run.started(Batch(Kind.OPTIM_STEP, (request,), 1), [Operation(request, cast(asyncio.Task[Any], answered))])

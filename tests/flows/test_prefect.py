@@ -28,7 +28,7 @@ from tinkerflow.flows.prefect.controls import CANCELLED
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.prefect.server import PrefectServer, start_server
-from tinkerflow.flows.runner import End, ModelRunner, SnapshotPolicy, Why
+from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy, Why
 from tinkerflow.flows.sampling_runner import SamplingRunner
 
 pytestmark = [
@@ -84,14 +84,8 @@ class Runner:
     """A model's runner and its mirror, as the dispatcher puts them together."""
 
     def __init__(self, context: Any, model: str, mirror: Mirror) -> None:
-        self.run = mirror.training_run(model, BASE)
-        self.runner = ModelRunner(context, self.run, SnapshotPolicy(), model, 0)
-        self.wake, self.stop = self.runner.wake, self.runner.stop
-
-    async def serve(self) -> End:
-        end = await self.runner.serve()
-        self.run.ended(end.state, end.text)
-        return end
+        self.runner = ModelRunner(context, mirror.training_run(model, BASE), SnapshotPolicy(), model, 0)
+        self.wake, self.stop, self.serve = self.runner.wake, self.runner.stop, self.runner.serve
 
 
 async def serve(connection: PrefectConnection, context: Any, client: Any, work: Any, rate: float = 1000.0) -> str:
@@ -194,7 +188,7 @@ async def test_a_training_run_goes_on_in_another_flow_run_after_so_many_task_run
 async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(server: PrefectServer) -> None:
     connection = PrefectConnection(server.url, "another deployment")
     with connection.settings():
-        left = Mirror(connection, Pacing(1000.0, SystemClock())).training_run("left", BASE)
+        (left,) = Mirror(connection, Pacing(1000.0, SystemClock())).training_run("left", BASE)
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
             await in_state(http, await shown(http, "left"), "Running")
         assert left.flow_run is not None

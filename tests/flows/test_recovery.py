@@ -136,7 +136,7 @@ async def test_another_engine_goes_on_where_this_one_ended(serve: Any, client: A
     waiting = [*work(client, model, 2), client.sample(sampler)]  # accepted while no engine runs
     async with serve(pool):
         await answers(client, waiting)
-        again = journal.requests.result(waiting[-1], "local")
+        again = journal.results.get(waiting[-1], "local")
         assert pb.SampleResponse.FromString(again.result) == pb.SampleResponse.FromString(first.result)
         assert state(pool, model) != before
         assert any(isinstance(command, LoadSnapshot) for command in pool.log)
@@ -178,7 +178,7 @@ def publish(client: Any, model: str, number: int) -> str:
 
 
 def said(journal: Any, request: str) -> bytes:
-    result = journal.requests.result(request, "local")
+    result = journal.results.get(request, "local")
     assert result.error is None, result.error
     return pb.SampleResponse.FromString(result.result).SerializeToString()
 
@@ -198,7 +198,7 @@ async def test_a_sampler_does_not_wait_for_the_store_and_outlives_its_group_all_
         pool.die()
         after = client.sample(sampler)  # it waits: the weights are on their way to the store
         await answers(client, work(client, model, 1))
-        assert journal.requests.result(after, "local") is None
+        assert journal.results.get(after, "local") is None
         stuck.go.set()
         await client.result(after)
         assert said(journal, after) == said(journal, before)
@@ -232,7 +232,7 @@ async def test_what_an_engine_published_and_did_not_store_is_stored_by_the_next_
         more = work(client, model, 1)
         if held:
             await asyncio.sleep(0.2)
-            assert journal.requests.result(more[-1], "local") is None
+            assert journal.results.get(more[-1], "local") is None
         else:
             await answers(client, more)
 

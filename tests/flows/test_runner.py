@@ -203,14 +203,14 @@ async def test_a_stop_answers_what_is_in_flight_and_leaves_the_rest(
     pool.hold.set()
     assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
     assert (await client.result(flying)).error is None
-    assert client.journal.requests.result(waiting, "local") is None
+    assert client.journal.results.get(waiting, "local") is None
 
 
 async def test_a_gap_holds_back_what_came_after_it(served: Any, client: Any) -> None:
     model, _, _ = served
     late = client.submit(model, Kind.OPTIM_STEP, {"adam_params": {"learning_rate": 0.1}}, skip=1)
     await asyncio.sleep(0.2)
-    assert client.journal.requests.result(late, "local") is None
+    assert client.journal.results.get(late, "local") is None
     client.seqs[model] -= 2
     early = client.optim_step(model)
     assert [r.error for r in await client.results(early, late)] == [None, None]

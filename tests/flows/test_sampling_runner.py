@@ -183,7 +183,7 @@ async def test_who_asks_for_little_does_not_wait_for_all_that_another_asked(
     little = other.sample(its, max_tokens=12)
     pool.hold.set()
     assert len(tokens(await other.result(little))[0]) == 12
-    assert len(client.journal.requests.finished(many)) <= 100
+    assert len(client.journal.results.finished(many)) <= 100
     assert all(len(tokens(result)[0]) == 12 for result in await client.results(*many))
 
 
@@ -304,7 +304,7 @@ async def test_a_stop_answers_what_was_taken(sampling: Any, client: Any, pool: A
     pool.hold.set()
     assert (await asyncio.wait_for(task, 60)).why is Why.STOPPED
     assert tokens(await client.result(taken))
-    assert client.journal.requests.result(waiting, "local") is None
+    assert client.journal.results.get(waiting, "local") is None
 
 
 class Shown:
@@ -324,7 +324,7 @@ async def test_a_runner_that_is_cancelled_while_samples_are_decoded_says_that_it
     context: Any, client: Any, pool: Any, running: Any, until: Any
 ) -> None:
     shown = Shown()
-    runner = SamplingRunner(context, cast(RunMirror, shown), most_waiting=8)
+    runner = SamplingRunner(context, [cast(RunMirror, shown)], most_waiting=8)
     pool.hold = asyncio.Event()
     client.sample(client.sampler(0))
     async with running(runner.serve()):
@@ -339,7 +339,7 @@ async def test_a_runner_that_is_cancelled_before_a_worker_group_serves_says_that
 ) -> None:
     shown = Shown()
     pool.die(down=True)
-    async with running(SamplingRunner(context, cast(RunMirror, shown), most_waiting=8).serve()):
+    async with running(SamplingRunner(context, [cast(RunMirror, shown)], most_waiting=8).serve()):
         await asyncio.sleep(0)
     assert shown.ends == ["Cancelled"]
 

@@ -189,11 +189,11 @@ async def test_a_save_that_was_overtaken_is_made_after_a_hold_in_which_a_later_o
     await until(gate.failed.is_set)
     gate.broken = False
     runner = make_runner(model, 1)
-    runner.hold(True)
+    runner.pause(True)
     async with running(runner.serve()):
         await until(lambda: not client.journal.recovery.unstored(model))
-        assert client.journal.requests.result(named, "local") is None
-        runner.hold(False)
+        assert client.journal.results.get(named, "local") is None
+        runner.pause(False)
         await done(client, named)
 
 

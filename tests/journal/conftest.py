@@ -107,7 +107,7 @@ class Scene:
         self.journal.models.create(NewModel(name, session_id, self.owner, base_model, rank=8), self.creation(name))
         if live:
             (creation,) = self.journal.requests.ready(name)
-            self.journal.requests.finish([creation.done(b"{}", "json", ModelLive(name))])
+            self.journal.results.finish([creation.done(b"{}", "json", ModelLive(name))])
         return name
 
     def creation(self, name: str, content: str = "create") -> NewRequest:
@@ -139,7 +139,7 @@ class Scene:
     def execute(self, model: str, limit: int = 64) -> list[Pending]:
         """Answer what is ready."""
         pending = self.journal.requests.ready(model, limit)
-        self.journal.requests.finish([one.done(b"result", "proto") for one in pending])
+        self.journal.results.finish([one.done(b"result", "proto") for one in pending])
         return pending
 
 
@@ -161,7 +161,7 @@ def save(scene: Scene, clock: ManualClock) -> Callable[..., str]:
         (pending,) = scene.journal.requests.ready(model)
         path = f"tinker://{model}/{kind}/{name}"
         expires = None if ttl is None else clock.now() + timedelta(seconds=ttl)
-        scene.journal.requests.finish(
+        scene.journal.results.finish(
             [
                 pending.done(
                     b"{}",

@@ -23,9 +23,7 @@ def measure(journal: Journal, requests: int, clock: Callable[[], float]) -> list
     model = model_id(session, 0)
     creation = NewRequest(Kind.CREATE_MODEL, "bench", b"{}", "create", model_id=model, seq_id=0)
     journal.models.create(NewModel(model, session, "bench", "tiny", rank=8), creation)
-    journal.requests.finish(
-        [pending.done(b"{}", "json", ModelLive(model)) for pending in journal.requests.ready(model)]
-    )
+    journal.results.finish([pending.done(b"{}", "json", ModelLive(model)) for pending in journal.requests.ready(model)])
     seconds = []
     for seq in range(1, requests + 1):
         request = NewRequest(Kind.OPTIM_STEP, "bench", b"x" * 300, str(seq), model_id=model, seq_id=seq)
@@ -34,9 +32,9 @@ def measure(journal: Journal, requests: int, clock: Callable[[], float]) -> list
         times.append(clock())
         (pending,) = journal.requests.ready(model)
         times.append(clock())
-        journal.requests.finish([pending.done(b"y" * 300, "json", StepMade(model, seq))])
+        journal.results.finish([pending.done(b"y" * 300, "json", StepMade(model, seq))])
         times.append(clock())
-        journal.requests.result(request_id, "bench")
+        journal.results.get(request_id, "bench")
         times.append(clock())
         seconds.append({call: end - start for call, start, end in zip(CALLS, times, times[1:], strict=False)})
     return seconds

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import Completions, Journal, Outcome
+from tinkerflow.backend.journal.notify import CLONE_BLOCK
 from tinkerflow.backend.journal.requests import CANCELLED
-from tinkerflow.backend.journal.samplers import CLONE_BLOCK
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def sampler(scene):
 
 
 def finish_all(journal, *, one_by_one=False):
-    pending = journal.queue.pending_samples(1000)
+    pending = journal.requests.pending_samples(1000)
     for some in [[one] for one in pending] if one_by_one else [pending]:
-        journal.requests.finish([one.done(b"12345", "proto") for one in some])
+        journal.results.finish([one.done(b"12345", "proto") for one in some])
     return [one.id for one in pending]
 
 
@@ -40,8 +40,8 @@ def test_a_cursor_gives_each_answer_once_in_order(scene, sampler):
     assert after(scene, sampler, page.cursor).rows == ()
     assert after(scene, sampler, 0) == page  # an answer that was lost on the way is asked for again
     second = scene.sample(sampler, 3)
-    (pending,) = scene.journal.queue.pending_samples(10)
-    scene.journal.requests.finish([pending.failed("no", "user")])
+    (pending,) = scene.journal.requests.pending_samples(10)
+    scene.journal.results.finish([pending.failed("no", "user")])
     page = after(scene, sampler, page.cursor)
     assert [(row.request_id, row.done, row.size) for row in page.rows] == [(second, False, 0)]
 
@@ -91,12 +91,12 @@ def test_whatever_answers_is_seen(scene, as_owner):
 def test_a_reader_among_many_writers_misses_nothing_and_sees_nothing_twice(scene, sampler, url):
     """On Postgres the writers' transactions overlap: numbers must become visible in their order."""
     ids = {scene.sample(sampler, seq) for seq in range(60)}
-    pending = scene.journal.queue.pending_samples(100)
+    pending = scene.journal.requests.pending_samples(100)
     journals = [Journal.open(url) for _ in range(3)]
 
     def write(n: int) -> None:
         for one in pending[n::3]:
-            journals[n].requests.finish([one.done(b"x", "proto")])
+            journals[n].results.finish([one.done(b"x", "proto")])
 
     seen: list[str] = []
     with ThreadPoolExecutor(3) as threads:
@@ -120,14 +120,14 @@ def test_a_number_is_not_passed_while_its_transaction_is_open(scene, sampler, ur
     """The later writer waits for the earlier one, so a reader between the two cannot overtake it."""
     first, second = scene.sample(sampler, 0), scene.sample(sampler, 1)
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
-    by_id = {one.id: one for one in scene.journal.queue.pending_samples(10)}
+    by_id = {one.id: one for one in scene.journal.requests.pending_samples(10)}
     with engine.connect() as connection:
         open_transaction = connection.begin()
         taken = sa.text(
             "UPDATE sampler SET last_completion = last_completion + 1 WHERE id = :id RETURNING last_completion"
         )
         assert connection.execute(taken, {"id": sampler}).scalar_one() == 1
-        writer = threading.Thread(target=lambda: scene.journal.requests.finish([by_id[second].done(b"2", "proto")]))
+        writer = threading.Thread(target=lambda: scene.journal.results.finish([by_id[second].done(b"2", "proto")]))
         writer.start()
         writer.join(0.3)
         assert writer.is_alive()
@@ -186,33 +186,33 @@ def test_the_index_is_used(scene, sampler, url, statements):
 def test_an_outcome_that_names_no_sampler_is_refused(scene, sampler):
     request = scene.sample(sampler, 0)
     with pytest.raises(ValueError, match="sampler_id is None"):
-        scene.journal.requests.finish([Outcome(request, result=b"")])
-    assert scene.journal.requests.result(request, "local") is None
+        scene.journal.results.finish([Outcome(request, result=b"")])
+    assert scene.journal.results.get(request, "local") is None
 
 
 def test_what_was_read_and_acknowledged_is_dropped(scene, sampler):
     read, unread, clones = (scene.sample(sampler, seq) for seq in (0, 1, CLONE_BLOCK))
     finish_all(scene.journal)
     for request in (read, clones):
-        scene.journal.requests.result(request, "local")
+        scene.journal.results.get(request, "local")
     assert scene.journal.results.acknowledge(sampler, "local", [read, unread, clones, "req-none"], clone=0) == 1
     assert scene.journal.results.acknowledge(sampler, "local", [read], clone=0) == 0
-    gone = scene.journal.requests.result(read, "local")
+    gone = scene.journal.results.get(read, "local")
     assert (gone.result, gone.category) == (None, "user") and "acknowledged" in gone.error
     for kept in (unread, clones):
-        assert scene.journal.requests.result(kept, "local").result == b"12345"
+        assert scene.journal.results.get(kept, "local").result == b"12345"
     with pytest.raises(NotFoundError):
         scene.journal.results.acknowledge(sampler, "them", [unread], clone=0)
 
 
 def test_telling_the_size_is_no_reading(scene, sampler):
     request = scene.sample(sampler, 0)
-    assert scene.journal.requests.result(request, "local", at_most=4) is None
+    assert scene.journal.results.get(request, "local", at_most=4) is None
     finish_all(scene.journal)
-    told = scene.journal.requests.result(request, "local", at_most=4)
+    told = scene.journal.results.get(request, "local", at_most=4)
     assert (told.result, told.error, told.size) == (None, None, 5)
     assert scene.journal.results.acknowledge(sampler, "local", [request], clone=0) == 0
-    assert scene.journal.requests.result(request, "local", at_most=5).result == b"12345"
+    assert scene.journal.results.get(request, "local", at_most=5).result == b"12345"
 
 
 def test_copies_get_numbers_of_their_own(scene, sampler, url):
@@ -232,14 +232,14 @@ def test_a_cancelled_sample_fails_and_nothing_else_can_be_cancelled(scene, sampl
     with pytest.raises(NotFoundError):
         scene.journal.requests.cancel(request, "them")
     assert scene.journal.requests.cancel(request, "local")
-    failed = scene.journal.requests.result(request, "local")
+    failed = scene.journal.results.get(request, "local")
     assert (failed.error, failed.category) == (CANCELLED, "user")
     assert not scene.journal.requests.cancel(request, "local")
-    assert scene.journal.queue.pending_samples(10) == []
+    assert scene.journal.requests.pending_samples(10) == []
     answered = scene.sample(sampler, 1)
     finish_all(scene.journal)
     assert not scene.journal.requests.cancel(answered, "local")
-    assert scene.journal.requests.result(answered, "local").result == b"12345"
+    assert scene.journal.results.get(answered, "local").result == b"12345"
     model = scene.model()
     training = scene.submit(model, 1)
     with pytest.raises(UserError, match="only samples can be cancelled"):

@@ -47,9 +47,9 @@ def test_the_first_answer_wins_with_its_effects(scene):
     model = scene.model()
     request = scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
-    assert scene.journal.requests.finish([pending.done(b"first", "proto", StepMade(model, 1))]) == [request]
-    assert scene.journal.requests.finish([pending.failed("second", None, StepMade(model, 99))]) == []
-    assert scene.journal.requests.result(request, "local").result == b"first"
+    assert scene.journal.results.finish([pending.done(b"first", "proto", StepMade(model, 1))]) == [request]
+    assert scene.journal.results.finish([pending.failed("second", None, StepMade(model, 99))]) == []
+    assert scene.journal.results.get(request, "local").result == b"first"
     assert scene.journal.models.get(model, "local").step == 1
 
 
@@ -57,8 +57,8 @@ def test_one_call_with_two_answers_takes_the_first(scene):
     model = scene.model()
     request = scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
-    assert scene.journal.requests.finish([pending.done(b"a", "json"), pending.done(b"b", "json")]) == [request]
-    assert scene.journal.requests.result(request, "local").result == b"a"
+    assert scene.journal.results.finish([pending.done(b"a", "json"), pending.done(b"b", "json")]) == [request]
+    assert scene.journal.results.get(request, "local").result == b"a"
 
 
 def test_concurrent_answers_have_one_winner(scene):
@@ -71,7 +71,7 @@ def test_concurrent_answers_have_one_winner(scene):
     def answer(who: int) -> list[str]:
         start.wait()
         order = run if who % 2 else run[::-1]
-        return scene.journal.requests.finish([p.done(b"%d" % who, "json", StepMade(model, p.seq_id)) for p in order])
+        return scene.journal.results.finish([p.done(b"%d" % who, "json", StepMade(model, p.seq_id)) for p in order])
 
     with ThreadPoolExecutor(4) as threads:
         won = [request for ids in threads.map(answer, range(4)) for request in ids]
@@ -85,8 +85,8 @@ def test_all_outcomes_and_effects_or_none(scene):
     (pending,) = scene.journal.requests.ready(model)
     orphan = SamplerOpened(NewSampler("sess-none:sample:0", "sess-none", "local", "tiny"))  # no such session
     with pytest.raises(Exception, match=r"(?i)foreign key"):
-        scene.journal.requests.finish([pending.done(b"r", "json", StepMade(model, 7), orphan)])
-    assert scene.journal.requests.result(pending.id, "local") is None
+        scene.journal.results.finish([pending.done(b"r", "json", StepMade(model, 7), orphan)])
+    assert scene.journal.results.get(pending.id, "local") is None
     view = scene.journal.models.get(model, "local")
     assert (view.step, view.next_seq) == (0, 1)
     assert scene.ready(model) == [1]
@@ -95,9 +95,7 @@ def test_all_outcomes_and_effects_or_none(scene):
 def test_a_model_becomes_live_with_what_its_checkpoint_decided(scene):
     model = scene.model(live=False)
     (creation,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish(
-        [creation.done(b"{}", "json", ModelLive(model, step=12, rank=4, train_unembed=False))]
-    )
+    scene.journal.results.finish([creation.done(b"{}", "json", ModelLive(model, step=12, rank=4, train_unembed=False))])
     view = scene.journal.models.get(model, "local")
     assert (view.state, view.step, view.rank, view.train_attn, view.train_unembed) == ("live", 12, 4, True, False)
 
@@ -106,10 +104,10 @@ def test_a_failed_creation_ends_its_model_and_what_waits_behind_it(scene):
     model = scene.model(live=False)
     behind = scene.submit(model, 1)
     (creation, _) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([creation.failed(UserError("base model 'x': unknown"))])
+    scene.journal.results.finish([creation.failed(UserError("base model 'x': unknown"))])
     view = scene.journal.models.get(model, "local")
     assert (view.state, view.detail) == (ModelState.FAILED, "base model 'x': unknown")
-    answer = scene.journal.requests.result(behind, "local")
+    answer = scene.journal.results.get(behind, "local")
     assert answer.error == f"model {model} was never created: base model 'x': unknown"
     assert answer.category == "user"
 
@@ -121,12 +119,12 @@ def test_ending_a_model_fails_what_waits_for_it_and_nobody_else(scene):
         scene.submit(model, seq)
     survivor = scene.submit(other, 1)
     (first, _) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish(
+    scene.journal.results.finish(
         [first.failed(StateLostError("gone"), None, ModelEnded(model, ModelState.LOST, "rank 1 died"))]
     )
     assert scene.journal.queue.pending_models() == [other]
-    assert scene.journal.requests.result(survivor, "local") is None
-    assert scene.journal.requests.result(first.id, "local").error == "gone"
+    assert scene.journal.results.get(survivor, "local") is None
+    assert scene.journal.results.get(first.id, "local").error == "gone"
 
 
 def test_a_submit_racing_with_the_end_of_its_model_is_always_answered(scene):
@@ -144,9 +142,9 @@ def test_a_submit_racing_with_the_end_of_its_model_is_always_answered(scene):
         with ThreadPoolExecutor(5) as threads:
             ids = [threads.submit(submit, seq) for seq in range(2, 6)]
             start.wait()
-            scene.journal.requests.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "bye"))])
+            scene.journal.results.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "bye"))])
             stored = [future.result() for future in ids]
-        assert scene.journal.requests.finished(stored) == set(stored)
+        assert scene.journal.results.finished(stored) == set(stored)
 
 
 def test_samplers_open_load_and_end(scene):
@@ -155,24 +153,24 @@ def test_samplers_open_load_and_end(scene):
     scene.submit(model, 1)
     (save,) = scene.journal.requests.ready(model)
     opened = NewSampler(f"{session}:sample:0", session, "local", "tiny", snapshot_id="snap-1")
-    scene.journal.requests.finish([save.done(b"{}", "json", SamplerOpened(opened))])
+    scene.journal.results.finish([save.done(b"{}", "json", SamplerOpened(opened))])
     view = scene.journal.samplers.get(opened.id, "local")
     assert (view.state, view.snapshot_id, view.model_path) == (SamplerState.LIVE, "snap-1", None)
     first, second = scene.sample(opened.id, 0), scene.sample(opened.id, 1)
-    (one, _) = scene.journal.queue.pending_samples(10)
-    scene.journal.requests.finish([one.done(b"s", "proto", SamplerLoaded(opened.id, "snap-2"))])
+    (one, _) = scene.journal.requests.pending_samples(10)
+    scene.journal.results.finish([one.done(b"s", "proto", SamplerLoaded(opened.id, "snap-2"))])
     assert scene.journal.samplers.get(opened.id, "local").snapshot_id == "snap-2"
     assert scene.journal.samplers.unused_snapshots(["snap-1", "snap-2"]) == {"snap-1"}
-    (two,) = scene.journal.queue.pending_samples(10)
+    (two,) = scene.journal.requests.pending_samples(10)
     third = scene.sample(opened.id, 2)
-    scene.journal.requests.finish([two.done(b"t", "proto")])
+    scene.journal.results.finish([two.done(b"t", "proto")])
     scene.journal.sessions.finish(session, "local", "the client went")
-    assert scene.journal.requests.result(first, "local").result == b"s"
-    assert scene.journal.requests.result(second, "local").result == b"t"
-    assert "the client went" in scene.journal.requests.result(third, "local").error
-    assert scene.journal.requests.result(third, "local").category == "user"
+    assert scene.journal.results.get(first, "local").result == b"s"
+    assert scene.journal.results.get(second, "local").result == b"t"
+    assert "the client went" in scene.journal.results.get(third, "local").error
+    assert scene.journal.results.get(third, "local").category == "user"
     assert scene.journal.samplers.unused_snapshots(["snap-2"]) == {"snap-2"}
-    assert "is closed" in scene.journal.requests.result(scene.sample(opened.id, 3), "local").error
+    assert "is closed" in scene.journal.results.get(scene.sample(opened.id, 3), "local").error
 
 
 def test_a_checkpoint_saved_again_replaces_its_row(scene, clock):
@@ -180,11 +178,11 @@ def test_a_checkpoint_saved_again_replaces_its_row(scene, clock):
     for seq in (1, 2):
         scene.submit(model, seq)
     one, two = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([one.done(b"{}", "json", saved(model))])
+    scene.journal.results.finish([one.done(b"{}", "json", saved(model))])
     scene.journal.checkpoints.delete(saved(model).path, "local")
     clock.advance(5)
     expires = clock.now() + timedelta(hours=1)
-    scene.journal.requests.finish([two.done(b"{}", "json", saved(model, step=9, expires_at=expires))])
+    scene.journal.results.finish([two.done(b"{}", "json", saved(model, step=9, expires_at=expires))])
     view = scene.journal.checkpoints.get(saved(model).path, "local")
     assert (view.step, view.size_bytes, view.created_at, view.expires_at) == (9, 2**40, clock.now(), expires)
 
@@ -208,13 +206,13 @@ def test_finish_is_three_statements_and_its_effects(scene, statements):
         scene.sample(sampler, seq)
     run = scene.journal.requests.ready(model)
     with statements() as made:
-        scene.journal.requests.finish([pending.done(b"", "json") for pending in run[:29]])
+        scene.journal.results.finish([pending.done(b"", "json") for pending in run[:29]])
     assert len(made) == 3
     with statements() as made:
-        scene.journal.requests.finish([run[29].done(b"", "json", StepMade(model, 1))])
+        scene.journal.results.finish([run[29].done(b"", "json", StepMade(model, 1))])
     assert len(made) == 4
     with statements() as made:
-        scene.journal.requests.finish(
-            [pending.done(b"", "proto") for pending in scene.journal.queue.pending_samples(30)]
+        scene.journal.results.finish(
+            [pending.done(b"", "proto") for pending in scene.journal.requests.pending_samples(30)]
         )
     assert len(made) == 4  # the reading, the sampler's number, and two to finish

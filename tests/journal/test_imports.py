@@ -39,7 +39,7 @@ def test_a_copy_has_a_run_of_its_own_that_takes_no_work(scene, save, as_owner):
     events = [entry.event for entry in scene.journal.audit.entries("team", resource="checkpoint")]
     assert events == ["checkpoint_copied"]
     request = as_owner("team").submit(run, 1)
-    assert "holds a copy" in scene.journal.requests.result(request, "team").error
+    assert "holds a copy" in scene.journal.results.get(request, "team").error
     with pytest.raises(NotFoundError):
         scene.journal.checkpoints.get(path, "local")
 

@@ -33,12 +33,12 @@ def test_a_fenced_off_engine_changes_nothing(scene, other):
     (pending,) = scene.journal.requests.ready(model)
     assert other.leases.acquire("second", force=True) is None
     with pytest.raises(FencedError, match="another engine"):
-        scene.journal.requests.finish([pending.done(b"old", "json")])
+        scene.journal.results.finish([pending.done(b"old", "json")])
     with pytest.raises(FencedError):
         scene.journal.leases.renew()
     scene.journal.leases.release()  # of what is not ours any more
-    assert other.requests.result(request, "local") is None
-    assert other.requests.finish([pending.done(b"new", "json")]) == [request]
+    assert other.results.get(request, "local") is None
+    assert other.results.finish([pending.done(b"new", "json")]) == [request]
 
 
 def test_a_lease_that_was_given_back_is_free(scene, other):

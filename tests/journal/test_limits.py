@@ -25,7 +25,7 @@ def store(scene, name: str, size: int) -> None:
     saved = CheckpointSaved(
         name, model, CheckpointKind.WEIGHTS, name[-1], scene.owner, "tiny", 8, True, True, True, 0, size
     )
-    scene.journal.requests.finish([save.done(b"{}", "json", saved)])
+    scene.journal.results.finish([save.done(b"{}", "json", saved)])
 
 
 def test_samples_beyond_the_limit_are_not_stored(scene, as_owner):
@@ -58,7 +58,7 @@ def test_a_crowd_gets_no_more_in_than_may(scene, url, most):
         entered = list(threads.map(enter, range(32)))
     for journal in journals:
         journal.close()
-    assert sum(entered) == most == len(scene.journal.queue.pending_samples(100))
+    assert sum(entered) == most == len(scene.journal.requests.pending_samples(100))
 
 
 def test_training_tokens_wait_up_to_the_limit_and_more_fail_by_name(scene):
@@ -68,14 +68,14 @@ def test_training_tokens_wait_up_to_the_limit_and_more_fail_by_name(scene):
         for seq, tokens in ((1, 60), (2, 41), (3, 40), (4, 1))
     ]
     for refused, text in ((requests[1], "41 tokens, and this project has 60 waiting"), (requests[3], "1 tokens")):
-        failed = scene.journal.requests.result(refused, "local")
+        failed = scene.journal.results.get(refused, "local")
         assert failed.category == "user"
         assert text in failed.error and "at most 100 (max_queued_tokens)" in failed.error
     assert scene.ready(model) == [1, 3]
     scene.execute(model)
-    assert scene.journal.requests.result(requests[2], "local").error is None
+    assert scene.journal.results.get(requests[2], "local").error is None
     again = scene.journal.requests.submit(replace(scene.operation(model, 5), tokens=60), limits)
-    assert scene.journal.requests.result(again, "local") is None
+    assert scene.journal.results.get(again, "local") is None
     # what was refused is refused again when it is sent again
     repeated = replace(scene.operation(model, 2), tokens=41)
     assert scene.journal.requests.submit(repeated, limits) == requests[1]
@@ -85,7 +85,7 @@ def create(scene, session: str, n: int, limits: Limits) -> str:
     name = model_id(session, n)
     new = NewModel(name, session, "local", "tiny", rank=8)
     request = scene.journal.models.create(new, scene.creation(name), limits)
-    failed = scene.journal.requests.result(request, "local")
+    failed = scene.journal.results.get(request, "local")
     return "" if failed is None else str(failed.error)
 
 
@@ -95,7 +95,7 @@ def test_models_beyond_the_limit_fail_by_name_and_ended_ones_make_room(scene):
     assert "has 2 models: must be at most 2 (max_live_models)" in create(scene, session, 2, limits)
     assert create(scene, session, 1, limits) == ""  # repeated
     (creation,) = scene.journal.requests.ready(model_id(session, 0))
-    scene.journal.requests.finish([creation.failed("no", "user")])
+    scene.journal.results.finish([creation.failed("no", "user")])
     assert create(scene, session, 3, limits) == ""
     assert "max_live_models" in create(scene, session, 4, limits)
 
@@ -107,7 +107,7 @@ def test_nothing_is_saved_once_the_limit_is_reached(scene, as_owner):
 
     def save(seq: int, stores: bool = True) -> str | None:
         request = replace(scene.operation(model, seq), kind=Kind.SAVE_WEIGHTS, stores=stores)
-        failed = scene.journal.requests.result(scene.journal.requests.submit(request, limits), "local")
+        failed = scene.journal.results.get(scene.journal.requests.submit(request, limits), "local")
         return None if failed is None else failed.error
 
     assert save(1) is None

@@ -106,9 +106,9 @@ def test_a_database_of_the_first_version_is_upgraded_in_place_with_its_rows(empt
     (pending,) = journal.requests.ready("sess-1:train:0")
     assert (pending.id, pending.kind, pending.payload) == ("req-2", Kind.FORWARD, b"x" * 20_000)
     assert journal.queue.waits_for("req-2") == "for a look"
-    assert journal.requests.result("req-1", "local").result == b"r"
+    assert journal.results.get("req-1", "local").result == b"r"
     assert [(row.name, row.compile_status) for row in journal.base_models.all()] == [("tiny", CompileStatus(**STATUS))]
-    assert journal.requests.finish([pending.done(b"answer", "proto")]) == ["req-2"]
+    assert journal.results.finish([pending.done(b"answer", "proto")]) == ["req-2"]
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, Table.metadata) == []

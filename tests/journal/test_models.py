@@ -14,7 +14,7 @@ def trained(scene, model):
     """Execute a request of the model that a replay needs."""
     request = scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([replace(pending.done(b"r", "proto"), replays=True)])
+    scene.journal.results.finish([replace(pending.done(b"r", "proto"), replays=True)])
     return request
 
 
@@ -65,7 +65,7 @@ def test_what_made_a_model_is_forgotten_when_its_session_is_over(scene):
     trained(scene, model)
     scene.submit(model, 2)
     (pending,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([pending.done(b"", "json", ModelEnded(model, ModelState.FAILED, "no memory"))])
+    scene.journal.results.finish([pending.done(b"", "json", ModelEnded(model, ModelState.FAILED, "no memory"))])
     scene.journal.models.forget_ended()
     assert scene.journal.recovery.count_executed(model, 0) == 1
     scene.journal.sessions.finish(session, "local")

@@ -15,7 +15,7 @@ WAITING_OF_MODEL, WAITING_SAMPLES = "ix_request_pending_of_model", "ix_request_p
         (lambda journal, model: journal.queue.pending_models(), WAITING_OF_MODEL),
         (lambda journal, model: journal.requests.ready(model), WAITING_OF_MODEL),
         (lambda journal, model: journal.queue.gaps(1), WAITING_OF_MODEL),
-        (lambda journal, model: journal.queue.pending_samples(10), WAITING_SAMPLES),
+        (lambda journal, model: journal.requests.pending_samples(10), WAITING_SAMPLES),
         (lambda journal, model: journal.results.expire(10), "ix_request_finished_with_bytes"),
         (lambda journal, model: journal.upkeep.unnoted(), "ix_checkpoint_to_note"),
         (lambda journal, model: journal.upkeep.unpurged(), "ix_checkpoint_to_purge"),

@@ -70,7 +70,7 @@ def test_an_unload_waits_for_pages_that_are_still_to_come(scene):
     while True:
         run = scene.journal.requests.ready(model, limit=2)
         seen += [pending.seq_id for pending in run]
-        scene.journal.requests.finish([pending.done(b"", "json") for pending in run])
+        scene.journal.results.finish([pending.done(b"", "json") for pending in run])
         if run[-1].kind is Kind.UNLOAD:
             break
     assert seen == [1, 2, 3, 4, 5, None]
@@ -81,7 +81,7 @@ def test_a_request_that_others_have_overtaken_is_ready_before_all_others(scene, 
     for seq in (1, 2, 3):
         scene.submit(model, seq)
     save, *others = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([one.done(b"", "json") for one in others])
+    scene.journal.results.finish([one.done(b"", "json") for one in others])
     assert scene.ready(model) == [1]
     assert scene.journal.queue.pending_models() == [model]
     scene.submit(model, 6)
@@ -91,7 +91,7 @@ def test_a_request_that_others_have_overtaken_is_ready_before_all_others(scene, 
     assert scene.ready(model) == [1, 4, 6]
     clock.advance(100)
     assert scene.journal.queue.gaps(60) == []
-    scene.journal.requests.finish([save.done(b"", "json")])
+    scene.journal.results.finish([save.done(b"", "json")])
     assert scene.ready(model) == [4, 6]
 
 
@@ -141,12 +141,12 @@ def test_samples_come_oldest_first_across_samplers_with_their_sampler(scene, clo
     for seq, sampler in enumerate([base, tuned, base]):
         ids.append(scene.sample(sampler, seq))
         clock.advance(1)
-    waiting = scene.journal.queue.pending_samples(10)
+    waiting = scene.journal.requests.pending_samples(10)
     assert [pending.id for pending in waiting] == ids
     assert [pending.sampler.snapshot_id for pending in waiting] == [None, "snap-1", None]
-    assert [pending.id for pending in scene.journal.queue.pending_samples(10, exclude=ids[:2])] == ids[2:]
-    assert [pending.id for pending in scene.journal.queue.pending_samples(1)] == ids[:1]
-    assert scene.journal.queue.pending_samples(10, base_model="other") == []
+    assert [pending.id for pending in scene.journal.requests.pending_samples(10, exclude=ids[:2])] == ids[2:]
+    assert [pending.id for pending in scene.journal.requests.pending_samples(1)] == ids[:1]
+    assert scene.journal.requests.pending_samples(10, base_model="other") == []
     assert scene.journal.queue.pending_models() == []
 
 
@@ -159,8 +159,8 @@ def test_samples_are_counted_and_asked_for_by_owner(scene, as_owner):
     assert scene.journal.queue.waiting_samples() == {scene.owner: 3, "other": 1}
     assert scene.journal.queue.waiting_samples("tiny") == {scene.owner: 3, "other": 1}
     assert scene.journal.queue.waiting_samples("small") == {}
-    assert [pending.id for pending in scene.journal.queue.pending_samples(10, owner="other")] == [asked]
-    assert len(scene.journal.queue.pending_samples(10)) == 4
+    assert [pending.id for pending in scene.journal.requests.pending_samples(10, owner="other")] == [asked]
+    assert len(scene.journal.requests.pending_samples(10)) == 4
 
 
 def test_statement_counts_do_not_grow(scene, statements):
@@ -171,7 +171,7 @@ def test_statement_counts_do_not_grow(scene, statements):
         assert len(scene.journal.requests.ready(model)) == 40
         assert scene.journal.queue.pending_models() == [model]
         assert scene.journal.queue.gaps(1) == []
-        assert scene.journal.queue.pending_samples(10) == []
+        assert scene.journal.requests.pending_samples(10) == []
     assert len(made) == 4
 
 

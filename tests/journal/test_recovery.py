@@ -19,7 +19,7 @@ def executed(scene, model, *seqs):
     """Submit and answer operations that change the model."""
     for seq in seqs:
         scene.submit(model, seq)
-    scene.journal.requests.finish(
+    scene.journal.results.finish(
         [replace(one.done(b"r", "proto"), replays=True) for one in scene.journal.requests.ready(model)]
     )
 
@@ -53,14 +53,14 @@ def test_a_save_that_others_have_overtaken_is_passed_by_a_replay_and_no_snapshot
     for seq in (1, 2, 3, 4):
         scene.submit(model, seq)
     first, save, third, _ = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([replace(one.done(b"r", "proto"), replays=True) for one in (first, third)])
+    scene.journal.results.finish([replace(one.done(b"r", "proto"), replays=True) for one in (first, third)])
     assert replayed(scene, model) == [1, 2, 3], "and not 4, which nobody has overtaken"
     assert [one.answered_at is None for one in journal.executed(model, 0, 10)] == [False, True, False]
     assert journal.count_executed(model, 0) == 2
     assert not journal.snapshot_taken(taken(model, 3))
     assert journal.snapshot_taken(taken(model, 1))
     assert journal.snapshot_taken(taken(model, 3, snapshot_id="sampled"))
-    scene.journal.requests.finish([save.done(b"", "json")])
+    scene.journal.results.finish([save.done(b"", "json")])
     assert replayed(scene, model) == [1, 3]
     assert journal.snapshot_taken(taken(model, 3))
 
@@ -71,7 +71,7 @@ def published(scene, session, model, seq):
     request = scene.journal.requests.submit(asked)
     (pending,) = scene.journal.requests.ready(model)
     opened = SamplerOpened(NewSampler(f"sampler {seq}", session, scene.owner, "tiny", snapshot_id=request))
-    scene.journal.requests.finish([replace(pending.done(b"{}", "json", opened), replays=True)])
+    scene.journal.results.finish([replace(pending.done(b"{}", "json", opened), replays=True)])
     return request
 
 
@@ -128,9 +128,9 @@ def test_what_somebody_else_answered_first_is_replayed_all_the_same(scene):
     model = scene.model()
     scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([pending.failed("cancelled", "user")])
+    scene.journal.results.finish([pending.failed("cancelled", "user")])
     assert replayed(scene, model) == []
-    assert scene.journal.requests.finish([replace(pending.done(b"late", "json"), replays=True)]) == []
+    assert scene.journal.results.finish([replace(pending.done(b"late", "json"), replays=True)]) == []
     assert replayed(scene, model) == [1]
 
 
@@ -141,7 +141,7 @@ def test_a_model_that_ended_needs_nothing(scene):
     unload = scene.journal.models.request_unload(model, "over")
     (pending,) = scene.journal.requests.ready(model)
     assert pending.id == unload
-    scene.journal.requests.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "over"))])
+    scene.journal.results.finish([pending.done(b"", "json", ModelEnded(model, ModelState.UNLOADED, "over"))])
     assert replayed(scene, model) == []
     assert scene.journal.recovery.superfluous() == [taken(model, 1).path]
     scene.journal.recovery.forget_snapshot(taken(model, 1).path)

@@ -17,7 +17,7 @@ def test_a_replay_answers_the_stored_id_whatever_became_of_it(scene):
     assert scene.submit(model, 1) == first
     scene.execute(model)
     assert scene.submit(model, 1) == first
-    assert scene.journal.requests.result(first, "local").result == b"result"
+    assert scene.journal.results.get(first, "local").result == b"result"
 
 
 def test_other_content_under_a_used_seq_id_is_a_conflict(scene):
@@ -85,10 +85,10 @@ def test_a_request_for_a_model_that_ended_is_stored_failed_and_uses_its_seq_id(s
     model = scene.model()
     scene.submit(model, 1)
     (running,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([running.done(b"", "proto", ModelEnded(model, state, "the reason"))])
+    scene.journal.results.finish([running.done(b"", "proto", ModelEnded(model, state, "the reason"))])
     late = scene.submit(model, 2)
     assert scene.submit(model, 2) == late
-    answer = scene.journal.requests.result(late, "local")
+    answer = scene.journal.results.get(late, "local")
     assert model in answer.error
     assert "the reason" in answer.error
     assert answer.category == ("server" if state is ModelState.LOST else "user")
@@ -102,7 +102,7 @@ def test_a_request_in_a_finished_session_is_stored_failed(scene):
     model, sampler = scene.model(session), scene.sampler(session)
     scene.journal.sessions.finish(session, "local", "success")
     for request in (scene.submit(model, 1), scene.sample(sampler, 0)):
-        answer = scene.journal.requests.result(request, "local")
+        answer = scene.journal.results.get(request, "local")
         assert f"session {session} is finished: success" in answer.error
         assert answer.category == "user"
     late_model = scene.model(session, 1, live=False)
@@ -118,7 +118,7 @@ def test_content_known_to_be_wrong_is_stored_failed_and_does_not_hold_back_other
     scene.submit(model, 1)
     assert scene.ready(model) == [1, 3]
     assert scene.submit(model, 2, error="data[0] is empty: needs at least one token") == bad
-    assert scene.journal.requests.result(bad, "local").error.startswith("data[0] is empty")
+    assert scene.journal.results.get(bad, "local").error.startswith("data[0] is empty")
     scene.execute(model)
     assert scene.journal.models.get(model, "local").next_seq == 4
 
@@ -128,7 +128,7 @@ def test_a_creation_known_to_be_wrong_fails_its_model(scene):
     model = f"{session}:train:0"
     wrong = NewRequest(Kind.CREATE_MODEL, "local", b"", "c", model_id=model, seq_id=0, error="rank 0: must be >= 1")
     request = scene.journal.models.create(NewModel(model, session, "local", "tiny", rank=0), wrong)
-    assert scene.journal.requests.result(request, "local").error == "rank 0: must be >= 1"
+    assert scene.journal.results.get(request, "local").error == "rank 0: must be >= 1"
     assert scene.journal.models.get(model, "local").state is ModelState.FAILED
     assert scene.journal.queue.pending_models() == []
 
@@ -139,7 +139,7 @@ def test_a_seq_id_given_up_as_a_gap_comes_too_late(scene, clock):
     clock.advance(61)
     (gap,) = scene.journal.queue.gaps(60)
     assert scene.journal.queue.skip_gap(gap)
-    late = scene.journal.requests.result(scene.submit(model, 1), "local")
+    late = scene.journal.results.get(scene.submit(model, 1), "local")
     assert "seq_id 1" in late.error
     assert "too late" in late.error
 
@@ -186,12 +186,12 @@ def test_an_unload_runs_after_what_can_run_and_ends_the_model(scene):
     assert scene.journal.queue.pending_models() == [model]
     run = scene.journal.requests.ready(model)
     assert [(p.kind, p.id) for p in run] == [(Kind.FORWARD_BACKWARD, stays), (Kind.UNLOAD, unload)]
-    scene.journal.requests.finish([run[0].done(b"r", "proto")])
+    scene.journal.results.finish([run[0].done(b"r", "proto")])
     assert scene.ready(model) == [None]
-    scene.journal.requests.finish(
+    scene.journal.results.finish(
         [run[1].done(b"{}", "json", ModelEnded(model, ModelState.UNLOADED, "session finished"))]
     )
-    assert "session finished" in scene.journal.requests.result(stranded, "local").error
+    assert "session finished" in scene.journal.results.get(stranded, "local").error
     assert scene.journal.models.request_unload(model, "once more") is None
     assert scene.journal.models.get(model, "local").next_seq == 2
 

@@ -19,7 +19,7 @@ from tinkerflow.backend.journal import Journal
 journal = Journal.open(sys.argv[1])
 while not (run := journal.requests.ready(sys.argv[2])):
     time.sleep(0.01)
-journal.requests.finish([pending.done(b"from another process", "json") for pending in run])
+journal.results.finish([pending.done(b"from another process", "json") for pending in run])
 journal.close()
 """
 
@@ -73,7 +73,7 @@ async def test_an_answer_from_another_process(scene, url):
         engine = asyncio.create_task(asyncio.to_thread(answer_in_a_process, url, model))
         request = await asyncio.to_thread(scene.submit, model, 1)
         assert await wait(subscriptions, request, 30)
-        assert scene.journal.requests.result(request, "local").result == b"from another process"
+        assert scene.journal.results.get(request, "local").result == b"from another process"
         await engine
 
 
@@ -95,7 +95,7 @@ class Deaf:
         if self.failures:
             self.failures -= 1
             raise sa.exc.OperationalError("SELECT", {}, Exception("the database is away"))
-        return self._journal.requests.finished(request_ids)
+        return self._journal.results.finished(request_ids)
 
 
 @pytest.fixture

@@ -11,21 +11,21 @@ from tinkerflow.backend.journal import Kind
 def test_pending_then_answered_and_re_readable(scene):
     model = scene.model()
     request = scene.submit(model, 1)
-    assert scene.journal.requests.result(request, "local") is None
+    assert scene.journal.results.get(request, "local") is None
     scene.execute(model)
-    first = scene.journal.requests.result(request, "local")
+    first = scene.journal.results.get(request, "local")
     assert (first.request_id, first.kind, first.result) == (request, Kind.FORWARD_BACKWARD, b"result")
     assert (first.result_type, first.error, first.category) == ("proto", None, None)
-    assert scene.journal.requests.result(request, "local") == first
-    assert scene.journal.requests.result(request, None) == first
+    assert scene.journal.results.get(request, "local") == first
+    assert scene.journal.results.get(request, None) == first
 
 
 def test_failures_keep_text_and_category(scene):
     model = scene.model()
     request = scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([pending.failed(UserError("learning_rate nan: must be finite"))])
-    answer = scene.journal.requests.result(request, "local")
+    scene.journal.results.finish([pending.failed(UserError("learning_rate nan: must be finite"))])
+    answer = scene.journal.results.get(request, "local")
     assert (answer.result, answer.error, answer.category) == (None, "learning_rate nan: must be finite", "user")
 
 
@@ -34,7 +34,7 @@ def test_foreign_and_missing_are_the_same(scene):
     texts = set()
     for request_id, owner in ((request, "stranger"), ("req-none", "local")):
         with pytest.raises(NotFoundError) as error:
-            scene.journal.requests.result(request_id, owner)
+            scene.journal.results.get(request_id, owner)
         texts.add(str(error.value).replace(request_id, "ID"))
     assert texts == {"request 'ID' does not exist"}
 
@@ -44,23 +44,23 @@ def test_results_expire_after_they_were_read_or_answered(scene, clock):
     read, unread, failed = (scene.submit(model, seq) for seq in (1, 2, 3))
     waiting = scene.submit(model, 5)
     run = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([run[0].done(b"1", "json"), run[1].done(b"2", "json"), run[2].failed("broken")])
+    scene.journal.results.finish([run[0].done(b"1", "json"), run[1].done(b"2", "json"), run[2].failed("broken")])
     clock.advance(50)
-    scene.journal.requests.result(read, "local")
+    scene.journal.results.get(read, "local")
     clock.advance(51)
     assert scene.journal.results.expire(100) == 2 + 1  # unread, failed, and the model's creation
-    assert scene.journal.requests.result(read, "local").result == b"1"
-    gone = scene.journal.requests.result(unread, "local")
+    assert scene.journal.results.get(read, "local").result == b"1"
+    gone = scene.journal.results.get(unread, "local")
     assert gone.result is None
     assert "the result expired" in gone.error
     assert gone.category == "user"
-    assert scene.journal.requests.result(failed, "local").error == "broken"
+    assert scene.journal.results.get(failed, "local").error == "broken"
     clock.advance(50)
     assert scene.journal.results.expire(100) == 1
     assert scene.journal.results.expire(100) == 0
-    assert "expired" in scene.journal.requests.result(read, "local").error
+    assert "expired" in scene.journal.results.get(read, "local").error
     assert scene.submit(model, 1) == read
-    assert scene.journal.requests.result(waiting, "local") is None
+    assert scene.journal.results.get(waiting, "local") is None
 
 
 def test_expiry_takes_a_bounded_bite(scene, clock):
@@ -77,21 +77,21 @@ def test_finished_tells_which_of_many(scene):
     model = scene.model()
     ids = [scene.submit(model, seq) for seq in range(1, 4)]
     scene.execute(model, limit=2)
-    assert scene.journal.requests.finished([*ids, "req-none"]) == set(ids[:2])
-    assert scene.journal.requests.finished([]) == set()
+    assert scene.journal.results.finished([*ids, "req-none"]) == set(ids[:2])
+    assert scene.journal.results.finished([]) == set()
 
 
 def test_statements_to_read_a_result(scene, statements):
     model = scene.model()
     request = scene.submit(model, 1)
     with statements() as made:
-        scene.journal.requests.result(request, "local")
+        scene.journal.results.get(request, "local")
     assert len(made) == 1
     scene.execute(model)
     with statements() as made:
-        scene.journal.requests.result(request, "local")
+        scene.journal.results.get(request, "local")
     assert len(made) == 2
     with statements() as made:
-        scene.journal.requests.result(request, "local")
-        scene.journal.requests.finished([request])
+        scene.journal.results.get(request, "local")
+        scene.journal.results.finished([request])
     assert len(made) == 2

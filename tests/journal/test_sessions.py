@@ -67,18 +67,18 @@ def test_samplers_close_with_their_session_and_models_wait_for_their_unload(scen
     view = scene.journal.sessions.get(session, "local")
     assert (view.state, view.detail) == (SessionState.FINISHED, "done")
     assert scene.journal.samplers.of_session(session)[0].state is SamplerState.CLOSED
-    assert "done" in scene.journal.requests.result(sample, "local").error
-    assert scene.journal.requests.result(elsewhere, "local") is None
-    assert scene.journal.requests.result(training, "local") is None
+    assert "done" in scene.journal.results.get(sample, "local").error
+    assert scene.journal.results.get(elsewhere, "local") is None
+    assert scene.journal.results.get(training, "local") is None
     assert scene.journal.models.abandoned() == [model]
     scene.journal.models.request_unload(model, "its session is finished")
     assert scene.journal.models.abandoned() == []
     *_, unload = scene.journal.requests.ready(model)
-    scene.journal.requests.finish(
+    scene.journal.results.finish(
         [unload.done(b"{}", "json", ModelEnded(model, ModelState.UNLOADED, "its session is finished"))]
     )
     assert scene.journal.models.get(model, "local").state is ModelState.UNLOADED
-    assert "its session is finished" in scene.journal.requests.result(training, "local").error
+    assert "its session is finished" in scene.journal.results.get(training, "local").error
 
 
 def test_only_its_owner_finishes_a_session(scene):
@@ -109,8 +109,8 @@ def test_an_expired_session_failed_when_its_last_request_did(scene, clock):
     sample = scene.sample(scene.sampler(session), 0)
     clock.advance(1)
     scene.execute(model)
-    (pending,) = scene.journal.queue.pending_samples(1)
-    scene.journal.requests.finish([pending.failed("no such token", "user")])
+    (pending,) = scene.journal.requests.pending_samples(1)
+    scene.journal.results.finish([pending.failed("no such token", "user")])
     assert expired(scene, clock, session) == SessionFailure("user", "request", sample, "sample", "no such token")
 
 
@@ -128,7 +128,7 @@ def test_a_lost_model_is_why_its_session_failed(scene, clock):
     model = scene.model(session)
     scene.submit(model, 1)
     (pending,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish(
+    scene.journal.results.finish(
         [pending.failed(StateLostError("gone"), None, ModelEnded(model, ModelState.LOST, "the group died"))]
     )
     assert expired(scene, clock, session) == SessionFailure("server", "training_run", model, None, "the group died")

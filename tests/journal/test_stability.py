@@ -13,9 +13,9 @@ from tinkerflow.backend.journal import SequencesRecorded
 def record(scene, session, *names):
     sampler = scene.sampler(session, len(scene.journal.samplers.of_session(session)))
     request = scene.sample(sampler, 0)
-    pending = next(p for p in scene.journal.queue.pending_samples(10) if p.id == request)
+    pending = next(p for p in scene.journal.requests.pending_samples(10) if p.id == request)
     infos = tuple(StabilityInfo(n, np.arange(3, dtype=np.int32), np.float32([-1, -2, -3])) for n in names)
-    scene.journal.requests.finish([pending.done(b"", "proto", SequencesRecorded(session, infos))])
+    scene.journal.results.finish([pending.done(b"", "proto", SequencesRecorded(session, infos))])
 
 
 def test_recorded_with_the_answer_and_found_in_its_session(scene):

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, ModelEnded, ModelState, UsageKind, Used
-from tinkerflow.backend.journal.requests import hour_of
+from tinkerflow.backend.journal.results import hour_of
 from tinkerflow.backend.journal.usage import HOUR
 
 
@@ -25,13 +25,13 @@ def test_usage_is_added_up_by_hour_and_only_with_the_first_answer(scene, clock):
     for seq in (1, 2):
         scene.submit(model, seq)
     first, second = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([one.done(b"", "json", used(session)) for one in (first, second)])
-    scene.journal.requests.finish([first.done(b"", "json", used(session))])
+    scene.journal.results.finish([one.done(b"", "json", used(session)) for one in (first, second)])
+    scene.journal.results.finish([first.done(b"", "json", used(session))])
     assert amounts(scene.journal, "local", start) == [("training", 20)]
     scene.submit(model, 3)
     clock.advance(3600)
     (third,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish(
+    scene.journal.results.finish(
         [third.done(b"", "json", used(session, quantity=5), used(session, UsageKind.SAMPLE, 7))]
     )
     assert amounts(scene.journal, "local", start) == [("training", 20), ("sample", 7), ("training", 5)]
@@ -48,7 +48,7 @@ def test_usage_is_told_apart_by_session_base_model_and_owner(scene, clock, as_ow
         model = owned.model(session)
         owned.submit(model, 1)
         (request,) = owned.journal.requests.ready(model)
-        owned.journal.requests.finish([request.done(b"", "json", Used(session, base, UsageKind.SAMPLE, quantity))])
+        owned.journal.results.finish([request.done(b"", "json", Used(session, base, UsageKind.SAMPLE, quantity))])
 
     def found(owner, end):
         return {(row.session_id, row.base_model, row.quantity) for row in scene.journal.usage.hourly(owner, start, end)}
@@ -70,7 +70,7 @@ def test_stored_bytes_are_counted_from_saving_to_deleting(scene, clock):
         path, model, CheckpointKind.WEIGHTS, "a", "local", "tiny", 8, True, True, True, step=1, size_bytes=1000
     )
     clock.advance(1800)
-    scene.journal.requests.finish([save.done(b"", "json", row, used(session, UsageKind.CHECKPOINT, 1))])
+    scene.journal.results.finish([save.done(b"", "json", row, used(session, UsageKind.CHECKPOINT, 1))])
     clock.advance(2 * 3600)
     (now,) = scene.journal.usage.stored_now("local")
     assert (now.project, now.checkpoints, now.size_bytes) == ("local", 1, 1000)
@@ -91,5 +91,5 @@ def test_what_failed_used_nothing(scene, clock):
     model = scene.model(session)
     scene.submit(model, 1)
     (request,) = scene.journal.requests.ready(model)
-    scene.journal.requests.finish([request.failed("no", "user", ModelEnded(model, ModelState.LOST, "gone"))])
+    scene.journal.results.finish([request.failed("no", "user", ModelEnded(model, ModelState.LOST, "gone"))])
     assert amounts(scene.journal, None, hour_of(clock.now())) == []

@@ -28,7 +28,7 @@ async def test_operations_are_answered_and_what_changes_the_model_is_replayed(
     outcomes = await execute(model)
     assert [outcome.request_id for outcome in outcomes] == [created, bad, forward, step]
     assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]
-    assert "data[0]" in client.journal.requests.result(bad, "local").error
+    assert "data[0]" in client.journal.results.get(bad, "local").error
     assert client.journal.models.get(model, None).step == 1
     replayed = [row.request.id for row in client.journal.recovery.executed(model, -1, 10)]
     assert replayed == [created, step]
@@ -42,7 +42,7 @@ async def test_an_operation_whose_group_ends_is_not_answered_and_neither_are_lat
     waiting = [client.optim_step(model), client.forward_backward(model, [1])]
     pool.poison = lambda command: isinstance(command, OptimStep)
     assert await execute(model, pool.generation) == [None, None]
-    assert [client.journal.requests.result(request, "local") for request in waiting] == [None, None]
+    assert [client.journal.results.get(request, "local") for request in waiting] == [None, None]
 
 
 async def test_a_published_save_is_stored_after_its_answer(context: Any, client: Any, execute: Any) -> None:

@@ -56,7 +56,7 @@ async def test_saves_that_are_not_stored_are_copied_at_their_place(
     assert [row.id for row in rows] == [saved]
     client.optim_step(model)
     later = context.journal.requests.ready(model, 2)[1]
-    context.journal.requests.finish(
+    context.journal.results.finish(
         [later.done(b"{}", "json").__class__(**{**vars(later.done(b"{}", "json")), "replays": True})]
     )
     pool.die()
