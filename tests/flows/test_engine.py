@@ -40,7 +40,7 @@ def engine(tmp_path: Path, base_model: str, monkeypatch: pytest.MonkeyPatch) -> 
     @asynccontextmanager
     async def engine(**settings: Any) -> AsyncIterator[Journal]:
         ready = asyncio.Event()
-        chosen = Settings(data_dir=tmp_path, base_models=(base_model,), prefect="off", **settings)
+        chosen = Settings(data_dir=tmp_path, base_models=(base_model,), **{"prefect": "off"} | settings)
         work = run_engine(chosen, on_ready=ready.set, on_progress=print, executor="numpy_executor:Unigram")
         running = asyncio.create_task(work)
         waiting = asyncio.create_task(ready.wait())
@@ -104,7 +104,8 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
         told.append((event, of, payload))
 
     monkeypatch.setattr(PrefectConnection, "tell", tell)
-    async with engine() as journal:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # a server that is away
+    async with engine(prefect="external") as journal:
         client = await connect(journal, base_model)
         model = await client.create(0)
         first = [client.forward_backward(model, [7]), client.optim_step(model)]
@@ -122,7 +123,7 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
     ] * 3  # accepted while the engine is away
     away.close()
 
-    async with engine() as journal:
+    async with engine(prefect="external") as journal:
         again = await connect(journal, base_model)
         results = await again.results(*waiting)
         assert [result.error for result in results] == [None] * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,18 @@ def serve(
 ) -> Any:
     """`async with serve(pool, steps=…)`: an engine's dispatcher on that pool, with a memory of its own.
 
-    prefect: the URL of a Prefect server that is away; without one no model is ever held.
+    prefect: the URL of a Prefect server that is away; without one no model is ever paused. tell: gets its events.
     """
 
-    def serve(pool: Any, *, steps: int = 1000, prefect: str = "") -> Any:
+    def serve(
+        pool: Any, *, steps: int = 1000, prefect: str = "", tell: Callable[..., None] = lambda *_, **__: None
+    ) -> Any:
         saves = Saves()
         own = replace(context, pool=pool, saves=saves, snapshots=Snapshots(saves))
         connection = PrefectConnection(prefect)
         connection.found(False, "it is away")
         if prefect:  # with an address, an event that finds no server would start one
-            monkeypatch.setattr(connection, "tell", lambda *_, **__: None)
+            monkeypatch.setattr(connection, "tell", tell)
         shown = Mirror(connection, mirror.pacing)
         served = ServedModel(own.card, own, pool, SamplingRunner(own, shown.sampling(own.card.name), most_waiting=8))
         settings = Settings(data_dir=tmp_path, prefect="off", snapshot_steps=steps, snapshot_seconds=1000.0)
@@ -466,12 +468,12 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
     until: Any,
     older: str,
     caplog: Any,
-    monkeypatch: Any,
 ) -> None:
     told: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(
-        PrefectConnection, "tell", lambda _, event, name, of="", **payload: told.update({event: payload})
-    )
+
+    def tell(event: str, _: str, of: str = "", **payload: Any) -> None:
+        told[event] = payload
+
     times = 2 if older == "snapshot" else 1
     async with serve(pool, steps=3):
         model = await client.create(0)
@@ -486,7 +488,7 @@ async def test_a_newest_snapshot_that_is_damaged_costs_a_longer_replay(
     damage(context, newest.path)
     pool.die()
     with caplog.at_level("ERROR"):
-        async with serve(pool):
+        async with serve(pool, prefect="http://127.0.0.1:1/api", tell=tell):
             await answers(client, [client.forward_backward(model, [1], forward_only=True)])
             assert state(pool, model) == before
     assert "adapter_model.safetensors does not have the SHA-256" in caplog.text

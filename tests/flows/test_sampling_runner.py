@@ -274,7 +274,7 @@ async def test_a_cancelled_request_leaves_with_the_next_chunk(
     request = client.sample(sampler, max_tokens=60)
     await until(lambda: pool.log)
     joining = client.sample(sampler, max_tokens=60)
-    await until(lambda: joining in runner._batch._answers)
+    await until(lambda: joining in [one.request_id for one in runner._batch._admit])
     for one in (request, joining):
         client.journal.requests.cancel(one, "local")
         runner.cancel(one)
