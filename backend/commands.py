@@ -399,7 +399,7 @@ class GroupConfig:
     """The configuration that every process of a group gets at start."""
 
     model_path: str  # a Hugging Face folder
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["auto", "float32", "bfloat16"]  # auto = as the platform has it
     fsdp: int  # 0 = all devices that the tensor and expert axes leave
     tensor: int
     max_context: int

@@ -43,8 +43,8 @@ class Settings(BaseSettings):
     """SQLAlchemy URL of the journal database, SQLite or PostgreSQL; empty = SQLite in data_dir"""
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """kind of devices to compute on; auto = the kind that JAX finds; a kind that is named and missing is an error"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """number format of base weights and activations"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """number format of base weights and activations; auto = float32 on CPUs, bfloat16 on other devices"""
     base_weights: Literal["full", "int8"] = "full"
     """full = base weights in dtype; int8 = layer matrices rounded to 8 bits, which saves device memory"""
 

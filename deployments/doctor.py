@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import httpx
 from rich.console import Console
@@ -20,9 +21,11 @@ from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.errors import StoreError, TinkerflowError, UserError
 from tinkerflow.backend.journal import AWAY, Journal, NoTablesError
+from tinkerflow.backend.pool.host.devices import accelerator, expected, seen
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store.blobs import open_blobs
 
+_PLUGINS = {"cuda": ("gpu", ("jax-cuda13-plugin", "jax-cuda12-plugin")), "tpu": ("tpu", ("libtpu",))}  # by platform
 _NO_DATABASE = "there is no database yet; `tinkerflow up` makes it"
 
 
@@ -46,15 +49,27 @@ def check_settings(settings: Settings) -> str:
     return f"data dir {settings.data_dir}, {settings.processes} process(es), {weights}"
 
 
-def check_devices(settings: Settings, command: tuple[str, ...] = (sys.executable,)) -> str:
-    """JAX's version and devices. command: the Python to ask. Raises UserError when JAX cannot start there."""
-    # JAX is loaded in a process of its own: a device opened here would be taken from the workers.
-    code = "import jax; print(jax.__version__, ', '.join(str(d) for d in jax.devices()))"
-    done = subprocess.run([*command, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+def check_devices(settings: Settings, nvidia: str = "nvidia-smi") -> str:
+    """JAX's version and this host's devices, found without JAX: a device opened here would be taken from the workers.
+
+    nvidia: the program that lists NVIDIA's devices. UserError when devices are missing, or what JAX needs to use them.
+    """
+    expects, jax = expected(settings.platform, os.environ), f"jax {version('jax')}"
+    if expects == "cpu":
+        return f"{jax}, CPUs" + (f"; {unused} is not used" if (unused := seen()) else "")
+    if accelerator() != expects:
+        raise UserError(f"{jax}; platform is {expects!r}, but this host has {seen() or 'only CPUs'}")
+    extra, plugins = _PLUGINS[expects]
+    plugin = next((f"{name} {version(name)}" for name in plugins if find_spec(name.replace("-", "_"))), None)
+    if plugin is None:
+        raise UserError(f"{jax}; this host has {seen()}, which JAX cannot use: install tinkerflow[{extra}]")
+    if expects == "tpu":
+        return f"{jax}, {plugin}, {seen()}"
+    asked = [nvidia, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise UserError(f"JAX cannot start: {reason}; on NVIDIA GPUs install tinkerflow[gpu], on TPUs tinkerflow[tpu]")
-    return done.stdout.strip()
+        raise UserError(f"{jax}, {plugin}; {nvidia} fails: {(done.stdout + done.stderr).strip()}")
+    return f"{jax}, {plugin}, {'; '.join(done.stdout.splitlines())}"
 
 
 def check_journal(settings: Settings) -> str:

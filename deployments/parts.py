@@ -46,7 +46,8 @@ def run_worker_part(settings: Settings, group: str, processes: int) -> None:
     except ValueError as error:
         raise UserError(f"--group {error}") from error
     secret, logs = read_secret(settings.group_secret_path), settings.data_dir / "logs"
-    host = HostConfig(driver, port, secret, processes, logs, str(settings.compile_cache))
+    cache = str(settings.compile_cache)
+    host = HostConfig(driver, port, secret, processes, logs, cache, platform=settings.platform)
     _until_signal(lambda: serve_group(host, say), say)
 
 

@@ -181,6 +181,7 @@ def _this_host(settings: Settings) -> HostConfig:
         settings.data_dir / "logs",
         compile_cache_dir="",
         longest_pause=_LONGEST_PAUSE,
+        platform=settings.platform,
     )
 
 

@@ -226,8 +226,9 @@ async def _start_pool(
         executor=executor,
         heartbeat_timeout=settings.heartbeat_timeout,
         chunks_per_microbatch=settings.chunks_per_microbatch,
+        groups=len(settings.base_models),
     )
-    site = hosts or ThisMachine(settings.data_dir / "logs")
+    site = hosts or ThisMachine(settings.data_dir / "logs", settings.platform)
     return await Pool.start(config, site, on_progress=on_progress, on_waiting=tell)
 
 

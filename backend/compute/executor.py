@@ -51,7 +51,7 @@ from tinkerflow.backend.compute.memory import plan_group
 from tinkerflow.backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.platforms import environment, on_cpu, settle_dtype
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
@@ -66,6 +66,8 @@ R = TypeVar("R", bound=Reply)
 class Executor:
     """One base model on the mesh. An error of `backend/errors.py` leaves all as it was, or its text says what not."""
 
+    environment = staticmethod(environment)
+
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         """Load the model of `config`; `progress` is told what takes long: loading now, compiling later.
 
@@ -76,7 +78,7 @@ class Executor:
         progress(f"rank {rank} of {processes}: opening the model")
         self._cfg = load_config(config.model_path)
         self._mesh = make_mesh(config.fsdp, config.tensor, config.expert)
-        config = replace(config, fsdp=self.fsdp)
+        config = replace(config, fsdp=self.fsdp, dtype=settle_dtype(config.dtype))
         self.plan = plan_group(self._cfg, config)  # before the weights are read, which may take minutes
         self._config = replace(config, max_context=self.plan.context)
         if self.plan.uses is not None:

@@ -2,22 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
 
 import jax
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+_MEMORY = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
+_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
 
 
 @dataclass(frozen=True)
 class Platform:
-    """name: as `jit(...).lower(lowering_platforms=...)` takes it."""
+    """name: as `jit(...).lower(lowering_platforms=...)` takes it.
+
+    dtype: of base weights and activations where the settings say auto. precision: of matmuls in float32, where the
+    platform would round their inputs to less; None: it does not. flags_variable: the environment variable that its
+    compiler reads `flags` from. compilers: the shared libraries that read it, as "package/file"; one that does not know
+    a flag ends the process. shares_memory: whether a process takes only a part of a device's memory.
+    """
 
     name: str
+    dtype: Dtype = "bfloat16"
+    precision: str | None = "highest"
+    flags_variable: str = "XLA_FLAGS"
+    flags: tuple[str, ...] = ()
+    compilers: tuple[str, ...] = ()
+    shares_memory: bool = False
 
 
-CPU, CUDA, TPU = Platform("cpu"), Platform("cuda"), Platform("tpu")
+CPU = Platform("cpu", dtype="float32", precision=None)
+CUDA = Platform(
+    "cuda",
+    flags=(
+        "--xla_gpu_enable_dynamic_slice_fusion=true",  # a layer's weights are read in place, not copied
+        "--xla_gpu_enable_latency_hiding_scheduler=true",  # this and the next four: gathers run beside matmuls
+        "--xla_gpu_enable_pipelined_all_gather=true",
+        "--xla_gpu_enable_pipelined_all_reduce=true",
+        "--xla_gpu_enable_pipelined_reduce_scatter=true",
+        "--xla_gpu_enable_while_loop_double_buffering=true",
+        "--xla_gpu_exclude_nondeterministic_ops=true",  # a replay gives the same bits
+        "--xla_gpu_shard_autotuning=false",  # no rank waits for another one that had the program in its cache
+    ),
+    compilers=("jaxlib/libjax_common.so", "jax_plugins.xla_cuda13/xla_cuda_plugin.so"),
+    shares_memory=True,
+)
+TPU = Platform(
+    "tpu",
+    flags_variable="LIBTPU_INIT_ARGS",
+    flags=(  # gathers run beside matmuls
+        "--xla_enable_async_all_gather=true",
+        "--xla_tpu_enable_async_collective_fusion=true",
+        "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+        "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+        "--xla_tpu_overlap_compute_collective_tc=true",
+    ),
+    compilers=("libtpu/libtpu.so",),
+)
 
 _BY_BACKEND = {"cpu": CPU, "gpu": CUDA, "cuda": CUDA, "tpu": TPU}  # by what JAX calls its backend
 _target: ContextVar[Platform | None] = ContextVar("target platform", default=None)
@@ -31,6 +79,53 @@ def platform() -> Platform:
 def on_cpu() -> bool:
     """Whether programs are made for CPUs, which XLA compiles some things differently for."""
     return platform() is CPU
+
+
+def settle_dtype(dtype: Dtype) -> Dtype:
+    """The number format for the setting `dtype`; float32 gets matmuls that keep it, where the platform has others."""
+    chosen = platform().dtype if dtype == "auto" else dtype
+    if chosen == "float32" and platform().precision:
+        jax.config.update("jax_default_matmul_precision", platform().precision)
+    return chosen
+
+
+def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str, str]:
+    """The variables to set before JAX opens devices of the platform `name`. What `environ` sets already stays.
+
+    groups: how many groups share a device, whose memory they divide. A flag that a compiler here does not know is left
+    out: it would end the process.
+    """
+    profile, added = _BY_BACKEND[name], {}
+    given = environ.get(profile.flags_variable, "")
+    set_already = {flag.partition("=")[0] for flag in given.split()}
+    wanted = [flag for flag in profile.flags if flag.partition("=")[0] not in set_already]
+    if ours := [flag for flag, known in zip(wanted, _known(wanted, profile.compilers), strict=True) if known]:
+        added[profile.flags_variable] = " ".join([*ours, *given.split()])
+    if profile.shares_memory and not any(environ.get(variable) for variable in _MEMORY_VARIABLES):
+        added[_MEMORY_VARIABLES[0]] = f"{_MEMORY / groups:.3f}"
+    return added
+
+
+def _known(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:
+    """For each flag, whether all compilers that are installed here have its name in their code."""
+    known = [True] * len(flags)
+    for compiler in compilers:
+        package, _, file = compiler.partition("/")
+        for folder in _folders(package):
+            if not (folder / file).exists():
+                continue
+            with (folder / file).open("rb") as code, mmap.mmap(code.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                names = [flag.removeprefix("--").partition("=")[0].encode() for flag in flags]
+                known = [so_far and text.find(name) >= 0 for so_far, name in zip(known, names, strict=True)]
+    return known
+
+
+def _folders(package: str) -> list[Path]:
+    try:
+        spec = find_spec(package)
+    except ModuleNotFoundError:  # its parent is missing
+        spec = None
+    return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
 
 
 @contextmanager

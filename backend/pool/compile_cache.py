@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,15 @@ def folder_of(cache: str, rank: int) -> Path:
 def write_here(compiler: Any, compilation_cache: Any) -> None:
     """Let this process write what it compiles, whatever its rank. It replaces JAX's rule that only rank 0 writes.
 
-    compiler, compilation_cache: the modules of these names in `jax._src`. JAX (0.10) has no option for this, so the
-    function that JAX calls with each compiled program is replaced. AttributeError when JAX has no such function.
+    compiler, compilation_cache: the modules of these names in `jax._src`. JAX has no option for this, so the function
+    that JAX calls with each compiled program is replaced. A JAX without that function keeps its rule, which is logged.
     """
 
-    def write(key: str, seconds: float, module: str, backend: Any, executable: Any, host_callbacks: Any) -> None:
+    def write(
+        key: str, seconds: float, module: str, backend: Any, executable: Any, host_callbacks: Sequence[Any] = ()
+    ) -> None:
         # As JAX's function, without its check of the rank, and without its least sizes and times: they are 0 here.
+        # Newer versions of JAX give it no host_callbacks.
         if host_callbacks:  # pointers of this process
             return
         try:
@@ -44,7 +48,8 @@ def write_here(compiler: Any, compilation_cache: Any) -> None:
             warnings.warn(text, stacklevel=2)
 
     if not hasattr(compiler, "_cache_write"):
-        raise AttributeError("jax._src.compiler has no _cache_write: this JAX writes its compilation cache otherwise")
+        log.warning("this version of JAX writes its compilation cache otherwise: this rank compiles at every start")
+        return
     compiler._cache_write = write
 
 

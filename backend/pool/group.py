@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 import signal
 import socket
@@ -55,7 +56,7 @@ _BEAT = frames.encode(Beat())
 class PoolConfig:
     """What all generations of a pool have in common, times in seconds.
 
-    group: what every process is told.
+    group: what every process is told. groups: how many groups the driver starts, which may share devices.
     command_deadline: the time a command may take, unless it brings its own deadline.
     start_deadline: the time the start of a group may take, and a command may wait for a group.
     executor: "module:attribute" of the class that each worker runs (tinkerflow.backend.pool.worker.CommandExecutor).
@@ -70,6 +71,7 @@ class PoolConfig:
     processes: int
     command_deadline: float
     start_deadline: float
+    groups: int = 1
     executor: str = "tinkerflow.backend.compute.executor:Executor"
     heartbeat_timeout: float = 30.0
     chunks_per_microbatch: float = 1.0
@@ -77,17 +79,20 @@ class PoolConfig:
     ending: float = 5.0
     probation: int = 2**14
 
-    def start(self, coordinator: str, hosts: Sequence[str]) -> list[frames.Buffer]:
-        """What every process is told first, encoded. hosts: each rank's."""
+    def start(self, coordinator: str, places: Sequence[WorkerSlot]) -> list[frames.Buffer]:
+        """What every process is told first, encoded. places: each rank's."""
+        hosts = [place.host for place in places]
         numbers = tuple(hosts.index(host) for host in hosts)
+        fitting = [math.ceil(place.room / hosts.count(place.host)) for place in places if place.room]
+        groups = min(self.groups, max(fitting, default=self.groups))
         return frames.encode(
-            Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout, numbers)
+            Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout, numbers, groups)
         )
 
     @property
     def digest(self) -> str:
         """The same for pools whose processes can serve each other's drivers: told the same, from the same files."""
-        digest = hashlib.sha256(b"".join(self.start(coordinator="", hosts=())))
+        digest = hashlib.sha256(b"".join(self.start(coordinator="", places=())))
         digest.update(code_version().encode())
         digest.update(files_version(Path(self.group.model_path).glob("*")).encode())
         return digest.hexdigest()
@@ -260,7 +265,7 @@ class Group:
                 self._do(self._notice_death(member))
             self._do(self._notice_absence())
             coordinator = self._members[0].process.coordinator if config.processes > 1 else ""
-            start = config.start(coordinator, [place.host for place in self._places])
+            start = config.start(coordinator, self._places)
             welcome = self._welcome(listener, site.secret(salt), start)
             doorman = self._loop.create_task(welcome)
             try:

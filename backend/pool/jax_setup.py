@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinkerflow.backend.commands import GroupConfig
@@ -17,17 +17,24 @@ from tinkerflow.backend.pool.protocol.messages import Start
 log = logging.getLogger(__name__)
 
 _FORCED = "xla_force_host_platform_device_count"
-_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # by what JAX calls its backend
 
 
-def join_jax(start: Start, rank: int, progress: Callable[[str], None]) -> None:
+Environment = Callable[[str, Mapping[str, str], int], dict[str, str]]
+
+
+def join_jax(
+    start: Start, rank: int, progress: Callable[[str], None], environment: Environment = lambda *_: {}
+) -> None:
     """Set JAX up for this process: its share of the host's devices, the compilation cache, and the group.
 
+    start, rank: what the driver has said, and which process this is. progress: gets lines for people.
+    environment: (name of the platform, the variables that are set, groups that share a device) -> variables to set.
     UserError when the platform that the settings ask for is not here, or its devices cannot be shared.
     """
     import jax
 
     config = start.config
+    os.environ.update(environment(devices.expected(config.platform, os.environ), os.environ, start.groups))
     update: Callable[[str, object], None] = jax.config.update
     if config.platform != "auto":
         update("jax_platforms", config.platform)
@@ -74,12 +81,12 @@ def _keep_programs(folder: str, rank: int, update: Callable[[str, object], None]
 def share_of_host(start: Start, rank: int) -> list[int] | None:
     """The ordinals of this process's GPUs, where several processes of the group share its host; None: all it sees."""
     sharing = [other for other, host in enumerate(start.hosts) if host == start.hosts[rank]]
-    asked = os.environ.get("JAX_PLATFORMS") if start.config.platform == "auto" else start.config.platform
-    if len(sharing) < 2 or asked == "cpu":
+    found = devices.expected(start.config.platform, os.environ)
+    if len(sharing) < 2 or found == "cpu":
         return None
-    if (found := devices.accelerator()) == "tpu":
+    if found == "tpu":
         raise UserError(f"{len(sharing)} processes of the group are on one host of TPUs: let it run one, of all chips")
-    if found == "cpu" or not (gpus := devices.gpu_count(os.environ)):
+    if not (gpus := devices.gpu_count(os.environ)):
         return None
     try:
         return devices.share(sharing.index(rank), len(sharing), gpus)
@@ -94,7 +101,7 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
     """
     extra = {"cuda": "; install tinkerflow[gpu]", "tpu": "; install tinkerflow[tpu]"}.get(config.platform, "")
     try:
-        found = _PLATFORMS.get(jax.default_backend(), jax.default_backend())
+        found = devices.NAMES.get(jax.default_backend(), jax.default_backend())
     except Exception as error:
         if config.platform == "auto":
             raise

@@ -315,7 +315,7 @@ def build(start: Start, rank: int, progress: Callable[[str], None]) -> CommandEx
     progress(f"importing {module}")
     kind = getattr(importlib.import_module(module), name)
     if getattr(kind, "uses_jax", True):
-        join_jax(start, rank, progress)
+        join_jax(start, rank, progress, getattr(kind, "environment", lambda *_: {}))
     return cast(CommandExecutor, kind(start.config, progress, start.processes, rank))
 
 

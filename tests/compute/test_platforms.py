@@ -3,19 +3,25 @@ meant for there. Whether they run, and how fast, is for a task with a GPU (tests
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.conftest import Reference
 
 from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.compute import platforms
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh, replicated
 from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.params import by_layer, load_params
-from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
+from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
@@ -87,3 +93,46 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
         wanted=empty_queries(widths, SLOTS, 32),
     )
     yield "prefill", (prefill, (cfg, mesh, widths, params, stack, cache, piece))
+
+
+def test_every_flag_is_known_to_the_compiler_that_is_installed_here() -> None:
+    """An unknown flag ends the process, so this Python would end, too."""
+    assert platforms._known([*CUDA.flags, "--xla_gpu_no_such_flag=1"], CUDA.compilers) == [True] * 8 + [False]
+    flags = " ".join(CUDA.flags)
+    code = "import jax; print(jax.jit(lambda x: x + 1)(1))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2\n"
+
+
+def test_the_environment_of_a_platform_keeps_what_is_set() -> None:
+    assert platforms.environment("cpu", {}, 1) == {}
+    found = platforms.environment("cuda", {}, 2)
+    assert found == {"XLA_FLAGS": " ".join(CUDA.flags), "XLA_CLIENT_MEM_FRACTION": "0.460"}
+    ours = "--xla_gpu_shard_autotuning=true --xla_dump_to=/tmp/x"
+    found = platforms.environment("cuda", {"XLA_FLAGS": ours, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, 1)
+    assert found == {"XLA_FLAGS": " ".join([*CUDA.flags[:-1], ours])}
+    assert "XLA_CLIENT_MEM_FRACTION" not in platforms.environment("tpu", {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "chosen", "precise"),
+    [
+        (CPU, "auto", "float32", False),
+        (CUDA, "auto", "bfloat16", False),
+        (TPU, "auto", "bfloat16", False),
+        (CUDA, "float32", "float32", True),
+        (TPU, "float32", "float32", True),
+        (CPU, "bfloat16", "bfloat16", False),
+    ],
+)
+def test_float32_is_float32(target: platforms.Platform, dtype: str, chosen: str, precise: bool) -> None:
+    before = jax.config.jax_default_matmul_precision
+    try:
+        with compiling_for(target):
+            assert platforms.settle_dtype(dtype) == chosen
+            text = jax.jit(jnp.dot).lower(jnp.ones((8, 8), chosen), jnp.ones((8, 8), chosen)).as_text()
+        assert ("precision = [HIGHEST, HIGHEST]" in text) == precise
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)

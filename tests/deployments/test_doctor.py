@@ -129,12 +129,36 @@ def test_the_store_is_probed_as_checkpoints_are_saved(tmp_path: Path, monkeypatc
         doctor.check_store(settings)
 
 
-def test_devices_of_a_python_that_cannot_load_jax(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named jax' >&2\nexit 1\n")
-    python.chmod(0o755)
-    with pytest.raises(UserError, match=r"JAX cannot start: ModuleNotFoundError: No module named jax; .*\[gpu\]"):
-        doctor.check_devices(Settings(data_dir=tmp_path), (str(python),))
+def test_devices_are_found_without_opening_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(kind: str, signs: str, plugin: str) -> None:
+        monkeypatch.setattr("tinkerflow.backend.pool.host.devices.accelerator", lambda: kind)
+        monkeypatch.setattr(doctor, "accelerator", lambda: kind)
+        monkeypatch.setattr(doctor, "seen", lambda: signs)
+        monkeypatch.setattr(doctor, "find_spec", lambda name: name == plugin or None)
+
+    def check(platform: str = "auto") -> str:
+        return doctor.check_devices(Settings(data_dir=tmp_path, platform=platform), str(smi))
+
+    smi = tmp_path / "smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB'\necho 'NVIDIA H100, 81559 MiB'\n")
+    smi.chmod(0o755)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(doctor, "version", lambda name: "1.2.3")
+    found("cpu", "", "")
+    assert check() == "jax 1.2.3, CPUs"
+    with pytest.raises(UserError, match="platform is 'tpu', but this host has only CPUs"):
+        check("tpu")
+    found("cuda", "an NVIDIA device (/dev/nvidia0)", "")
+    assert check("cpu") == "jax 1.2.3, CPUs; an NVIDIA device (/dev/nvidia0) is not used"
+    with pytest.raises(UserError, match=r"this host has an NVIDIA device .*, which JAX cannot use: .*\[gpu\]"):
+        check()
+    found("cuda", "an NVIDIA device (/dev/nvidia0)", "jax_cuda13_plugin")
+    assert check() == "jax 1.2.3, jax-cuda13-plugin 1.2.3, NVIDIA H100, 81559 MiB; NVIDIA H100, 81559 MiB"
+    smi.write_text("#!/bin/sh\necho 'cannot communicate with the NVIDIA driver' >&2\nexit 9\n")
+    with pytest.raises(UserError, match="communicate with the NVIDIA driver"):
+        check("cuda")
+    found("tpu", "4 TPU chip(s)", "libtpu")
+    assert check() == "jax 1.2.3, libtpu 1.2.3, 4 TPU chip(s)"
 
 
 def test_the_api_runs_or_is_to_be_started(tmp_path: Path, port: int) -> None:

@@ -229,3 +229,4 @@ def test_a_workers_environment_asks_for_huge_pages_and_keeps_what_is_set():
     ours = worker_environment({"PYTHONPATH": "/x", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
     assert ours["GLIBC_TUNABLES"].split(":") == [*tunables, "glibc.malloc.hugetlb=0"]  # glibc: the last one wins
     assert ours["PYTHONPATH"] == f"{ROOT / '.package'}{os.pathsep}/x"
+    assert "GLIBC_TUNABLES" not in worker_environment({"HOME": "/h"}, "cuda")  # there malloc stays as it is

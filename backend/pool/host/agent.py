@@ -57,6 +57,7 @@ class HostConfig:
     compile_cache_dir: of this host's processes, in place of the folder that the driver names; "" = the driver's.
     longest_pause: seconds between two attempts to join; a link that is mended is found so soon.
     keep_seconds: how long processes wait for the next driver; meanwhile they hold memory of the devices.
+    platform: the setting.
     """
 
     driver: str
@@ -67,6 +68,7 @@ class HostConfig:
     compile_cache_dir: str
     longest_pause: float = 5.0
     keep_seconds: float = 120.0
+    platform: str = "auto"
 
 
 async def serve_group(config: HostConfig, say: Callable[[str], None]) -> None:
@@ -234,7 +236,7 @@ class HostProcesses:
         await self._end(old)
         spec = self._spec(asked.port, asked.salt, asked.generation, asked.rank)
         coordinator = f"{self._address}:{free_port(self._address)}"
-        child = LocalWorker(spec, coordinator, log_dir=self._config.log_dir, keep=True)
+        child = LocalWorker(spec, coordinator, log_dir=self._config.log_dir, keep=True, platform=self._config.platform)
         worker = _Worker(child, asked.rank, asked.salt, asked.plan, asked.process)
         self._watches[worker] = asyncio.create_task(self._watch(worker))
         return child

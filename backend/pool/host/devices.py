@@ -14,6 +14,7 @@ from typing import Literal
 log = logging.getLogger(__name__)
 
 Name = Literal["cpu", "cuda", "tpu"]
+NAMES: dict[str, Name] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # by what JAX calls them
 _GOOGLE = "0x1ae0"  # the maker of TPUs, and of other devices
 _TPUS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}  # v2 to v7, as jax.hardware_utils has it
 _METADATA = "http://{host}/computeMetadata/v1/instance/attributes/agent-worker-number"  # of a virtual machine of GCE
@@ -25,6 +26,12 @@ def accelerator(root: Path = Path("/")) -> Name:
     if nvidia_devices(root):
         return "cuda"
     return "tpu" if tpu_chips(root) else "cpu"
+
+
+def expected(asked: str, environ: Mapping[str, str]) -> Name:
+    """The kind of devices that JAX will open: what the settings ask for, else JAX_PLATFORMS, else the host's best."""
+    first = environ.get("JAX_PLATFORMS", "").partition(",")[0] if asked == "auto" else asked
+    return NAMES.get(first) or accelerator()
 
 
 def seen(root: Path = Path("/")) -> str:

@@ -66,7 +66,7 @@ class HostSlot:
 
     def __init__(self, host: Host, held: HeldWorker | None = None) -> None:
         """Reserve room on `host`. held: the process to take over; None: a new process will be started."""
-        self.host = host.offer.agent
+        self.host, self.room = host.offer.agent, host.offer.processes
         self._host = host
         self._held = held
         self._released = False

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import tinkerflow
+from tinkerflow.backend.pool.host.devices import expected
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.supervise import ChildProcess, Ending
@@ -53,9 +54,13 @@ class WorkerProcess(Protocol):
 
 
 class WorkerSlot(Protocol):
-    """Reserved room for one process, until it is released. host: processes with the same one share its devices."""
+    """Reserved room for one process, until it is released.
+
+    host: processes with the same one share its devices. room: for so many processes, 0 = any number.
+    """
 
     host: str
+    room: int
 
     async def spawn(self, launch: Launch, rank: int) -> WorkerProcess:
         """Start the process there. OSError when that fails."""
@@ -92,16 +97,26 @@ class Site(Protocol):
 class LocalWorker:
     """A worker that this process started."""
 
-    def __init__(self, spec: LaunchSpec, coordinator: str, *, log_dir: Path | None, keep: bool = False) -> None:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        coordinator: str,
+        *,
+        log_dir: Path | None,
+        keep: bool = False,
+        platform: str = "auto",
+    ) -> None:
         """Start a worker process, which connects to the driver of `spec`. OSError when that fails.
 
         coordinator: "address:port" that was free a moment ago, for jax.distributed.
         log_dir: where it appends worker-<rank>.log; None = to our stderr.
-        keep: whether it outlives its driver, to be given another one.
+        keep: whether it outlives its driver, to be given another one. platform: the setting.
         """
         command = (sys.executable, "-m", "tinkerflow.backend.pool.worker")
         log = None if log_dir is None else log_dir / f"worker-{spec.rank}.log"
-        self._process = ChildProcess(command, environment=worker_environment(os.environ), log=log, input_lines=True)
+        self._process = ChildProcess(
+            command, environment=worker_environment(os.environ, platform), log=log, input_lines=True
+        )
         self.pid = self._process.pid
         self.coordinator = coordinator
         self.serve(spec)
@@ -130,10 +145,11 @@ class ThisMachine:
 
     address = "127.0.0.1"
     host = "this machine"
+    room = 0
 
-    def __init__(self, log_dir: Path | None) -> None:
-        """log_dir: where workers append worker-<rank>.log; None = to our stderr."""
-        self._log_dir = log_dir
+    def __init__(self, log_dir: Path | None, platform: str = "auto") -> None:
+        """log_dir: where workers append worker-<rank>.log; None = to our stderr. platform: the setting."""
+        self._log_dir, self._platform = log_dir, platform
 
     def secret(self, salt: bytes) -> bytes:
         """The salt itself: nobody else sees it."""
@@ -161,7 +177,7 @@ class ThisMachine:
             parent=os.getpid(),
             compile_cache_dir="",
         )
-        return LocalWorker(spec, f"{self.address}:{free_port()}", log_dir=self._log_dir)
+        return LocalWorker(spec, f"{self.address}:{free_port()}", log_dir=self._log_dir, platform=self._platform)
 
     def release(self) -> None:
         """Nothing is held."""
@@ -172,14 +188,17 @@ def generation_secret(group_secret: bytes, salt: bytes) -> bytes:
     return hmac.new(group_secret, b"generation|" + salt, hashlib.sha256).digest()
 
 
-def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Our environment as a worker gets it: our packages are found, and memory is in huge pages, and kept when freed.
+def worker_environment(environ: Mapping[str, str], platform: str = "auto") -> dict[str, str]:
+    """Our environment as a worker gets it: our packages are found, and on CPUs memory is in huge pages, and kept.
 
+    platform: the setting. On other devices malloc stays as it is: the host's memory is only passed through there.
     XLA's CPU client takes the memory of each execution anew. Small pages cost a sixth of a training step's CPU time,
     and pages that went back to the system and are wanted again a twelfth (tests/benchmarks/RESULTS.md). So a worker
     gives back by itself, every few minutes. Tunables that are set already are kept, and win.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGES), environ.get("PYTHONPATH"))))
+    if expected(platform, environ) != "cpu":
+        return {**environ, "PYTHONPATH": path}
     ours = (f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items())
     tunables = ":".join(filter(None, (*ours, environ.get("GLIBC_TUNABLES"))))
     return {**environ, "PYTHONPATH": path, "GLIBC_TUNABLES": tunables}

@@ -27,7 +27,8 @@ class Start:
     """Driver to worker, first: how to set up. `coordinator` is "host:port" for jax.distributed, "" with one process.
 
     silence: seconds after which the driver takes a silent process for stopped. hosts: for each rank the number of its
-    host; ranks with the same number share that host's devices.
+    host; ranks with the same number share that host's devices. groups: how many groups share a device, this one
+    included.
     """
 
     config: GroupConfig
@@ -36,6 +37,7 @@ class Start:
     executor: str  # "package.module:attribute"
     silence: float
     hosts: tuple[int, ...]
+    groups: int = 1
 
 
 @dataclass(frozen=True)
