@@ -3,9 +3,9 @@
 A block of queries at a time, so that scores stay in the caches. Of these, a backward pass keeps one number a query, the
 logarithm of their softmax's denominator, and computes the rest again, as FlashAttention does (arXiv 2205.14135, section
 3.1 and appendix B.4): kept, they would be the largest thing that training holds. JAX's own derivative of the same
-forward took 1.2 times the CPU time at 128 tokens and 1.6 times at 512. cuDNN's attention is not taken on NVIDIA GPUs:
-backward it adds in no fixed order unless XLA is told to do without all that does (openxla/xla, pull request 14125), and
-what is replayed after a crash must come out bit for bit.
+forward took 1.2 times the CPU time at 128 tokens and 1.6 times at 512. NVIDIA GPUs and TPUs have kernels (`flash`).
+cuDNN's attention is not among them: backward it adds in no fixed order unless XLA is told to do without all that does
+(openxla/xla, pull request 14125), and what is replayed after a crash must come out bit for bit.
 
 Letters: B rows, T and S tokens (queries, keys), H query heads, G key-value heads, d head dimension, m the H / G query
 heads of a key-value head times the queries of a block.
@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
+from tinkerflow.backend.compute.flash import flash_attention
 from tinkerflow.backend.compute.transformer import Attend
 
 _BLOCK = 256  # queries scored at once
@@ -29,10 +31,16 @@ _UNSEEN = np.finfo(np.float32).min
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]
 
 
-def attend_segments(segments_BT: jax.Array) -> Attend:
-    """The `Attend` in which a token sees itself and earlier tokens of its own segment, by position in the row."""
+def attend_segments(segments_BT: jax.Array, mesh: Mesh) -> Attend:
+    """The `Attend` in which a token sees itself and earlier tokens of its own segment, by position in the row.
+
+    mesh: rows and heads are split over it. On CPUs, and for rows that no kernel of `flash` takes, it is that of here.
+    """
+    kernel = flash_attention(mesh, segments_BT.shape[1])
 
     def attend(q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array) -> jax.Array:
+        if kernel is not None:
+            return kernel(q_BTHd, k_BTGd, v_BTGd, segments_BT)
         return _attend(q_BTHd, k_BTGd, v_BTGd, segments_BT)
 
     return attend

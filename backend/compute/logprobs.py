@@ -3,24 +3,30 @@
 A token's loss depends on no logprob but its own, so each chunk finishes its loss and its gradients while its logits are
 at hand: nothing of size V is kept for a backward pass, and the matmul with the unembedding is not done again for one.
 
-Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary.
+Every chunk reads the whole unembedding. Off CPUs that is what a chunk costs, so a chunk has as many rows as memory
+allows of each device, an adapter of the unembedding is columns of the same matmul, and what devices sum over their rows
+is summed once, after the last chunk. On CPUs a chunk's logits stay in the caches.
+
+Letters: B rows, T tokens, c tokens of a chunk, D hidden, K targets, V vocabulary, R rank, W = D + R.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tinkerflow.backend.compute.lora import LoraPair, apply_one
-from tinkerflow.backend.compute.losses import LossChoice, TokenInputs, token_losses
+from tinkerflow.backend.compute.lora import LoraPair, apply_one, low_rank
+from tinkerflow.backend.compute.losses import LossChoice, TokenInputs, losses_and_slopes, token_losses
+from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.transformer import Params, unembed, unembed_pullback
 
 Tree = TypeVar("Tree")
 
-MOST_LOGITS = 2**24  # of one chunk: 64 MiB in float32
+MOST_LOGITS = 2**24  # of one chunk on CPUs: 64 MiB in float32
 
 
 @flax.struct.dataclass
@@ -39,12 +45,14 @@ def score(
     choice: LossChoice,
     inputs: TokenInputs,
     *,
-    most_logits: int = MOST_LOGITS,
+    devices: int = 1,
+    most_logits: int | None = None,
 ) -> Scored:
     """Logprobs of the targets and the loss, without gradients.
 
     pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power of two. targets_BTK
-    int32. choice: the loss, of `inputs` by name, each [B, T, K]. most_logits: how many exist at a time.
+    int32. choice: the loss, of `inputs` by name, each [B, T, K]. devices: how many B is split over; it divides B.
+    most_logits: how many exist at a time (off CPUs: on each device); None = `most_at_once`.
     """
 
     def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
@@ -53,9 +61,14 @@ def score(
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - _log_total(logits_BcV)
         return loss + jnp.sum(token_losses(choice, logprobs_BcK, here)), logprobs_BcK
 
-    parts = split_chunks((hidden_BTD, targets_BTK, inputs), chunk_size(hidden_BTD, params, most_logits))
+    whole = (hidden_BTD, targets_BTK, inputs)
+    if not on_cpu():
+        params, wide_BTW = _joined(params, pair, hidden_BTD)
+        pair, whole = None, by_device((wide_BTW, targets_BTK, inputs), devices)
+    most = most_logits or most_at_once(params)
+    parts = split_chunks(whole, chunk_size(hidden_BTD.shape[0] if on_cpu() else 1, whole[0].shape[1], params, most))
     loss, logprobs = jax.lax.scan(chunk, jnp.float32(0), parts)
-    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
+    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs).reshape(targets_BTK.shape))
 
 
 def score_and_grads(
@@ -66,9 +79,13 @@ def score_and_grads(
     choice: LossChoice,
     inputs: TokenInputs,
     *,
-    most_logits: int = MOST_LOGITS,
+    devices: int = 1,
+    most_logits: int | None = None,
 ) -> tuple[Scored, jax.Array, LoraPair | None]:
     """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is)."""
+    most = most_logits or most_at_once(params)
+    if not on_cpu():
+        return _score_and_grads_by_device(params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most)
 
     def chunk(carry: tuple[jax.Array, Any], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
         loss, d_pair = carry
@@ -78,17 +95,64 @@ def score_and_grads(
         log_total = _log_total(logits_BcV)
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - log_total
         value, slope_BcK = jax.value_and_grad(lambda lp: jnp.sum(token_losses(choice, lp, here)))(logprobs_BcK)
-        # d logprob[t] / d logits = onehot(t) - softmax
-        d_logits = jnp.exp(logits_BcV - log_total) * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
-        d_logits = _add_at(d_logits, targets_BcK, slope_BcK).astype(x_BcD.dtype)
+        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK).astype(x_BcD.dtype)
         d_x, more = pull(None if update is None else d_logits)
         d_x += unembed_pullback(params, d_logits)
         return (loss + value, jax.tree.map(jnp.add, d_pair, more)), (logprobs_BcK, d_x)
 
-    parts = split_chunks((hidden_BTD, targets_BTK, inputs), chunk_size(hidden_BTD, params, most_logits))
+    parts = split_chunks(
+        (hidden_BTD, targets_BTK, inputs), chunk_size(hidden_BTD.shape[0], hidden_BTD.shape[1], params, most)
+    )
     zeros = jax.tree.map(jnp.zeros_like, pair)
     (loss, d_pair), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), zeros), parts)
     return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs)), join_chunks(d_hidden), d_pair
+
+
+def _score_and_grads_by_device(
+    params: Params,
+    pair: LoraPair | None,
+    hidden_BTD: jax.Array,
+    targets_BTK: jax.Array,
+    choice: LossChoice,
+    inputs: TokenInputs,
+    devices: int,
+    most: int,
+) -> tuple[Scored, jax.Array, LoraPair | None]:
+    """`score_and_grads` off CPUs, its arguments in that order. In the chunks B is the devices, T the rows of each."""
+    D, V = hidden_BTD.shape[-1], params.head.shape[0]
+    wide_BTW, pull = jax.vjp(lambda x, pair: _joined(params, pair, x)[1], hidden_BTD, pair)
+    joined, _ = _joined(params, pair, hidden_BTD)
+
+    def chunk(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
+        loss_B, d_B_BRV = carry
+        x_BcW, targets_BcK, here = part
+        logits_BcV = _logits(joined, x_BcW, None)
+        log_total = _log_total(logits_BcV)
+        logprobs_BcK = _pick(logits_BcV, targets_BcK) - log_total
+        losses_BcK, slope_BcK = losses_and_slopes(choice, logprobs_BcK, here)
+        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK).astype(x_BcW.dtype)
+        if pair is not None:
+            low_BcR = x_BcW[..., D:]
+            d_B_BRV += jnp.einsum("bcr,bcv->brv", low_BcR, d_logits, preferred_element_type=jnp.float32)
+        loss_B += jnp.sum(losses_BcK, axis=(1, 2))
+        return (loss_B, d_B_BRV), (logprobs_BcK, unembed_pullback(joined, d_logits))
+
+    whole = by_device((wide_BTW, targets_BTK, inputs), devices)
+    zeros = jnp.zeros(devices), jnp.zeros((devices, wide_BTW.shape[-1] - D, V))
+    parts = split_chunks(whole, chunk_size(1, whole[0].shape[1], params, most))
+    (loss_B, d_B_BRV), (logprobs, d_wide) = jax.lax.scan(chunk, zeros, parts)
+    d_hidden_BTD, d_pair = pull(join_chunks(d_wide).reshape(wide_BTW.shape))
+    if d_pair is not None:
+        d_pair = d_pair.replace(B=jnp.sum(d_B_BRV, axis=0))
+    return Scored(jnp.sum(loss_B), join_chunks(logprobs).reshape(targets_BTK.shape)), d_hidden_BTD, d_pair
+
+
+def _joined(params: Params, pair: LoraPair | None, x_BTD: jax.Array) -> tuple[Params, jax.Array]:
+    """The unembedding and its adapter as one matrix [V, W], and x [B, T, W] that it is multiplied by."""
+    if pair is None:
+        return params, x_BTD
+    head_VW = jnp.concatenate([params.head, jnp.asarray(pair.B).T.astype(x_BTD.dtype)], axis=1)
+    return replace(params, unembed_VD=head_VW), jnp.concatenate([x_BTD, low_rank(x_BTD, pair)], axis=-1)
 
 
 def _update(x: jax.Array, pair: LoraPair | None) -> jax.Array | None:
@@ -107,22 +171,45 @@ def _log_total(logits_BcV: jax.Array) -> jax.Array:
 
 
 def _pick(logits_BcV: jax.Array, targets_BcK: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(logits_BcV, targets_BcK, axis=-1)
+    if on_cpu() or targets_BcK.shape[-1] > 1:
+        return jnp.take_along_axis(logits_BcV, targets_BcK, axis=-1)
+    return jnp.sum(jnp.where(_named(logits_BcV, targets_BcK, 0), logits_BcV, 0), axis=-1, keepdims=True)
 
 
-def _add_at(d_logits_BcV: jax.Array, targets_BcK: jax.Array, slope_BcK: jax.Array) -> jax.Array:
-    """d_logits[b, c, targets[b, c, k]] += slope[b, c, k]; a target named twice counts twice."""
-    B, c, _ = targets_BcK.shape
-    rows, columns = jnp.arange(B)[:, None, None], jnp.arange(c)[None, :, None]
-    return d_logits_BcV.at[rows, columns, targets_BcK].add(slope_BcK)
+def _d_logits(logits_BcV: jax.Array, log_total: jax.Array, targets_BcK: jax.Array, slope_BcK: jax.Array) -> jax.Array:
+    """The gradient by the logits: d logprob[t] / d logits = onehot(t) - softmax. A target named twice counts twice."""
+    d_logits = jnp.exp(logits_BcV - log_total) * -jnp.sum(slope_BcK, axis=-1, keepdims=True)
+    if on_cpu():
+        B, c, _ = targets_BcK.shape
+        rows, columns = jnp.arange(B)[:, None, None], jnp.arange(c)[None, :, None]
+        return d_logits.at[rows, columns, targets_BcK].add(slope_BcK)
+    # Not a scatter: that would be a pass of its own over the logits, and NVIDIA GPUs add its cells in no fixed order.
+    for k in range(targets_BcK.shape[-1]):
+        d_logits += jnp.where(_named(logits_BcV, targets_BcK, k), slope_BcK[..., k, None], 0)
+    return d_logits
 
 
-def chunk_size(hidden_BTD: jax.Array, params: Params, most_logits: int) -> int:
-    """How many tokens of each row go through the unembedding at a time; T is a power of two."""
-    B, size, _ = hidden_BTD.shape
-    while size > 1 and size * B * params.embed_VD.shape[0] > most_logits:
-        size //= 2
-    return size
+def _named(logits_BcV: jax.Array, targets_BcK: jax.Array, k: int) -> jax.Array:
+    """Which of the logits is that of target k: bool [B, c, V]."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits_BcV.shape, 2) == targets_BcK[..., k, None]
+
+
+def by_device(tree: Tree, devices: int) -> Tree:
+    """Every leaf [B, T, ...] -> [devices, B * T / devices, ...]: the tokens of each device in one row."""
+    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[2:]), tree)
+
+
+def most_at_once(params: Params) -> int:
+    """How many logits may exist at a time: of the batch on CPUs, of each device elsewhere."""
+    rows = platform().scored_rows
+    return MOST_LOGITS if rows is None else rows * params.embed_VD.shape[0]
+
+
+def chunk_size(rows: int, tokens: int, params: Params, most_logits: int) -> int:
+    """How many tokens of each row go through the unembedding at a time; `tokens` of a row, a power of two."""
+    while tokens > 1 and tokens * rows * params.embed_VD.shape[0] > most_logits:
+        tokens //= 2
+    return tokens
 
 
 def split_chunks(tree: Tree, size: int) -> Tree:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.ad_checkpoint import checkpoint_name
@@ -93,8 +94,13 @@ def _update(x: jax.Array, pair: LoraPair, groups: Groups | None) -> jax.Array:
         low = checkpoint_name(groups.dot(x, A.swapaxes(-1, -2)), "low") * scale(A.shape[-2])
         return groups.dot(low, B)
     # As plain matrices: with leading dimensions kept, XLA's CPU backward pass took half as long again.
-    low = checkpoint_name(x.reshape(-1, x.shape[-1]) @ A.T, "low") * scale(A.shape[-2])
-    return (low @ B).reshape(*x.shape[:-1], B.shape[-1])
+    return (low_rank(x.reshape(-1, x.shape[-1]), pair) @ B).reshape(*x.shape[:-1], B.shape[-1])
+
+
+def low_rank(x: jax.Array, pair: LoraPair) -> jax.Array:
+    """What B multiplies: x [..., in] times A.T, scaled, [..., R] in the dtype of x."""
+    A = jnp.asarray(pair.A).astype(x.dtype)
+    return checkpoint_name(x @ A.T, "low") * scale(A.shape[-2])
 
 
 def targets(cfg: ModelConfig, spec: LoraSpec) -> tuple[str, ...]:

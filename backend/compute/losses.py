@@ -1,6 +1,6 @@
 """Losses applied: of tokens on the devices, of whole sequences on the host. `backend/spec/losses` holds the formulas.
 
-Losses per token are branches of one executable, chosen by number, so that changing the loss compiles nothing.
+Losses per token are parts of one executable, chosen by number, so that changing the loss compiles nothing.
 
 Losses of whole sequences run on the host, in float64, after a forward pass has given the logprobs; a second pass then
 trains with weighted cross entropy, whose weights are minus the slopes (its gradient is the loss's own, by the chain
@@ -22,6 +22,7 @@ import numpy as np
 from tinkerflow.backend.commands import Example, Float32, Forward
 from tinkerflow.backend.compute.custom_loss import custom_losses
 from tinkerflow.backend.compute.optimizer import Leaf
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES, Float64, LossSpec, loss_named
 
@@ -49,10 +50,27 @@ def choose(loss: str, config: Mapping[str, float]) -> LossChoice:
 
 def token_losses(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -> jax.Array:
     """The loss of every token, of the shape of `logprobs`, weights applied."""
+    if not on_cpu():
+        return losses_and_slopes(choice, logprobs, inputs)[0]
     branches = [partial(_branch, spec) for spec in PER_TOKEN]
     vector = jnp.asarray(choice.vector)
     losses: jax.Array = jax.lax.switch(vector[0].astype(jnp.int32), branches, vector[1:], logprobs, inputs)
     return losses * inputs["weights"]
+
+
+def losses_and_slopes(choice: LossChoice, logprobs: jax.Array, inputs: TokenInputs) -> tuple[jax.Array, jax.Array]:
+    """What `token_losses` gives, and its derivative by each logprob, without a branch in the program.
+
+    All formulas are computed: they are a few operations a token, while NVIDIA GPUs wait for the host at every branch.
+    Each is differentiated by itself, because the slope of a formula that is not chosen may be no number.
+    """
+    vector, ones = jnp.asarray(choice.vector), jnp.ones_like(logprobs)
+    found = [
+        jax.jvp(lambda lp, spec=spec: _branch(spec, vector[1:], lp, inputs), (logprobs,), (ones,)) for spec in PER_TOKEN
+    ]
+    which = vector[0].astype(jnp.int32)
+    losses, slopes = (jax.lax.select_n(which, *arrays) for arrays in zip(*found, strict=True))
+    return losses * inputs["weights"], slopes * inputs["weights"]
 
 
 def _branch(spec: LossSpec, values: jax.Array, logprobs: jax.Array, inputs: TokenInputs) -> jax.Array:

@@ -27,7 +27,7 @@ from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.lora import matrix_rank, targets
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
 from tinkerflow.backend.compute.params import params_like
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
 from tinkerflow.backend.compute.sampler.shapes import BLOCK, RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.transformer import KEPT
@@ -53,8 +53,7 @@ _PREFIXES_ON_CPUS = 0.25  # of the cells that the batch may have, in addition to
 
 _RESIDENT = 16  # adapters of the usual rank that room is set aside for
 _RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
-_SCORED_ROWS = 1024  # rows of logits that exist at a time
-_LOGIT_BYTES = 10  # of one logit: float32 twice, and once in the dtype of the activations
+_LOGIT_BYTES = 6  # of one logit: float32, and once in the dtype of the activations
 GB = 10**9
 
 Words = npt.NDArray[np.int32]
@@ -324,7 +323,8 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
     layer = tokens * (3 * inside * item + 16 * cfg.hidden * max(1, cfg.experts_per_token))
     ends = 3 * tokens * cfg.hidden * item
     vocab = _share(cfg.vocab, config.tensor)
-    logits = min(tokens, _SCORED_ROWS) * vocab * _LOGIT_BYTES
+    logits = min(tokens, SCORED_ROWS) * vocab * _LOGIT_BYTES
+    logits += vocab * (cfg.hidden + RANK_COLUMNS) * item  # the unembedding and its adapter as one matrix
     gathered = 0
     if config.fsdp > 1:  # the unembedding, and the next layer's weights while the last one's are in use
         whole = replace(config, fsdp=1)

@@ -19,6 +19,9 @@ _MEMORY = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libr
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
 
 
+SCORED_ROWS = 1024  # off CPUs; with a quarter as many, reading the unembedding takes as long as multiplying by it
+
+
 @dataclass(frozen=True)
 class Platform:
     """name: as `jit(...).lower(lowering_platforms=...)` takes it.
@@ -26,7 +29,9 @@ class Platform:
     dtype: of base weights and activations where the settings say auto. precision: of matmuls in float32, where the
     platform would round their inputs to less; None: it does not. flags_variable: the environment variable that its
     compiler reads `flags` from. compilers: the shared libraries that read it, as "package/file"; one that does not know
-    a flag ends the process. shares_memory: whether a process takes only a part of a device's memory.
+    a flag ends the process. shares_memory: whether a process takes only a part of a device's memory. scored_rows: how
+    many tokens of each device are multiplied by the unembedding at a time; None: as many as have logits that the caches
+    hold.
     """
 
     name: str
@@ -36,9 +41,10 @@ class Platform:
     flags: tuple[str, ...] = ()
     compilers: tuple[str, ...] = ()
     shares_memory: bool = False
+    scored_rows: int | None = SCORED_ROWS
 
 
-CPU = Platform("cpu", dtype="float32", precision=None)
+CPU = Platform("cpu", dtype="float32", precision=None, scored_rows=None)
 CUDA = Platform(
     "cuda",
     flags=(

@@ -95,7 +95,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))
 
     def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, remat: bool) -> jax.Array:
-        attend = attend_segments(batch.segments)
+        attend = attend_segments(batch.segments, mesh)
         tokens, positions = batch.tokens, batch.positions
         return forward(cfg, mesh, params, lora, tokens, positions, attend, apply_one, constrain=constrain, remat=remat)
 
@@ -107,7 +107,15 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
     def forward_step(params: Params, lora: Lora, batch: DeviceBatch) -> Scored:
         lora = gathered(mesh, lora)
         hidden_BTD = hidden(params, lora, batch, remat=False)
-        return score(with_head(params), lora.unembed, hidden_BTD, batch.targets, batch.choice, batch.inputs)
+        return score(
+            with_head(params),
+            lora.unembed,
+            hidden_BTD,
+            batch.targets,
+            batch.choice,
+            batch.inputs,
+            devices=mesh.shape[FSDP],
+        )
 
     def backward_step(params: Params, lora: Lora, grads: Lora, batch: DeviceBatch) -> tuple[Lora, Scored]:
         lora = gathered(mesh, lora)
@@ -115,7 +123,13 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         remat = memory.kept_bytes(cfg, _ranks(cfg, lora), tokens, params.embed_VD.dtype) > kept_bytes
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
         scored, d_hidden_BTD, d_unembed = score_and_grads(
-            with_head(params), lora.unembed, hidden_BTD, batch.targets, batch.choice, batch.inputs
+            with_head(params),
+            lora.unembed,
+            hidden_BTD,
+            batch.targets,
+            batch.choice,
+            batch.inputs,
+            devices=mesh.shape[FSDP],
         )
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)

@@ -30,8 +30,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
 Carry = TypeVar("Carry")
 
-# What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; `attended` and
-# `log_totals` are named in attention.py). Keeping everything took twice the memory, and on CPU more time too, for
+# What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; attention.py and
+# flash.py name `attended` and `log_totals`). Keeping everything took twice the memory, and on CPU more time too, for
 # writing it out.
 KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low")
 

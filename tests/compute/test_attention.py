@@ -9,6 +9,7 @@ import pytest
 from tests.compute.closeness import close
 
 from tinkerflow.backend.compute import attention
+from tinkerflow.backend.compute.mesh import make_mesh
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
@@ -18,7 +19,7 @@ def test_a_token_sees_its_segment_up_to_itself(monkeypatch, block):
     B, T, H, G, d = 2, 64, 4, 2, 8
     q, k, v = (rng.normal(size=(B, T, heads, d)).astype(np.float32) for heads in (H, G, G))
     segments = np.sort(rng.integers(0, 4, (B, T)), axis=1).astype(np.int32)
-    found = attention.attend_segments(jnp.asarray(segments))(q, k, v)
+    found = attention.attend_segments(jnp.asarray(segments), make_mesh(1, 1))(q, k, v)
     k, v = (np.repeat(x, H // G, axis=2) for x in (k, v))
     scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(d)
     seen = (segments[:, :, None] == segments[:, None, :]) & np.tri(T, dtype=bool)
@@ -40,7 +41,7 @@ def test_its_derivative_is_that_of_what_it_computes(monkeypatch, block):
         scores = jnp.where(seen[:, None], jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8), -1e30)
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
 
-    found = jax.vjp(attention.attend_segments(segments), q, k, v)[1](slope)
+    found = jax.vjp(attention.attend_segments(segments, make_mesh(1, 1)), q, k, v)[1](slope)
     expected = jax.vjp(plainly, q, k, v)[1](slope)
     for a, b in zip(found, expected, strict=True):
         close(a, b, ulps=64)

@@ -15,6 +15,7 @@ from tests.compute.closeness import close
 from tinkerflow.backend.compute import logprobs
 from tinkerflow.backend.compute.lora import LoraPair
 from tinkerflow.backend.compute.losses import choose, token_losses
+from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.transformer import Params
 
 B, T, D, K, V, R = 2, 32, 16, 3, 50, 4
@@ -47,13 +48,16 @@ def plain(params, pair, hidden, targets, choice, inputs):
 
 
 @pytest.mark.parametrize("adapted", [True, False])
-@pytest.mark.parametrize("most", [1, B * V * 8, 2**24])
-def test_chunks_change_nothing(data, most, adapted):
+@pytest.mark.parametrize(
+    ("most", "target"), [(1, CPU), (B * V * 8, CPU), (2**24, CPU), (V * 8, CUDA)], ids=lambda x: getattr(x, "name", x)
+)
+def test_chunks_change_nothing(data, most, adapted, target):
     params, pair, *rest = data
     pair = pair if adapted else None
     (loss, expected), slopes = jax.value_and_grad(plain, argnums=(2, 1), has_aux=True)(params, pair, *rest)
-    without = logprobs.score(params, pair, *rest, most_logits=most)
-    with_grads, d_hidden, d_pair = logprobs.score_and_grads(params, pair, *rest, most_logits=most)
+    with compiling_for(target):
+        without = logprobs.score(params, pair, *rest, devices=B, most_logits=most)
+        with_grads, d_hidden, d_pair = logprobs.score_and_grads(params, pair, *rest, devices=B, most_logits=most)
     for scored in (without, with_grads):
         assert np.allclose(scored.loss, loss, rtol=1e-4)
         close(scored.logprobs_BTK, expected, ulps=16)
@@ -63,19 +67,34 @@ def test_chunks_change_nothing(data, most, adapted):
 
 def test_logits_never_exist_whole(data):
     for function in (logprobs.score, logprobs.score_and_grads):
-        sizes = [
-            shape
-            for shape in shapes(jax.make_jaxpr(partial(function, most_logits=B * V * 8))(*data).jaxpr)
-            if shape and shape[-1] == V
-        ]
+        sizes = [shape for shape in shapes(made(function, data)) if shape and shape[-1] == V]
         assert (B, 8, V) in sizes
         assert max(np.prod(shape) for shape in sizes) == B * 8 * V
 
 
-def shapes(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+@pytest.mark.parametrize("target", [CUDA, TPU], ids=lambda target: target.name)
+@pytest.mark.parametrize("function", [logprobs.score, logprobs.score_and_grads])
+def test_a_chunk_has_many_rows_of_each_device_and_neither_a_branch_nor_a_scatter(data, function, target):
+    with compiling_for(target):
+        program = made(function, data, devices=B)
+    assert (B, 8, V) in shapes(program), "8 rows of each of B devices, whatever rows the batch had"
+    names = {equation.primitive.name for equation in equations(program)}
+    assert "scan" in names and not {"cond", "scatter-add", "scatter"} & names
+
+
+def made(function: Any, data: Any, devices: int = 1) -> Any:
+    whole = B if devices == 1 else 1  # on CPUs the limit is of all rows
+    return jax.make_jaxpr(partial(function, devices=devices, most_logits=whole * V * 8))(*data).jaxpr
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        yield from (variable.aval.shape for variable in equation.outvars)
+        yield equation
         for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from shapes(inner)
+                yield from equations(inner)
+
+
+def shapes(jaxpr: Any) -> list[tuple[int, ...]]:
+    return [variable.aval.shape for equation in equations(jaxpr) for variable in equation.outvars]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.losses import PER_TOKEN, choose, token_losses
+from tinkerflow.backend.compute.losses import PER_TOKEN, choose, losses_and_slopes, token_losses
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.losses import LOSSES, packed_inputs
 
@@ -83,6 +83,15 @@ def test_value_and_slope(loss, own, configured):
     close(token_losses(choice, lp, inputs), value * wide["weights"])
     found = jax.grad(lambda x: token_losses(choice, x, inputs).sum())(lp)
     close(found, slope * wide["weights"])
+    for found, expected in zip(losses_and_slopes(choice, lp, inputs), (value, slope), strict=True):
+        close(found, expected * wide["weights"])
+
+
+def test_a_slope_of_a_loss_that_is_not_chosen_may_be_no_number():
+    lp, inputs = draw((3, 2), own=False)
+    inputs["logprobs"][:] = -1e4  # the ratios of the others are infinite
+    loss, slope = losses_and_slopes(choose("cross_entropy", {}), lp, inputs)
+    assert np.array_equal(loss, -lp * inputs["weights"]) and np.array_equal(slope, -inputs["weights"])
 
 
 def test_unknown_names_are_refused():

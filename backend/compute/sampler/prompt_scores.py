@@ -27,9 +27,10 @@ from tinkerflow.backend.commands import (
     SampleRequest,
     SampleResult,
 )
-from tinkerflow.backend.compute.logprobs import chunk_size, join_chunks, split_chunks
+from tinkerflow.backend.compute.logprobs import chunk_size, join_chunks, most_at_once, split_chunks
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import FSDP, Array, sharding
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler.decode import unembedded
 from tinkerflow.backend.compute.sampler.sampling import (
     ALTERNATIVES,
@@ -41,7 +42,7 @@ from tinkerflow.backend.compute.sampler.sampling import (
 )
 from tinkerflow.backend.compute.transformer import Params
 
-_MOST_LOGITS = 2**22  # that exist at a time: 16 MiB in float32
+_OF_TRAINING = 4  # a quarter of its logits exist at a time: the KV cache takes the memory, and CPUs' caches are small
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,10 @@ def score(
         return found
 
     asked = (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA)
-    parts = split_chunks(asked, chunk_size(x_BQD, params, _MOST_LOGITS))
+    rows, tokens, _ = x_BQD.shape
+    if not on_cpu() and rows % mesh.shape[FSDP] == 0:
+        rows //= mesh.shape[FSDP]  # of each device
+    parts = split_chunks(asked, chunk_size(rows, tokens, params, most_at_once(params) // _OF_TRAINING))
     whole: PieceScores = jax.tree.map(join_chunks, jax.lax.map(chunk, parts))
     return whole
 

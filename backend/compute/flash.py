@@ -1,0 +1,165 @@
+"""Flash attention of a packed training batch on NVIDIA GPUs and TPUs: kernels that come with JAX.
+
+Scores never leave the chip, forward or backward. Both kernels add in a fixed order, so the same batch gives the same
+bits: each program of the backward pass owns the rows of dQ, or of dK and dV, that it writes, and loops over the others;
+none adds to what another one writes. The devices split rows over fsdp and heads over tensor.
+
+Letters: B rows, T tokens, H query heads, G key-value heads, d head dimension, r = H / G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.experimental.pallas.ops.gpu import attention as gpu
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import Mesh, PartitionSpec
+
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR, sharding
+from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
+
+# (q_BTHd, k_BTGd, v_BTGd, segments_BT) -> o_BTHd
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+_TPU_BLOCK = 512  # tokens; TPUs want multiples of 128
+_TPU_LEAST = 128
+_GPU_QUERIES, _GPU_KEYS, _GPU_BACKWARD = 128, 64, 64  # tokens of a block
+_GPU_WARPS = 8
+_GPU_LEAST = 16  # of the head dimension: a tile of the tensor cores
+
+
+def flash_attention(mesh: Mesh, tokens: int, *, interpret: bool = False) -> Kernel | None:
+    """The kernel for rows of `tokens` tokens on the platform that programs are made for; None where there is none.
+
+    mesh: rows and heads are split over it. interpret: compute with plain operations, for tests without the device.
+    """
+    chosen = platform()
+    if chosen is TPU and tokens % _TPU_LEAST == 0:
+        return partial(_by_device, mesh, partial(_splash, interpret))
+    if chosen is CUDA:
+        return partial(_by_device, mesh, partial(_triton, interpret))
+    return None
+
+
+def _by_device(mesh: Mesh, kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+    """The kernel on each device's rows and heads. Heads stay whole where the tensor axis does not divide all."""
+    heads = TENSOR if k.shape[2] % mesh.shape[TENSOR] == 0 else None
+    rows = sharding(mesh, q.shape, FSDP).spec[0]
+    cells = PartitionSpec(rows, None, heads, None)
+    local = jax.shard_map(
+        kernel, mesh=mesh, in_specs=(cells, cells, cells, PartitionSpec(rows, None)), out_specs=cells, check_vma=False
+    )
+    o_BTHd: jax.Array = local(q, k, v, segments)
+    return o_BTHd
+
+
+# ------------------------------------------------------------------ TPU
+def _splash(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+    _, T, H, d = q.shape
+    block = min(_TPU_BLOCK, T)
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((T, T))] * H),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name="attended",  # of the output, and of the logarithms of the softmax's denominators
+        interpret=interpret,
+    )
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * d**-0.5, k, v))
+    o_BHTd: jax.Array = jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments))
+    return jnp.swapaxes(o_BHTd, 1, 2)
+
+
+# ------------------------------------------------------------------ NVIDIA
+def _triton(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+    d = q.shape[-1]
+    wide = max(_GPU_LEAST, pl.next_power_of_2(d)) - d
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide))) if wide else x for x in (q, k, v))
+    return _attend(interpret, d**-0.5, q, k, v, segments)[..., :d]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(interpret: bool, scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+    return _forward(interpret, scale, q, k, v, segments)[0]
+
+
+def _forward(
+    interpret: bool, scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
+) -> tuple[jax.Array, Kept]:
+    B, T, H, d = q.shape
+    r, block_q, block_k = H // k.shape[2], min(_GPU_QUERIES, T), min(_GPU_KEYS, T)
+    queries = pl.BlockSpec((None, block_q, None, d), lambda i, b, h: (b, i, h, 0))
+    keys = pl.BlockSpec((None, T, None, d), lambda i, b, h: (b, 0, h // r, 0))
+    o, log_totals = pl.pallas_call(
+        partial(gpu.mha_forward_kernel, sm_scale=scale, causal=True, block_q=block_q, block_k=block_k, head_dim=d),
+        grid=(T // block_q, B, H),
+        in_specs=[queries, keys, keys, pl.BlockSpec((None, T), lambda i, b, h: (b, 0))],
+        out_shape=[q, jax.ShapeDtypeStruct((B, H, T), jnp.float32)],
+        out_specs=[queries, pl.BlockSpec((None, None, block_q), lambda i, b, h: (b, h, i))],
+        compiler_params=triton.CompilerParams(num_warps=_GPU_WARPS, num_stages=2),
+        interpret=interpret,
+        name="attention_forward",
+    )(q, k, v, segments)
+    o, log_totals = checkpoint_name(o, "attended"), checkpoint_name(log_totals, "log_totals")
+    return o, (q, k, v, segments, o, log_totals)
+
+
+def _backward(interpret: bool, scale: float, kept: Kept, d_o: jax.Array) -> tuple[Any, ...]:
+    q, k, v, segments, o, log_totals = kept
+    B, T, H, d = q.shape
+    G, block = k.shape[2], min(_GPU_BACKWARD, T)
+    r = H // G
+    means = jnp.einsum("bthd,bthd->bht", d_o, o, preferred_element_type=jnp.float32)
+    queries = pl.BlockSpec((None, T, None, d), lambda b, h, i: (b, 0, h, 0))
+    keys = pl.BlockSpec((None, T, None, d), lambda b, h, i: (b, 0, h // r, 0))
+    numbers = pl.BlockSpec((None, None, T), lambda b, h, i: (b, h, 0))
+    block_of_head = pl.BlockSpec((None, block, None, d), lambda b, h, i: (b, i, h, 0))
+    d_q, d_k, d_v = pl.pallas_call(
+        partial(
+            gpu.mha_backward_kernel,
+            sm_scale=scale,
+            causal=True,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+            head_dim=d,
+        ),
+        grid=(B, H, T // block),
+        in_specs=[
+            queries,
+            keys,
+            keys,
+            pl.BlockSpec((None, T), lambda b, h, i: (b, 0)),
+            queries,
+            queries,
+            numbers,
+            numbers,
+        ],
+        out_shape=[q, q, q],
+        out_specs=[block_of_head, block_of_head, block_of_head],
+        compiler_params=triton.CompilerParams(num_warps=_GPU_WARPS, num_stages=2),
+        interpret=interpret,
+        name="attention_backward",
+    )(q, k, v, segments, o, d_o, log_totals, means)
+    d_k, d_v = (jnp.sum(x.reshape(B, T, G, r, d), axis=3, dtype=jnp.float32).astype(k.dtype) for x in (d_k, d_v))
+    return d_q, d_k, d_v, None
+
+
+_attend.defvjp(_forward, _backward)

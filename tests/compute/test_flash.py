@@ -1,0 +1,74 @@
+"""The kernels for NVIDIA GPUs and TPUs, computed with plain operations, against the attention of CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.compute.closeness import close
+
+from tinkerflow.backend.compute.attention import attend_segments
+from tinkerflow.backend.compute.flash import flash_attention
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
+
+B, H, G = 2, 4, 2
+
+
+@pytest.mark.parametrize(("target", "T", "d"), [(CUDA, 32, 8), (CUDA, 256, 64), (TPU, 128, 64)])
+def test_packed_rows_give_the_values_and_gradients_of_the_attention_of_cpus(target, T, d):
+    q, k, v, slope, segments = drawn(T, d)
+    mesh = make_mesh(1, 1)
+    with compiling_for(target):
+        kernel = flash_attention(mesh, T, interpret=True)
+    assert kernel is not None
+    found, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, segments), q, k, v)
+    expected, pull_plain = jax.vjp(attend_segments(segments, mesh), q, k, v)
+    close(found, expected, ulps=64)
+    for a, b in zip(pull(slope), pull_plain(slope), strict=True):
+        close(a, b, ulps=64)
+
+
+@pytest.mark.parametrize(("target", "forward", "backward"), [(CUDA, 1, 1), (TPU, 1, 2)])
+def test_the_backward_pass_does_not_attend_again_where_its_result_is_kept(target, forward, backward):
+    q, k, v, _, segments = drawn(128, 64)
+    with compiling_for(target):
+        kernel = flash_attention(make_mesh(1, 1), 128)
+        for kept, times in ((("attended", "log_totals"), 1), ((), 2)):
+            policy = jax.checkpoint_policies.save_only_these_names(*kept)
+            layer = jax.checkpoint(lambda q, k, v: jnp.sum(kernel(q, k, v, segments)), policy=policy)
+            gradients = jax.make_jaxpr(jax.grad(layer, argnums=(0, 1, 2)))
+            assert calls(gradients(q, k, v).jaxpr) == times * forward + backward
+
+
+def test_short_rows_have_no_kernel_on_tpus_and_none_has_one_on_cpus():
+    mesh = make_mesh(1, 1)
+    assert flash_attention(mesh, 4096) is None
+    with compiling_for(TPU):
+        assert flash_attention(mesh, 64) is None
+
+
+def drawn(T: int, d: int) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+    q, k, v, slope = (jnp.asarray(rng.normal(size=(B, T, heads, d)), jnp.float32) for heads in (H, G, G, H))
+    return q, k, v, slope, jnp.asarray(np.sort(rng.integers(0, 4, (B, T)), axis=1), jnp.int32)
+
+
+def calls(jaxpr: Any) -> int:
+    """How many kernels a program starts whose results it reads; XLA drops the others."""
+    total, read = 0, {id(variable) for equation in (*jaxpr.eqns, jaxpr) for variable in ins(equation)}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            total += any(id(variable) in read for variable in equation.outvars)
+            continue
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            total += calls(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+def ins(equation: Any) -> list[Any]:
+    return equation.outvars if hasattr(equation, "eqns") else equation.invars
