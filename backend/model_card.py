@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -55,7 +56,7 @@ class ModelCard:
             tokenizer_id=str(folder) if Path(name).expanduser().is_dir() else name,
             architecture=config.architecture,
             vocab_size=config.vocab,
-            max_context=_context(name, config, max_context),
+            max_context=context_of(name, config, max_context),
             eos_token_ids=_eos(name, folder, config),
             parameters=_count_parameters(name, folder, config),
             tied=config.tied,
@@ -77,8 +78,11 @@ class ModelCard:
         return cls(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
 
 
-def find_model(name: str) -> Path:
-    """The folder of a base model given as a folder or as a hub id (downloaded, or from the hub's cache)."""
+def find_model(name: str, files: Sequence[str] = _HUB_FILES) -> Path:
+    """The folder of a base model given as a folder or as a hub id (downloaded, or from the hub's cache).
+
+    files: what to download of it.
+    """
     if not name:
         raise UserError("base model '': give a folder or a hub id")
     folder = Path(name).expanduser()
@@ -91,7 +95,7 @@ def find_model(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES))).resolve()
+        return Path(snapshot_download(name, allow_patterns=list(files))).resolve()
     except HFValidationError as error:
         raise UserError(f"base model {name!r}: neither a folder nor a hub id ({error})") from error
     except LocalEntryNotFoundError as error:
@@ -103,7 +107,11 @@ def find_model(name: str) -> Path:
         raise UserError(f"base model {name!r}: not a folder, and the hub did not give it ({error})") from error
 
 
-def _context(name: str, config: ModelConfig, wanted: int) -> int:
+def context_of(name: str, config: ModelConfig, wanted: int) -> int:
+    """The longest sequence to serve of a model, in tokens; UserError when `wanted` is more than it allows.
+
+    wanted: 0 = what it allows, up to 32768.
+    """
     if wanted > config.max_positions:
         raise UserError(f"base model {name!r}: max_context {wanted}; the model allows at most {config.max_positions}")
     return wanted or min(config.max_positions, DEFAULT_MAX_CONTEXT)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
@@ -151,6 +151,32 @@ def doctor(data_dir: DataDir = None) -> None:
 
     if not examine(settings_with(data_dir=data_dir), Console()):
         raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    topology: Annotated[str, typer.Option(help="Devices, such as h100:1, h100:8, v6e:2x4, or h100:2x8 for two hosts")],
+    base_model: Annotated[str, typer.Option(help="Hugging Face id or folder; only its config.json is read")],
+    rank: Annotated[int, typer.Option(help="Rank of the adapters")] = 32,
+    max_context: Annotated[int | None, setting("max_context")] = None,
+    base_weights: Annotated[Literal["full", "int8"] | None, setting("base_weights")] = None,
+    tensor_parallel: Annotated[int | None, setting("tensor_parallel")] = None,
+    expert_parallel: Annotated[int | None, setting("expert_parallel")] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Ask the accelerator's compiler, too (minutes)")] = False,
+) -> None:
+    """Say whether a base model fits a machine, with what batch, context and adapters, and how fast it is at most.
+
+    It needs no accelerator: the figures are those that the workers plan with, and the peaks of the devices.
+    """
+    from tinkerflow.deployments.plan import describe_plan
+
+    settings = settings_with(
+        max_context=max_context,
+        base_weights=base_weights,
+        tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel,
+    )
+    print(describe_plan(settings, base_model, topology, rank=rank, compiled=compile_))
 
 
 @app.command()

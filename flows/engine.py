@@ -219,7 +219,7 @@ async def _start_pool(
         await asyncio.to_thread(journal.base_models.note_progress, card.name, text)
 
     config = PoolConfig(
-        group_config(settings, card),
+        group_config(settings, card.path, card.max_context),
         processes=settings.processes,
         command_deadline=settings.command_deadline,
         start_deadline=settings.start_deadline,

@@ -23,16 +23,16 @@ class ServedModel:
     sampling: SamplingRunner
 
 
-def group_config(settings: Settings, card: ModelCard) -> GroupConfig:
-    """The configuration that every process of the group for `card` gets.
+def group_config(settings: Settings, model_path: str, max_context: int) -> GroupConfig:
+    """The configuration that every process of a group gets. model_path: the base model's folder.
 
     A field that is named like a setting holds that setting. The processes lay the mesh over the devices that they find.
     """
     names = {field.name for field in fields(GroupConfig)}
     values: dict[str, Any] = {name: getattr(settings, name) for name in Settings.model_fields if name in names}
     values |= {
-        "model_path": card.path,
-        "max_context": card.max_context,
+        "model_path": model_path,
+        "max_context": max_context,
         "fsdp": 0,
         "tensor": settings.tensor_parallel,
         "expert": settings.expert_parallel,

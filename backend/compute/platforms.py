@@ -15,7 +15,7 @@ import jax
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
-_MEMORY = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
+MEMORY_SHARE = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
 
 
@@ -108,7 +108,7 @@ def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str,
     if ours := [flag for flag, known in zip(wanted, _known(wanted, profile.compilers), strict=True) if known]:
         added[profile.flags_variable] = " ".join([*ours, *given.split()])
     if profile.shares_memory and not any(environ.get(variable) for variable in _MEMORY_VARIABLES):
-        added[_MEMORY_VARIABLES[0]] = f"{_MEMORY / groups:.3f}"
+        added[_MEMORY_VARIABLES[0]] = f"{MEMORY_SHARE / groups:.3f}"
     return added
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import projections
-from tinkerflow.backend.compute.platforms import CUDA, TPU, Platform
+from tinkerflow.backend.compute.lora import matrix_rank, targets
+from tinkerflow.backend.compute.platforms import CUDA, MEMORY_SHARE, TPU, Platform
 from tinkerflow.backend.compute.roofline_text import Work
 from tinkerflow.backend.errors import UserError
 
@@ -18,7 +20,7 @@ from tinkerflow.backend.errors import UserError
 class Device:
     """One accelerator.
 
-    flops: peak of dense bfloat16 matmuls, a second. memory: bytes of device memory. bandwidth: bytes a second of it.
+    flops: peak of dense bfloat16 matmuls, a second. memory: bytes that programs can have. bandwidth: bytes a second.
     link: bytes a second that a device sends to others of its host or pod, in all. source: where these figures are from.
     """
 
@@ -30,15 +32,20 @@ class Device:
     link: float
     source: str
 
+    @property
+    def limit(self) -> int:
+        """Bytes of memory that a worker group plans with."""
+        return int(MEMORY_SHARE * self.memory) if self.platform.shares_memory else self.memory
+
 
 _GCP = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 DEVICES = {
     device.name: device
     for device in (
-        Device("v5e", TPU, 197e12, 16 * 2**30, 819e9, 200e9, _GCP + "v5e"),
-        Device("v5p", TPU, 459e12, 95 * 2**30, 2765e9, 600e9, _GCP + "v5p"),
-        Device("v6e", TPU, 918e12, 32 * 2**30, 1640e9, 400e9, _GCP + "v6e"),
+        Device("v5e", TPU, 197e12, int(15.75 * 2**30), 819e9, 200e9, _GCP + "v5e"),
+        Device("v5p", TPU, 459e12, int(95.74 * 2**30), 2765e9, 600e9, _GCP + "v5p"),
+        Device("v6e", TPU, 918e12, int(31.25 * 2**30), 1640e9, 400e9, _GCP + "v6e"),
         Device("a100", CUDA, 312e12, 80 * 2**30, 2039e9, 300e9, _NVIDIA + "a100"),
         Device("h100", CUDA, 989e12, 84942979072, 3352e9, 450e9, _NVIDIA + "h100"),
         Device("h200", CUDA, 989e12, 151397597184, 4800e9, 450e9, _NVIDIA + "h200"),
@@ -90,17 +97,76 @@ def seconds(work: Iterable[Work], device: Device) -> float:
     return sum(max(one.flops / device.flops, one.bytes / device.bandwidth) for one in work)
 
 
-def useful_flops(cfg: ModelConfig, ranks: Mapping[str, int], length: int) -> float:
+def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
     """Flops for a token that forward_backward cannot do without; MFU is of these (Chowdhery et al., "PaLM", 2022).
 
     A matrix of the base model takes part in two products (its result, and the gradient of its input), those of an
     adapter in three (that of the matrix, too). Attention is causal: half of the keys; its backward pass has twice the
     products of its forward pass. Nothing that is computed again counts.
 
-    cfg: the model. ranks: of the adapted projections, by their names. length: tokens of an example.
+    cfg: the model. spec: of the adapter; None: without one. length: tokens of an example.
     """
     total = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * length
+    adapted = targets(cfg, spec) if spec else ()
     for name, matrix in projections(cfg).items():
-        each = 4 * matrix.inputs * matrix.outputs + 6 * ranks.get(name, 0) * (matrix.inputs + matrix.outputs)
+        rank = matrix_rank(spec, matrix) if spec and name in adapted else 0
+        each = 4 * matrix.inputs * matrix.outputs + 6 * rank * (matrix.inputs + matrix.outputs)
         total += each * (matrix.per_token * cfg.layers if matrix.stack else 1)
     return total
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How fast a step can be at most. limit: what sets the bound: "flops", "memory" (its bandwidth) or "links".
+
+    tokens: of the whole step, on all devices. seconds: the step's.
+    """
+
+    tokens: int
+    seconds: float
+    limit: str
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def _devices(config: GroupConfig) -> int:
+    return config.fsdp * config.expert * config.tensor
+
+
+def _bound(tokens: int, device: Device, *, flops: float, moved: float, sent: float) -> Estimate:
+    """The bound of a step that does these on each device: everything at its peak, and all of it at the same time."""
+    times = {"flops": flops / device.flops, "memory": moved / device.bandwidth, "links": sent / device.link}
+    limit = max(times, key=lambda name: times[name])
+    return Estimate(tokens, times[limit], limit)
+
+
+def training_bound(
+    cfg: ModelConfig, config: GroupConfig, device: Device, *, spec: LoraSpec, weights: int, tokens: int, kept: int
+) -> Estimate:
+    """The bound of forward_backward of one micro-batch.
+
+    cfg: the model. config: the mesh. device: of the mesh. spec: of the adapter.
+    weights: bytes of all base weights. tokens: of the micro-batch, on all devices, in rows of at most 1,024.
+    kept: bytes of activations that a device keeps for the backward pass.
+    """
+    own = weights / config.tensor / config.expert
+    flops = useful_flops(cfg, spec, min(1024, tokens)) * tokens / _devices(config)
+    sent = 2 * own * (config.fsdp - 1) / config.fsdp  # gathered for the forward and for the backward pass
+    return _bound(tokens, device, flops=flops, moved=2 * own + 2 * kept, sent=sent)
+
+
+def decode_bound(
+    cfg: ModelConfig, config: GroupConfig, device: Device, *, weights: int, slots: int, positions: int, cell: float
+) -> Estimate:
+    """The bound of one decode step, a token for each slot.
+
+    cfg: the model. config: the mesh. device: of the mesh. weights: bytes of all base
+    weights. slots: sequences. positions: of each in the KV cache. cell: bytes of one position on each device.
+    """
+    own = weights / config.tensor / config.expert
+    flops = useful_flops(cfg, None, 0) / 2 * slots / _devices(config)
+    sent = own * (config.fsdp - 1) / config.fsdp  # the layers' matrices are gathered for every token
+    return _bound(slots, device, flops=flops, moved=own + slots * positions * cell, sent=sent)

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.logprobs import score_and_grads
-from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.compute.memory import budget_for, held_bytes
+from tinkerflow.backend.compute.lora import Lora, shardings
+from tinkerflow.backend.compute.memory import plan_memory
 from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
 from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.params import params_like
@@ -29,20 +29,23 @@ from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
-from tinkerflow.backend.compute.sampler.snapshot_cache import empty_stack
+from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack
 from tinkerflow.backend.compute.train import Steps, make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import like, result_of
+from tinkerflow.backend.model_card import DEFAULT_MAX_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from tinkerflow.backend.spec.ranks import expert_rank
+
+_SLOTS, _CHUNK = 64, 8  # of a sampler, where the settings say nothing else
 
 
 @dataclass(frozen=True)
 class Programs:
     """The programs of one model on one target; each method compiles one, `more` is as in `compile_for`.
 
-    cfg: the model. target: a topology by name. rank: of adapters. tensor, expert: axes of the mesh. memory: the share
-    of a device's memory that JAX may take.
+    cfg: the model. target: a topology by name. rank: of adapters. tensor, expert: axes of the mesh.
     """
 
     cfg: ModelConfig
@@ -50,7 +53,6 @@ class Programs:
     rank: int = 32
     tensor: int = 1
     expert: int = 1
-    memory: float = 0.92
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -62,22 +64,33 @@ class Programs:
         """The base model's weights, bfloat16."""
         return params_like(self.cfg, self.mesh, "bfloat16")
 
+    @property
+    def spec(self) -> LoraSpec:
+        """Of the adapter."""
+        return LoraSpec(self.rank, expert_rank=expert_rank(self.rank, self.cfg.experts_per_token, "divided"))
+
     @cached_property
     def lora(self) -> Lora:
         """An adapter of all matrices."""
-        return adapter_like(self.cfg, self.mesh, LoraSpec(self.rank))
+        return adapter_like(self.cfg, self.mesh, self.spec)
 
     @cached_property
     def steps(self) -> Steps:
         """The jitted functions, which keep as much for the backward pass as the memory budget allows."""
-        free = int(self.memory * parse_topology(self.target).device.memory) - held_bytes(self.params)
+        fsdp, longest = self.mesh.shape[FSDP], min(DEFAULT_MAX_CONTEXT, self.cfg.max_positions)
+        name, sizes = self.cfg.architecture, (fsdp, self.tensor, longest, 0, _SLOTS, _CHUNK)
+        config = GroupConfig(name, "bfloat16", *sizes, compile_cache_dir="", expert=self.expert)
+        plan = plan_memory(self.cfg, config, parse_topology(self.target).device.limit)
         with self.compiling():
-            budget = budget_for(self.cfg, self.params.embed_VD.dtype, self.mesh.shape[FSDP], max(0, free))
-            return make_steps(self.cfg, self.mesh, budget.kept_bytes)
+            return make_steps(self.cfg, self.mesh, plan.budget.kept_bytes)
 
     @property
     def _plain(self) -> tuple[str, bool]:
         return self.params.embed_VD.dtype.name, self.params.apart
+
+    def _stack(self, columns: int) -> Any:
+        widths = columns, columns // divisor_of(self.cfg, self.spec)
+        return result_of(empty_stack, self.cfg, self.mesh, widths, *self._plain)
 
     def compiling(self) -> Any:
         """Within this context functions are traced for the target's platform."""
@@ -97,9 +110,9 @@ class Programs:
 
     def optim_step(self, kind: Any = DEFAULT_OPTIMIZER, **more: Any) -> Figures:
         """One optimizer step."""
-        spec, whole = OPTIMIZERS[kind], replicated(self.mesh)
-        state = like(fresh_state(kind, self.lora), whole)
-        hyper = like(spec.vector(spec.example), whole)
+        spec, fresh = OPTIMIZERS[kind], fresh_state(kind, self.lora)
+        state = jax.tree.map(like, fresh, shardings(self.mesh, fresh))
+        hyper = like(spec.vector(spec.example), replicated(self.mesh))
         return compile_for(self.target, self.steps.optimize, self.lora, self.lora, state, hyper, **more)
 
     def loss(self, B: int, T: int, **more: Any) -> Figures:
@@ -114,10 +127,10 @@ class Programs:
 
             return compile_for(self.target, jax.jit(scored), self.params, self.lora, hidden, batch, **more)
 
-    def decode(self, S: int, length: int, *, columns: int = 32, chunk: int = 8, **more: Any) -> Figures:
+    def decode(self, S: int, length: int, *, columns: int = 32, chunk: int = _CHUNK, **more: Any) -> Figures:
         """`chunk` tokens of each of S slots with `length` positions. columns: ranks of the adapters in the batch."""
         with self.compiling():
-            stack = result_of(empty_stack, self.cfg, self.mesh, columns, *self._plain)
+            stack = self._stack(columns)
             cache = result_of(empty_cache, self.cfg, self.mesh, S, length, *self._plain)
             rows = Rows(
                 tokens_S=np.zeros(S, np.int32),
@@ -132,7 +145,7 @@ class Programs:
     def prefill(self, B: int, Q: int, length: int, *, columns: int = 32, **more: Any) -> Figures:
         """Q tokens of each of B prompts, in a cache of `length` positions."""
         with self.compiling():
-            stack = result_of(empty_stack, self.cfg, self.mesh, columns, *self._plain)
+            stack = self._stack(columns)
             cache = result_of(empty_cache, self.cfg, self.mesh, B, length, *self._plain)
             piece = Piece(
                 tokens_BQ=np.zeros((B, Q), np.int32),

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
-from tinkerflow.backend.compute.platforms import TPU, compiling_for
+from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for, environment
 from tinkerflow.backend.compute.roofline import Topology, parse_topology, seconds
 from tinkerflow.backend.compute.roofline_text import Counts, count
 from tinkerflow.backend.errors import UserError
@@ -112,7 +111,7 @@ def devices(target: str) -> tuple[jax.Device, ...]:
     """Devices that programs can be compiled for. UserError when this installation has no compiler for them."""
     topology = parse_topology(target)
     name = topology.device.name
-    os.environ.update(_environment(topology))
+    os.environ.update(_environment(topology) | environment(topology.device.platform.name, os.environ, 1))
     jax.config.update("jax_platforms", "cpu")
     jax.devices()  # loads the plugins
     try:
@@ -172,7 +171,8 @@ class _Compiled:
 def _compiled(lowered: Any, target: str, cache: Path | None) -> _Compiled:
     if cache is None:
         return _compile(lowered)
-    made_of = (lowered.as_text(), target, jax.__version__, os.environ.get("XLA_FLAGS", ""))
+    flags = [os.environ.get(platform.flags_variable) for platform in (CUDA, TPU)]
+    made_of = (lowered.as_text(), target, jax.__version__, flags)
     place = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()}.json.gz"
     if place.exists():
         return _Compiled(**json.loads(gzip.decompress(place.read_bytes())))
@@ -197,7 +197,7 @@ def _compile(lowered: Any) -> _Compiled:
     return _Compiled(time.monotonic() - began, sizes, compiled.as_text())
 
 
-def _environment(topology: Topology) -> Mapping[str, str]:
+def _environment(topology: Topology) -> dict[str, str]:
     if topology.device.platform is TPU:
         number = topology.count * (2 if topology.device.name == "v5p" else 1)
         return {

@@ -14,6 +14,7 @@ import re
 import sys
 from typing import Any
 
+import jax
 from jax.errors import JaxRuntimeError
 from tests.accelerators.budgets import Case, Record
 from tests.accelerators.programs import config
@@ -32,14 +33,13 @@ def record(case: Case, cache: str) -> Record:
     counts, device = figures.counts, parse_topology(case.target).device
     useful = 0.0
     if case.program == "forward_backward":
-        ranks = {name: pair.A.shape[-2] for name, pair in programs.lora.layers.items()} | {"unembed": programs.rank}
-        useful = useful_flops(programs.cfg, ranks, case.sizes[1]) * math.prod(case.sizes) / programs.mesh.size
+        useful = useful_flops(programs.cfg, programs.spec, case.sizes[1]) * math.prod(case.sizes) / programs.mesh.size
     copies = 2 + len(OPTIMIZERS[DEFAULT_OPTIMIZER].state)  # weights, gradient, moments
     return {
         "arguments": figures.arguments,
         "temporaries": figures.temporaries,
         "peak": figures.peak,
-        "memory": device.memory,
+        "memory": device.limit,
         "flops": counts.flops,
         "bytes": counts.bytes,
         "seconds": figures.seconds,
@@ -51,6 +51,7 @@ def record(case: Case, cache: str) -> Record:
         "sent": sum(one.bytes * one.times for one in counts.collectives),
         "loss_rows": min(_rows(counts.matmuls(), programs.cfg.vocab // programs.tensor), default=0),
         "adapter": held_bytes(programs.lora) * copies,
+        "whole_adapter": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.lora)) * copies,
         "unstated": counts.kernels,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.roofline import DEVICES, parse_topology, seconds, useful_flops
 from tinkerflow.backend.compute.roofline_text import Work
@@ -46,7 +47,6 @@ def test_an_operation_takes_the_longer_of_its_flops_and_its_bytes() -> None:
 
 
 def test_a_token_of_qwen3_4b_has_17_gflop_at_rank_32() -> None:
-    matrices = ("q", "k", "v", "o", "gate", "up", "down", "unembed")
-    plain, adapted = useful_flops(QWEN3_4B, {}, 1024), useful_flops(QWEN3_4B, dict.fromkeys(matrices, 32), 1024)
+    plain, adapted = useful_flops(QWEN3_4B, None, 1024), useful_flops(QWEN3_4B, LoraSpec(32), 1024)
     assert plain == pytest.approx(4 * 4.02e9 + 6 * 36 * 4096 * 1024, rel=0.001)
     assert adapted - plain == pytest.approx(6 * 71e6, rel=0.01)

@@ -17,7 +17,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from tests.compat import table as compatibility
-from tests.docs import sizing
+from tests.docs import accelerators, sizing
 from tests.docs.metrics import families
 from tests.docs.pages import DOCS
 
@@ -253,6 +253,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "pipelines": pipeline_table,
     "pipeline-parameters": pipeline_parameters,
     "compatibility": compatible,
+    "accelerator-devices": lambda: table(*accelerators.devices()),
+    "accelerator-budgets": lambda: table(*accelerators.budgets()),
+    "accelerator-programs": lambda: table(*accelerators.programs()),
     "sizing-needs": sizing.needs,
     "sizing-fits": lambda: sizing.fits(int8=False),
     "sizing-fits-int8": lambda: sizing.fits(int8=True),

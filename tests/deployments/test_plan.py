@@ -1,0 +1,85 @@
+"""What `tinkerflow plan` says of a machine that nobody has here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.accelerators.programs import MODELS
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.plan import describe_plan
+
+
+def plan(folder: Path, model: str, topology: str, *, rank: int = 32, **settings: object) -> str:
+    """The plan for one of MODELS, of which there is a config.json and nothing else."""
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    chosen = Settings(data_dir=folder / "data", **settings)  # type: ignore[arg-type]
+    return describe_plan(chosen, str(folder), topology, rank=rank, compiled=False)
+
+
+def number(text: str, pattern: str) -> float:
+    found = re.search(pattern, text)
+    assert found, f"{pattern} is not in {text}"
+    return float(found[1].replace(",", ""))
+
+
+def test_8b_trains_at_8k_on_one_h100_with_16_adapters(tmp_path: Path) -> None:
+    said = plan(tmp_path, "8B", "h100:1", max_context=8192)
+    assert number(said, r"sequences of up to (\d+) tokens") == 8192
+    assert number(said, r"adapters of rank 32 in training at the same time: (\d+)") >= 16
+    assert number(said, r"weights +([\d.]+) GB") == pytest.approx(16.4, abs=0.1)
+
+
+def test_the_parts_of_the_memory_are_all_of_it(tmp_path: Path) -> None:
+    said = plan(tmp_path, "4B", "v6e:1x1")
+    parts = re.findall(r"^(?!of )[a-z ]+? {2,}([\d.]+) GB$", said, re.M)
+    assert sum(map(float, parts)) == pytest.approx(number(said, r"of +([\d.]+) GB a device"), abs=0.1)
+    assert len(parts) == 9
+
+
+def test_a_rank_twice_as_high_leaves_room_for_half_the_adapters(tmp_path: Path) -> None:
+    pattern = r"adapters of rank \d+ in training at the same time: (\d+)"
+    low, high = (number(plan(tmp_path, "4B", "h100:1", rank=rank), pattern) for rank in (32, 64))
+    assert high == low // 2
+
+
+def test_training_is_at_most_the_peak_and_eight_devices_are_no_more_than_eight_times_as_fast(tmp_path: Path) -> None:
+    pattern = r"training.*at most ([\d,]+) tokens/s"
+    one, eight = (number(plan(tmp_path, "4B", topology), pattern) for topology in ("h100:1", "h100:8"))
+    assert one == pytest.approx(989e12 / 17.4e9, rel=0.02), "17.4 GFLOP a token"
+    assert one < eight <= 8 * one * 1.001
+
+
+def test_weights_that_are_gathered_for_every_token_are_slower_than_those_that_are_not(tmp_path: Path) -> None:
+    pattern = r"decode, \d+ sequence\(s\) of 1024 tokens: at most ([\d,]+) tokens/s"
+    gathered = plan(tmp_path, "32B", "h100:8")
+    split = plan(tmp_path, "32B", "h100:8", tensor_parallel=8)
+    assert "limited by links between devices" in gathered
+    assert number(split, pattern) > 5 * number(gathered, pattern)
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "settings", "message"),
+    [
+        ("32B", "h100:1", {}, "its weights take 65.5 GB of the 78.1 GB of each device"),
+        ("4B", "h900:1", {}, "topology 'h900:1': device 'h900' is not known; it must be one of v5e"),
+        ("4B", "h100:8", {"tensor_parallel": 3}, "tensor_parallel 3 x expert_parallel 1 must divide them"),
+        ("4B", "h100:1", {"max_context": 50000}, "max_context 50000; the model allows at most 40960"),
+        ("4B", "h100:1", {"rank": 4096}, "lora rank 4096: must be 1 to"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    tmp_path: Path, model: str, topology: str, settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(tmp_path, model, topology, **settings)  # type: ignore[arg-type]
+    assert message in caught.value.message
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        describe_plan(Settings(data_dir=tmp_path), str(tmp_path), "h100:1", rank=32, compiled=False)

@@ -1,0 +1,73 @@
+"""The tables of `docs/accelerators.md`: peaks of devices, budgets, and what the compilers said about the programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from tests.accelerators.budgets import BUDGETS, Record
+from tests.accelerators.gate import FIGURES
+
+from tinkerflow.backend.compute.roofline import DEVICES
+
+Row = tuple[str, ...]
+
+
+def devices() -> tuple[Row, list[Row]]:
+    """Every device that `tinkerflow plan` knows, with its peaks."""
+    rows = [
+        (
+            f"`{name}`",
+            f"{device.flops / 1e12:.0f}",
+            f"{device.memory / 1e9:.1f}",
+            f"{device.bandwidth / 1e9:,.0f}",
+            f"{device.link / 1e9:,.0f}",
+            f"[{device.source.split('/')[2]}]({device.source})",
+        )
+        for name, device in DEVICES.items()
+    ]
+    return ("device", "bfloat16 TFLOP/s", "memory GB", "memory GB/s", "links GB/s", "source"), rows
+
+
+def budgets() -> tuple[Row, list[Row]]:
+    """Every budget with the figure of the last run of the gate."""
+    found, rows = _figures(), []
+    for budget in BUDGETS:
+        record = found.get(budget.case.name)
+        value = f"{budget.measure.of(record):.4g}" if record else "not compiled"
+        bound = f"{'at most' if budget.measure.most else 'at least'} {budget.limit:g} {budget.measure.unit}"
+        state = "yes" if budget.met else "**not yet**"
+        where = "CI" if budget.quick else "by hand"
+        rows.append((budget.case.name, budget.measure.name, bound.strip(), value, state, where))
+    return ("program", "figure", "budget", "is", "met", "checked"), rows
+
+
+def programs() -> tuple[Row, list[Row]]:
+    """What the compilers say about every program of a budget, on each device."""
+    rows = [
+        (
+            name,
+            *(f"{record[field] / 1e9:.2f}" for field in ("arguments", "temporaries", "bytes")),
+            f"{record['flops'] / 1e12:.2f}",
+            f"{record['seconds'] * 1e3:.1f}",
+            f"{100 * record['mfu']:.0f} %" if record["mfu"] else "",
+            f"{record['sent'] / 1e9:.2f}",
+        )
+        for name, record in sorted(_figures().items())
+    ]
+    head = (
+        "program",
+        "arguments GB",
+        "temporaries GB",
+        "accessed GB",
+        "TFLOP",
+        "roofline ms",
+        "MFU",
+        "between devices GB",
+    )
+    return head, rows
+
+
+def _figures() -> Mapping[str, Record]:
+    figures: Mapping[str, Record] = json.loads(FIGURES.read_text())
+    return figures
