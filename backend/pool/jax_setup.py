@@ -6,16 +6,19 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tinkerflow.backend.commands import GroupConfig
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.pool.compile_cache import CacheMender, folder_of, write_here
+from tinkerflow.backend.pool.compile_cache import CacheMender, agree, folder_of, write_with_notes
 from tinkerflow.backend.pool.host import devices
 from tinkerflow.backend.pool.protocol.messages import Start
 
 log = logging.getLogger(__name__)
 
+_GATHER_SECONDS = 60
 _FORCED = "xla_force_host_platform_device_count"
 
 
@@ -42,8 +45,10 @@ def join_jax(
         wanted = max(1, config.fsdp) * config.expert * config.tensor
         update("jax_num_cpu_devices", -(-wanted // start.processes))
     update("jax_enable_preemption_service", False)  # it swallows SIGTERM
+    programs = None
     if config.compile_cache_dir:
-        _keep_programs(config.compile_cache_dir, rank, update)
+        cache = folder_of(config.compile_cache_dir, config.model_path, start.processes, rank)
+        programs = _keep_programs(cache, start.processes, update)
     if start.processes > 1:
         progress(f"joining {start.processes} processes")
         jax.distributed.initialize(
@@ -58,24 +63,57 @@ def join_jax(
             heartbeat_timeout_seconds=max(30, math.ceil(2 * start.silence)),
             shutdown_timeout_seconds=10,
         )
+        if programs is not None:
+            agree(cache, partial(_gather, rank, start.processes, "cached"))
     check_platform(jax, config, progress)
     if jax.process_index() != rank:
         raise UserError(
             f"rank {rank} of the group is process {jax.process_index()} of its TPU pod: set TPU_WORKER_ID on every host"
         )
+    if programs is not None and start.processes > 1:
+        _share_compilations(programs, partial(_gather, rank, start.processes))
 
 
-def _keep_programs(folder: str, rank: int, update: Callable[[str, object], None]) -> None:
+def _keep_programs(cache: Path, processes: int, update: Callable[[str, object], None]) -> dict[str, str]:
+    """Have JAX keep programs in `cache`: the program of each key that it has asked for, as far as there are notes."""
     from jax._src import compilation_cache, compiler
 
-    cache = folder_of(folder, rank)
     update("jax_compilation_cache_dir", str(cache))
     update("jax_persistent_cache_min_compile_time_secs", 0.0)
     update("jax_persistent_cache_min_entry_size_bytes", -1)
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").addHandler(CacheMender(cache))
-    if rank:
-        write_here(compiler, compilation_cache)
+    if processes == 1:
+        return {}
+    update("jax_persistent_cache_enable_xla_caches", "none")  # their folders would make an entry's key a rank's own
+    return write_with_notes(cache, compiler, compilation_cache)
+
+
+def _share_compilations(programs: dict[str, str], gather: Callable[[str, str], list[str]]) -> None:
+    """Have rank 0 compile for all ranks, if all have the same key for the same program.
+
+    On NVIDIA GPUs kernels are chosen by measuring, so that ranks that compile alone may compute other bits. On CPUs
+    keys depend on the rank, and compilation on nothing but the program.
+    """
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    over_all = NamedSharding(Mesh(jax.devices(), ("all",)), PartitionSpec("all"))
+    jax.jit(lambda: jax.numpy.zeros(jax.device_count()), out_shardings=over_all).lower().compile()
+    alike = len(set(gather("keys", " ".join(sorted(programs))))) == 1
+    jax.config.update("jax_share_binary_between_hosts", alike)
+    log.info("rank 0 compiles for all ranks" if alike else "each rank compiles for itself")
+
+
+def _gather(rank: int, processes: int, name: str, text: str) -> list[str]:
+    """The texts of all ranks, by jax.distributed's store of keys and values: nothing is compiled for it."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    assert client is not None  # jax.distributed.initialize made it
+    client.key_value_set(f"tinkerflow/{name}/{rank}", text)
+    wait = _GATHER_SECONDS * 1000
+    return [client.blocking_key_value_get(f"tinkerflow/{name}/{other}", wait) for other in range(processes)]
 
 
 def share_of_host(start: Start, rank: int) -> list[int] | None:

@@ -79,7 +79,7 @@ async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIt
             command_deadline=command_deadline,
             start_deadline=start_deadline,
             heartbeat_timeout=heartbeat_timeout,
-            executor=f"pool_executors:{executor}",
+            executor=executor if ":" in executor else f"pool_executors:{executor}",
             **patience,
         )
         pool = await Pool.start(settings, ThisMachine(tmp_path / "logs"), on_progress=on_progress)

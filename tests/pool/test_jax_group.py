@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -102,3 +103,33 @@ async def test_every_rank_of_a_second_generation_finds_what_the_first_one_compil
         break
     assert await pool.serving() == 2
     assert await found() == [f"{count} of {count}" for count in asked]
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "no note"])
+async def test_a_rank_that_lacks_a_program_has_all_ranks_compile_it(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path, damage: str
+) -> None:
+    config = replace(group_config(str(tmp_path), fsdp=2), compile_cache_dir=str(tmp_path / "cache"))
+
+    async def serve() -> list[tuple[int, int]]:
+        """(found in the cache, asked for) of each rank."""
+        async with await start_pool("Counting", processes=2, config=config) as pool:
+            assert await pool.submit(total(8)) == ForwardResult((), 28.0)
+            said = [(tmp_path / f"rank-{rank}").read_text().split(" of ") for rank in (0, 1)]
+        return [(int(hits), int(asked)) for hits, asked in said]
+
+    ((_, asked), other) = await serve()
+    assert other == (0, asked) and asked
+    assert await serve() == [(asked, asked)] * 2
+    (folder,) = (tmp_path / "cache").glob("*/rank-1")
+    entry = next(folder.glob("jit__lambda*-cache"), None) or next(folder.glob("*-cache"))
+    if damage == "lost":
+        shutil.rmtree(folder)
+    elif damage == "cut":
+        os.truncate(entry, 100)
+    else:
+        entry.with_name(entry.name.replace("-cache", "-program")).unlink()
+    rank_0, rank_1 = await serve()
+    assert rank_0 == rank_1
+    assert rank_0[0] in ({0} if damage == "lost" else {asked, asked - 1})
+    assert await serve() == [(asked, asked)] * 2

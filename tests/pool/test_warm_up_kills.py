@@ -1,0 +1,71 @@
+"""Ranks killed in the middle of the warm-up, while they write their compilation caches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkerflow.backend.commands import (
+    CompileStatus,
+    CreateAdapter,
+    Example,
+    Forward,
+    ForwardResult,
+    GroupConfig,
+    LoraSpec,
+    ReadCompileStatus,
+)
+from tinkerflow.backend.pool import Pool
+from tinkerflow.deployments.tiny_model import make_tiny
+
+KILLS = int(os.environ.get("WARM_UP_KILLS", "3"))
+
+
+async def status(pool: Pool) -> CompileStatus:
+    found = await pool.submit(ReadCompileStatus())
+    assert isinstance(found, CompileStatus)
+    return found
+
+
+@pytest.mark.slow
+async def test_kills_during_the_warm_up_end_well(
+    start_pool: Callable[..., Coroutine[Any, Any, Pool]], tmp_path: Path
+) -> None:
+    """Each generation goes on with what both ranks have; in the end all is compiled. WARM_UP_KILLS=20: more."""
+    make_tiny(tmp_path / "tiny")
+    config = GroupConfig(str(tmp_path / "tiny"), "float32", 0, 1, 64, 64, 1, 1, str(tmp_path / "cache"), warm_up=True)
+    pool = await start_pool(
+        "tinkerflow.backend.compute.executor:Executor", processes=2, config=config, start_deadline=600.0
+    )
+    chosen, begun = random.Random(0), await status(pool)
+    for kill in range(KILLS):
+        async with asyncio.timeout(300):
+            while (await status(pool)).ready < min(begun.planned - 1, 1 + kill):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(chosen.random())  # anywhere in a compilation, or while its result is written
+        os.kill(pool.pids[chosen.randrange(2)], signal.SIGKILL)
+        async for lost in pool.losses():
+            assert "was killed by SIGKILL" in lost.cause
+            break
+        assert await pool.serving() == kill + 2
+    async with asyncio.timeout(600):
+        while (found := await status(pool)).ready < found.planned:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert found.failed == 0
+    await pool.submit(CreateAdapter("a", LoraSpec(32), 0))
+    tokens = np.arange(16, dtype=np.int32)
+    example = Example(tokens, tokens[:, None], np.ones((16, 1), np.float32))
+    result = await pool.submit(Forward("a", (example,), "cross_entropy"))
+    assert isinstance(result, ForwardResult) and np.isfinite(result.loss_sum)
+    ranks = [
+        {note.read_text().split()[0] for note in tmp_path.glob(f"cache/*/rank-{rank}/*-program")} for rank in (0, 1)
+    ]
+    assert ranks[0] == ranks[1] and len(ranks[0]) >= found.planned
