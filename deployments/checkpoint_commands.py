@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tinkerflow.backend.clock import SystemClock
@@ -16,7 +15,7 @@ from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 from tinkerflow.backend.store.upkeep import Snapshot
-from tinkerflow.deployments.options import setting, settings_with
+from tinkerflow.deployments.options import plain_console, setting, settings_with
 from tinkerflow.deployments.parts import open_journal
 
 app = typer.Typer(help="Look after stored checkpoints, and let others load or copy one.", no_args_is_help=True)
@@ -43,7 +42,7 @@ def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir 
             "yes" if meta.public else "",
         )
     # A path must stay on one line, to be copied or piped: a narrow table would fold it.
-    Console(width=max(Console().width, 240)).print(table)
+    plain_console(width=max(plain_console().width, 240)).print(table)
 
 
 @app.command()
@@ -149,7 +148,7 @@ def shares(
     for shared in found:
         times = (shared.created_at, shared.expires_at, shared.revoked_at)
         table.add_row(shared.id, shared.path, *(f"{time:%Y-%m-%d %H:%M} UTC" if time else "" for time in times))
-    Console().print(table)
+    plain_console().print(table)
 
 
 @app.command()

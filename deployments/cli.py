@@ -10,13 +10,12 @@ from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import checkpoint_commands
-from tinkerflow.deployments.options import setting, settings_with
+from tinkerflow.deployments.options import plain_console, setting, settings_with
 from tinkerflow.deployments.parts import open_journal, run_api_part, run_engine_part, run_worker_part
 from tinkerflow.deployments.run import example_names
 
@@ -101,7 +100,7 @@ def quickstart(
     from tinkerflow.deployments.quickstart import quickstart as run
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    learnt = run(Console(), data_dir=data_dir, steps=steps or STEPS, stay=stay)
+    learnt = run(plain_console(), data_dir=data_dir, steps=steps or STEPS, stay=stay)
     sys.stdout.flush()
     # The SDK's daemon threads can abort an interpreter that shuts down (seen with 0.38.0); all is done and closed here.
     os._exit(0 if learnt else 1)
@@ -127,7 +126,9 @@ def run(
     """
     from tinkerflow.deployments.run import run as run_pipeline
 
-    completed = run_pipeline(Console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir)
+    completed = run_pipeline(
+        plain_console(), pipeline, config, example=example, changes=change or (), data_dir=data_dir
+    )
     sys.stdout.flush()
     os._exit(0 if completed else 1)  # as in quickstart: the SDK's threads can abort an interpreter that shuts down
 
@@ -149,7 +150,7 @@ def doctor(data_dir: DataDir = None) -> None:
     """Check this machine and the settings: devices, database, store, base models, running services."""
     from tinkerflow.deployments.doctor import examine
 
-    if not examine(settings_with(data_dir=data_dir), Console()):
+    if not examine(settings_with(data_dir=data_dir), plain_console()):
         raise typer.Exit(1)
 
 
@@ -242,7 +243,7 @@ def list_keys(
     for key in (key for key in keys if project in (None, key.project)):
         used, revoked = (f"{t:%Y-%m-%d %H:%M} UTC" if t else "" for t in (key.last_used_at, key.revoked_at))
         table.add_row(key.id, key.name, key.project, "yes" if key.admin else "", key.prefix, used, revoked)
-    Console().print(table)
+    plain_console().print(table)
 
 
 @keys.command("revoke")

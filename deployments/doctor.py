@@ -16,6 +16,7 @@ from importlib.util import find_spec
 import httpx
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.commands import CompileStatus
@@ -35,10 +36,10 @@ def examine(settings: Settings, console: Console) -> bool:
     healthy = True
     for name, check in CHECKS.items():
         try:
-            mark, found = "[green]ok[/]", check(settings)
+            mark, found = Text("ok", "green"), check(settings)
         except (TinkerflowError, *AWAY, OSError, subprocess.SubprocessError, httpx.HTTPError) as error:
-            mark, found, healthy = "[red]bad[/]", f"{type(error).__name__}: {error}", False
-        table.add_row(mark, name, found)
+            mark, found, healthy = Text("bad", "red"), f"{type(error).__name__}: {error}", False
+        table.add_row(mark, name, Text(found))
     console.print(table)
     return healthy
 

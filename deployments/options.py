@@ -1,10 +1,11 @@
-"""Options of the command line that are settings: their help is the setting's description."""
+"""What commands share: options that are settings, whose help is the setting's description, and the console."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import typer
+from rich.console import Console
 
 from tinkerflow.backend.settings import Settings
 
@@ -19,3 +20,8 @@ def setting(name: str, remark: str = "") -> Any:
 def settings_with(**given: Any) -> Settings:
     """Settings from the environment, with those options on top that were given, which are not None."""
     return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def plain_console(**options: Any) -> Console:
+    """A console that prints texts as they are: the `:train:` of a model's id is no emoji, and `[gpu]` no style."""
+    return Console(emoji=False, markup=False, **options)

@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from rich.console import Console
 
 from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.errors import ServerError, StoreError, UserError
@@ -20,6 +19,7 @@ from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import blobs
 from tinkerflow.deployments import doctor
+from tinkerflow.deployments.options import plain_console
 from tinkerflow.deployments.parts import open_journal
 
 
@@ -51,15 +51,15 @@ def no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_bad_check_makes_the_whole_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bad(_: Settings) -> str:
-        raise UserError("the dog is not here; call it")
+        raise UserError("the dog of sess-1:train:0 is not in [gpu]")
 
     monkeypatch.setattr(doctor, "CHECKS", {"cat": lambda _: "purrs", "dog": bad})
     said = io.StringIO()
-    assert not doctor.examine(Settings(data_dir=tmp_path), Console(file=said, width=100))
+    assert not doctor.examine(Settings(data_dir=tmp_path), plain_console(file=said, width=100))
     assert re.search(r"ok +\S* *cat +\S* *purrs", said.getvalue())
-    assert re.search(r"bad +\S* *dog +\S* *UserError: the dog is not here; call it", said.getvalue())
+    assert re.search(r"bad +\S* *dog +\S* *UserError: the dog of sess-1:train:0 is not in \[gpu\]", said.getvalue())
     monkeypatch.setattr(doctor, "CHECKS", {"cat": lambda _: "purrs"})
-    assert doctor.examine(Settings(data_dir=tmp_path), Console(file=said))
+    assert doctor.examine(Settings(data_dir=tmp_path), plain_console(file=said))
 
 
 def test_parts_and_groups_that_wait(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.cli import app
-from tinkerflow.deployments.options import setting, settings_with
+from tinkerflow.deployments.options import plain_console, setting, settings_with
 
 
 def test_the_help_is_the_description_with_the_default() -> None:
@@ -25,3 +26,9 @@ def test_options_that_were_given_win_over_the_environment(tmp_path: Path, monkey
     monkeypatch.setenv("TINKERFLOW_HOST", "0.0.0.0")
     settings = settings_with(port=9001, host=None, data_dir=tmp_path)
     assert (settings.port, settings.host, settings.data_dir) == (9001, "0.0.0.0", tmp_path)
+
+
+def test_the_console_prints_texts_as_they_are() -> None:
+    said = io.StringIO()
+    plain_console(file=said).print("sess-1:train:0 needs tinkerflow[gpu]")
+    assert said.getvalue() == "sess-1:train:0 needs tinkerflow[gpu]\n"
