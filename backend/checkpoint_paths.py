@@ -55,6 +55,12 @@ class CheckpointPath:
             raise UserError(f"checkpoint path {text!r}: must be tinker://<run id>/<{'|'.join(KINDS)}>/<name>")
         return cls(*parts)
 
+    @classmethod
+    def of_folder(cls, folder: str) -> Self:
+        """The path whose attempt's key prefix this is."""
+        _, run_id, kind, name, _ = folder.split("/")
+        return cls(run_id, kind, name)
+
     def __str__(self) -> str:
         """The tinker:// URI."""
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"

@@ -6,6 +6,7 @@ Every array crosses as it is, so dtypes are part of the contract.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,6 +23,7 @@ Float32 = npt.NDArray[np.float32]
 LORA_ALPHA = 32.0
 Optimizer = str  # a name in spec.optimizers.OPTIMIZERS
 Loss = str  # a name in spec.losses.LOSSES
+BLOCK = 4 * 2**20  # bytes of a stored file that are hashed together, so that a part of it can be read and verified
 NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes for an empty cell
 
 
@@ -221,18 +223,26 @@ class OptimStep:
 
 @dataclass(frozen=True)
 class ExportAdapter:
-    """Copy an adapter to the host. Reply: AdapterState (with moments only when `optimizer`)."""
+    """Copy an adapter to the host. Reply: AdapterState (with moments only when `optimizer`).
+
+    keep: not "": each process keeps its part of the copy until WriteState names this folder, or until the adapter is
+    exported again or dropped. Reply: AdapterKept.
+    """
 
     adapter_id: str
     optimizer: bool
+    keep: str = ""
 
 
 @dataclass(frozen=True)
 class ImportAdapter:
-    """Make an adapter from a state; without moments in it, the optimizer starts fresh. Reply: Done."""
+    """Make an adapter from a state; without moments in it, the optimizer starts fresh. Reply: Done.
+
+    A StoredState must have been fetched for `adapter_id` (FetchState).
+    """
 
     adapter_id: str
-    state: AdapterState
+    state: AdapterState | StoredState
 
 
 @dataclass(frozen=True)
@@ -247,11 +257,11 @@ class PublishSnapshot:
 class LoadSnapshot:
     """Make a sampling snapshot from saved weights. A snapshot that is held stays: its weights are these or newer.
 
-    Reply: SnapshotHeld.
+    A StoredState must have been fetched for `snapshot_id` (FetchState). Reply: SnapshotHeld.
     """
 
     snapshot_id: str
-    state: AdapterState
+    state: AdapterState | StoredState
 
 
 @dataclass(frozen=True)
@@ -311,6 +321,60 @@ Command = (
 )
 
 
+# ------------------------------------------------------------------ beside the commands: states from and to the store
+@dataclass(frozen=True)
+class Digest:
+    """The size of a file in bytes, its SHA-256 (hex), and the SHA-256 of each of its blocks of BLOCK bytes."""
+
+    size: int
+    sha256: str
+    blocks: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """ValueError when the number of blocks does not fit the size."""
+        if len(self.blocks) != max(1, -(-self.size // BLOCK)):
+            raise ValueError(f"{self.size} bytes have {len(self.blocks)} blocks of {BLOCK}")
+
+    @classmethod
+    def of(cls, data: bytes) -> Digest:
+        """The digest of these bytes."""
+        whole, view = hashlib.sha256(data).hexdigest(), memoryview(data)
+        if len(data) <= BLOCK:
+            return cls(len(data), whole, (whole,))
+        blocks = (hashlib.sha256(view[start : start + BLOCK]).hexdigest() for start in range(0, len(data), BLOCK))
+        return cls(len(data), whole, tuple(blocks))
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A state that lies in the store. Processes that reach the store read from it what their devices need.
+
+    folder: the key of the folder that holds `files`, which never change.
+    """
+
+    spec: LoraSpec
+    step: int
+    optimizer: Optimizer
+    folder: str
+    files: Mapping[str, Digest]
+
+
+@dataclass(frozen=True)
+class FetchState:
+    """Read what this process needs of a state into its host memory, for the adapter or the snapshot `owner`."""
+
+    owner: str
+    state: StoredState
+
+
+@dataclass(frozen=True)
+class WriteState:
+    """Write this process's part of the adapter that an ExportAdapter with keep=`folder` has copied, as one file."""
+
+    adapter_id: str
+    folder: str
+
+
 # ------------------------------------------------------------------ replies
 @dataclass(frozen=True)
 class Done:
@@ -345,6 +409,8 @@ class AdapterState:
     times `spec.ranks.peft_factor`.
     moments: empty, or `{name}.{part}` for every weight and every part of the optimizer's state (`OptimizerSpec.state`),
     and `{name}.grad` for gradients not yet applied.
+
+    Or the tensors are pieces of arrays as the devices held them (`compute/pieces.py`), all in `weights`.
     """
 
     spec: LoraSpec
@@ -352,6 +418,15 @@ class AdapterState:
     weights: Mapping[str, Float32]
     moments: Mapping[str, Float32] = field(default_factory=dict)
     optimizer: Optimizer = DEFAULT_OPTIMIZER
+
+
+@dataclass(frozen=True)
+class AdapterKept:
+    """Each process holds its part of a copy of the adapter, of this shape and after so many steps."""
+
+    spec: LoraSpec
+    step: int
+    optimizer: Optimizer
 
 
 @dataclass(frozen=True)
@@ -389,7 +464,7 @@ class CompileStatus:
     late: int
 
 
-Reply = Done | ForwardResult | OptimResult | AdapterState | SnapshotHeld | SampleProgress | CompileStatus
+Reply = Done | ForwardResult | OptimResult | AdapterState | AdapterKept | SnapshotHeld | SampleProgress | CompileStatus
 DeferredReply = Callable[[], Reply]  # waits for the devices, and reads the reply from them
 
 
@@ -414,6 +489,8 @@ class GroupConfig:
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"  # auto = the one that JAX chooses
     expert_rank: RankRule = "divided"  # of usual adapters, for which programs are compiled early
     device_memory: float = 0.0  # GB of each device that the group may use, 0 = what the devices say
+    store_url: str = ""  # where processes read and write states themselves, if they reach it; "" = nowhere
+    store_mark: str = ""  # what `Store.mark` says there: the same URL may be another folder on another host
 
 
 @dataclass(frozen=True)
@@ -425,3 +502,4 @@ class GroupInfo:
     microbatch_tokens: int
     fsdp: int
     generation: int
+    reaches_store: bool = False  # every process reads and writes states itself

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 
 from tinkerflow.backend.clock import Clock, SystemClock, every_second
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import StoreError, UserError
 from tinkerflow.backend.joining import make_secret, parse_address
 from tinkerflow.backend.journal import Journal, migrate
 from tinkerflow.backend.model_card import ModelCard
@@ -106,12 +106,15 @@ async def _run(
         lease = await stack.enter_async_context(hold_lease(journal))
         for card in cards:
             await asyncio.to_thread(journal.base_models.note_progress, card.name, "the service is starting")
+        store = Store.open(settings.store_url, clock=clock)
+        mark = await asyncio.to_thread(_mark, store)
         # The server's start takes seconds of CPU, like the pool's: side by side.
         hosts = await _listen(settings, on_progress)
         if hosts is not None:
             stack.push_async_callback(hosts.close)
         pools_starting = [
-            asyncio.create_task(_start_pool(settings, card, journal, hosts, on_progress, executor)) for card in cards
+            asyncio.create_task(_start_pool(settings, card, journal, hosts, on_progress, executor, mark))
+            for card in cards
         ]
         try:
             connection = await stack.enter_async_context(open_prefect(settings, on_progress))
@@ -134,7 +137,6 @@ async def _run(
             base_models=[card.name for card in cards],
         )
         mirror = Mirror(connection, Pacing(settings.tracked_runs_per_second, clock))
-        store = Store.open(settings.store_url, clock=clock)
         served = [
             _serve(settings, mirror, card, pool, journal, answers, store, clock)
             for card, pool in zip(cards, pools, strict=True)
@@ -212,14 +214,36 @@ async def _is_joined(hosts: Hosts, *, within: float) -> bool:
     return False
 
 
+def _mark(store: Store) -> str:
+    """The store's mark; "" while the store is away: then states go through the engine until its next start."""
+    try:
+        return store.mark()
+    except StoreError as error:
+        log.warning("worker processes get states from the engine: %s", error)
+        return ""
+
+
 async def _start_pool(
-    settings: Settings, card: ModelCard, journal: Journal, hosts: Hosts | None, on_progress: Say, executor: str
+    settings: Settings,
+    card: ModelCard,
+    journal: Journal,
+    hosts: Hosts | None,
+    on_progress: Say,
+    executor: str,
+    store_mark: str,
 ) -> Pool:
+    """The worker group of a base model.
+
+    settings, card: what it serves, and how. journal: told what the start waits for. hosts: where its processes run;
+    None = this machine. on_progress: told lines for people. executor: what they run (PoolConfig). store_mark: see
+    `group_config`.
+    """
+
     async def tell(text: str) -> None:
         await asyncio.to_thread(journal.base_models.note_progress, card.name, text)
 
     config = PoolConfig(
-        group_config(settings, card.path, card.max_context),
+        group_config(settings, card.path, card.max_context, store_mark),
         processes=settings.processes,
         command_deadline=settings.command_deadline,
         start_deadline=settings.start_deadline,

@@ -23,8 +23,10 @@ class ServedModel:
     sampling: SamplingRunner
 
 
-def group_config(settings: Settings, model_path: str, max_context: int) -> GroupConfig:
+def group_config(settings: Settings, model_path: str, max_context: int, store_mark: str = "") -> GroupConfig:
     """The configuration that every process of a group gets. model_path: the base model's folder.
+
+    max_context: tokens. store_mark: the store's (`Store.mark`); "" = the processes do not use it themselves.
 
     A field that is named like a setting holds that setting. The processes lay the mesh over the devices that they find.
     """
@@ -37,5 +39,7 @@ def group_config(settings: Settings, model_path: str, max_context: int) -> Group
         "tensor": settings.tensor_parallel,
         "expert": settings.expert_parallel,
         "compile_cache_dir": str(settings.compile_cache),
+        "store_url": settings.store_url if store_mark else "",
+        "store_mark": store_mark,
     }
     return GroupConfig(**values)

@@ -16,7 +16,15 @@ MAY_IMPORT = {
     "commands": {"spec"},
     "wire": {"spec", "commands", "checkpoint_paths", "encryption", "errors", "ids"},
     "compute": {"spec", "commands", "errors"},
-    "pool": {"spec", "commands", "errors", "processes", "retry", "supervise"},
+    "pool": {
+        "spec",
+        "commands",
+        "store",
+        "errors",
+        "processes",
+        "retry",
+        "supervise",
+    },  # store: pool/transfers.py, late
     "journal": {"spec", "commands", "errors", "ids", "clock", "retry"},
     "store": {"spec", "commands", "checkpoint_paths", "encryption", "errors", "ids", "clock", "retry"},
 }

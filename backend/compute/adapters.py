@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import AdapterState, LoraSpec, Optimizer
+from tinkerflow.backend.commands import AdapterKept, AdapterState, LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import (
     Lora,
@@ -25,7 +25,9 @@ from tinkerflow.backend.compute.lora import (
 )
 from tinkerflow.backend.compute.mesh import put, to_host, whole_to_host
 from tinkerflow.backend.compute.optimizer import OptimizerState, fresh_state
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.compute.pieces import GRADIENTS, WEIGHTS, are_pieces, assembled, pieces_of
+from tinkerflow.backend.errors import NotFoundError, ServerError, UserError
+from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 Floats = npt.NDArray[np.float32]
 Tree = TypeVar("Tree")
@@ -53,6 +55,11 @@ class Adapter:
         return self.steps_before + int(self.last_norm is not None and np.isfinite(to_host(self.last_norm)))
 
     @property
+    def parts(self) -> dict[str, Lora]:
+        """All that a snapshot must hold: weights, the optimizer's state, and gradients if they are pending."""
+        return {WEIGHTS: self.lora, **self.state.parts, **({GRADIENTS: self.grads} if self.pending else {})}
+
+    @property
     def optimizer(self) -> Optimizer:
         """Which optimizer it was made with."""
         return self.state.name
@@ -66,6 +73,7 @@ class AdapterStore:
         self._cfg = cfg
         self._mesh = mesh
         self._adapters: dict[str, Adapter] = {}
+        self._kept: dict[str, tuple[str, dict[str, Floats]]] = {}  # by adapter: a folder of the store, and pieces
 
     def get(self, adapter_id: str) -> Adapter:
         """The adapter; NotFoundError when there is none of that id."""
@@ -78,12 +86,14 @@ class AdapterStore:
         self._adapters[adapter_id] = adapter
 
     def drop(self, adapter_id: str) -> None:
-        """Forget the adapter, if there is one."""
+        """Forget the adapter, if there is one, and what is kept of it."""
         self._adapters.pop(adapter_id, None)
+        self._kept.pop(adapter_id, None)
 
     def clear(self) -> None:
         """Forget all adapters."""
         self._adapters.clear()
+        self._kept.clear()
 
     def create(self, adapter_id: str, spec: LoraSpec, seed: int, optimizer: Optimizer) -> None:
         """A fresh adapter: no update to the base model until its first step."""
@@ -98,21 +108,34 @@ class AdapterStore:
     def export(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
         """A copy on the host; with `optimizer` also the moments, and the gradients if they are pending."""
         adapter = self.get(adapter_id)
-        parts = {"": adapter.lora}
-        if optimizer:
-            parts |= {f".{name}": tree for name, tree in adapter.state.parts.items()}
-            if adapter.pending:
-                parts[".grad"] = adapter.grads
-        host = whole_to_host(self._mesh, parts)
-        moments = {name + end: array for end in parts if end for name, array in to_peft(self._cfg, host[end]).items()}
-        weights = to_peft(self._cfg, to_shared_scale(adapter.spec, host[""]))
+        host = whole_to_host(self._mesh, adapter.parts if optimizer else {WEIGHTS: adapter.lora})
+        host[WEIGHTS] = to_shared_scale(adapter.spec, host[WEIGHTS])
+        named = {part: to_peft(self._cfg, lora) for part, lora in host.items()}
+        weights = named.pop(WEIGHTS)
+        moments = {f"{name}.{part}": array for part, arrays in named.items() for name, array in arrays.items()}
         return AdapterState(adapter.spec, adapter.step, weights, moments, adapter.optimizer)
+
+    def keep(self, adapter_id: str, folder: str) -> AdapterKept:
+        """Copy what this process holds of the adapter, all parts, to the host; `take_kept` of that folder gives it."""
+        adapter = self.get(adapter_id)
+        self._kept[adapter_id] = folder, pieces_of(adapter.parts)
+        return AdapterKept(adapter.spec, adapter.step, adapter.optimizer)
+
+    def take_kept(self, adapter_id: str, folder: str) -> dict[str, Floats]:
+        """The pieces that `keep` copied for that folder, which it forgets; ServerError when there are none."""
+        kept = self._kept.pop(adapter_id, None)
+        if kept is None or kept[0] != folder:
+            raise ServerError(f"adapter {adapter_id!r}: no copy for {folder} is kept here")
+        return kept[1]
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
         """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape.
 
         Without moments the optimizer starts fresh, from step 0: `step` is always the number that AdamW corrects by.
         """
+        if are_pieces(state.weights):
+            self.set(adapter_id, self._of_pieces(state))
+            return
         adapter = self._fresh(state.spec, state_lora(self._cfg, state), state.optimizer)
         if state.moments:
             names = [*adapter.state.parts]
@@ -124,6 +147,16 @@ class AdapterStore:
                 grads = self._put(_read(self._cfg, state.spec, state.moments, ".grad"))
                 adapter = replace(adapter, grads=grads, pending=True)
         self.set(adapter_id, adapter)
+
+    def _of_pieces(self, state: AdapterState) -> Adapter:
+        spec, parts = check_spec(state.spec), [WEIGHTS, *OPTIMIZERS[state.optimizer].state]
+        pending = any(name.startswith(f"{GRADIENTS}/") for name in state.weights)
+        made = assembled(self._cfg, self._mesh, spec, state.weights, [*parts, GRADIENTS] if pending else parts)
+        lora, grads = made.pop(WEIGHTS), made.pop(GRADIENTS, None)
+        if grads is None:
+            grads = self._put(jax.tree.map(_zeros, lora))
+        restored = OptimizerState(self._put(np.array(state.step, np.int32)), made, state.optimizer)
+        return Adapter(spec, lora, grads, restored, steps_before=state.step, pending=pending)
 
     def _fresh(self, spec: LoraSpec, lora: Lora, optimizer: Optimizer) -> Adapter:
         zeros = jax.tree.map(_zeros, lora)

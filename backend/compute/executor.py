@@ -9,7 +9,7 @@ immediately: waiting would gain nothing and keep two micro-batches in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar, assert_never
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from tinkerflow.backend.commands import (
+    AdapterState,
     Command,
     CreateAdapter,
     DeferredReply,
@@ -25,6 +26,8 @@ from tinkerflow.backend.commands import (
     DropAdapter,
     DropSnapshot,
     ExportAdapter,
+    FetchState,
+    Float32,
     Forward,
     ForwardResult,
     GroupConfig,
@@ -42,6 +45,8 @@ from tinkerflow.backend.commands import (
     Reply,
     SampleStep,
     SnapshotHeld,
+    StoredState,
+    WriteState,
 )
 from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, state_lora
 from tinkerflow.backend.compute.compiles import CompileCounter
@@ -51,6 +56,7 @@ from tinkerflow.backend.compute.memory import plan_group
 from tinkerflow.backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
+from tinkerflow.backend.compute.pieces import are_pieces, wanted
 from tinkerflow.backend.compute.platforms import environment, on_cpu, settle_dtype
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
@@ -90,6 +96,7 @@ class Executor:
         self._adapters = AdapterStore(self._cfg, self._mesh)
         self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan)
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
+        self._fetched: dict[str, tuple[str, Mapping[str, Float32]]] = {}  # by owner: a folder of the store, and tensors
         self._announced: set[object] = set()
         self._training = Training(
             params=self._params,
@@ -151,8 +158,21 @@ class Executor:
             if made := self._compiles.here - before:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
 
+    def take_kept(self, write: WriteState) -> Mapping[str, Float32]:
+        """What this process has to write, by name; ServerError when it kept nothing for that. From any thread."""
+        return self._adapters.take_kept(write.adapter_id, write.folder)
+
+    def wanted(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
+        """The names of those stored tensors that this process needs. From any thread."""
+        return wanted(self._cfg, self._mesh, state.spec, shapes) if are_pieces(shapes) else list(shapes)
+
+    def hold(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
+        """Hold what was read of a state until it is imported, or loaded as a snapshot. From any thread."""
+        self._fetched[fetch.owner] = fetch.state.folder, tensors
+
     def clear(self) -> None:
         """Forget all adapters, snapshots and requests; the base model and what is compiled stay."""
+        self._fetched.clear()
         self._adapters.clear()
         self._begun.clear()
         self._sampler.clear()
@@ -181,27 +201,32 @@ class Executor:
                 return self._optimize(command)
             case SampleStep():
                 return self._sampler.step(command)
+            case ExportAdapter(adapter_id, _, folder) if folder:
+                return self._adapters.keep(adapter_id, folder)
             case ExportAdapter(adapter_id, optimizer):
                 return self._adapters.export(adapter_id, optimizer=optimizer)
             case CreateAdapter(adapter_id, spec, seed, optimizer):
                 self._adapters.create(adapter_id, spec, seed, optimizer)
                 self._want(spec, optimizer)
             case ImportAdapter(adapter_id, state):
-                self._adapters.restore(adapter_id, state)
+                self._adapters.restore(adapter_id, self._brought(adapter_id, state))
                 self._want(state.spec, state.optimizer)
             case DropAdapter(adapter_id):
+                self._fetched.pop(adapter_id, None)
                 self._adapters.drop(adapter_id)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
                 return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
             case LoadSnapshot(snapshot_id, state):
+                brought = self._brought(snapshot_id, state)
                 if not self._sampler.holds(snapshot_id):
-                    self._sampler.publish(snapshot_id, state_lora(self._cfg, state), state.spec)
+                    self._sampler.publish(snapshot_id, state_lora(self._cfg, brought), state.spec)
                 return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.move(snapshot_id, to_id)
             case DropSnapshot(snapshot_id):
+                self._fetched.pop(snapshot_id, None)
                 self._sampler.drop(snapshot_id)
             case ReadCompileStatus():
                 return self._warm_up.warmth
@@ -210,6 +235,18 @@ class Executor:
             case _:
                 assert_never(command)
         return Done()
+
+    def _brought(self, owner: str, state: AdapterState | StoredState) -> AdapterState:
+        """The state with its tensors: those that came with the command, or that this process has read."""
+        if isinstance(state, AdapterState):
+            return state
+        folder, tensors = self._fetched.pop(owner, ("", {}))
+        if folder != state.folder:
+            raise ServerError(f"the state of {owner!r} in {state.folder} was not fetched")
+        pieces = are_pieces(tensors)
+        weights = {name: array for name, array in tensors.items() if pieces or name.endswith(".weight")}
+        moments = {name: array for name, array in tensors.items() if name not in weights}
+        return AdapterState(state.spec, state.step, weights, moments, state.optimizer)
 
     def _want(self, spec: LoraSpec, optimizer: Optimizer) -> None:
         """Warm up for adapters of that shape, unless it was asked for before."""

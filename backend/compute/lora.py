@@ -10,8 +10,8 @@ Letters: L layers, E experts, R rank, S rows.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 import flax.struct
 import jax
@@ -184,6 +184,30 @@ def gathered(mesh: Mesh, lora: Lora) -> Lora:
 
     made: Lora = jax.tree.map(whole, lora, is_leaf=lambda node: isinstance(node, LoraPair))
     return made
+
+
+def shapes(cfg: ModelConfig, spec: LoraSpec) -> Lora:
+    """The adapter that `init_lora` makes, without values."""
+    whole = projections(cfg)
+
+    def pair(name: str) -> LoraPair:
+        sizes = whole[name]
+        A, B = ((*sizes.stack, matrix_rank(spec, sizes), size) for size in (sizes.inputs, sizes.outputs))
+        return LoraPair(*(cast(Array, jax.ShapeDtypeStruct(shape, np.float32)) for shape in (A, B)))
+
+    return _lora({name: pair(name) for name in targets(cfg, spec)})
+
+
+def by_name(lora: Lora) -> dict[str, Any]:
+    """The leaves of an adapter by name: `q.A`, `q.B`, …, `unembed.B`."""
+    pairs = lora.layers if lora.unembed is None else {**lora.layers, "unembed": lora.unembed}
+    return {f"{name}.{side}": getattr(pair, side) for name, pair in pairs.items() for side in ("A", "B")}
+
+
+def from_names(leaves: Mapping[str, Any]) -> Lora:
+    """The inverse of `by_name`."""
+    names = [name.removesuffix(".A") for name in leaves if name.endswith(".A")]
+    return _lora({name: LoraPair(A=leaves[f"{name}.A"], B=leaves[f"{name}.B"]) for name in names})
 
 
 def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:

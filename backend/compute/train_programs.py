@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.lora import Lora, init_lora, shardings
+from tinkerflow.backend.compute.lora import Lora, shapes, shardings
 from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
 from tinkerflow.backend.compute.optimizer import fresh_state
@@ -30,7 +30,7 @@ _FORWARD = 3  # added to the distance of forward passes alone: they are rarer
 
 def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Lora:
     """An adapter of that shape on the devices, without values."""
-    host = init_lora(cfg, spec, 0)
+    host = shapes(cfg, spec)
     lora: Lora = jax.tree.map(like, host, shardings(mesh, host))
     return lora
 

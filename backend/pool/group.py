@@ -16,13 +16,14 @@ import secrets
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
-from tinkerflow.backend.errors import DeadlineError, GroupFailedError, SuspectError, TinkerflowError
+from tinkerflow.backend.commands import Command, Digest, FetchState, GroupConfig, GroupInfo, Reply, WriteState
+from tinkerflow.backend.errors import DeadlineError, GroupFailedError, StoreAwayError, SuspectError, TinkerflowError
 from tinkerflow.backend.pool.host.places import Launch, Site, WorkerProcess, WorkerSlot
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
@@ -36,6 +37,8 @@ from tinkerflow.backend.pool.protocol.messages import (
     Progress,
     Ready,
     Start,
+    Transfer,
+    Transferred,
     same_outcome,
     to_error,
 )
@@ -156,6 +159,8 @@ class Group:
         self._reaper: asyncio.Task[None] | None = None
         self._outstanding: deque[_Outstanding] = deque()
         self._last_index = 0
+        self._numbers = count(1)  # of transfers
+        self._transfers: dict[int, tuple[dict[int, Transferred], asyncio.Future[Mapping[str, Digest]]]] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._accused: int | None = None  # the rank that is named as the cause
         self._confessed = False  # the accused rank has said that it ends, and so of which command
@@ -213,6 +218,25 @@ class Group:
             self._watch_first()
         return entry.future
 
+    def transfer(self, job: FetchState | WriteState) -> asyncio.Future[Mapping[str, Digest]]:
+        """Have every rank read or write its part of a state, beside the commands: the files that were written.
+
+        The future's error is that of a rank, or says how the group ended.
+        """
+        if self.failure is not None:
+            raise self.failure
+        number, future = next(self._numbers), self._loop.create_future()
+        self._transfers[number] = {}, future
+        body = frames.encode(Transfer(number, job))
+        for member in self._members:
+            member.outbox.put_nowait((0, body))
+        return future
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes went to the processes, all together."""
+        return sum(member.link.sent for member in self._members if member.link is not None)
+
     def _send_next(self) -> None:
         for entry in self._outstanding:
             if entry.body is None:
@@ -243,6 +267,9 @@ class Group:
         for entry in self._outstanding:
             _fail(entry.future, entry.overdue or error)
         self._outstanding.clear()
+        for _, future in self._transfers.values():
+            _fail(future, error)
+        self._transfers.clear()
         _fail(self._started, error)
         self._reaper = self._loop.create_task(self._reap(error))
 
@@ -330,12 +357,28 @@ class Group:
             member.ready = message
             told = self._members[0].ready
             if told and all(m.ready for m in self._members) and not self._started.done():
-                info = GroupInfo(told.devices, told.parameters, told.microbatch_tokens, told.fsdp, self.generation)
+                reach_store = all(m.ready and m.ready.reaches_store for m in self._members)
+                sizes = told.parameters, told.microbatch_tokens, told.fsdp
+                info = GroupInfo(told.devices, *sizes, self.generation, reach_store)
                 self._started.set_result(info)
+        elif isinstance(message, Transferred):
+            self._transferred(member.rank, message)
         elif isinstance(message, Fatal):
             self._ended_itself(member.rank, message.failed)
         else:
             raise ValueError(f"{type(message).__name__}, for which nobody asked")
+
+    def _transferred(self, rank: int, message: Transferred) -> None:
+        answers, future = self._transfers.get(message.number, ({}, None))
+        answers[rank] = message
+        if future is None or len(answers) < len(self._members):
+            return
+        del self._transfers[message.number]
+        errors = [to_error(one.failed) for _, one in sorted(answers.items()) if one.failed is not None]
+        if errors:  # that the store is away says nothing about the state: what is damaged stays so
+            _fail(future, next((error for error in errors if isinstance(error, StoreAwayError)), errors[0]))
+        elif not future.done():
+            future.set_result({file: digest for one in answers.values() for file, digest in one.files.items()})
 
     def _compare_left(self) -> None:
         """Give a group up that was left in the middle of something: where one rank waits for another in vain."""
@@ -489,7 +532,7 @@ class Group:
 
 
 def _fail(
-    future: asyncio.Future[GroupInfo] | asyncio.Future[Reply],
+    future: asyncio.Future[GroupInfo] | asyncio.Future[Reply] | asyncio.Future[Mapping[str, Digest]],
     error: TinkerflowError,
     own: TinkerflowError | None = None,
 ) -> None:

@@ -6,14 +6,25 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from tinkerflow.backend.commands import Command, Forward, GroupInfo, NextMicroBatch, Reply, SampleProgress, SampleStep
-from tinkerflow.backend.errors import GroupFailedError, SuspectError, TinkerflowError, UserError
+from tinkerflow.backend.commands import (
+    Command,
+    Digest,
+    FetchState,
+    Forward,
+    GroupInfo,
+    NextMicroBatch,
+    Reply,
+    SampleProgress,
+    SampleStep,
+    WriteState,
+)
+from tinkerflow.backend.errors import GroupFailedError, StoreAwayError, SuspectError, TinkerflowError, UserError
 from tinkerflow.backend.pool.group import Group, PoolConfig
 from tinkerflow.backend.pool.host.places import Site
 from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
@@ -135,6 +146,17 @@ class Pool:
         return self._serving() is not None
 
     @property
+    def reaches_store(self) -> bool:
+        """Whether the processes of the newest generation read and write states themselves (`transfer`)."""
+        return self.info.reaches_store
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes went to the processes of the serving generation."""
+        group = self._serving()
+        return group.bytes_sent if group else 0
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the serving workers, by rank; empty while none serve."""
         group = self._serving()
@@ -170,6 +192,23 @@ class Pool:
         while True:
             with contextlib.suppress(_NotSentError):
                 return await self._execute(command, seconds, await self._next_to_serve())
+
+    async def transfer(self, job: FetchState | WriteState, *, generation: int | None = None) -> Mapping[str, Digest]:
+        """Have every process read or write its part of a state in the store, beside its commands: the files written.
+
+        Only when `reaches_store`. generation: the only group that may do it; None: the one that serves now.
+        Raises the error of a process, StoreAwayError when they take longer than a command may, and GroupFailedError
+        when the group ends or serves no more.
+        """
+        group = self._serving()
+        if group is None or generation not in (None, group.generation):
+            raise GroupFailedError(f"worker group {generation or self._generation} serves no more")
+        seconds = self._config.command_deadline
+        try:
+            async with asyncio.timeout(seconds):
+                return await group.transfer(job)
+        except TimeoutError:
+            raise StoreAwayError(f"{type(job).__name__} took longer than {seconds:g} s") from None
 
     async def _execute(self, command: Command, seconds: float, generation: int) -> Reply:
         parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp)

@@ -37,7 +37,19 @@ from tinkerflow.backend.pool.jax_setup import join_jax
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import Frame, WorkerLink
 from tinkerflow.backend.pool.protocol.handshake import LaunchSpec, connect
-from tinkerflow.backend.pool.protocol.messages import Ack, Beat, Fatal, Left, Progress, Ready, Start, to_failed
+from tinkerflow.backend.pool.protocol.messages import (
+    Ack,
+    Beat,
+    Fatal,
+    Left,
+    Progress,
+    Ready,
+    Start,
+    Transfer,
+    Transferred,
+    to_failed,
+)
+from tinkerflow.backend.pool.transfers import Transfers
 from tinkerflow.backend.processes import die_with_parent, give_back_memory
 
 log = logging.getLogger("tinkerflow.backend.pool.worker")
@@ -95,6 +107,7 @@ class Inbox:
     def __init__(self) -> None:
         """No driver is connected yet."""
         self.frames: SimpleQueue[tuple[WorkerLink, Frame]] = SimpleQueue()
+        self.transfers: Transfers | None = None  # there before the driver is told that this process is ready
         self._link: WorkerLink | None = None
         self._turn = threading.Lock()  # of the threads that write
         self._reader: threading.Thread | None = None
@@ -173,11 +186,17 @@ class Inbox:
                 break
             if frame.index == 0 and bytes(frame.body) == b"".join(beat):
                 self.send(0, beat, link)
+            elif frame.index == 0 and isinstance(message := frames.decode(frame.body), Transfer):
+                assert self.transfers is not None, "the driver transfers nothing before this process is ready"
+                self.transfers.start(message, partial(self._answer_transfer, link))
             else:
                 self._received += frame.index > 0
                 self.frames.put((link, frame))
         self._alone.set()
         self._end_unless_wanted()
+
+    def _answer_transfer(self, link: WorkerLink, answer: Transferred) -> None:
+        self.send(0, frames.encode(answer), link)
 
     def _end_unless_wanted(self) -> None:
         if self._alone.is_set() and self._no_other.is_set():
@@ -279,7 +298,8 @@ def main() -> None:
                 continue
             answers.drain()  # what the devices are computing for the earlier driver must not end them for this one
             executor = _begin(executor, message, spec, inbox.tell)
-            inbox.send(0, frames.encode(_ready(executor)), driver)
+            inbox.transfers = Transfers(executor, message.config, spec.rank)
+            inbox.send(0, frames.encode(_ready(executor, inbox.transfers)), driver)
     except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
         _end(inbox, error)
 
@@ -299,8 +319,14 @@ def _begin(
     return executor
 
 
-def _ready(executor: CommandExecutor) -> Ready:
-    return Ready(tuple(executor.devices), int(executor.parameters), int(executor.microbatch_tokens), int(executor.fsdp))
+def _ready(executor: CommandExecutor, transfers: Transfers) -> Ready:
+    return Ready(
+        tuple(executor.devices),
+        int(executor.parameters),
+        int(executor.microbatch_tokens),
+        int(executor.fsdp),
+        transfers.reach_store,
+    )
 
 
 def _give_back_memory() -> None:

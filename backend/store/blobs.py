@@ -7,11 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-import fsspec
-
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.store.local import LocalBlobs
-from tinkerflow.backend.store.objects import MEMORY_LOCK, ObjectBlobs
 
 # Without this, gcsfs first asks another API over gRPC what kind of bucket it is: 88 s against an emulator. It reads the
 # variable when it is imported, and fsspec imports it, too: for data of pipelines, and for results of Prefect.
@@ -83,6 +80,10 @@ def open_blobs(url: str) -> Blobs:
             raise UserError(f"store {url!r}: the folder must be absolute, as in file:///var/lib/tinkerflow")
         return LocalBlobs(Path(rest))
     if scheme == "memory":
+        import fsspec  # by those who need it: worker processes open local stores
+
+        from tinkerflow.backend.store.objects import MEMORY_LOCK, ObjectBlobs
+
         return ObjectBlobs(fsspec.filesystem("memory"), rest, guard=lambda key: MEMORY_LOCK)
     if scheme == "gs":
         if not rest.partition("/")[0]:

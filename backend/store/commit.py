@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -11,8 +12,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from tinkerflow.backend.checkpoint_paths import EXTERNAL_WEIGHTS, CheckpointPath
-from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.checkpoint_paths import EXTERNAL_WEIGHTS, RECOVERY, CheckpointPath
+from tinkerflow.backend.commands import Digest, LoraSpec, Optimizer
 from tinkerflow.backend.encryption import SUFFIX
 from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.ids import is_name
@@ -22,7 +23,7 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"
 FILES = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER)
-BLOCK = 4 * 2**20  # bytes of a file that are hashed together, so that a part of the file can be read and verified
+PIECES = re.compile(r"part-\d{5}\.safetensors")  # of a recovery snapshot that the worker processes wrote
 
 
 @dataclass(frozen=True)
@@ -42,29 +43,6 @@ class CheckpointMeta:
     generation: int = 0
     run_metadata: Mapping[str, str] = field(default_factory=dict)
     public: bool = False
-
-
-@dataclass(frozen=True)
-class Digest:
-    """The size of a file in bytes, its SHA-256 (hex), and the SHA-256 of each of its blocks of BLOCK bytes."""
-
-    size: int
-    sha256: str
-    blocks: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        """ValueError when the number of blocks does not fit the size."""
-        if len(self.blocks) != max(1, -(-self.size // BLOCK)):
-            raise ValueError(f"{self.size} bytes have {len(self.blocks)} blocks of {BLOCK}")
-
-    @classmethod
-    def of(cls, data: bytes) -> Digest:
-        """The digest of these bytes."""
-        whole, view = hashlib.sha256(data).hexdigest(), memoryview(data)
-        if len(data) <= BLOCK:
-            return cls(len(data), whole, (whole,))
-        blocks = (hashlib.sha256(view[start : start + BLOCK]).hexdigest() for start in range(0, len(data), BLOCK))
-        return cls(len(data), whole, tuple(blocks))
 
 
 @dataclass(frozen=True)
@@ -167,6 +145,8 @@ def _are_files_of(kind: str, names: set[str]) -> bool:
     plain = {ADAPTER, ADAPTER_CONFIG}
     if kind == EXTERNAL_WEIGHTS:
         return names in (plain, {name + SUFFIX for name in plain})
+    if kind == RECOVERY and all(PIECES.fullmatch(name) for name in names):
+        return bool(names)
     return plain <= names <= set(FILES)
 
 

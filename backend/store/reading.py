@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator
 
 from tinkerflow.backend.checkpoint_paths import KINDS, RUNS, CheckpointPath, is_run_id
+from tinkerflow.backend.commands import BLOCK, Digest
 from tinkerflow.backend.errors import NotFoundError, StoreError
 from tinkerflow.backend.ids import is_name
 from tinkerflow.backend.store import commit
 from tinkerflow.backend.store.blobs import Blobs
-from tinkerflow.backend.store.commit import BLOCK, Digest, Saved
+from tinkerflow.backend.store.commit import Saved
 
 
 def paths(blobs: Blobs, run_id: str | None = None, kinds: Collection[str] = KINDS) -> Iterator[CheckpointPath]:
@@ -57,20 +58,21 @@ def file_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str) -> byte
     return data
 
 
-def part_of(blobs: Blobs, path: CheckpointPath, saved: Saved, file: str, start: int, length: int) -> bytes:
-    """At most `length` bytes, from `start` on, of the file `file` of the checkpoint `saved` at `path` in `blobs`.
+def part_of(blobs: Blobs, folder: str, file: str, digest: Digest, start: int, length: int) -> bytes:
+    """At most `length` bytes, from `start` on, of a file in `blobs`. Whole blocks are read and verified.
 
-    Whole blocks are read and verified; errors are as in `file_of`.
+    folder: the key of the file's folder (`CheckpointPath.attempt`). file: its name. digest: what was saved. Errors are
+    as in `file_of`.
     """
-    digest = saved.files[file]
     first, end = start // BLOCK, min(start + length, digest.size)
     if start >= end:
         return b""
     last = (end - 1) // BLOCK
-    data = blobs.part(f"{path.attempt(saved.attempt)}/{file}", first * BLOCK, (last + 1 - first) * BLOCK)
+    data = blobs.part(f"{folder}/{file}", first * BLOCK, (last + 1 - first) * BLOCK)
     for block in range(first, last + 1):
         begin = (block - first) * BLOCK
         if hashlib.sha256(memoryview(data)[begin : begin + BLOCK]).hexdigest() != digest.blocks[block]:
+            path = CheckpointPath.of_folder(folder)
             raise StoreError(f"checkpoint {path}: block {block} of {file} does not have the SHA-256 that was saved")
     return data[start - first * BLOCK : end - first * BLOCK]
 

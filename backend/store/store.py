@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Self
 
 from tinkerflow.backend.checkpoint_paths import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, check_run_id
 from tinkerflow.backend.clock import Clock, SystemClock
-from tinkerflow.backend.commands import AdapterState, LoraSpec, Optimizer
+from tinkerflow.backend.commands import AdapterKept, AdapterState, Digest, LoraSpec, Optimizer, StoredState
 from tinkerflow.backend.encryption import encrypt
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
 from tinkerflow.backend.ids import new_id
-from tinkerflow.backend.store import commit, reading, tensors, upkeep
+from tinkerflow.backend.store import commit, parts, reading, tensors, upkeep
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
-from tinkerflow.backend.store.commit import OPTIMIZER, CheckpointMeta, Digest, Saved
+from tinkerflow.backend.store.commit import OPTIMIZER, CheckpointMeta, Saved
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 from tinkerflow.backend.store.tensors import Floats
 from tinkerflow.backend.store.upkeep import Orphan, Snapshot
@@ -110,25 +110,38 @@ class Store:
             if before is not None and (_same_request(before, meta) or not overwrite):
                 return _same_or_conflict(before, meta)
             files = make_files()
-            saved = Saved(
-                path=str(path),
-                run_id=path.run_id,
-                kind=path.kind,
-                name=path.name,
-                attempt=new_id("attempt"),
-                spec=spec,
-                step=step,
-                created_at=self._clock.now(),
-                meta=meta,
-                files={file: Digest.of(data) for file, data in files.items()},
-                optimizer=optimizer,
-            )
+            digests = {file: Digest.of(data) for file, data in files.items()}
+            saved = self._saved(path, new_id("attempt"), (spec, step, optimizer), meta, digests)
             try:
                 self._write(path, saved, files)
                 return self._publish(path, saved, overwrite=overwrite)
             except BaseException:
                 self._discard_unless_committed(path, saved)
                 raise
+
+    def _saved(
+        self,
+        path: CheckpointPath,
+        attempt: str,
+        state: tuple[LoraSpec, int, Optimizer],
+        meta: CheckpointMeta,
+        files: Mapping[str, Digest],
+    ) -> Saved:
+        """A commit as of now. attempt: whose files they are. state: its shape, steps and optimizer."""
+        spec, step, optimizer = state
+        return Saved(
+            path=str(path),
+            run_id=path.run_id,
+            kind=path.kind,
+            name=path.name,
+            attempt=attempt,
+            spec=spec,
+            step=step,
+            created_at=self._clock.now(),
+            meta=meta,
+            files=files,
+            optimizer=optimizer,
+        )
 
     def load(self, path: str, *, optimizer: bool = True) -> tuple[AdapterState, Saved]:
         """The state saved under `path`, and its commit. Without `optimizer`, moments are neither read nor returned.
@@ -140,9 +153,50 @@ class Store:
             raise UserError(f"checkpoint {where}: external weights are for downloads; load what save_state saved")
         with self._failures(f"load {where}"):
             saved, files = reading.files_of(self.blobs, where, lambda file: optimizer or file != OPTIMIZER)
+        if ADAPTER not in files:
+            pieces = {name: array for file in files for name, array in _decoded(where, file, files).items()}
+            return AdapterState(saved.spec, saved.step, pieces, {}, saved.optimizer), saved
         weights = _decoded(where, ADAPTER, files)
         moments = _decoded(where, OPTIMIZER, files) if OPTIMIZER in files else {}
         return AdapterState(saved.spec, saved.step, weights, moments, saved.optimizer), saved
+
+    def stored(self, path: str, *, optimizer: bool = True) -> StoredState:
+        """The state saved under `path`, for processes that read it themselves; errors are as in `load`."""
+        where = CheckpointPath.parse(path)
+        with self._failures(f"look up {where}"):
+            saved = reading.committed(self.blobs, where)
+        files = {file: digest for file, digest in saved.files.items() if optimizer or file != OPTIMIZER}
+        return StoredState(saved.spec, saved.step, saved.optimizer, where.attempt(saved.attempt), files)
+
+    def mark(self) -> str:
+        """A text that no other store has: who reads the same text under the same URL reaches the same objects."""
+        with self._failures("read its mark"):
+            while True:
+                try:
+                    return self.blobs.read(parts.MARK).decode()
+                except FileNotFoundError:
+                    with suppress(FileExistsError):
+                        self.blobs.create(parts.MARK, new_id("store").encode())
+
+    def new_folder(self, run_id: str, kind: str, name: str) -> str:
+        """The key of a folder into which processes write their parts of a state, for `commit_parts`."""
+        return CheckpointPath(run_id, kind, name).attempt(new_id("attempt"))
+
+    def commit_parts(self, folder: str, kept: AdapterKept, meta: CheckpointMeta, files: Mapping[str, Digest]) -> Saved:
+        """Commit what processes have written into `folder`; StoreError when a file is not there as it was written.
+
+        folder: of `new_folder`. kept: the state's shape. meta: see CheckpointMeta. files: digests, by file.
+        """
+        path = CheckpointPath.of_folder(folder)
+        saved = self._saved(path, folder.rpartition("/")[2], (kept.spec, kept.step, kept.optimizer), meta, files)
+        with self._failures(f"save {path}"):
+            for file, digest in files.items():
+                self._check_size(path, f"{folder}/{file}", digest.size)
+            return self._publish(path, saved, overwrite=False)
+
+    def discard(self, folder: str) -> None:
+        """Remove what was written for a commit that does not come."""
+        self._tidy(folder)
 
     def find(self, path: str) -> Saved | None:
         """The commit of `path`, or None; UserError for a malformed path."""
@@ -163,7 +217,7 @@ class Store:
         where = CheckpointPath.parse(saved.path)
         with self._failures(f"read {file} of {where}"):
             try:
-                return reading.part_of(self.blobs, where, saved, file, start, length)
+                return reading.part_of(self.blobs, where.attempt(saved.attempt), file, saved.files[file], start, length)
             except FileNotFoundError as error:
                 raise NotFoundError(
                     f"checkpoint {where}: {file} of attempt {saved.attempt} is there no longer"
@@ -269,9 +323,12 @@ class Store:
             for written in [threads.submit(self.blobs.create, keys[file], data) for file, data in files.items()]:
                 written.result()
         for file, data in files.items():
-            size = self.blobs.size(keys[file])
-            if size != len(data):
-                raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {len(data)}")
+            self._check_size(path, keys[file], len(data))
+
+    def _check_size(self, path: CheckpointPath, key: str, written: int) -> None:
+        size, file = self.blobs.size(key), key.rpartition("/")[2]
+        if size != written:
+            raise StoreError(f"checkpoint {path}: {file} has {size} bytes after writing {written}")
 
     def _publish(self, path: CheckpointPath, saved: Saved, *, overwrite: bool) -> Saved:
         """Write the commit. With `overwrite`, replace the commit that is there: the last of several writers wins."""

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ParamSpec, Protocol, TypeVar, cast
 
 from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.commands import AdapterState, Command, CreateAdapter, Forward, ImportAdapter, OptimStep, Reply
+from tinkerflow.backend.commands import (
+    AdapterState,
+    Command,
+    CreateAdapter,
+    Digest,
+    FetchState,
+    Forward,
+    ImportAdapter,
+    OptimStep,
+    Reply,
+    WriteState,
+)
 from tinkerflow.backend.journal import AWAY, Journal, Outcome, Pending, SamplerLoaded, SamplerOpened
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.retry import retry
@@ -40,8 +51,17 @@ class Commanded(Protocol):
         """The number of the worker group that serves, or served last."""
         ...
 
+    @property
+    def reaches_store(self) -> bool:
+        """Whether all processes of that group read and write states themselves."""
+        ...
+
     async def serving(self) -> int:
         """Wait until a worker group serves: its number."""
+        ...
+
+    async def transfer(self, job: FetchState | WriteState, *, generation: int | None = None) -> Mapping[str, Digest]:
+        """Have every process read or write its part of a state, beside its commands: the files that were written."""
         ...
 
     async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:

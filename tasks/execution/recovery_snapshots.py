@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tinkerflow.backend.commands import AdapterState, ExportAdapter
+from tinkerflow.backend.commands import AdapterState
 from tinkerflow.backend.errors import FencedError, GroupFailedError, TinkerflowError
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal import AWAY, SnapshotTaken
 from tinkerflow.backend.store import RECOVERY, CheckpointMeta
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Slot
+from tinkerflow.tasks.execution.states import Copy
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +27,14 @@ async def take(context: ExecutionContext, model_id: str, seq_id: int, slot: Slot
     try:
         try:
             async with slot:
-                reply = context.send(ExportAdapter(model_id, optimizer=True), AdapterState)
-            state = await reply
+                copy = Copy(context, model_id, new_id(f"seq-{seq_id}"))
+            await copy.copied
             await slot.predecessors()
         finally:
             await slot.end()
         model = await context.read(context.journal.models.get, model_id, None)
-        taken = await commit(context, model_id, model.owner, seq_id, state)
+        saved = await copy.commit(_meta(context, model.owner))
+        taken = SnapshotTaken(saved.path, model_id, seq_id, saved.step, saved.size_bytes, None)
         await slot.earlier_saves()
         if not await record(context, taken):
             return None
@@ -64,12 +66,15 @@ async def commit(
     The name is new each time: an engine that was fenced off meanwhile cannot get in the way. snapshot_id: see
     SnapshotTaken. StoreError when the store fails.
     """
-    name = new_id(f"seq-{seq_id}")
-    meta = CheckpointMeta(
-        base_model=context.card.name, owner=owner, request_id=snapshot_id or "", generation=context.pool.generation
-    )
+    name, meta = new_id(f"seq-{seq_id}"), _meta(context, owner, snapshot_id or "")
     saved = await asyncio.to_thread(context.store.save, model_id, RECOVERY, name, state, meta)
     return SnapshotTaken(saved.path, model_id, seq_id, saved.step, saved.size_bytes, snapshot_id)
+
+
+def _meta(context: ExecutionContext, owner: str, request_id: str = "") -> CheckpointMeta:
+    return CheckpointMeta(
+        base_model=context.card.name, owner=owner, request_id=request_id, generation=context.pool.generation
+    )
 
 
 async def record(context: ExecutionContext, taken: SnapshotTaken) -> bool:

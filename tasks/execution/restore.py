@@ -13,7 +13,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
+from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter, StoredState
 from tinkerflow.backend.errors import (
     GroupFailedError,
     NotFoundError,
@@ -29,6 +29,7 @@ from tinkerflow.tasks.execution.context import Execution, ExecutionContext
 from tinkerflow.tasks.execution.operation import EXECUTE
 from tinkerflow.tasks.execution.recovery_snapshots import record
 from tinkerflow.tasks.execution.sequencer import Saves, Sequencer
+from tinkerflow.tasks.execution.states import bring
 from tinkerflow.tasks.operations.save_weights import copy
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
     while True:
         found = await context.read(recovery.restorable, model_id)
         floor = max(floor, *(one.seq_id for one in found[1:]), -1)  # up to there requests may be gone
-        good: tuple[SnapshotView, AdapterState] | None = None
+        good: tuple[SnapshotView, AdapterState | StoredState] | None = None
         for snapshot in (one for one in found if one.path not in unreadable and one.seq_id >= floor):
             await _tell(context, model_id, "loading its snapshot")
             try:
@@ -113,12 +114,12 @@ async def _load(context: ExecutionContext, model_id: str) -> tuple[SnapshotView 
             await context.read(recovery.forget_snapshot, path)
 
 
-async def _read(context: ExecutionContext, model_id: str, path: str) -> AdapterState:
+async def _read(context: ExecutionContext, model_id: str, path: str) -> AdapterState | StoredState:
     """What the store has under `path`; a store that is away is asked again for some minutes."""
 
-    async def load() -> AdapterState:
+    async def load() -> AdapterState | StoredState:
         try:
-            return (await asyncio.to_thread(context.store.load, path))[0]
+            return await bring(context, model_id, path)
         except StoreAwayError as error:
             await _tell(context, model_id, f"waiting for the store ({error})")
             raise

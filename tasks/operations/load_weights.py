@@ -89,15 +89,25 @@ async def read_checkpoint(
     0, and the optimizer starts fresh. access: the hash of a token that allows to read it. NotFoundError or UserError
     when there is no such checkpoint, or it does not fit.
     """
-    row = await context.read(context.journal.checkpoints.get, path, owner, access=access)
-    if row.base_model != context.card.name:
-        raise UserError(f"path {path!r}: it belongs to base model {row.base_model!r}, not {context.card.name!r}")
+    await check_readable(context, owner, path, access)
     try:
         state, saved = await asyncio.to_thread(context.store.load, path)
     except NotFoundError as error:
-        raise NotFoundError(f"path {path!r}: the store has it no longer") from error
+        raise gone(path) from error
     if not optimizer:
         return replace(state, moments={}, step=0), saved
     if not state.moments:
         raise UserError(f"path {path!r}: it holds no optimizer state; load it with optimizer false")
     return state, saved
+
+
+async def check_readable(context: ExecutionContext, owner: str, path: str, access: str | None = None) -> None:
+    """NotFoundError or UserError when `owner` may not load that checkpoint, or it is of another base model."""
+    row = await context.read(context.journal.checkpoints.get, path, owner, access=access)
+    if row.base_model != context.card.name:
+        raise UserError(f"path {path!r}: it belongs to base model {row.base_model!r}, not {context.card.name!r}")
+
+
+def gone(path: str) -> NotFoundError:
+    """The error for a checkpoint that the journal knows, and the store does not."""
+    return NotFoundError(f"path {path!r}: the store has it no longer")

@@ -17,13 +17,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from tinkerflow.backend.commands import (
-    AdapterState,
-    LoadSnapshot,
     SampleProgress,
     SampleRequest,
     SampleResult,
     SampleStep,
-    SnapshotHeld,
     StabilityInfo,
 )
 from tinkerflow.backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
@@ -32,7 +29,8 @@ from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sam
 from tinkerflow.tasks.execution.context import ExecutionContext
 from tinkerflow.tasks.execution.crashes import attribute_crash
 from tinkerflow.tasks.execution.operation import failure
-from tinkerflow.tasks.operations.load_weights import read_checkpoint
+from tinkerflow.tasks.execution.states import load_snapshot
+from tinkerflow.tasks.operations.load_weights import check_readable, gone
 
 log = logging.getLogger(__name__)
 
@@ -264,10 +262,12 @@ async def _load_unless_there(context: ExecutionContext, sampler: SamplerView, sn
 
     async def load() -> int | None:
         if sampler.model_path is None:
-            state = await _published(context, snapshot)
-        else:
-            state, _ = await read_checkpoint(context, sampler.owner, sampler.model_path, optimizer=False)
-        return (await context.send(LoadSnapshot(snapshot, state), SnapshotHeld)).host_bytes
+            return await _load_published(context, snapshot)
+        await check_readable(context, sampler.owner, sampler.model_path)
+        try:
+            return await load_snapshot(context, snapshot, sampler.model_path)
+        except NotFoundError as error:
+            raise gone(sampler.model_path) from error
 
     await context.snapshots.load_once(snapshot, load)
     if sampler.snapshot_id != snapshot:
@@ -281,8 +281,8 @@ def _stopped(request: Pending) -> Outcome:
     return request.failed("sampling was stopped: the request was answered already", "user")
 
 
-async def _published(context: ExecutionContext, snapshot_id: str) -> AdapterState:
-    """What an unnamed save has committed, or will: the group that it was published in is gone."""
+async def _load_published(context: ExecutionContext, snapshot_id: str) -> int | None:
+    """Load what an unnamed save has committed, or will: the group that it was published in is gone."""
     missed, recovery = None, context.journal.recovery
     while True:
         # First: once it is not coming, it is stored, or lost.
@@ -294,7 +294,7 @@ async def _published(context: ExecutionContext, snapshot_id: str) -> AdapterStat
             await asyncio.sleep(_LOOK_SECONDS)
             continue
         try:
-            return (await asyncio.to_thread(context.store.load, stored.path))[0]
+            return await load_snapshot(context, snapshot_id, stored.path)
         except NotFoundError:
             if stored.path == missed:
                 raise

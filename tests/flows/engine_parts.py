@@ -56,6 +56,7 @@ class NumpyPool:
 
     executor: Unigram = field(default_factory=lambda: Unigram(CONFIG, print, 1, 0))
     generation: int = 1
+    reaches_store: bool = False
     log: list[Command] = field(default_factory=list)
     hold: asyncio.Event | None = None
     failing: Exception | None = None

@@ -564,12 +564,12 @@ async def test_a_store_that_is_away_for_a_moment_costs_no_snapshot(
 ) -> None:
     load, away = type(context.store).load, 2
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **more: Any) -> Any:
         nonlocal away
         away -= 1
         if away >= 0:
             raise StoreAwayError("store gs://bucket: cannot load a snapshot (503)")
-        return load(*args)
+        return load(*args, **more)
 
     monkeypatch.setattr(restore, "_PAUSES", (0.01,) * 5)
     monkeypatch.setattr(type(context.store), "load", failing)

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from tinkerflow.backend.commands import (
+    AdapterKept,
     AdapterState,
     Command,
     CreateAdapter,
@@ -25,6 +26,7 @@ from tinkerflow.backend.commands import (
     Done,
     DropAdapter,
     ExportAdapter,
+    FetchState,
     Forward,
     ForwardResult,
     GroupConfig,
@@ -36,8 +38,10 @@ from tinkerflow.backend.commands import (
     Reply,
     SampleProgress,
     SampleStep,
+    StoredState,
+    WriteState,
 )
-from tinkerflow.backend.errors import ConflictError, DevicesError, NotFoundError, StateLostError, UserError
+from tinkerflow.backend.errors import ConflictError, DevicesError, NotFoundError, StateLostError, StoreError, UserError
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import header
 from tinkerflow.backend.pool.protocol.messages import Ack
@@ -312,3 +316,39 @@ class Counting(Collective):
         reply = super().execute(command)
         self.told.write_text(f"{self.events['cache_hits']} of {self.events['compile_requests_use_cache']}")
         return reply
+
+
+class Keeper(Echo):
+    """Holds parts of states: this process's own row of each tensor of [processes, n]. "fail": rank 1 loses its part."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        super().__init__(config, progress, processes, rank)
+        self.kept: dict[str, dict[str, np.ndarray]] = {}
+        self.held: dict[str, Mapping[str, np.ndarray]] = {}
+
+    def execute(self, command: Command) -> Reply:
+        match command:
+            case ExportAdapter(adapter_id, _, folder) if folder:
+                size = 16 if self.rank else 32  # ranks hold parts of different sizes
+                part = np.full((size, 1024), self.rank, np.float32)
+                self.kept[folder] = {} if self.rank == 3 else {f"weights/{adapter_id}@{self.rank}": part}
+                return AdapterKept(LoraSpec(1), 5, "adamw")
+            case ImportAdapter(adapter_id):
+                mine = self.held.pop(adapter_id)
+                ok = all((array == self.rank).all() for array in mine.values()) and len(mine) == (self.rank != 3)
+                if not ok:
+                    raise ConflictError(f"{adapter_id}: {sorted(mine)} is not what rank {self.rank} wrote")
+                return Done()
+            case _:
+                return super().execute(command)
+
+    def take_kept(self, write: WriteState) -> Mapping[str, np.ndarray]:
+        if write.adapter_id == "fail" and self.rank == 1:
+            raise StoreError("rank 1 has lost it")
+        return self.kept.pop(write.folder)
+
+    def wanted(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        return [name for name in shapes if name.endswith(f"@{self.rank}")]
+
+    def hold(self, fetch: FetchState, tensors: Mapping[str, np.ndarray]) -> None:
+        self.held[fetch.owner] = tensors

@@ -31,6 +31,10 @@ arrays_by_name = st.dictionaries(texts, floats32, max_size=3)
 specs = st.builds(c.LoraSpec, st.integers(1, 512), st.booleans(), st.booleans(), st.booleans())
 examples = st.builds(c.Example, ints32, ints32, floats32, st.booleans(), arrays_by_name)
 states = st.builds(c.AdapterState, specs, st.integers(0, 2**31), arrays_by_name, arrays_by_name)
+digests = st.builds(c.Digest, st.integers(0, c.BLOCK), texts, texts.map(lambda text: (text,)))
+stored = st.builds(
+    c.StoredState, specs, st.integers(0, 2**31), texts, texts, st.dictionaries(texts, digests, max_size=3)
+)
 sample_requests = st.builds(
     c.SampleRequest,
     request_id=texts,
@@ -86,10 +90,10 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ),
     c.NextMicroBatch: st.builds(c.NextMicroBatch, texts),
     c.OptimStep: st.builds(c.OptimStep, texts, adams),
-    c.ExportAdapter: st.builds(c.ExportAdapter, texts, st.booleans()),
-    c.ImportAdapter: st.builds(c.ImportAdapter, texts, states),
+    c.ExportAdapter: st.builds(c.ExportAdapter, texts, st.booleans(), texts),
+    c.ImportAdapter: st.builds(c.ImportAdapter, texts, states | stored),
     c.PublishSnapshot: st.builds(c.PublishSnapshot, texts, texts),
-    c.LoadSnapshot: st.builds(c.LoadSnapshot, texts, states),
+    c.LoadSnapshot: st.builds(c.LoadSnapshot, texts, states | stored),
     c.MoveSnapshot: st.builds(c.MoveSnapshot, texts, texts),
     c.DropSnapshot: st.builds(c.DropSnapshot, texts),
     c.SampleStep: st.builds(
@@ -103,6 +107,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     c.ForwardResult: st.builds(c.ForwardResult, st.lists(floats32, max_size=3).map(tuple), numbers),
     c.OptimResult: st.builds(c.OptimResult, numbers, st.integers(0, 2**31)),
     c.AdapterState: states,
+    c.AdapterKept: st.builds(c.AdapterKept, specs, st.integers(0, 2**31), texts),
     c.SampleProgress: st.builds(
         c.SampleProgress, st.lists(sample_results, max_size=2).map(tuple), st.integers(0, 99), st.integers(0, 99)
     ),
@@ -113,6 +118,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.integers(0, 2**31),
         st.integers(1, 64),
         st.integers(0, 2**31),
+        st.booleans(),
     ),
     m.Start: st.builds(
         m.Start, configs, st.integers(1, 64), texts, texts, numbers, st.lists(st.integers(0, 63), max_size=3).map(tuple)
@@ -123,6 +129,15 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.integers(0, 2**40),
         st.integers(0, 2**31),
         st.integers(1, 64),
+        st.booleans(),
+    ),
+    m.Transfer: st.builds(
+        m.Transfer,
+        st.integers(0, 2**31),
+        st.builds(c.FetchState, texts, stored) | st.builds(c.WriteState, texts, texts),
+    ),
+    m.Transferred: st.builds(
+        m.Transferred, st.integers(0, 2**31), st.dictionaries(texts, digests, max_size=3), st.none() | failures
     ),
     m.Progress: st.builds(m.Progress, texts),
     m.Beat: st.builds(m.Beat),

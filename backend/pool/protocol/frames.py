@@ -256,6 +256,7 @@ class LoopLink:
         """`sock` is connected, authenticated and does not block."""
         self.rank = rank
         self.signs = 0  # of life: how often bytes were received, or another MiB was sent (see HeartbeatMonitor)
+        self.sent = 0  # bytes
         self._sock = sock
         self._generation = generation
 
@@ -273,6 +274,7 @@ class LoopLink:
         """Send one frame."""
         loop = asyncio.get_running_loop()
         first = header(self._generation, index, body)
+        self.sent += len(first) + sum(map(len, body))
         if len(body) == 1 and len(body[0]) < _PIECE:
             await loop.sock_sendall(self._sock, first + body[0])
             return

@@ -6,10 +6,11 @@ number is never used again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinkerflow.backend import errors
-from tinkerflow.backend.commands import GroupConfig
+from tinkerflow.backend.commands import Digest, FetchState, GroupConfig, WriteState
 
 # The errors that an executor may raise by name: it cannot pretend that its group failed. Only classes of
 # backend/errors.py: classes that other rooms derive take more than a message, and no executor raises them.
@@ -17,7 +18,7 @@ _ERRORS: dict[str, type[errors.TinkerflowError]] = {
     name: kind
     for name, kind in vars(errors).items()
     if (isinstance(kind, type) and issubclass(kind, errors.UserError))
-    or kind in (errors.StateLostError, errors.StoreError, errors.ServerError)
+    or kind in (errors.StateLostError, errors.StoreError, errors.StoreAwayError, errors.ServerError)
 }
 _LONGEST_MESSAGE = 10_000
 
@@ -52,12 +53,13 @@ class Left:
 
 @dataclass(frozen=True)
 class Ready:
-    """Worker to driver, once: the executor is made."""
+    """Worker to driver, once: the executor is made. reaches_store: it can take part in a Transfer."""
 
     devices: tuple[str, ...]
     parameters: int
     microbatch_tokens: int
     fsdp: int
+    reaches_store: bool
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,23 @@ class Failed:
 
     error: str
     message: str
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Driver to worker, at any time: read or write a state beside the commands. number: of this transfer."""
+
+    number: int
+    job: FetchState | WriteState
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """Worker to driver: a Transfer is done. files: what was written, by file name."""
+
+    number: int
+    files: Mapping[str, Digest]
+    failed: Failed | None
 
 
 @dataclass(frozen=True)
@@ -191,7 +210,7 @@ class Ended:
     crashed: bool
 
 
-WorkerMessage = Start | Left | Ready | Progress | Beat | Failed | Ack | Fatal
+WorkerMessage = Start | Left | Ready | Progress | Beat | Failed | Transfer | Transferred | Ack | Fatal
 HostMessage = Offer | Welcome | Refusal | Spawn | TakeOver | Signal | Spawned | Ended
 
 

@@ -1,0 +1,89 @@
+"""The worker's side of states that do not go through the driver: read from the store, and written to it, in threads.
+
+Commands go on meanwhile. What was read waits on the host for the command that imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from tinkerflow.backend.commands import Digest, FetchState, Float32, GroupConfig, StoredState, WriteState
+from tinkerflow.backend.pool.protocol.messages import Transfer, Transferred, to_failed
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.store.blobs import Blobs
+
+log = logging.getLogger(__name__)
+
+_THREADS = 2  # states at once
+
+
+@runtime_checkable
+class StateHolder(Protocol):
+    """An executor that reads and writes its part of a state. Other executors are sent whole states."""
+
+    def take_kept(self, write: WriteState) -> Mapping[str, Float32]:
+        """What an ExportAdapter has kept for `write`, by name."""
+
+    def wanted(self, state: StoredState, shapes: Mapping[str, tuple[int, ...]]) -> Collection[str]:
+        """The names of those stored tensors (their shapes by name) that this process needs."""
+
+    def hold(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
+        """Keep what was read until a command asks for it."""
+
+
+class Transfers:
+    """Answers the driver's transfers, each in a thread."""
+
+    def __init__(self, executor: object, config: GroupConfig, rank: int) -> None:
+        """Look whether this process reaches the store that the driver's config names."""
+        self._rank = rank
+        self._holder = executor if isinstance(executor, StateHolder) else None
+        self._blobs = _reached(config) if self._holder is not None and config.store_url else None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer")
+
+    @property
+    def reach_store(self) -> bool:
+        """Whether this process can read and write states itself."""
+        return self._blobs is not None
+
+    def start(self, transfer: Transfer, answer: Callable[[Transferred], None]) -> None:
+        """Begin a transfer; `answer` is called once, in another thread."""
+        self._threads.submit(self._run, transfer, answer)
+
+    def _run(self, transfer: Transfer, answer: Callable[[Transferred], None]) -> None:
+        try:
+            answer(Transferred(transfer.number, self._do(transfer.job), None))
+        except Exception as error:
+            log.exception("%s failed", type(transfer.job).__name__)
+            answer(Transferred(transfer.number, {}, to_failed(error)))
+
+    def _do(self, job: FetchState | WriteState) -> Mapping[str, Digest]:
+        from tinkerflow.backend.store import parts
+
+        assert self._holder is not None
+        assert self._blobs is not None
+        if isinstance(job, WriteState):
+            return parts.write(self._blobs, job.folder, self._rank, self._holder.take_kept(job))
+        holder = self._holder
+        holder.hold(job, parts.read(self._blobs, job.state, lambda shapes: holder.wanted(job.state, shapes)))
+        return {}
+
+
+def _reached(config: GroupConfig) -> Blobs | None:
+    """The store that `config` names, if this process reaches it. Only then the store's modules are loaded."""
+    from tinkerflow.backend.store import parts
+    from tinkerflow.backend.store.blobs import open_blobs
+
+    try:
+        blobs = open_blobs(config.store_url)
+        if parts.reaches(blobs, config.store_mark):
+            return blobs
+        why = "it is another store there, or none"
+    except Exception as error:  # noqa: BLE001  whatever a store's client raises: the driver sends states instead
+        why = repr(error)
+    log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)
+    return None

@@ -1,0 +1,135 @@
+"""States that worker processes write and read themselves: each its own part, one safetensors file for each process.
+
+No process holds more of a state than it needs. Whoever commits sees names and digests alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinkerflow.backend.checkpoint_paths import CheckpointPath
+from tinkerflow.backend.commands import BLOCK, Digest, StoredState
+from tinkerflow.backend.errors import NotFoundError, StoreAwayError, StoreError
+from tinkerflow.backend.store import reading, tensors
+from tinkerflow.backend.store.blobs import Blobs
+from tinkerflow.backend.store.tensors import Floats
+
+Shape = tuple[int, ...]
+Wants = Callable[[Mapping[str, Shape]], Collection[str]]
+
+MARK = "store-id"  # an object with a random text: two folders of the same URL, on two hosts, differ in it
+PART = "part-{:05d}.safetensors"
+_LENGTH = struct.Struct("<Q")
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies: its file, and from which byte to which."""
+
+    file: str
+    shape: Shape
+    begin: int
+    end: int
+
+
+def reaches(blobs: Blobs, mark: str) -> bool:
+    """Whether these are the objects of the store with that mark, and may be written. OSError when nothing answers."""
+    try:
+        if blobs.read(MARK).decode() != mark:
+            return False
+    except FileNotFoundError:
+        return False
+    probe = f"reach/{secrets.token_hex(8)}"
+    blobs.create(probe, mark.encode())
+    return blobs.remove(probe)
+
+
+def write(blobs: Blobs, folder: str, rank: int, pieces: Mapping[str, Floats]) -> dict[str, Digest]:
+    """Write the part of one process: the digest of its file by name; nothing when it holds no piece."""
+    if not pieces:
+        return {}
+    file, data = PART.format(rank), tensors.encode(pieces)
+    with _failures(f"write {folder}/{file}"):
+        blobs.create(f"{folder}/{file}", data)
+    return {file: Digest.of(data)}
+
+
+def read(blobs: Blobs, state: StoredState, wants: Wants) -> dict[str, Floats]:
+    """The tensors of a state that are wanted, by name; every byte is verified.
+
+    wants: given the shapes of all tensors by name, names those to read. NotFoundError: the state was deleted
+    meanwhile; StoreError names a damaged file, StoreAwayError: the store does not answer.
+    """
+    files = {file: digest for file, digest in state.files.items() if file.endswith(".safetensors")}
+
+    def part(file: str, begin: int, end: int) -> bytes:
+        with _failures(f"read {file} of checkpoint {CheckpointPath.of_folder(state.folder)}"):
+            return reading.part_of(blobs, state.folder, file, files[file], begin, end - begin)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="store") as threads:
+        found: dict[str, _Stored] = {}
+        for listed in threads.map(lambda file: _listed(file, files[file].size, part), files):
+            found |= listed
+        names = wants({name: stored.shape for name, stored in found.items()})
+        runs = list(_runs([(name, found[name]) for name in names]))
+        data = threads.map(lambda run: part(run[0][1].file, run[0][1].begin, run[-1][1].end), runs)
+        return {
+            name: np.frombuffer(raw, np.float32, math.prod(one.shape), one.begin - run[0][1].begin).reshape(one.shape)
+            for run, raw in zip(runs, data, strict=True)
+            for name, one in run
+        }
+
+
+def _listed(file: str, size: int, part: Callable[[str, int, int], bytes]) -> dict[str, _Stored]:
+    """What a safetensors file holds: its length and its JSON header come first, and offsets count from their end."""
+    try:
+        first = part(file, 0, min(size, BLOCK))
+        (length,) = _LENGTH.unpack_from(first)
+        start = _LENGTH.size + length
+        text = first if start <= len(first) else part(file, 0, min(size, start))
+        header = json.loads(text[_LENGTH.size : start])
+        header.pop("__metadata__", None)
+        stored = {
+            name: _Stored(file, tuple(entry["shape"]), *(start + offset for offset in entry["data_offsets"]))
+            for name, entry in header.items()
+        }
+        wrong = [name for name, entry in header.items() if entry["dtype"] != "F32"]
+        if wrong or any(one.end - one.begin != 4 * math.prod(one.shape) or one.end > size for one in stored.values()):
+            raise ValueError(f"tensors {wrong[:1] or ''} are not float32, or lie beyond its end")
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise StoreError(f"{file} is not a safetensors file of a state ({error})") from error
+    return stored
+
+
+def _runs(wanted: list[tuple[str, _Stored]]) -> Iterator[list[tuple[str, _Stored]]]:
+    """Tensors that lie close to each other are read at once, but no run is much longer than some blocks."""
+    run: list[tuple[str, _Stored]] = []
+    for name, one in sorted(wanted, key=lambda item: (item[1].file, item[1].begin)):
+        last = run[-1][1] if run else None
+        if last and (last.file != one.file or one.begin - last.end > BLOCK or one.end - run[0][1].begin > 16 * BLOCK):
+            yield run
+            run = []
+        run.append((name, one))
+    if run:
+        yield run
+
+
+@contextmanager
+def _failures(doing: str) -> Iterator[None]:
+    """Raise OSErrors as StoreAwayErrors; a missing file as NotFoundError: the state was deleted meanwhile."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFoundError(f"cannot {doing}: it is there no longer ({error})") from error
+    except OSError as error:
+        raise StoreAwayError(f"cannot {doing} ({error})") from error

@@ -1,0 +1,91 @@
+"""An adapter in pieces: they come back bit for bit, from pieces of any size, and what is missing is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tinkerflow.backend.commands import (
+    AdapterKept,
+    AdapterState,
+    CreateAdapter,
+    Digest,
+    ExportAdapter,
+    FetchState,
+    ImportAdapter,
+    LoraSpec,
+    OptimStep,
+    StoredState,
+    WriteState,
+)
+from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+
+SPEC = LoraSpec(4)
+FILES = {"part-00000.safetensors": Digest.of(b"")}
+STORED = StoredState(SPEC, 1, "adamw", "runs/r/recovery/n/a", FILES)
+
+
+@pytest.fixture
+def pieces(shared_executor, forward, examples) -> dict[str, np.ndarray]:
+    """Of an adapter after a step, with gradients that wait for the next one."""
+    shared_executor.execute(CreateAdapter("source", SPEC, 3))
+    for _ in range(2):
+        forward(shared_executor, "source", examples((9,)), backward=True)
+        if not shared_executor._adapters.get("source").step:
+            shared_executor.execute(OptimStep("source", AdamParams(learning_rate=0.1)))
+    kept = shared_executor.execute(ExportAdapter("source", optimizer=True, keep="folder"))
+    assert kept == AdapterKept(SPEC, 1, "adamw")
+    return dict(shared_executor.take_kept(WriteState("source", "folder")))
+
+
+def same(one: AdapterState, other: AdapterState) -> bool:
+    tensors, others = (one.weights | one.moments), (other.weights | other.moments)
+    return tensors.keys() == others.keys() and all((array == others[name]).all() for name, array in tensors.items())
+
+
+def fetched(executor, pieces) -> AdapterState:
+    executor.hold(FetchState("again", STORED), pieces)
+    executor.execute(ImportAdapter("again", STORED))
+    return executor.execute(ExportAdapter("again", optimizer=True))
+
+
+def test_pieces_that_were_read_are_the_adapter_again(shared_executor, pieces):
+    assert {name.partition("/")[0] for name in pieces} == {"weights", "mu", "nu", "grad"}
+    assert sorted(shared_executor.wanted(STORED, {name: a.shape for name, a in pieces.items()})) == sorted(pieces)
+    before = shared_executor.execute(ExportAdapter("source", optimizer=True))
+    after = fetched(shared_executor, pieces)
+    assert same(before, after)
+    assert (after.step, after.optimizer) == (1, "adamw")
+    with pytest.raises(ServerError, match="was not fetched"):
+        shared_executor.execute(ImportAdapter("again", STORED))
+
+
+def test_pieces_of_another_mesh_and_through_the_driver_are_the_same_adapter(shared_executor, pieces):
+    halves = {}
+    for name, array in pieces.items():
+        middle, (array_name, _, starts) = array.shape[-1] // 2, name.partition("@")
+        halves[name] = array[..., :middle]
+        halves[f"{array_name}@{','.join([*starts.split(',')[:-1], str(middle)])}"] = array[..., middle:]
+    shared_executor.execute(ImportAdapter("again", AdapterState(SPEC, 1, halves)))
+    again = shared_executor.execute(ExportAdapter("again", optimizer=True))
+    assert same(again, shared_executor.execute(ExportAdapter("source", optimizer=True)))
+
+
+def test_a_piece_that_is_missing_or_foreign_is_named(shared_executor, pieces):
+    name = "weights/q.A@0,0,0"
+    without = {piece: array for piece, array in pieces.items() if piece != name}
+    with pytest.raises(UserError, match=r"saved tensor 'weights/q\.A' of shape .* is missing or cut"):
+        fetched(shared_executor, without)
+    for wrong in ("weights/other.A@0,0,0", "other/q.A@0,0,0", "weights/q.A@x"):
+        with pytest.raises(UserError, match=f"saved tensor '{wrong}'"):
+            fetched(shared_executor, pieces | {wrong: pieces[name]})
+
+
+def test_what_is_kept_is_given_once_and_to_its_own_folder(shared_executor, pieces):
+    with pytest.raises(ServerError, match="no copy"):
+        shared_executor.take_kept(WriteState("source", "folder"))
+    shared_executor.execute(ExportAdapter("source", optimizer=True, keep="older"))
+    shared_executor.execute(ExportAdapter("source", optimizer=True, keep="newer"))
+    with pytest.raises(ServerError, match="no copy for older"):
+        shared_executor.take_kept(WriteState("source", "older"))

@@ -1,0 +1,106 @@
+"""States between worker processes and the store: the driver's sockets carry names, however many processes there are."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tinkerflow.backend.checkpoint_paths import RECOVERY
+from tinkerflow.backend.commands import (
+    AdapterKept,
+    ExportAdapter,
+    FetchState,
+    GroupConfig,
+    ImportAdapter,
+    Ping,
+    WriteState,
+)
+from tinkerflow.backend.errors import GroupFailedError, NotFoundError, StoreError
+from tinkerflow.backend.pool import Pool
+from tinkerflow.backend.store import CheckpointMeta, Saved, Store
+
+StartPool = Callable[..., Awaitable[Pool]]
+META = CheckpointMeta(base_model="tiny", owner="me")
+ADAPTERS = 16
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(f"file://{tmp_path / 'store'}")
+
+
+@pytest.fixture
+def keepers(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig], store: Store
+) -> Callable[..., Awaitable[Pool]]:
+    async def start(processes: int, mark: str | None = None) -> Pool:
+        config = replace(
+            group_config(fsdp=processes), store_url=store.url, store_mark=store.mark() if mark is None else mark
+        )
+        return await start_pool("Keeper", processes=processes, config=config)
+
+    return start
+
+
+async def save(pool: Pool, store: Store, adapter: str) -> Saved:
+    folder = store.new_folder("run", RECOVERY, f"seq-{adapter}")
+    kept = await pool.submit(ExportAdapter(adapter, optimizer=True, keep=folder))
+    assert isinstance(kept, AdapterKept)
+    return store.commit_parts(folder, kept, META, await pool.transfer(WriteState(adapter, folder)))
+
+
+async def restore(pool: Pool, store: Store, adapter: str) -> None:
+    state = store.stored(f"tinker://run/recovery/seq-{adapter}")
+    await pool.transfer(FetchState(adapter, state))
+    await pool.submit(ImportAdapter(adapter, state))
+
+
+@pytest.mark.parametrize("processes", [2, 8])
+async def test_a_restart_sends_names_to_each_process_and_no_state(
+    keepers: Callable[..., Awaitable[Pool]], store: Store, processes: int
+) -> None:
+    pool = await keepers(processes)
+    assert pool.reaches_store
+    names = [f"adapter-{number}" for number in range(ADAPTERS)]
+    sizes = [(await save(pool, store, name)).size_bytes for name in names]
+    os.kill(pool.pids[0], signal.SIGKILL)
+    with pytest.raises(GroupFailedError):
+        while True:
+            await pool.submit(Ping(), generation=1)
+    await pool.serving()
+    before = pool.bytes_sent
+    for name in names:
+        await restore(pool, store, name)
+    for_each = (pool.bytes_sent - before) / processes / ADAPTERS
+    assert min(sizes) > 128 * 1024 * processes // 2
+    assert for_each < 8 * 1024  # of which the digests of the files are most; a state's part has 64 KiB or 128
+
+
+async def test_a_process_that_fails_fails_the_transfer_and_not_the_group(
+    keepers: Callable[..., Awaitable[Pool]], store: Store, tmp_path: Path
+) -> None:
+    pool = await keepers(2)
+    with pytest.raises(StoreError, match="rank 1 has lost it"):
+        await save(pool, store, "fail")
+    assert not store.exists("tinker://run/recovery/seq-fail")
+    saved = await save(pool, store, "a")
+    state = store.stored(saved.path)
+    (tmp_path / "store" / state.folder / "part-00001.safetensors").write_bytes(b"cut")
+    with pytest.raises(StoreError, match=r"part-00001\.safetensors does not have the SHA-256"):
+        await pool.transfer(FetchState("a", state))
+    store.delete(saved.path)
+    with pytest.raises(NotFoundError, match="is there no longer"):
+        await pool.transfer(FetchState("a", state))
+    with pytest.raises(GroupFailedError, match="serves no more"):
+        await pool.transfer(FetchState("a", state), generation=7)
+    assert pool.generation == 1
+    await pool.submit(Ping())
+
+
+async def test_a_process_that_sees_another_store_is_sent_states(keepers: Callable[..., Awaitable[Pool]]) -> None:
+    assert not (await keepers(2, mark="store-of-another-host")).reaches_store
