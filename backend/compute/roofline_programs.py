@@ -5,7 +5,7 @@ Letters: B rows, T tokens, S slots, Q tokens of a piece of a prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.logprobs import score_and_grads
-from tinkerflow.backend.compute.lora import Lora, shardings
+from tinkerflow.backend.compute.lora import Lora, gathered, shardings
 from tinkerflow.backend.compute.memory import plan_memory
-from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR, replicated, sharding
 from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import compiling_for
@@ -123,7 +123,10 @@ class Programs:
             hidden = jax.ShapeDtypeStruct(shape, self.params.embed_VD.dtype, sharding=sharding(self.mesh, shape, FSDP))
 
             def scored(params: Params, lora: Lora, hidden: Any, batch: Any) -> Any:
-                return score_and_grads(params, lora.unembed, hidden, batch.targets, batch.choice, batch.inputs)
+                head = jax.lax.with_sharding_constraint(params.head, sharding(self.mesh, params.head.shape, TENSOR))
+                params = replace(params, unembed_VD=head)
+                pair, rows = gathered(self.mesh, lora).unembed, (batch.targets, batch.choice, batch.inputs)
+                return score_and_grads(params, pair, hidden, *rows, devices=self.mesh.shape[FSDP])
 
             return compile_for(self.target, jax.jit(scored), self.params, self.lora, hidden, batch, **more)
 

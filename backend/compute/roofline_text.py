@@ -2,7 +2,8 @@
 
 XLA's own `cost_analysis()` counts the body of a loop once on TPUs and gives nothing on GPUs. This counts the same way
 for both, and every turn of a loop. What it takes for granted:
-- flops are those of matmuls and convolutions, and what a Pallas kernel states as its cost; elementwise work has none.
+- flops are those of matmuls and convolutions, and of Pallas kernels that state them or that are known; elementwise work
+  has none.
 - an operation outside of a fusion reads its operands from device memory and writes its result to it, once. Of an
   operand that it only slices, it reads the slice; an update in place writes the update.
 - on TPUs, arrays in on-chip memory (`S(1)` and above in their layout) cost nothing.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -280,7 +281,7 @@ class _Counter:
             self._counts.collectives.append(Collective(base, op.label, str(result), result.nbytes, times))
         matmuls = [*self._matmuls(computation, op)]
         moved = self._bytes(computation, op)
-        stated = self._stated(op, times)
+        stated = self._stated(computation, op, times)
         flops = sum(flops for _, flops in matmuls) + stated
         if flops or moved:
             each = tuple((shape, one * times) for shape, one in matmuls)
@@ -441,8 +442,8 @@ class _Counter:
             return
         yield _named(left, right, op.shapes[0]), 2 * op.shapes[0].size * math.prod(left.dims[dim] for dim in contracted)
 
-    def _stated(self, op: _Op, times: int) -> int:
-        """The flops that a kernel states as its cost; a kernel that states none is listed."""
+    def _stated(self, computation: _Computation, op: _Op, times: int) -> int:
+        """The flops that a kernel states as its cost, or that it is known to have; any other kernel is listed."""
         if op.opcode != "custom-call":
             return 0
         if op.target in _NO_WORK or "gemm_backend_config" in op.backend:
@@ -450,8 +451,29 @@ class _Counter:
         cost = op.backend.get("custom_call_config", {}).get("cost_estimate")
         if cost:
             return int(cost.get("flops", 0))
+        known = next((flops for name, flops in _KERNELS.items() if name in f"{op.label} {op.name}"), None)
+        if known:
+            return known([computation[name].shapes[0] for name in op.operands], op.shapes[0])
         self._counts.kernels[op.target] = self._counts.kernels.get(op.target, 0) + times
         return 0
+
+
+def _attention(products: int, keys: int) -> Callable[[list[Shape], Shape], int]:
+    """Flops of causal attention with so many products of the size of its scores; `keys` is the axis of k's tokens."""
+    return lambda operands, result: products * operands[0].size * operands[1].dims[keys]
+
+
+# Kernels that state no cost: Triton's cannot, and JAX's splash attention does not. GPUs' attention has [B, T, H, d],
+# TPUs' [B, H, T, d]. Backward they compute the scores again; both of the GPU's loops do.
+_KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
+    "attention_forward": _attention(2, 1),
+    "attention_backward": _attention(7, 1),
+    "splash_mha_fwd": _attention(2, -2),
+    "splash_mha_dkv": _attention(4, -2),
+    "splash_mha_dq": _attention(3, -2),
+    "grouped_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
+    "grouped_outer": lambda operands, result: 2 * operands[0].size * operands[1].dims[-1],
+}
 
 
 def _required(op: _Op, name: str) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh
-from tinkerflow.backend.compute.params import by_layer, count, load_params
+from tinkerflow.backend.compute.params import by_layer, count, load_params, params_like
 from tinkerflow.backend.errors import UserError
 
 
@@ -31,6 +31,15 @@ def test_every_parameter_is_loaded_and_counted(reference):
     assert np.array_equal(params.layers["o"][1], layer.self_attn.o_proj.weight.detach().numpy())
     if hasattr(layer.mlp, "down_proj"):
         assert np.array_equal(params.layers["down"][1], layer.mlp.down_proj.weight.detach().numpy())
+
+
+@pytest.mark.parametrize("base_weights", ["full", "int8"])
+def test_weights_without_values_are_like_those_that_are_loaded(reference, base_weights):
+    config, mesh = load_config(reference.folder), make_mesh(1, 1)
+    loaded = load_params(config, reference.folder, mesh, "bfloat16", base_weights=base_weights)
+    like = params_like(config, mesh, "bfloat16", base_weights=base_weights)
+    described = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree) for tree in (loaded, like)]
+    assert described[0] == described[1]
 
 
 def test_several_files_are_one_model(qwen3, tmp_path):

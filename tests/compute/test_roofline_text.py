@@ -129,6 +129,18 @@ def test_flops(operation: str, shapes: str, flops: int) -> None:
     assert one(operation, shapes).flops == flops
 
 
+def test_attention_kernels_have_the_products_of_half_the_keys() -> None:
+    shapes = "bf16[4,1024,32,128]{3,2,1,0} bf16[4,1024,8,128]{3,2,1,0} bf16[4,1024,8,128]{3,2,1,0} s32[4,1024]{1,0}"
+    scores = 4 * 32 * 1024 * 1024 // 2
+    counts = one(
+        "(bf16[4,1024,32,128]{3,2,1,0}, f32[4,32,1024]{2,1,0}) custom-call(%a, %b, %c, %d), "
+        'custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/attention_forward/pallas_call"}',
+        shapes,
+    )
+    assert counts.flops == 2 * 2 * scores * 128
+    assert not counts.kernels
+
+
 def test_a_kernel_that_states_no_flops_is_named() -> None:
     counts = one('bf16[8]{0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton"', "bf16[8]{0}")
     assert counts.kernels == {"__gpu$xla.gpu.triton": 1}

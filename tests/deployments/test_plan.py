@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -83,3 +86,12 @@ def test_what_cannot_be_is_refused_by_name(
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         describe_plan(Settings(data_dir=tmp_path), str(tmp_path), "h100:1", rank=32, compiled=False)
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="there is a compiler here")
+def test_without_the_compiler_its_figures_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["0.6B"]))
+    command = ("plan", "--base-model", str(tmp_path), "--topology", "v6e:1x1", "--compile")
+    done = subprocess.run([sys.executable, "-m", "tinkerflow", *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("tinkerflow: topology 'v6e:1x1': no compiler for it here; it needs libtpu")
