@@ -20,9 +20,10 @@ from tests.accelerators.budgets import Case, Record
 from tests.accelerators.programs import config
 
 from tinkerflow.backend.compute.memory import held_bytes
-from tinkerflow.backend.compute.roofline import parse_topology, useful_flops
+from tinkerflow.backend.compute.roofline import Device, parse_topology, seconds, useful_flops
 from tinkerflow.backend.compute.roofline_programs import Programs
 from tinkerflow.backend.compute.roofline_targets import Figures
+from tinkerflow.backend.compute.roofline_text import Counts
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 
 
@@ -43,6 +44,7 @@ def record(case: Case, cache: str) -> Record:
         "flops": counts.flops,
         "bytes": counts.bytes,
         "seconds": figures.seconds,
+        "parts": _parts(counts, device, programs.rank),
         "useful_flops": useful,
         "mfu": useful / device.flops / figures.seconds,
         "largest": {one.dtype: one.nbytes for one in reversed(counts.largest(count=None))},
@@ -54,6 +56,23 @@ def record(case: Case, cache: str) -> Record:
         "whole_adapter": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.lora)) * copies,
         "unstated": counts.kernels,
     }
+
+
+def _parts(counts: Counts, device: Device, rank: int) -> dict[str, float]:
+    """Seconds of the roofline by what the operations are for. The layers are differentiated by JAX; the loss is not."""
+    parts: dict[str, float] = {}
+    for work in counts.work:
+        sizes = [int(size) for shape, _ in work.matmuls for size in re.findall(r"\d+(?=[,\]])", shape)]
+        if "attention" in work.name or "splash" in work.name:
+            part = "attention"
+        elif "jvp" not in work.name:
+            part = "loss"
+        elif not work.flops:
+            part = "elementwise work and copies"
+        else:
+            part = "adapters" if min(sizes, default=rank) <= 3 * rank else "matmuls of the base model"
+        parts[part] = parts.get(part, 0) + seconds([work], device)
+    return parts
 
 
 def _rows(matmuls: Any, vocabulary: int) -> list[int]:

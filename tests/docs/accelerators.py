@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from tests.accelerators.budgets import BUDGETS, Record
+from tests.accelerators.budgets import BUDGETS, MFU, Record
 from tests.accelerators.gate import FIGURES
 
 from tinkerflow.backend.compute.roofline import DEVICES
@@ -66,6 +67,25 @@ def programs() -> tuple[Row, list[Row]]:
         "between devices GB",
     )
     return head, rows
+
+
+def parts() -> tuple[Row, list[Row]]:
+    """Where the roofline's time of a training step goes, for the programs that have a budget for MFU."""
+    found = {budget.case.name: _figures().get(budget.case.name) for budget in BUDGETS if budget.measure is MFU}
+    compiled = {name: record for name, record in found.items() if record}
+    names = dict.fromkeys(name for record in compiled.values() for name in record["parts"])
+    figures: dict[str, Callable[[Record], float]] = {
+        "useful flops at the peak": lambda record: record["mfu"] * record["seconds"],
+        **{name: partial(_part, name) for name in names},
+        "all": lambda record: record["seconds"],
+    }
+    rows = [(name, *(f"{of(record) * 1e3:.1f}" for record in compiled.values())) for name, of in figures.items()]
+    return ("roofline, ms", *compiled), rows
+
+
+def _part(name: str, record: Record) -> float:
+    seconds: float = record["parts"].get(name, 0.0)
+    return seconds
 
 
 def _figures() -> Mapping[str, Record]:

@@ -256,6 +256,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "accelerator-devices": lambda: table(*accelerators.devices()),
     "accelerator-budgets": lambda: table(*accelerators.budgets()),
     "accelerator-programs": lambda: table(*accelerators.programs()),
+    "accelerator-parts": lambda: table(*accelerators.parts()),
     "sizing-needs": sizing.needs,
     "sizing-fits": lambda: sizing.fits(int8=False),
     "sizing-fits-int8": lambda: sizing.fits(int8=True),
