@@ -495,11 +495,15 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """The description of a group that is ready. fsdp: the size of the mesh axis that rows are split over."""
+    """The description of a group that is ready.
+
+    fsdp: the size of the mesh axis that rows are split over. attention_tokens: as in `spec.packing.layout`.
+    """
 
     devices: tuple[str, ...]
     parameters: int
     microbatch_tokens: int
     fsdp: int
+    attention_tokens: int
     generation: int
     reaches_store: bool = False  # every process reads and writes states itself

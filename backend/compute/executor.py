@@ -57,7 +57,7 @@ from tinkerflow.backend.compute.mesh import FSDP, make_mesh, put, replicated, to
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.pieces import are_pieces, wanted
-from tinkerflow.backend.compute.platforms import environment, on_cpu, settle_dtype
+from tinkerflow.backend.compute.platforms import environment, on_cpu, platform, settle_dtype
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
@@ -127,6 +127,11 @@ class Executor:
     def microbatch_tokens(self) -> int:
         """How many tokens, padding included, a micro-batch has at most."""
         return self.plan.budget.microbatch_tokens
+
+    @property
+    def attention_tokens(self) -> int:
+        """Tokens of a row in which attention costs as much as everything else."""
+        return platform().attention_tokens
 
     @property
     def fsdp(self) -> int:

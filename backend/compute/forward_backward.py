@@ -21,6 +21,7 @@ from tinkerflow.backend.compute.logprobs import Scored
 from tinkerflow.backend.compute.losses import choose, judge
 from tinkerflow.backend.compute.mesh import FSDP, to_host
 from tinkerflow.backend.compute.packing import MicroBatch, pack
+from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.train import Steps, to_devices
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.errors import ServerError
@@ -113,6 +114,7 @@ class _Pass:
             command.examples,
             microbatch_tokens=training.microbatch_tokens,
             row_multiple=training.mesh.shape[FSDP],
+            attention_tokens=platform().attention_tokens,
             inputs=[one.name for one in LOSSES[command.loss].inputs],
         )
         self._scored: list[Scored] = []

@@ -27,6 +27,7 @@ from tinkerflow.backend.compute.decoder import Projection
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, Array, replicated, sharding
+from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MAX_RANK
 from tinkerflow.backend.spec.ranks import peft_factor
@@ -84,8 +85,37 @@ def check_spec(spec: LoraSpec) -> LoraSpec:
 
 
 def apply_one(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
-    """The `LoraApply` for one adapter shared by all rows: updates [..., out] in the dtype of x."""
-    return tuple(_update(x, pair, groups) for pair in pairs)
+    """The `LoraApply` for one adapter shared by all rows: updates [..., out] in the dtype of x.
+
+    Off CPUs the A matrices of all pairs are one matmul, forward and backward: x is read once, and the gradient by x is
+    added up inside the matmul. Gradients by A and B are sums in float32 there, never rounded to the dtype of x.
+    """
+    if on_cpu() or groups is not None or not pairs:
+        return tuple(_update(x, pair, groups) for pair in pairs)
+    low_MR = checkpoint_name(_product(x.reshape(-1, x.shape[-1]), jnp.concatenate([pair.A for pair in pairs]).T), "low")
+    ends = np.cumsum([pair.A.shape[0] for pair in pairs])[:-1]
+    lows = jnp.split(low_MR, ends, axis=1)
+    updates = (_product(low * scale(low.shape[1]), jnp.asarray(pair.B)) for low, pair in zip(lows, pairs, strict=True))
+    return tuple(update.reshape(*x.shape[:-1], -1) for update in updates)
+
+
+@jax.custom_vjp
+def _product(x_Mi: jax.Array, matrix_io: jax.Array) -> jax.Array:
+    """x times a float32 matrix, in the dtype of x. The gradient by the matrix is summed in float32."""
+    return x_Mi @ matrix_io.astype(x_Mi.dtype)
+
+
+def _product_forward(x_Mi: jax.Array, matrix_io: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(x_Mi, matrix_io), (x_Mi, matrix_io)
+
+
+def _product_backward(kept: tuple[jax.Array, jax.Array], d_Mo: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_Mi, matrix_io = kept
+    d_matrix = jnp.einsum("mi,mo->io", x_Mi, d_Mo, preferred_element_type=jnp.float32)
+    return d_Mo @ matrix_io.astype(d_Mo.dtype).T, d_matrix
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def _update(x: jax.Array, pair: LoraPair, groups: Groups | None) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tinkerflow.backend.commands import Example, Float32, Int32
 from tinkerflow.backend.spec.losses import packed_inputs
-from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket, layout, padded_rows
+from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, SHORTEST_ROW, bucket, layout, padded_rows
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,22 @@ class MicroBatch:
 
 
 def pack(
-    examples: Sequence[Example], *, microbatch_tokens: int, row_multiple: int = 1, inputs: Collection[str] = ()
+    examples: Sequence[Example],
+    *,
+    microbatch_tokens: int,
+    row_multiple: int = 1,
+    attention_tokens: int = ATTENTION_TOKENS,
+    inputs: Collection[str] = (),
 ) -> list[MicroBatch]:
     """The examples as micro-batches of at most `microbatch_tokens` padded tokens, or of the fewest rows possible.
 
     Deterministic. Every example is placed exactly once, in one piece. Rows are a multiple of `row_multiple`, the size
-    of the mesh axis that they are split over. inputs: those of the examples that the loss reads; weights always are.
+    of the mesh axis that they are split over. attention_tokens: as in `layout`. inputs: those of the examples that the
+    loss reads; weights always are.
     """
     K = bucket(max(example.targets_TK.shape[1] for example in examples))
     lengths = [example.tokens_T.shape[0] for example in examples]
-    batches = layout(lengths, microbatch_tokens, row_multiple)
+    batches = layout(lengths, microbatch_tokens, row_multiple, attention_tokens)
     return [_micro_batch(examples, batch, K, row_multiple, inputs) for batch in batches]
 
 

@@ -13,12 +13,12 @@ from typing import Literal
 
 import jax
 
+from tinkerflow.backend.spec.packing import ATTENTION_TOKENS
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 MEMORY_SHARE = 0.92  # of a GPU, for all groups on it; CUDA itself, NCCL and the libraries take the rest
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is the old name
-
-
 SCORED_ROWS = 1024  # off CPUs; with a quarter as many, reading the unembedding takes as long as multiplying by it
 
 
@@ -31,7 +31,8 @@ class Platform:
     compiler reads `flags` from. compilers: the shared libraries that read it, as "package/file"; one that does not know
     a flag ends the process. shares_memory: whether a process takes only a part of a device's memory. scored_rows: how
     many tokens of each device are multiplied by the unembedding at a time; None: as many as have logits that the caches
-    hold.
+    hold. attention_tokens: of a row in which attention costs as much as everything else; with the kernels of `flash`
+    and 4B parameters 7,000 by the number of operations, those of attention at half the speed of others.
     """
 
     name: str
@@ -42,9 +43,10 @@ class Platform:
     compilers: tuple[str, ...] = ()
     shares_memory: bool = False
     scored_rows: int | None = SCORED_ROWS
+    attention_tokens: int = 8192
 
 
-CPU = Platform("cpu", dtype="float32", precision=None, scored_rows=None)
+CPU = Platform("cpu", dtype="float32", precision=None, scored_rows=None, attention_tokens=ATTENTION_TOKENS)
 CUDA = Platform(
     "cuda",
     flags=(

@@ -358,7 +358,7 @@ class Group:
             told = self._members[0].ready
             if told and all(m.ready for m in self._members) and not self._started.done():
                 reach_store = all(m.ready and m.ready.reaches_store for m in self._members)
-                sizes = told.parameters, told.microbatch_tokens, told.fsdp
+                sizes = told.parameters, told.microbatch_tokens, told.fsdp, told.attention_tokens
                 info = GroupInfo(told.devices, *sizes, self.generation, reach_store)
                 self._started.set_result(info)
         elif isinstance(message, Transferred):

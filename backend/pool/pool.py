@@ -29,7 +29,7 @@ from tinkerflow.backend.pool.group import Group, PoolConfig
 from tinkerflow.backend.pool.host.places import Site
 from tinkerflow.backend.retry import STEADY_SECONDS, Restarts
 from tinkerflow.backend.spec.losses import LOSSES
-from tinkerflow.backend.spec.packing import micro_batches
+from tinkerflow.backend.spec.packing import ATTENTION_TOKENS, micro_batches
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class Pool:
             raise StoreAwayError(f"{type(job).__name__} took longer than {seconds:g} s") from None
 
     async def _execute(self, command: Command, seconds: float, generation: int) -> Reply:
-        parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp)
+        parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp, self.info.attention_tokens)
         if len(parts) == 1:
             return await self._scheduler.submit(command, partial(self._send, generation, command, seconds))
         sent: list[asyncio.Future[Reply]] = []
@@ -355,15 +355,20 @@ class Pool:
 
 
 # ------------------------------------------------------------------ which command is next
-def in_parts(command: Command, microbatch_tokens: int, fsdp: int) -> Sequence[Command]:
+def in_parts(
+    command: Command, microbatch_tokens: int, fsdp: int, attention_tokens: int = ATTENTION_TOKENS
+) -> Sequence[Command]:
     """The commands that are sent in place of `command`, one for each micro-batch; the last reply is the command's.
 
     microbatch_tokens: GroupInfo's. fsdp: the size of the mesh axis that rows are split over.
+    attention_tokens: GroupInfo's.
     """
     if not isinstance(command, Forward) or not command.examples:
         return (command,)
     lengths = [len(example.tokens_T) for example in command.examples]
-    a_pass = micro_batches(lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp)
+    a_pass = micro_batches(
+        lengths, microbatch_tokens=microbatch_tokens, row_multiple=fsdp, attention_tokens=attention_tokens
+    )
     count = a_pass * LOSSES[command.loss].passes(backward=command.backward)
     if count == 1:
         return (command,)

@@ -84,6 +84,10 @@ class CommandExecutor(Protocol):
         """How many tokens, padding included, it trains on at once."""
 
     @property
+    def attention_tokens(self) -> int:
+        """Tokens of a row in which attention costs as much as everything else."""
+
+    @property
     def fsdp(self) -> int:
         """The size of the mesh's axis that rows of a micro-batch are split over."""
 
@@ -325,6 +329,7 @@ def _ready(executor: CommandExecutor, transfers: Transfers) -> Ready:
         int(executor.parameters),
         int(executor.microbatch_tokens),
         int(executor.fsdp),
+        int(executor.attention_tokens),
         transfers.reach_store,
     )
 

@@ -11,9 +11,8 @@ import bisect
 from collections.abc import Sequence
 
 SHORTEST_ROW = 32
-# How much longer rows make attention dearer: a token in a row of T costs about 1 + T / _ATTENTION of one alone
-# (measured on CPU, 1024 hidden: 8x128 against 2x512 tokens).
-_ATTENTION = 1024
+# How much longer rows make attention dearer: a token in a row of T costs about 1 + T / attention_tokens of one alone.
+ATTENTION_TOKENS = 1024  # of CPUs (measured, 1024 hidden: 8x128 against 2x512 tokens); `Platform` has those of others
 
 
 def bucket(size: int, least: int = 1) -> int:
@@ -21,11 +20,17 @@ def bucket(size: int, least: int = 1) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def micro_batches(lengths: Sequence[int], *, microbatch_tokens: int, row_multiple: int = 1) -> int:
+def micro_batches(
+    lengths: Sequence[int],
+    *,
+    microbatch_tokens: int,
+    row_multiple: int = 1,
+    attention_tokens: int = ATTENTION_TOKENS,
+) -> int:
     """How many micro-batches examples of these lengths make; the arguments are those of `layout`."""
     if len(lengths) * bucket(max(lengths), SHORTEST_ROW) * row_multiple <= microbatch_tokens:
         return 1  # with a row for each, and packed they take no more
-    return len(layout(lengths, microbatch_tokens, row_multiple))
+    return len(layout(lengths, microbatch_tokens, row_multiple, attention_tokens))
 
 
 def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int = 1) -> list[tuple[int, int]]:
@@ -41,13 +46,16 @@ def micro_batch_shapes(microbatch_tokens: int, longest: int, row_multiple: int =
     ]
 
 
-def layout(lengths: Sequence[int], microbatch_tokens: int, row_multiple: int) -> list[list[list[int]]]:
+def layout(
+    lengths: Sequence[int], microbatch_tokens: int, row_multiple: int, attention_tokens: int = ATTENTION_TOKENS
+) -> list[list[list[int]]]:
     """The rows of each micro-batch, and the examples of each row.
 
     lengths: tokens of each example. microbatch_tokens: the most padded tokens of a micro-batch, unless its fewest rows
-    have more. row_multiple: what the number of rows is a multiple of.
+    have more. row_multiple: what the number of rows is a multiple of. attention_tokens: of a row in which attention
+    costs as much as everything else.
     """
-    width = _row_width(lengths, microbatch_tokens, row_multiple)
+    width = _row_width(lengths, microbatch_tokens, row_multiple, attention_tokens)
     rows = _fill_rows(lengths, width)
     most = _most_rows(width, microbatch_tokens, row_multiple)
     return [rows[start : start + most] for start in range(0, len(rows), most)]
@@ -58,7 +66,7 @@ def _most_rows(width: int, microbatch_tokens: int, row_multiple: int) -> int:
     return row_multiple * (1 << (fit.bit_length() - 1))
 
 
-def _row_width(lengths: Sequence[int], microbatch_tokens: int, row_multiple: int) -> int:
+def _row_width(lengths: Sequence[int], microbatch_tokens: int, row_multiple: int, attention_tokens: int) -> int:
     """The width, of those that hold the longest example, at which computing should cost the least."""
     width = bucket(max(lengths), SHORTEST_ROW)
     widths = [width]
@@ -69,7 +77,7 @@ def _row_width(lengths: Sequence[int], microbatch_tokens: int, row_multiple: int
         most = _most_rows(width, microbatch_tokens, row_multiple)
         full, rest = divmod(len(_fill_rows(lengths, width)), most)
         rows = full * most + (padded_rows(rest, row_multiple) if rest else 0)
-        return rows * width * (1 + width / _ATTENTION)
+        return rows * width * (1 + width / attention_tokens)
 
     return min(widths, key=cost)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tinkerflow.backend.commands import Example
 from tinkerflow.backend.compute.packing import pack
-from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket, micro_batches
+from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket, layout, micro_batches
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
@@ -65,3 +65,9 @@ def test_an_input_of_a_traced_loss_that_is_called_weights_is_not_the_weights():
     named = replace(example(0, 6, 1), inputs={"weights": np.full(6, 5.0, np.float32)})
     (batch,) = pack([named], microbatch_tokens=64, inputs=["weights"])
     assert batch.inputs_BTK["weights"][0, :6].ravel().tolist() == [1.0] * 6
+
+
+def test_rows_are_longer_where_attention_costs_less():
+    lengths = [600] * 12
+    short, long = (layout(lengths, 8192, 1, attention_tokens)[0][0] for attention_tokens in (1024, 8192))
+    assert len(short) < len(long)

@@ -57,6 +57,7 @@ class Echo:
         self.parameters = 7
         self.microbatch_tokens = config.microbatch_tokens
         self.fsdp = config.fsdp
+        self.attention_tokens = 1024
         self.rank = rank
         self.progress = progress
         self.steps = 0
@@ -285,6 +286,7 @@ class Collective:
         self.parameters = jax.process_count()
         self.microbatch_tokens = config.microbatch_tokens
         self.fsdp = len(self.devices)
+        self.attention_tokens = 1024
         self.sharded = NamedSharding(mesh, spec("fsdp"))
         self.total = jax.jit(lambda x_D: x_D.sum(), out_shardings=NamedSharding(mesh, spec()))
 

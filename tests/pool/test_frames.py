@@ -117,6 +117,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.integers(0, 2**40),
         st.integers(0, 2**31),
         st.integers(1, 64),
+        st.integers(1, 2**20),
         st.integers(0, 2**31),
         st.booleans(),
     ),
@@ -129,6 +130,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.integers(0, 2**40),
         st.integers(0, 2**31),
         st.integers(1, 64),
+        st.integers(1, 2**20),
         st.booleans(),
     ),
     m.Transfer: st.builds(

@@ -59,6 +59,7 @@ class Ready:
     parameters: int
     microbatch_tokens: int
     fsdp: int
+    attention_tokens: int
     reaches_store: bool
 
 
