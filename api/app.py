@@ -33,7 +33,7 @@ def create_app(
 
     Every endpoint needs a key, except healthz, the front page, the OpenAPI document, and what a signed link opens.
 
-    subscriptions: must be running. clock: default the machine's.
+    settings: of the service. journal, store: open. subscriptions: must be running. clock: default the machine's.
     """
     # The document says what each endpoint takes. FastAPI's page that shows it would load scripts from elsewhere.
     app = FastAPI(title="tinkerflow", version=__version__, docs_url=None, redoc_url=None)

@@ -76,7 +76,7 @@ async def serve_until(
             if stop is not None:
                 beside.append(asyncio.create_task(_stop(stop, server), name="stop"))
             try:
-                await server.serve()
+                await asyncio.create_task(server.serve(), name="http")
             finally:
                 for task in beside:
                     task.cancel()

@@ -37,7 +37,11 @@ class Dispatcher:
         served: Sequence[ServedModel],
         snapshots: SnapshotPolicy | None = None,
     ) -> None:
-        """Nothing runs before `serve`. snapshots: when a model's snapshot is due; None: as the settings say."""
+        """Nothing runs before `serve`.
+
+        settings, journal: of the engine. mirror: shows the runs. served: every base model. snapshots: when a model's
+        snapshot is due; None: as the settings say.
+        """
         self._settings = settings
         self._journal = journal
         self._mirror = mirror

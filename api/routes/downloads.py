@@ -6,12 +6,13 @@ import asyncio
 from datetime import datetime
 from email.utils import format_datetime
 from functools import partial
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from tinkerflow.api.bytes import ByteSource, archive, send
-from tinkerflow.api.call import Authorised, Call, Router, Services, Wire
+from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.links import LIFETIME, Linked, link
 from tinkerflow.api.routes.weights import CHECKPOINT
 from tinkerflow.backend.errors import NotFoundError, UserError
@@ -23,6 +24,7 @@ router = Router()
 link_router = APIRouter()  # opened by a signed link instead of a key
 
 _FILE, _ARCHIVE = "checkpoint_files", "checkpoint_archives"
+_ATTEMPT = "{run_id}/{kind}/{name}/{attempt}"
 _COMPLETE = "checkpoint_complete"  # push-hf of SDK 0.25 treats an archive without this file as incomplete
 
 
@@ -62,26 +64,37 @@ async def archive_link(run_id: str, kind: CheckpointKind, name: str, call: Autho
     return Response(status_code=302, headers={"location": url, "expires": format_datetime(expires, usegmt=True)})
 
 
-@link_router.head(f"/{_FILE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}/{{file}}")
-@link_router.get(f"/{_FILE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}/{{file}}")
-async def read_file(
-    run_id: str, kind: CheckpointKind, name: str, attempt: str, file: str, services: Linked, request: Request
-) -> Response:
+async def _linked_to(run_id: str, kind: CheckpointKind, name: str, attempt: str, services: Linked) -> Saved:
+    """The commit that a link was made for; NotFoundError when it was deleted, has expired or was saved anew."""
+
+    def read() -> Saved:
+        path = CheckpointPath(run_id, kind, name)
+        services.journal.checkpoints.get(str(path), None)
+        saved = _committed(services.store, path)
+        if saved.attempt != attempt:
+            raise NotFoundError(f"checkpoint {path} was saved anew; ask for a new link")
+        return saved
+
+    return await asyncio.to_thread(read)
+
+
+LinkedTo = Annotated[Saved, Depends(_linked_to)]
+
+
+@link_router.head(f"/{_FILE}/{_ATTEMPT}/{{file}}")
+@link_router.get(f"/{_FILE}/{_ATTEMPT}/{{file}}")
+async def read_file(file: str, saved: LinkedTo, services: Linked, request: Request) -> Response:
     """One file, whole or in part."""
-    saved = await asyncio.to_thread(_linked_to, services, CheckpointPath(run_id, kind, name), attempt)
     if file not in saved.files:
         raise NotFoundError(f"checkpoint {saved.path} has no file {file!r}")
     headers = {"content-disposition": f'attachment; filename="{file}"'}
     return send(request, [_segment(services.store, saved, file)], headers, saved.files[file].sha256)
 
 
-@link_router.head(f"/{_ARCHIVE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}")
-@link_router.get(f"/{_ARCHIVE}/{{run_id}}/{{kind}}/{{name}}/{{attempt}}")
-async def read_archive(
-    run_id: str, kind: CheckpointKind, name: str, attempt: str, services: Linked, request: Request
-) -> Response:
+@link_router.head(f"/{_ARCHIVE}/{_ATTEMPT}")
+@link_router.get(f"/{_ARCHIVE}/{_ATTEMPT}")
+async def read_archive(name: str, saved: LinkedTo, services: Linked, request: Request) -> Response:
     """A tar of the adapter's files, without the optimizer state."""
-    saved = await asyncio.to_thread(_linked_to, services, CheckpointPath(run_id, kind, name), attempt)
     files = [(file, _segment(services.store, saved, file)) for file in saved.files if file != OPTIMIZER]
     headers = {"content-disposition": f'attachment; filename="{name}.tar"', "content-type": "application/x-tar"}
     return send(request, archive([*files, (_COMPLETE, ByteSource.of(b""))], saved.created_at), headers, saved.attempt)
@@ -91,15 +104,6 @@ def _readable(call: Call, path: CheckpointPath, purpose: str) -> Saved:
     """The commit of a checkpoint that the caller may read. The audit log notes the access."""
     call.journal.checkpoints.read(str(path), call.owner, purpose)
     return _committed(call.services.store, path)
-
-
-def _linked_to(services: Services, path: CheckpointPath, attempt: str) -> Saved:
-    """The commit that a link was made for; NotFoundError when it was deleted, has expired or was saved anew."""
-    services.journal.checkpoints.get(str(path), None)
-    saved = _committed(services.store, path)
-    if saved.attempt != attempt:
-        raise NotFoundError(f"checkpoint {path} was saved anew; ask for a new link")
-    return saved
 
 
 def _committed(store: Store, path: CheckpointPath) -> Saved:

@@ -42,7 +42,10 @@ async def training_runs(
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
 ) -> TrainingRuns:
-    """Training runs, newest first; with project_id, the runs of sessions with that label."""
+    """Training runs of the access_scope, newest first; with project_id, the runs of sessions with that label.
+
+    limit, offset: which part of the list. call: whose runs they are.
+    """
     owner = call.visible(access_scope)
     page = await asyncio.to_thread(call.journal.models.runs, owner, limit=limit, offset=offset, project_id=project_id)
     return TrainingRuns(

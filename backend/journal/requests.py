@@ -117,28 +117,16 @@ class Pending:
 
     def done(self, result: bytes, result_type: PayloadType, *effects: Effect) -> Outcome:
         """The outcome that answers this request with `result`."""
-        return Outcome(
-            self.id,
-            result=result,
-            result_type=result_type,
-            model_id=self.model_id,
-            sampler_id=self.sampler_id,
-            seq_id=self.seq_id,
-            effects=effects,
-        )
+        return self._outcome(effects, result=result, result_type=result_type)
 
     def failed(self, error: TinkerflowError | str, category: Category | None = None, *effects: Effect) -> Outcome:
         """The outcome that answers this request with `error`; a plain text is the server's fault by default."""
         text, own = (error.message, error.category) if isinstance(error, TinkerflowError) else (error, "server")
-        return Outcome(
-            self.id,
-            error=text,
-            category=category or own,
-            model_id=self.model_id,
-            sampler_id=self.sampler_id,
-            seq_id=self.seq_id,
-            effects=effects,
-        )
+        return self._outcome(effects, error=text, category=category or own)
+
+    def _outcome(self, effects: tuple[Effect, ...], **answer: Any) -> Outcome:
+        answer |= {"model_id": self.model_id, "sampler_id": self.sampler_id, "seq_id": self.seq_id}
+        return Outcome(self.id, effects=effects, **answer)
 
 
 # ------------------------------------------------------------------ limits

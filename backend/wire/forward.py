@@ -108,7 +108,7 @@ def decode_forward(
 ) -> Forward:
     """The command for a request; adapter_id is its model_id, config is complete (defaults filled in).
 
-    custom: the traced loss that it names; recorded: what was recorded of its sequence_ids.
+    read: the request. custom: the traced loss that it names. recorded: what was recorded of its sequence_ids.
     UserError names the field, its value and the rule: unknown loss, config key or input; missing input; sequence
     empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
     finite; images; spans that do not fit what was sampled.

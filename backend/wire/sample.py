@@ -48,10 +48,10 @@ def sample_request(
 ) -> SampleRequest:
     """The command for a sample request; UserError names the field, its value and the rule.
 
-    request_id, owner: of the request. snapshot_id: what is sampled, None = the base model. vocab_size, max_context:
-    of the model, in tokens. eos: the tokens that end a text; they stop a sequence where `stop` is absent, and nothing
-    does where it is an empty list. An absent max_tokens means all that the context has left. The seed is brought to
-    0 <= seed < 2**64.
+    body, request_id, owner: of the request. snapshot_id: what is sampled, None = the base model. vocab_size,
+    max_context: of the model, in tokens. eos: the tokens that end a text; they stop a sequence where `stop` is absent,
+    and nothing does where it is an empty list. An absent max_tokens means all that the context has left. The seed is
+    brought to 0 <= seed < 2**64.
     """
     prompt_T = _prompt(body.prompt.chunks, vocab_size, max_context)
     params = body.sampling_params

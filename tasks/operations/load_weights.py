@@ -85,9 +85,9 @@ async def read_checkpoint(
 ) -> tuple[AdapterState, Saved]:
     """A checkpoint's state, and what the store knows of it.
 
-    owner: who asks; they must be allowed to read it. optimizer: with the optimizer's moments; without them its step is
-    0, and the optimizer starts fresh. access: the hash of a token that allows to read it. NotFoundError or UserError
-    when there is no such checkpoint, or it does not fit.
+    context: of the base model. owner: who asks; they must be allowed to read what is saved under `path`. optimizer:
+    with the optimizer's moments; without them its step is 0, and the optimizer starts fresh. access: the hash of a
+    token that allows to read it. NotFoundError or UserError when there is no such checkpoint, or it does not fit.
     """
     await check_readable(context, owner, path, access)
     try:

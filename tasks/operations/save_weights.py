@@ -60,11 +60,12 @@ async def save(
     overwrite: bool = False,
     recipients: Sequence[str] = (),
 ) -> CheckpointSaved:
-    """Commit `state` to the store as the checkpoint `name` of the request's model; the row that goes with it.
+    """Commit `state` to the store as the checkpoint `name` of this `kind`, of the request's model; its row.
 
-    ttl_seconds: when it expires; None: never. overwrite: a checkpoint of this name may be replaced; a name whose
-    checkpoint was deleted or has expired is free anyway. recipients: the keys that can decrypt an export; empty: it is
-    not encrypted. StoreError when the store fails, UserError when the name is taken.
+    execution: of the save. ttl_seconds: when it expires; None: never. user_metadata: for people, none by default.
+    overwrite: a checkpoint of this name may be replaced; a name whose checkpoint was deleted or has expired is free
+    anyway. recipients: the keys that can decrypt an export; empty: it is not encrypted. StoreError when the store
+    fails, UserError when the name is taken.
     """
     context, request, run_id = execution.context, execution.request, execution.model_id
     expires = None if ttl_seconds is None else context.clock.now() + timedelta(seconds=ttl_seconds)

@@ -31,7 +31,11 @@ class AdamParams(OptimizerParams):
 def update(
     weights: Tree, grads: Tree, state: Mapping[str, Tree], count: Any, params: AdamParams
 ) -> tuple[Tree, dict[str, Tree]]:
-    """The weights and moments after a step; `count` int32 scalar: the steps made before."""
+    """The weights and the state after a step.
+
+    weights, grads: float32 arrays of the adapter's shapes; state: `mu` and `nu`, shaped alike. count: int32, the steps
+    made before. params: float32 scalars.
+    """
     import optax
 
     transform = optax.chain(

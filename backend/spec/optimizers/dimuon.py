@@ -35,7 +35,11 @@ class DimuonParams(OptimizerParams):
 def update(
     weights: Tree, grads: Tree, state: Mapping[str, Tree], count: Any, params: DimuonParams
 ) -> tuple[Tree, dict[str, Tree]]:
-    """The weights and the averaged gradient after a step."""
+    """The weights and the averaged gradient after a step.
+
+    weights, grads: float32 arrays of the adapter's shapes; state: `momentum`, shaped alike. count: int32, the steps
+    made before, which change nothing here. params: float32 scalars.
+    """
     import jax
     import optax
 
