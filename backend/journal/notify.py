@@ -31,13 +31,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.journal.database import is_sqlite
+
+if TYPE_CHECKING:
+    from tinkerflow.backend.journal.notify_postgres import PostgresTransport
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +51,6 @@ _NAME_LENGTH = 20  # bytes at most, for `/<pid>-<8 hex digits>`
 _DATAGRAM = 4096  # bytes; well below every system's limit
 _FULL_TRIES = 3  # a receiver holds 10 datagrams on Linux: give its thread a moment
 _FULL_WAIT = 0.001
-
-
-class Transport(Protocol):
-    """Carries topics between the processes that share a database."""
-
-    def send(self, topics: tuple[str, ...]) -> None:
-        """Send to every other process; what cannot be delivered is lost."""
-        ...
-
-    def start(self, deliver: Callable[[tuple[str, ...]], None]) -> None:
-        """Listen before returning: `deliver` is called, in a thread, with the topics that other processes send."""
-        ...
-
-    def close(self) -> None:
-        """Stop listening and close all sockets or connections."""
-        ...
 
 
 class Subscription:
@@ -152,7 +139,7 @@ class Notifier:
             subscription.put(topics)
 
 
-def _transport(url: str) -> Transport:
+def _transport(url: str) -> SocketTransport | PostgresTransport:
     if is_sqlite(url):
         return SocketTransport(url)
     from tinkerflow.backend.journal.notify_postgres import PostgresTransport

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import httpx
@@ -23,6 +23,9 @@ from prefect.states import Cancelled, Failed, Running
 from tinkerflow.backend.errors import TinkerflowError, UserError
 from tinkerflow.flows.prefect.connection import PrefectConnection
 
+if TYPE_CHECKING:
+    from tinkerflow.flows.dispatcher import Dispatcher
+
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
@@ -31,33 +34,13 @@ PAUSED = "the run was paused in Prefect"
 CANCELLED = "the run was cancelled in Prefect"
 
 
-class RunControls(Protocol):
-    """Does what the buttons say."""
-
-    def shown_in(self, model_id: str) -> UUID | None:
-        """The flow run that shows the model now, or will show it when the model is taken up again."""
-        ...
-
-    async def pause(self, model_id: str, why: str | None) -> None:
-        """Execute nothing of the model until this is called with None."""
-        ...
-
-    async def cancel(self, model_id: str, why: str) -> None:
-        """End the model: requests that wait fail with the reason."""
-        ...
-
-    async def retry(self, model_id: str, flow_run: UUID) -> None:
-        """Take up a model again that nobody serves, in this flow run; UserError when that is impossible."""
-        ...
-
-
 class ControlsWatch:
     """Looks at the states of our flow runs, and has them obeyed."""
 
-    def __init__(self, connection: PrefectConnection, controls: RunControls) -> None:
+    def __init__(self, connection: PrefectConnection, dispatcher: Dispatcher) -> None:
         """Nothing is looked at before `watch`."""
         self._connection = connection
-        self._controls = controls
+        self._dispatcher = dispatcher
         self._paused: dict[UUID, str] = {}  # flow run -> model
         self._retried: dict[UUID, UUID] = {}  # flow run -> its state that was obeyed as a Retry
 
@@ -92,12 +75,12 @@ class ControlsWatch:
 
     async def _obey(self, client: PrefectClient, run: FlowRun) -> None:
         model_id = str(run.parameters.get("model_id", ""))
-        paused, now_shown = run.id in self._paused, self._controls.shown_in(model_id) == run.id
+        paused, now_shown = run.id in self._paused, self._dispatcher.shown_in(model_id) == run.id
         match run.state.type if run.state else None:
             case StateType.CANCELLING | StateType.CANCELLED:
                 self._paused.pop(run.id, None)
                 log.info("model %s: %s", model_id, CANCELLED)
-                await self._controls.cancel(model_id, CANCELLED)
+                await self._dispatcher.cancel(model_id, CANCELLED)
                 if not now_shown:  # otherwise the run itself says that it has ended
                     await _say(client, run, Cancelled(message=CANCELLED))
             case StateType.PAUSED if now_shown:
@@ -107,7 +90,7 @@ class ControlsWatch:
                 elif not paused:
                     self._paused[run.id] = model_id
                     log.info("model %s: %s", model_id, PAUSED)
-                    await self._controls.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume lets it go on")
+                    await self._dispatcher.pause(model_id, f"{PAUSED} (flow run {run.name}); Resume lets it go on")
             case StateType.SCHEDULED if paused and now_shown:  # a suspended run that is resumed
                 await _say(client, run, Running(message="resumed"))
                 await self._go_on(run.id, model_id)
@@ -119,17 +102,17 @@ class ControlsWatch:
     async def _go_on(self, flow_run: UUID, model_id: str) -> None:
         self._paused.pop(flow_run, None)
         log.info("model %s goes on", model_id)
-        await self._controls.pause(model_id, None)
+        await self._dispatcher.pause(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:
-        if (shown := self._controls.shown_in(model_id)) is not None:
+        if (shown := self._dispatcher.shown_in(model_id)) is not None:
             await _say(client, run, Cancelled(message=f"the model is served already, in flow run {shown}"))
             return
         state = run.state.id if run.state is not None else run.id
         if self._retried.get(run.id) == state:
             return  # its new state is on its way to the server
         try:
-            await self._controls.retry(model_id, run.id)
+            await self._dispatcher.retry(model_id, run.id)
             self._retried[run.id] = state
         except UserError as error:
             await _say(client, run, Failed(message=error.message))

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import ParamSpec, Protocol, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.commands import (
     AdapterState,
     Command,
     CreateAdapter,
-    Digest,
-    FetchState,
     Forward,
     ImportAdapter,
     OptimStep,
     Reply,
-    WriteState,
 )
 from tinkerflow.backend.journal import AWAY, Journal, Outcome, Pending, SamplerLoaded, SamplerOpened
 from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.retry import retry
 from tinkerflow.backend.store import Store
 from tinkerflow.tasks.execution.sequencer import Saves, SaveState, Slot
@@ -43,35 +41,6 @@ Finish = Callable[[Sequence[Outcome]], object]
 INLINE_BYTES = 64 * 1024  # decoding so much takes less than a millisecond; a thread's round trip costs a third of one
 
 
-class Commanded(Protocol):
-    """The part of tinkerflow.backend.pool.Pool that operations use."""
-
-    @property
-    def generation(self) -> int:
-        """The number of the worker group that serves, or served last."""
-        ...
-
-    @property
-    def reaches_store(self) -> bool:
-        """Whether all processes of that group read and write states themselves."""
-        ...
-
-    async def serving(self) -> int:
-        """Wait until a worker group serves: its number."""
-        ...
-
-    async def transfer(self, job: FetchState | WriteState, *, generation: int | None = None) -> Mapping[str, Digest]:
-        """Have every process read or write its part of a state, beside its commands: the files that were written."""
-        ...
-
-    async def submit(self, command: Command, deadline: float | None = None, *, generation: int | None = None) -> Reply:
-        """Execute after all that were submitted before for the same adapter; the reply, or the executor's error.
-
-        generation: the only group that may execute it; GroupFailedError when it serves no more.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class ExecutionContext:
     """One base model: its worker group, what is in it, and the journal, store and clock that all base models share.
@@ -80,7 +49,7 @@ class ExecutionContext:
     """
 
     journal: Journal
-    pool: Commanded
+    pool: Pool
     store: Store
     card: ModelCard
     clock: Clock

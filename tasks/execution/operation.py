@@ -36,7 +36,7 @@ Execute = Callable[[Execution], Awaitable[Outcome]]
 
 EXECUTE: dict[Kind, Execute] = {
     Kind.CREATE_MODEL: create_model.execute,
-    Kind.LOAD_MODEL: load_weights.execute_create,
+    Kind.LOAD_MODEL: load_weights.execute,
     Kind.FORWARD: forward_backward.execute,
     Kind.FORWARD_BACKWARD: forward_backward.execute,
     Kind.OPTIM_STEP: optim_step.execute,

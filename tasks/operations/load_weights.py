@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter
 from tinkerflow.backend.errors import NotFoundError, UserError
-from tinkerflow.backend.journal import ModelLive, ModelView, Outcome
+from tinkerflow.backend.journal import Kind, ModelLive, ModelView, Outcome
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
 from tinkerflow.tasks.execution.context import Execution, ExecutionContext
@@ -16,49 +16,29 @@ from tinkerflow.tasks.operations.create_model import spec_of
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Replace the model's weights by a checkpoint's, of the same base model and shape.
+    """Replace the model's weights by a checkpoint's, of the same base model and shape; or make a model from one.
 
     The rank of experts may differ, as that of a checkpoint from before it was divided does: the checkpoint's is kept.
+    A new model (create-via-load) has the checkpoint's shape.
     """
-    context, request = execution.context, execution.request
-    wanted = LoadWeights.decode(request.payload)
-    model_id = execution.model_id
+    context, request, model_id = execution.context, execution.request, execution.model_id
+    creates = request.kind is Kind.LOAD_MODEL
+    wanted = LoadModel.decode(request.payload) if creates else LoadWeights.decode(request.payload)
     async with execution.slot:
         model, state = await asyncio.gather(
             context.read(context.journal.models.get, model_id, None),
             _load(execution, wanted),
         )
-        if replace(state.spec, expert_rank=model.expert_rank) != spec_of(model):
+        if not creates and replace(state.spec, expert_rank=model.expert_rank) != spec_of(model):
             raise UserError(f"path {wanted.path!r}: it holds {state.spec}, but model {model_id} has {spec_of(model)}")
         reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
     await reply
     taken = await commit(context, model_id, request.owner, int(request.seq_id or 0), state)
     await execution.slot.predecessors()
-    await (
-        execution.slot.earlier_saves()
-    )  # a replay begins with this snapshot: it must pass no save that is still to be answered
-    return request.done(encode_loaded(model_id, wanted.path), "json", _live(model_id, state), taken)
-
-
-async def execute_create(execution: Execution) -> Outcome:
-    """Make a model from a checkpoint (create-via-load); its shape is the checkpoint's."""
-    context, request = execution.context, execution.request
-    wanted = LoadModel.decode(request.payload)
-    model_id = execution.model_id
-    async with execution.slot:
-        model, state = await asyncio.gather(
-            context.read(context.journal.models.get, model_id, None),
-            _load(execution, wanted),
-        )
-        reply = execution.send(ImportAdapter(model_id, _for(model, state, wanted.path)), Done)
-    await reply
-    taken = await commit(context, model_id, request.owner, 0, state)
-    return request.done(encode_loaded(model_id, wanted.path), "json", _live(model_id, state), taken)
-
-
-def _live(model_id: str, state: AdapterState) -> ModelLive:
-    """The model's row as the checkpoint has it."""
-    return ModelLive(model_id, state.step, **asdict(state.spec))
+    # A replay begins with this snapshot: it must pass no save that is still to be answered.
+    await execution.slot.earlier_saves()
+    live = ModelLive(model_id, state.step, **asdict(state.spec))  # the model's row as the checkpoint has it
+    return request.done(encode_loaded(model_id, wanted.path), "json", live, taken)
 
 
 def _for(model: ModelView, state: AdapterState, path: str) -> AdapterState:
