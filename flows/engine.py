@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 
-from tinkerflow.backend.clock import Clock, SystemClock, every_second
+from tinkerflow.backend.clock import SystemClock, every_second
 from tinkerflow.backend.errors import StoreError, UserError
 from tinkerflow.backend.joining import make_secret, parse_address
 from tinkerflow.backend.journal import Journal, migrate
@@ -137,19 +137,16 @@ async def _run(
             base_models=[card.name for card in cards],
         )
         mirror = Mirror(connection, Pacing(settings.tracked_runs_per_second, clock))
-        served = [
-            _serve(settings, mirror, card, pool, journal, answers, store, clock)
-            for card, pool in zip(cards, pools, strict=True)
-            if isinstance(pool, Pool)
-        ]
-        for model in served:
-            stack.callback(model.context.close)
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
-        for model in served:
-            noting = asyncio.create_task(
-                note_compile_status(journal, model.pool, model.card.name), name="compile status"
-            )
+        served = []
+        for card, pool in zip(cards, (pool for pool in pools if isinstance(pool, Pool)), strict=True):
+            saves = Saves()
+            context = ExecutionContext(journal, pool, store, card, clock, answers, saves, Snapshots(saves))
+            stack.callback(context.close)
+            noting = asyncio.create_task(note_compile_status(journal, pool, card.name), name="compile status")
             stack.callback(noting.cancel)
+            sampling = SamplingRunner(context, mirror.sampling(card.name), most_waiting=4 * settings.sample_slots)
+            served.append(ServedModel(card, context, pool, sampling))
         dispatcher = Dispatcher(settings, journal, mirror, served)
         await _serve_until(stop, dispatcher, on_ready, lease)
 
@@ -254,22 +251,6 @@ async def _start_pool(
     )
     site = hosts or ThisMachine(settings.data_dir / "logs", settings.platform)
     return await Pool.start(config, site, on_progress=on_progress, on_waiting=tell)
-
-
-def _serve(
-    settings: Settings,
-    mirror: Mirror,
-    card: ModelCard,
-    pool: Pool,
-    journal: Journal,
-    answers: AnswerWriter,
-    store: Store,
-    clock: Clock,
-) -> ServedModel:
-    saves = Saves()
-    context = ExecutionContext(journal, pool, store, card, clock, answers, saves, Snapshots(saves))
-    sampling = SamplingRunner(context, mirror.sampling(card.name), most_waiting=4 * settings.sample_slots)
-    return ServedModel(card, context, pool, sampling)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

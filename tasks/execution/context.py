@@ -169,43 +169,31 @@ class AnswerWriter:
             self._writer = None
 
     async def _write_batch(self, batch: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
-        try:
-            await self._store([outcome for outcome, _ in batch])
-        except AWAY as error:
-            for _, written in batch:
-                _resolve(written, error)
-        except Exception as error:  # noqa: BLE001  the database refused the content of one of them
-            if len(batch) == 1:
-                await self._write_failure(*batch[0], error)
-            else:  # one of them cannot be stored; the others must not suffer
-                for one in batch:
-                    await self._write_batch([one])
-        else:
-            for _, written in batch:
-                _resolve(written, None)
+        """Store all together. When the database refuses the content of one of them, the others must not suffer."""
+        together = await self._store([outcome for outcome, _ in batch])
+        for outcome, written in batch:
+            error = together
+            if error is not None and not isinstance(error, AWAY) and len(batch) > 1:
+                error = await self._store([outcome])
+            if error is not None and not isinstance(error, AWAY):
+                log.exception("the answer of request %s cannot be stored", outcome.request_id, exc_info=error)
+                text = f"the answer cannot be stored ({type(error).__name__}: {error})"
+                error = await self._store([replace(outcome, result=None, error=text, category="server", effects=())])
+            if written.done():  # whoever put it was cancelled
+                continue
+            if error is None:
+                written.set_result(None)
+            else:
+                written.set_exception(error)
 
-    async def _write_failure(self, outcome: Outcome, written: asyncio.Future[None], error: Exception) -> None:
-        log.exception("the answer of request %s cannot be stored", outcome.request_id, exc_info=error)
-        text = f"the answer cannot be stored ({type(error).__name__}: {error})"
-        named = replace(outcome, result=None, error=text, category="server", effects=())
-        try:
-            await self._store([named])
-        except Exception as second:  # noqa: BLE001  whoever put it decides
-            _resolve(written, second)
-        else:
-            _resolve(written, None)
+    async def _store(self, outcomes: list[Outcome]) -> Exception | None:
+        """Why these cannot be stored; None when they are."""
 
-    async def _store(self, outcomes: list[Outcome]) -> None:
         def write() -> Awaitable[object]:
             return asyncio.get_running_loop().run_in_executor(self._thread, self._finish, outcomes)
 
-        await retry(write, on=AWAY, pauses=self._pauses, what="the journal cannot be written", log=log)
-
-
-def _resolve(written: asyncio.Future[None], error: Exception | None) -> None:
-    if written.done():  # whoever put it was cancelled
-        return
-    if error is None:
-        written.set_result(None)
-    else:
-        written.set_exception(error)
+        try:
+            await retry(write, on=AWAY, pauses=self._pauses, what="the journal cannot be written", log=log)
+        except Exception as error:  # noqa: BLE001  whoever put them decides
+            return error
+        return None
