@@ -13,6 +13,7 @@ import base64
 import hashlib
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -154,10 +155,11 @@ async def retrieve_future(call: Authorised) -> Response:
         return _failed(refused, "user")
     at_most = services.settings.metadata_only_over if body.allow_metadata_only else None
     hold = spread(services.settings.poll_hold, body.request_id)
+    look = partial(services.journal.results.get, body.request_id, call.owner, at_most=at_most)
     with services.subscriptions.request(body.request_id) as answer:
-        result = await asyncio.to_thread(services.journal.results.get, body.request_id, call.owner, at_most=at_most)
+        result = await asyncio.to_thread(look)
         if result is None and await services.holds.hold(answer.wait(hold)):
-            result = await asyncio.to_thread(services.journal.results.get, body.request_id, call.owner, at_most=at_most)
+            result = await asyncio.to_thread(look)
     if result is None:
         return _not_yet(body.request_id, await asyncio.to_thread(services.journal.queue.waits_for, body.request_id))
     return _answer(result, body.request_id)

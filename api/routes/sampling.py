@@ -11,7 +11,8 @@ from pydantic import Field
 from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.futures import accepted, content_hash, judged
-from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.api.routes.training import served
+from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.ids import sampler_id
 from tinkerflow.backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
 from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse, with_seed
@@ -99,11 +100,9 @@ def _open(journal: Journal, owner: str, body: CreateSamplingSession) -> str:
         base_model = base_model or saved.base_model
         if base_model != saved.base_model:
             raise UserError(f"base_model is {base_model!r}: must be {saved.base_model!r}, that of {body.model_path}")
-    names = [row.name for row in journal.base_models.all()]
-    if base_model not in names:
-        raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(names)}")
+    card = served(journal, base_model)
     new_id = sampler_id(body.session_id, body.sampling_session_seq_id)
-    return journal.samplers.open(NewSampler(new_id, body.session_id, owner, base_model, body.model_path))
+    return journal.samplers.open(NewSampler(new_id, body.session_id, owner, card.name, body.model_path))
 
 
 @router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, Literal
 
 from fastapi.responses import Response
@@ -14,12 +14,11 @@ from tinkerflow.api.call import Authorised, Call, Router, Wire
 from tinkerflow.api.openapi import takes, takes_protobuf
 from tinkerflow.api.routes.futures import accepted, content_hash, judged, refuse, submit_for_model
 from tinkerflow.api.routes.weights import optimizer_config
-from tinkerflow.backend.commands import LoraSpec, Optimizer
+from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import model_id
 from tinkerflow.backend.journal import Journal, Kind, NewCustomLoss, NewModel, NewRequest, access_hash
 from tinkerflow.backend.model_card import ModelCard
-from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.ranks import expert_rank
 from tinkerflow.backend.wire import (
     CreateCustomLoss,
@@ -142,84 +141,56 @@ async def load_weights(call: Authorised) -> Response:
     return await submit_for_model(call, Kind.LOAD_WEIGHTS, LoadWeights.read, body=body)
 
 
-@dataclass(frozen=True)
-class _WantedModel:
-    """The model that a request asks for."""
-
-    base_model: str
-    spec: LoraSpec
-    user_metadata: dict[str, str]
-    seed: int | None = None
-    optimizer: Optimizer = "adamw"
-
-
 def _create(call: Call, body: bytes, kind: Kind) -> Response:
-    journal, owner = call.journal, call.owner
     values = parse(body)
     address = OnNewModel.read(values)
     new_id = model_id(address.session_id, address.model_seq_id)
+    base_model = address.base_model if isinstance(address.base_model, str) else ""
+    # What is known of a model that never came to be. Its request says why.
+    known = NewModel(new_id, address.session_id, call.owner, base_model, rank=0)
     describe = _fresh if kind is Kind.CREATE_MODEL else _from_checkpoint
-    error = None
-    try:
-        wanted = describe(journal, owner, values)
-        card = _served(journal, wanted.base_model)
-        if kind is Kind.CREATE_MODEL:
-            wanted = _with_expert_rank(wanted, card, call.services.settings)
-    except UserError as e:
-        # The model never came to be. Its row holds what is known of it, and the request says why.
-        base_model = address.base_model
-        wanted = _WantedModel(base_model if isinstance(base_model, str) else "", LoraSpec(rank=0), {})
-        error = e.message
-    model = NewModel(
-        id=new_id,
-        session_id=address.session_id,
-        owner=owner,
-        base_model=wanted.base_model,
-        rank=wanted.spec.rank,
-        train_attn=wanted.spec.train_attn,
-        train_mlp=wanted.spec.train_mlp,
-        train_unembed=wanted.spec.train_unembed,
-        expert_rank=wanted.spec.expert_rank,
-        optimizer=wanted.optimizer,
-        seed=wanted.seed,
-        user_metadata=wanted.user_metadata,
-    )
+    model, error = judged(lambda values: describe(call, known, values), values)
     request = NewRequest(
         kind=kind,
-        owner=owner,
+        owner=call.owner,
         payload=body,
         content_hash=content_hash(values),
         model_id=new_id,
         seq_id=0,
         error=error,
     )
-    return accepted(journal.models.create(model, request, call.services.limits), model_id=new_id)
+    request_id = call.journal.models.create(model or known, request, call.services.limits)
+    return accepted(request_id, model_id=new_id)
 
 
-def _fresh(journal: Journal, owner: str, values: dict[str, Any]) -> _WantedModel:
+def _fresh(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
     asked = CreateModel.read(values)
+    card = served(call.journal, asked.base_model)
+    spec = {
+        **asdict(asked.spec),
+        "expert_rank": expert_rank(asked.spec.rank, card.experts_per_token, call.services.settings.expert_rank),
+    }
     seed = secrets.randbits(_SEED_BITS) if asked.lora.seed is None else asked.lora.seed
-    return _WantedModel(asked.base_model, asked.spec, asked.user_metadata, seed, asked.optimizer)
+    model = replace(known, base_model=asked.base_model, seed=seed, optimizer=asked.optimizer, **spec)
+    return replace(model, user_metadata=asked.user_metadata)
 
 
-def _from_checkpoint(journal: Journal, owner: str, values: dict[str, Any]) -> _WantedModel:
+def _from_checkpoint(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
     asked = LoadModel.read(values)
-    saved = journal.checkpoints.get(asked.path, owner, access=asked.access)
-    spec = LoraSpec(saved.rank, saved.train_attn, saved.train_mlp, saved.train_unembed, saved.expert_rank)
+    saved = call.journal.checkpoints.get(asked.path, call.owner, access=asked.access)
+    base_model = asked.base_model or saved.base_model
+    served(call.journal, base_model)
+    spec = {field.name: getattr(saved, field.name) for field in fields(LoraSpec)}
     optimizer = saved.optimizer if asked.optimizer else asked.fresh
-    return _WantedModel(asked.base_model or saved.base_model, spec, asked.user_metadata, optimizer=optimizer)
+    return replace(known, base_model=base_model, optimizer=optimizer, user_metadata=asked.user_metadata, **spec)
 
 
-def _served(journal: Journal, base_model: str) -> ModelCard:
+def served(journal: Journal, base_model: str | None) -> ModelCard:
+    """The card of a base model; NotFoundError when it is not served here."""
     cards = {row.name: row.card for row in journal.base_models.all()}
     if base_model not in cards:
         raise NotFoundError(f"base_model is {base_model!r}: must be one that is served here: {', '.join(cards)}")
     return ModelCard.from_json(cards[base_model])
-
-
-def _with_expert_rank(wanted: _WantedModel, card: ModelCard, settings: Settings) -> _WantedModel:
-    own = expert_rank(wanted.spec.rank, card.experts_per_token, settings.expert_rank)
-    return replace(wanted, spec=replace(wanted.spec, expert_rank=own))
 
 
 @router.post("/get_info", openapi_extra=takes(GetInfo))

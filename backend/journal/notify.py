@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -232,17 +232,13 @@ class ResultSubscriptions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stack.aclose()
 
-    @contextmanager
-    def request(self, request_id: str) -> Iterator[Waiter]:
+    def request(self, request_id: str) -> AbstractContextManager[Waiter]:
         """Inside, a waiter for the answer of one request. An id that does not exist is never answered."""
-        with _entered(self._requests, request_id, Waiter()) as waiter:
-            yield waiter
+        return _entered(self._requests, request_id, Waiter())
 
-    @contextmanager
-    def sampler(self, sampler_id: str, clone: int) -> Iterator[Waiter]:
+    def sampler(self, sampler_id: str, clone: int) -> AbstractContextManager[Waiter]:
         """Inside, a waiter for every answer to one clone's requests of a sampler."""
-        with _entered(self._samplers, sampler_id, Waiter(str(clone))) as waiter:
-            yield waiter
+        return _entered(self._samplers, sampler_id, Waiter(str(clone)))
 
     @property
     def waiting(self) -> int:

@@ -129,21 +129,14 @@ class FlowRunRecord:
         if self._events is not None:
             self._events.append(event)
         else:
-            emit_event(**event, related=self._related())
+            run, name = f"prefect.flow-run.{self.id}", self._heading.name
+            shown_in = {"prefect.resource.id": run, "prefect.resource.role": "flow-run", "prefect.resource.name": name}
+            emit_event(**event, related=[shown_in])
 
     @property
     def _created(self) -> UUID:
         assert self.id is not None, "requests are sent in order, and the first one creates the flow run"
         return self.id
-
-    def _related(self) -> list[dict[str, str]]:
-        return [
-            {
-                "prefect.resource.id": f"prefect.flow-run.{self.id}",
-                "prefect.resource.role": "flow-run",
-                "prefect.resource.name": self._heading.name,
-            }
-        ]
 
     async def _begin(self, client: PrefectClient) -> None:
         if self.id is None:
