@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from tinkerflow.api.call import Authorised, Router, Wire
 from tinkerflow.backend.errors import UserError
@@ -141,16 +141,23 @@ def _hour(name: str, moment: datetime) -> datetime:
     return moment
 
 
+def _event(of: Usage | StoredUsage, **more: Any) -> UsageEvent:
+    return UsageEvent(
+        bucket_start=of.bucket_start,
+        bucket_end=of.bucket_start + HOUR,
+        base_model=of.base_model,
+        user_id=of.key_id or None,
+        user_name=of.key_name,
+        project_id=of.project,
+        **more,
+    )
+
+
 def _used(used: Usage, settings: Settings) -> UsageEvent:
     rate, info = _kind(used.kind, used.quantity, settings)
-    return UsageEvent(
-        bucket_start=used.bucket_start,
-        bucket_end=used.bucket_start + HOUR,
-        base_model=used.base_model,
-        user_id=used.key_id or None,
-        user_name=used.key_name,
+    return _event(
+        used,
         session_id=used.session_id,
-        project_id=used.project,
         estimated_cost_usd=rate * used.quantity / 1e6 if rate else None,
         effective_rate_usd_per_million_tokens=rate or None,
         event_info=info,
@@ -175,13 +182,8 @@ def _kind(kind: UsageKind, count: int, settings: Settings) -> tuple[float, Token
 
 def _stored(stored: StoredUsage, settings: Settings) -> UsageEvent:
     amount, rate = stored.byte_hours / GIGABYTE, settings.price_storage
-    return UsageEvent(
-        bucket_start=stored.bucket_start,
-        bucket_end=stored.bucket_start + HOUR,
-        base_model=stored.base_model,
-        user_id=stored.key_id or None,
-        user_name=stored.key_name,
-        project_id=stored.project,
+    return _event(
+        stored,
         estimated_cost_usd=rate * amount / MONTH_HOURS if rate else None,
         effective_rate_usd_per_gigabyte_month=rate or None,
         event_info=StorageUsage(gigabyte_hours=amount),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from dataclasses import dataclass
 from datetime import timedelta
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
@@ -36,32 +35,19 @@ async def copy_weights(call: Authorised) -> WeightsCopied:
     The copy belongs to a new run, which takes no work. All attempts with one X-Idempotency-Key make one copy.
     """
     body = CopyWeights.read(parse(await call.body()))
-    wanted = _WantedCopy(
-        source=str(CheckpointPath.parse(body.source_path)),
-        project_id=body.destination_project_id,
-        ttl_seconds=body.ttl_seconds,
-        token=call.request.headers.get(_TOKEN) or body.weights_access_token,
-    )
-    return WeightsCopied(tinker_path=await asyncio.to_thread(_copy, call, wanted))
+    return WeightsCopied(tinker_path=await asyncio.to_thread(_copy, call, body))
 
 
-@dataclass(frozen=True)
-class _WantedCopy:
-    source: str
-    project_id: str | None
-    ttl_seconds: int | None
-    token: str | None
-
-
-def _copy(call: Call, wanted: _WantedCopy) -> str:
-    owner, label = _destination(call, wanted.project_id)
-    session_id = _session_id(call, wanted)
-    source_path = CheckpointPath.parse(wanted.source)
+def _copy(call: Call, wanted: CopyWeights) -> str:
+    owner, label = _destination(call, wanted.destination_project_id)
+    source_path = CheckpointPath.parse(wanted.source_path)
+    session_id = _session_id(call, wanted, source_path)
     path = str(CheckpointPath(model_id(session_id, 0), source_path.kind, source_path.name))
     if _exists(call, path, owner):
         return path
-    access = None if wanted.token is None else access_hash(wanted.token)
-    source = call.journal.checkpoints.get(wanted.source, call.owner, access=access)
+    token = call.request.headers.get(_TOKEN) or wanted.weights_access_token
+    access = None if token is None else access_hash(token)
+    source = call.journal.checkpoints.get(str(source_path), call.owner, access=access)
     call.journal.checkpoints.check_storage(owner, call.services.limits)
     ttl, now = wanted.ttl_seconds, call.services.clock.now()
     expires_at = None if ttl is None else now + timedelta(seconds=ttl)
@@ -86,10 +72,11 @@ def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
     return call.owner, project_id
 
 
-def _session_id(call: Call, wanted: _WantedCopy) -> str:
+def _session_id(call: Call, wanted: CopyWeights, source: CheckpointPath) -> str:
     """An id that all attempts at one copy share, and no other copy."""
     key = call.request.headers.get(_KEY) or secrets.token_hex(16)
-    of = "\n".join((call.owner, key, wanted.source, str(wanted.project_id), str(wanted.ttl_seconds)))
+    label, ttl = str(wanted.destination_project_id), str(wanted.ttl_seconds)
+    of = "\n".join((call.owner, key, str(source), label, ttl))
     return f"copy-{hashlib.sha256(of.encode()).hexdigest()[:24]}"
 
 
