@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from types import ModuleType
 from typing import Literal
 
 from fastapi import Depends, FastAPI
@@ -60,20 +58,15 @@ def create_app(
     app.add_middleware(Counted, metrics=metrics)
     errors.install(app)
     app.add_api_route(f"{API}/healthz", _healthz, methods=["GET"])
-    modules = sorted(_route_modules(), key=lambda module: -module.router.busy)
-    for module in modules:
+    # Every module of `routes` has a `router`; some have a `link_router` too, which links open without a key.
+    modules = [import_module(f"{routes.__name__}.{module.name}") for module in pkgutil.iter_modules(routes.__path__)]
+    for module in sorted(modules, key=lambda module: -module.router.busy):
         app.include_router(module.router, prefix=API, dependencies=[Depends(authorised)])
     for module in modules:
         if hasattr(module, "link_router"):
             app.include_router(module.link_router, prefix=API)
     app.include_router(page.router)
     return app
-
-
-def _route_modules() -> Iterator[ModuleType]:
-    """Every module of `routes`. Each has a `router`; some have a `link_router` too, which links open without a key."""
-    for module in pkgutil.iter_modules(routes.__path__):
-        yield import_module(f"{routes.__name__}.{module.name}")
 
 
 class Healthy(Wire):

@@ -77,7 +77,11 @@ class Dispatcher:
                         await self._stopping.wait()
                     finally:
                         self._stopping.set()  # also when we are cancelled: no runner begins any more
-                    self._stop_runners()
+                    for runner in self._runners.values():
+                        if runner is not None:
+                            runner.stop()
+                    for model in self._served.values():
+                        model.sampling.stop()
             finally:
                 for task in watches:
                     task.cancel()
@@ -90,13 +94,6 @@ class Dispatcher:
     def stop(self) -> None:
         """Take nothing more from the journal."""
         self._stopping.set()
-
-    def _stop_runners(self) -> None:
-        for runner in self._runners.values():
-            if runner is not None:
-                runner.stop()
-        for model in self._served.values():
-            model.sampling.stop()
 
     # ------------------------------------------------------------------ who is woken
     async def _listen(self, topics: AsyncIterator[str]) -> None:

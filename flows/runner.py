@@ -98,11 +98,6 @@ def batches(pending: Sequence[Pending], steps_made: int) -> list[Batch]:
     return made
 
 
-def _place(request: Pending) -> float:
-    """Where the request comes in the order of its model; an unload comes last."""
-    return math.inf if request.seq_id is None else request.seq_id
-
-
 # ------------------------------------------------------------------ when a recovery snapshot is due
 @dataclass(frozen=True)
 class SnapshotPolicy:
@@ -280,7 +275,7 @@ class ModelRunner:
         if self._unstored:  # also while paused: samplers wait for these
             left = await self._context.read(self._context.journal.recovery.unstored, self.model_id)
             self._unstored = bool(left)
-            rows = sorted([*left, *rows], key=_place)
+            rows = sorted([*left, *rows], key=lambda row: math.inf if row.seq_id is None else row.seq_id)
         if len(rows) >= _LOOK:
             self._woken.set()  # there may be more
         return [row for row in rows if row.id not in detached and self._is_fresh(row)]

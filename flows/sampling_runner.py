@@ -59,7 +59,7 @@ class SamplingRunner:
         context = self._context.bound_to(await self._context.pool.serving())
         async with asyncio.TaskGroup() as group:
             batch = self._batch = SampleBatch(context, group)
-            decoding = group.create_task(_decode(batch), name="decode")
+            decoding = group.create_task(batch.decode(), name="decode")
             try:
                 while await self._woken.wait() and not self._stopping:
                     self._woken.clear()
@@ -125,9 +125,3 @@ def shared_out(places: int, taken: Mapping[str, int], waiting: Mapping[str, int]
         else:
             heapq.heappop(line)
     return dict(shares)
-
-
-async def _decode(batch: SampleBatch) -> None:
-    while True:
-        await batch.wait()
-        await batch.step()

@@ -20,7 +20,6 @@ from tinkerflow.backend.journal import (
     SessionFailure,
     SessionQuery,
     SessionState,
-    SessionStatus,
     SessionSummary,
     plain_metadata,
 )
@@ -220,7 +219,9 @@ async def search(call: Authorised) -> FoundSessions:
         projects=asked.project_ids,
         user_metadata=asked.user_metadata,
         owners=asked.owner.owner_urns if isinstance(asked.owner, UserOwner) else None,
-        statuses=None if asked.statuses is None else tuple(_status_query(status) for status in asked.statuses),
+        statuses=None
+        if asked.statuses is None
+        else tuple((status.type, getattr(status, "reasons", None)) for status in asked.statuses),
         limit=asked.limit,
         after=None if asked.cursor is None else (asked.cursor.last_created_at, asked.cursor.last_session_id),
     )
@@ -292,12 +293,6 @@ async def audit(
         call.journal.audit.entries, call.visible(), resource=_RESOURCES[event_type], day=day
     )
     return AuditPage(entries=[_entry(entry) for entry in entries])
-
-
-def _status_query(
-    status: PlainStatus | ClientFinishedStatus,
-) -> tuple[SessionStatus, tuple[str, ...] | None]:
-    return (status.type, status.reasons if isinstance(status, ClientFinishedStatus) else None)
 
 
 def _summary(found: SessionSummary) -> FoundSession:

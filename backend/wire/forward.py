@@ -240,14 +240,11 @@ def _check_values(read: Sequence[tuple[Int32, Inputs]], loss: LossSpec, vocab_si
             if one.some and values is not None and not values.any():
                 raise UserError(f"{_name(i, one.name)} is 0 everywhere: must not be 0 for at least one token")
     if loss.ordered is not None:
-        _require_order(read, *loss.ordered)
-
-
-def _require_order(read: Sequence[tuple[Int32, Inputs]], lower: str, upper: str) -> None:
-    for i, (_, inputs) in enumerate(read):
-        low, high = inputs.get(lower), inputs.get(upper)
-        if low is not None and high is not None and (low > high).any():
-            raise UserError(f"{_name(i, lower)} has values over those of {upper}: must be <=")
+        lower, upper = loss.ordered
+        for i, (_, inputs) in enumerate(read):
+            least, most = inputs.get(lower), inputs.get(upper)
+            if least is not None and most is not None and (least > most).any():
+                raise UserError(f"{_name(i, lower)} has values over those of {upper}: must be <=")
 
 
 def _require(
@@ -276,7 +273,8 @@ def _example(tokens_T: Int32, inputs: Inputs, declared: Sequence[str] | None) ->
 
     targets_TK = columns(inputs[_TARGETS].astype(np.int32, copy=False))
     if declared is not None:
-        traced = {key: _as_jax_has_it(inputs[key]) for key in declared}
+        kept = {True: np.int32, False: np.float32}  # as JAX has it
+        traced = {key: inputs[key].astype(kept[inputs[key].dtype.kind == "i"], copy=False) for key in declared}
         return Example(tokens_T, targets_TK, np.ones(targets_TK.shape, np.float32), flat=flat, inputs=traced)
     # float32 bytes stay where they are; integer weights (a user's integer array) are widened
     floats = {key: columns(values.astype(np.float32, copy=False)) for key, values in inputs.items() if key != _TARGETS}
@@ -284,10 +282,6 @@ def _example(tokens_T: Int32, inputs: Inputs, declared: Sequence[str] | None) ->
     if weights_TK is None:
         weights_TK = np.ones(targets_TK.shape, np.float32)
     return Example(tokens_T, targets_TK, weights_TK, flat=flat, inputs=floats)
-
-
-def _as_jax_has_it(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return values.astype(np.int32 if values.dtype.kind == "i" else np.float32, copy=False)
 
 
 def _name(index: int, key: str) -> str:

@@ -1,10 +1,10 @@
 """sample: requests join a running decode batch between its chunks, and leave as they end.
 
 Two loops meet in a SampleBatch. Each request has a task (`_perform`): it decodes the request, has the snapshot loaded,
-puts its command into `_admit`, and waits until its `ended` is resolved. One loop, driven by the sampling runner, calls
-`step` as long as there is something to decode: a step sends what is in `_admit` to the worker group, and ends the
-requests that finished. The task then writes the answer. When the worker group ends, all that wait get a
-GroupFailedError: nothing is answered, and the runner takes the requests from the journal again.
+puts its command into `_admit`, and waits until its `ended` is resolved. One loop, `decode`, makes a step as long as
+there is something to decode: a step sends what is in `_admit` to the worker group, and ends the requests that finished.
+The task then writes the answer. When the worker group ends, all that wait get a GroupFailedError: nothing is answered,
+and the runner takes the requests from the journal again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Sample:
 
 
 class SampleBatch:
-    """The decode batch of one worker group, as the engine sees it. Only `step` sends SampleSteps."""
+    """The decode batch of one worker group, as the engine sees it. Only `decode` sends SampleSteps."""
 
     def __init__(self, context: ExecutionContext, group: asyncio.TaskGroup) -> None:
         """Empty. Answers are written by tasks of `group`, beside the decoding."""
@@ -95,14 +95,16 @@ class SampleBatch:
         """How many of these each owner has."""
         return Counter(sample.request.owner for sample in self._samples.values())
 
-    async def wait(self) -> None:
-        """Wait until a step would have something to do."""
-        while not (self._admit or self._cancel or self._decoding):
-            self._some.clear()
-            await self._some.wait()
+    async def decode(self) -> None:
+        """Step after step, as long as there is something to do; never returns."""
+        while True:
+            while not (self._admit or self._cancel or self._decoding):
+                self._some.clear()
+                await self._some.wait()
+            await self._step()
 
     async def drain(self) -> None:
-        """Wait until everything that was taken is answered; somebody must go on calling `step`."""
+        """Wait until everything that was taken is answered; `decode` must go on."""
         while self._samples:
             await asyncio.wait([sample.task for sample in self._samples.values()])
 
@@ -133,7 +135,7 @@ class SampleBatch:
         sample.end(_stopped(sample.request))
         self._some.set()
 
-    async def step(self) -> None:
+    async def _step(self) -> None:
         """One step of the sampler. When the group ends, all that were taken are given back."""
         command = SampleStep(self._joining(), tuple(self._cancel))
         self._cancel = []
