@@ -497,7 +497,8 @@ class GroupConfig:
 class GroupInfo:
     """The description of a group that is ready.
 
-    fsdp: the size of the mesh axis that rows are split over. attention_tokens: as in `spec.packing.layout`.
+    fsdp: the size of the mesh axis that rows are split over. attention_tokens: as in `spec.packing.layout`. context:
+    the longest sequence that fits its devices, in tokens. context_rule: what that follows from, as an error says it.
     """
 
     devices: tuple[str, ...]
@@ -505,5 +506,7 @@ class GroupInfo:
     microbatch_tokens: int
     fsdp: int
     attention_tokens: int
+    context: int
+    context_rule: str
     generation: int
     reaches_store: bool = False  # every process reads and writes states itself

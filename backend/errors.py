@@ -5,7 +5,8 @@ TinkerflowError            category
 │   ├── NotFoundError               the object does not exist, or belongs to another project
 │   ├── ConflictError               the same id was used before for other content
 │   ├── BodyTooLargeError           the request body, as sent or decompressed, is over the limit
-│   └── TooManyError                the project has as much waiting as it may; retry later
+│   ├── TooManyError                the project has as much waiting as it may; retry later
+│   └── AllocationError             the devices had no memory left for it; all is as it was before
 └── ServerError            server   the service failed; the request was right
     ├── GroupFailedError            a process of the worker group died, hung or was stopped
     │   ├── DeadlineError           a command was not answered within its deadline
@@ -59,6 +60,13 @@ class TooManyError(UserError):
     """The project has as much waiting as it may; the same request may be accepted a moment later."""
 
 
+class AllocationError(UserError):
+    """The devices had no memory left for the request. What it is about is as it was before.
+
+    The message says the same on every rank: a group whose ranks differ ends.
+    """
+
+
 class ServerError(TinkerflowError):
     """The service failed; the same request may work later."""
 
@@ -82,6 +90,11 @@ class SuspectError(GroupFailedError):
         """message: names the group, the rank and the cause."""
         super().__init__(message)
         self.crashed = crashed
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the group ended because the devices had no memory left for this command."""
+        return OUT_OF_MEMORY in self.message
 
 
 class DevicesError(ServerError):
@@ -108,6 +121,7 @@ class StoreAwayError(StoreError):
     """The store could not be reached, which says nothing about the checkpoints in it."""
 
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
 _LONGEST_SHOWN = 80  # characters of a value in a message
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
+from tinkerflow.backend.commands import GroupInfo
 from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import family_of, load_config
 from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 
 DEFAULT_MAX_CONTEXT = 32_768
 TOKENIZER = "tokenizer.json"
@@ -26,7 +28,8 @@ class ModelCard:
     name: as it was given, and as clients call it. path: the absolute folder that holds it on this machine.
     tokenizer_id: what `transformers.AutoTokenizer.from_pretrained` takes: the hub id, or the folder.
     max_context: the longest sequence served, in tokens. eos_token_ids: what ends an answer; may be empty.
-    parameters: numbers in the weights, a tied unembedding counted once. experts_per_token: 0 without experts.
+    context_rule: why no longer sequence is served, as an error says it. parameters: numbers in the weights, a tied
+    unembedding counted once. experts_per_token: 0 without experts.
     """
 
     name: str
@@ -39,6 +42,7 @@ class ModelCard:
     parameters: int
     tied: bool
     experts_per_token: int = 0
+    context_rule: str = MODEL_CONTEXT
 
     @classmethod
     def load(cls, name: str, *, max_context: int = 0) -> Self:
@@ -62,6 +66,12 @@ class ModelCard:
             tied=config.tied,
             experts_per_token=config.experts_per_token,
         )
+
+    def served_by(self, group: GroupInfo) -> Self:
+        """The card with the context that fits the devices of the group that serves the model."""
+        if group.context >= self.max_context:
+            return self
+        return replace(self, max_context=group.context, context_rule=group.context_rule)
 
     def to_json(self) -> str:
         """The card as a JSON object."""

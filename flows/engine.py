@@ -137,9 +137,11 @@ async def _run(
             base_models=[card.name for card in cards],
         )
         mirror = Mirror(connection, Pacing(settings.tracked_runs_per_second, clock))
+        ready = [pool for pool in pools if isinstance(pool, Pool)]
+        cards = [card.served_by(pool.info) for card, pool in zip(cards, ready, strict=True)]
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
         served = []
-        for card, pool in zip(cards, (pool for pool in pools if isinstance(pool, Pool)), strict=True):
+        for card, pool in zip(cards, ready, strict=True):
             saves = Saves()
             context = ExecutionContext(journal, pool, store, card, clock, answers, saves, Snapshots(saves))
             stack.callback(context.close)

@@ -26,7 +26,7 @@ from tinkerflow.backend.compute.lora import (
 from tinkerflow.backend.compute.mesh import put, to_host, whole_to_host
 from tinkerflow.backend.compute.optimizer import OptimizerState, fresh_state
 from tinkerflow.backend.compute.pieces import GRADIENTS, WEIGHTS, are_pieces, assembled, pieces_of
-from tinkerflow.backend.errors import NotFoundError, ServerError, UserError
+from tinkerflow.backend.errors import OUT_OF_MEMORY, DevicesError, NotFoundError, ServerError, UserError
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 Floats = npt.NDArray[np.float32]
@@ -39,6 +39,8 @@ class Adapter:
 
     steps_before: optimizer steps made before the last one. last_norm: the last step's gradient norm, a device array
     that may still be computing; None: no step to wait for. pending: gradients wait for the next optimizer step.
+    unsure: nobody has waited for the gradients yet; if the devices had no memory left to compute them, they are what
+    they were `before`, None = zeros.
     """
 
     spec: LoraSpec
@@ -48,6 +50,8 @@ class Adapter:
     steps_before: int = 0
     last_norm: jax.Array | None = None
     pending: bool = False
+    unsure: bool = False
+    before: Lora | None = None
 
     @property
     def step(self) -> int:
@@ -76,10 +80,21 @@ class AdapterStore:
         self._kept: dict[str, tuple[str, dict[str, Floats]]] = {}  # by adapter: a folder of the store, and pieces
 
     def get(self, adapter_id: str) -> Adapter:
-        """The adapter; NotFoundError when there is none of that id."""
+        """The adapter, its gradients computed; NotFoundError when there is none of that id."""
         if adapter_id not in self._adapters:
             raise NotFoundError(f"adapter {adapter_id!r} is not in this worker group: it was never made, or dropped")
-        return self._adapters[adapter_id]
+        adapter = self._adapters[adapter_id]
+        known = adapter
+        if adapter.unsure:
+            known = replace(adapter, unsure=False, before=None)
+            if not _are_computed(adapter.grads):
+                known = replace(
+                    known, grads=adapter.before or self._zeros_of(adapter), pending=adapter.before is not None
+                )
+        elif not adapter.pending and any(leaf.is_deleted() for leaf in jax.tree.leaves(adapter.grads)):
+            known = replace(adapter, grads=self._zeros_of(adapter))  # donated to a pass that failed
+        self.set(adapter_id, known)
+        return known
 
     def set(self, adapter_id: str, adapter: Adapter) -> None:
         """Make `adapter` the one of that id."""
@@ -102,8 +117,7 @@ class AdapterStore:
     def clear_gradients(self, adapter_id: str) -> None:
         """Set the adapter's gradients to zero, even if their buffers were donated to a step that failed."""
         adapter = self.get(adapter_id)
-        grads = self._put(jax.tree.map(_zeros, adapter.lora))
-        self.set(adapter_id, replace(adapter, grads=grads, pending=False))
+        self.set(adapter_id, replace(adapter, grads=self._zeros_of(adapter), pending=False))
 
     def export(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
         """A copy on the host; with `optimizer` also the moments, and the gradients if they are pending."""
@@ -158,6 +172,9 @@ class AdapterStore:
         restored = OptimizerState(self._put(np.array(state.step, np.int32)), made, state.optimizer)
         return Adapter(spec, lora, grads, restored, steps_before=state.step, pending=pending)
 
+    def _zeros_of(self, adapter: Adapter) -> Lora:
+        return self._put(jax.tree.map(_zeros, adapter.lora))
+
     def _fresh(self, spec: LoraSpec, lora: Lora, optimizer: Optimizer) -> Adapter:
         zeros = jax.tree.map(_zeros, lora)
         state = fresh_state(optimizer, zeros)
@@ -195,6 +212,17 @@ def _refuse_others(state: AdapterState, names: list[str]) -> None:
     for name in sorted(state.moments):
         if not name.endswith(tuple(f".{part}" for part in (*names, "grad"))):
             raise UserError(f"saved tensor {name!r} is no part of the state of {state.optimizer}: this model has that")
+
+
+def _are_computed(grads: Lora) -> bool:
+    """Wait for them: False when the devices had no memory left. DevicesError when computing failed otherwise."""
+    try:
+        jax.block_until_ready(grads)
+    except Exception as error:
+        if OUT_OF_MEMORY in str(error):
+            return False
+        raise DevicesError(f"computing gradients failed on the devices ({type(error).__name__}: {error})") from error
+    return True
 
 
 def _zeros(like: jax.Array | Floats) -> Floats:

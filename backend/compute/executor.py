@@ -9,6 +9,7 @@ immediately: waiting would gain nothing and keep two micro-batches in memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,8 @@ from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, state_lor
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
-from tinkerflow.backend.compute.memory import plan_group
+from tinkerflow.backend.compute.lora import check_spec
+from tinkerflow.backend.compute.memory import GB, adapter_bytes, plan_group
 from tinkerflow.backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
@@ -63,10 +65,14 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, training_programs
 from tinkerflow.backend.compute.warming import WarmUp
-from tinkerflow.backend.errors import DevicesError, ServerError, UserError
+from tinkerflow.backend.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, optimizer_of
 
 R = TypeVar("R", bound=Reply)
+
+log = logging.getLogger(__name__)
+
+_MAKING = (CreateAdapter, ImportAdapter, PublishSnapshot, LoadSnapshot)  # if they fail, all is as it was
 
 
 class Executor:
@@ -94,6 +100,7 @@ class Executor:
         )
         self._steps = make_steps(self._cfg, self._mesh, self.plan.budget.kept_bytes)
         self._adapters = AdapterStore(self._cfg, self._mesh)
+        self._adapter_bytes: dict[str, int] = {}  # what those that are there take of each device
         self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan)
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
         self._fetched: dict[str, tuple[str, Mapping[str, Float32]]] = {}  # by owner: a folder of the store, and tensors
@@ -139,6 +146,16 @@ class Executor:
         return self._mesh.shape[FSDP]
 
     @property
+    def context(self) -> int:
+        """The longest sequence that fits the devices, in tokens."""
+        return self.plan.context
+
+    @property
+    def context_rule(self) -> str:
+        """What that follows from, as an error says it."""
+        return self.plan.rule
+
+    @property
     def compiles(self) -> int:
         """How many executables this process has made."""
         return self._compiles.count
@@ -159,6 +176,10 @@ class Executor:
                     return reply
                 later = partial(self._read, reply)
                 return later if self.ahead else later()
+        except Exception as error:
+            if OUT_OF_MEMORY in str(error) and isinstance(command, _MAKING):
+                raise self._no_memory(command, error) from error
+            raise
         finally:
             if made := self._compiles.here - before:
                 self._progress(f"compiled {made} program(s) for {type(command).__name__}, {self.compiles} in all")
@@ -179,6 +200,7 @@ class Executor:
         """Forget all adapters, snapshots and requests; the base model and what is compiled stay."""
         self._fetched.clear()
         self._adapters.clear()
+        self._adapter_bytes.clear()
         self._begun.clear()
         self._sampler.clear()
 
@@ -211,14 +233,19 @@ class Executor:
             case ExportAdapter(adapter_id, optimizer):
                 return self._adapters.export(adapter_id, optimizer=optimizer)
             case CreateAdapter(adapter_id, spec, seed, optimizer):
+                needed = self._room_for(adapter_id, spec, optimizer)
                 self._adapters.create(adapter_id, spec, seed, optimizer)
+                self._adapter_bytes[adapter_id] = needed
                 self._want(spec, optimizer)
             case ImportAdapter(adapter_id, state):
+                needed = self._room_for(adapter_id, state.spec, state.optimizer)
                 self._adapters.restore(adapter_id, self._brought(adapter_id, state))
+                self._adapter_bytes[adapter_id] = needed
                 self._want(state.spec, state.optimizer)
             case DropAdapter(adapter_id):
                 self._fetched.pop(adapter_id, None)
                 self._adapters.drop(adapter_id)
+                self._adapter_bytes.pop(adapter_id, None)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
@@ -252,6 +279,28 @@ class Executor:
         weights = {name: array for name, array in tensors.items() if pieces or name.endswith(".weight")}
         moments = {name: array for name, array in tensors.items() if name not in weights}
         return AdapterState(state.spec, state.step, weights, moments, state.optimizer)
+
+    @staticmethod
+    def _no_memory(command: Command, error: Exception) -> AllocationError:
+        log.error("no memory was left on the devices for %s", type(command).__name__, exc_info=error)
+        return AllocationError(
+            f"{type(command).__name__}: the devices had no memory left for an adapter. Nothing was changed; the same "
+            "may work when there are fewer models or samplers"
+        )
+
+    def _room_for(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> int:
+        """The bytes of each device that the adapter takes; UserError when it does not fit beside the others."""
+        needed = adapter_bytes(self._cfg, self._config, check_spec(spec), optimizer)
+        if self.plan.uses is not None:
+            room = self.plan.uses.adapters
+            free = room - sum(size for name, size in self._adapter_bytes.items() if name != adapter_id)
+            if needed > free:
+                raise UserError(
+                    f"lora rank {spec.rank}: the adapter takes {needed / GB:.3g} GB of each device with its gradients "
+                    f"and optimizer state, and {max(0, free) / GB:.3g} GB are free of the {room / GB:.3g} GB for "
+                    "adapters: must be a smaller rank, or fewer models at the same time"
+                )
+        return needed
 
     def _want(self, spec: LoraSpec, optimizer: Optimizer) -> None:
         """Warm up for adapters of that shape, unless it was asked for before."""

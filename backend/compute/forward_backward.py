@@ -7,6 +7,7 @@ there are and `spec.packing` how many micro-batches a pass has: the pool counts 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, ForwardResult
+from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, ForwardResult, Reply
 from tinkerflow.backend.compute.adapters import Adapter, AdapterStore
 from tinkerflow.backend.compute.logprobs import Scored
 from tinkerflow.backend.compute.losses import choose, judge
@@ -24,8 +25,10 @@ from tinkerflow.backend.compute.packing import MicroBatch, pack
 from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.train import Steps, to_devices
 from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.errors import OUT_OF_MEMORY, AllocationError, ServerError
 from tinkerflow.backend.spec.losses import LOSSES
+
+log = logging.getLogger(__name__)
 
 ReadResult = Callable[[], ForwardResult]  # waits for the devices
 
@@ -63,8 +66,17 @@ class ForwardRun:
         """Start the next micro-batch. The reply is Done, or the ForwardResult after the last one.
 
         NotFoundError: the adapter is not here. ServerError: computing failed; with `backward` the adapter's gradients
-        are cleared. UserError: the loss is not finite. The run cannot go on after an error.
+        are cleared. UserError: the loss is not finite. AllocationError, also when the reply is read: the devices had no
+        memory left, and the adapter is as it was. The run cannot go on after an error.
         """
+        try:
+            return partial(_or_no_memory, self._command, self._step())
+        except Exception as error:
+            if OUT_OF_MEMORY in str(error):
+                raise _no_memory(self._command, error) from error
+            raise
+
+    def _step(self) -> DeferredReply:
         current = self._pass or self._begin()
         scored = current.step()
         if not current.done:
@@ -108,7 +120,9 @@ class _Pass:
     def __init__(self, training: Training, command: Forward) -> None:
         self._training, self._command = training, command
         self._adapter = training.adapters.get(command.adapter_id)
-        self._grads = self._adapter.grads
+        self._grads = self._adapter.grads  # zeros that can be made again, or what is to survive a failure
+        if command.backward and self._adapter.pending:
+            self._grads = training.steps.copy(self._grads)
         self._choice = choose(command.loss, command.config)
         self._batches = pack(
             command.examples,
@@ -133,7 +147,7 @@ class _Pass:
             else:
                 scored = training.steps.forward(training.params, self._adapter.lora, arrays)
         except Exception as error:
-            if not command.backward:
+            if not command.backward or OUT_OF_MEMORY in str(error):
                 raise
             training.adapters.clear_gradients(command.adapter_id)
             raise ServerError(
@@ -146,9 +160,30 @@ class _Pass:
     def finish(self) -> ReadResult:
         """Keep the gradients; the result, still on the devices."""
         if self._command.backward:
-            after = replace(self._adapter, grads=self._grads, pending=True)
+            before = self._adapter.grads if self._adapter.pending else None
+            after = replace(self._adapter, grads=self._grads, pending=True, unsure=True, before=before)
             self._training.adapters.set(self._command.adapter_id, after)
         return partial(_gather, self._command, self._batches, self._scored)
+
+
+def _or_no_memory(command: Forward, reply: DeferredReply) -> Reply:
+    try:
+        return reply()
+    except Exception as error:
+        if OUT_OF_MEMORY in str(error):
+            raise _no_memory(command, error) from error
+        raise
+
+
+def _no_memory(command: Forward, error: Exception) -> AllocationError:
+    """What the owner of a Forward is told for which the devices had no memory left."""
+    log.error("no memory was left on the devices for a Forward", exc_info=error)
+    lengths = [len(example.tokens_T) for example in command.examples]
+    return AllocationError(
+        f"data of {len(lengths)} examples, the longest of {max(lengths)} tokens: the devices had no memory left for "
+        "them. The model is as it was before. Shorter examples take less; the same request may work when there are "
+        "fewer models"
+    )
 
 
 def _wait_for(scored: Scored) -> Done:

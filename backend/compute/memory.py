@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import projections
-from tinkerflow.backend.compute.lora import matrix_rank, targets
+from tinkerflow.backend.compute.lora import matrix_rank, shardings, targets
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
@@ -32,6 +32,7 @@ from tinkerflow.backend.compute.sampler.shapes import BLOCK, RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.transformer import KEPT
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
 
@@ -121,7 +122,7 @@ class MemoryPlan:
     def rule(self) -> str:
         """Why no longer sequence is served, as an error says it."""
         if self.limit is None:
-            return "the model's context"
+            return MODEL_CONTEXT
         return f"what fits this group's devices with {self.limit / GB:.1f} GB each"
 
     def describe(self) -> str:
@@ -248,13 +249,15 @@ def most_pages(cells: int, config: GroupConfig) -> int:
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What the base model takes of each device."""
-    mesh: Any = jax.sharding.AbstractMesh((config.fsdp, config.expert, config.tensor), (FSDP, EXPERT, TENSOR))
-    return held_bytes(params_like(cfg, mesh, config.dtype, base_weights=config.base_weights))
+    return held_bytes(params_like(cfg, _mesh(config), config.dtype, base_weights=config.base_weights))
 
 
 def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimizer: Optimizer) -> int:
     """What an adapter in training takes of each device: weights, gradients and the optimizer's state, float32."""
-    return 4 * _adapter_size(cfg, spec) * (2 + len(OPTIMIZERS[optimizer].state))
+    shapes = _adapter_shapes(cfg, spec)
+    places: Any = shardings(_mesh(config), shapes)
+    size = sum(math.prod(where.shard_shape(one.shape)) for one, where in zip(shapes, places, strict=True))
+    return 4 * size * (2 + len(OPTIMIZERS[optimizer].state))
 
 
 def device_limit(config: GroupConfig) -> int | None:
@@ -290,6 +293,11 @@ def least(value: int, gather: Gather | None = None) -> int:
         gather = multihost_utils.process_allgather
     words = gather(np.array(divmod(value, 2**31), np.int32))  # two, because JAX makes 32 bits of 64
     return min(int(high) * 2**31 + int(low) for high, low in words)
+
+
+def _mesh(config: GroupConfig) -> Any:
+    """The group's mesh without devices."""
+    return jax.sharding.AbstractMesh((config.fsdp, config.expert, config.tensor), (FSDP, EXPERT, TENSOR))
 
 
 def _share(size: int, parts: int) -> int:
@@ -329,7 +337,9 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
     if config.fsdp > 1:  # the unembedding, and the next layer's weights while the last one's are in use
         whole = replace(config, fsdp=1)
         gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, whole) // cfg.layers
-    gradients = _adapter_size(cfg, usual_spec(cfg, config.expert_rank)) * (4 + item)
+    # The adapter in the dtype of the activations, its gradient, and what the gradient is added to; all of them whole.
+    adapter = sum(shape.size for shape in _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank)))
+    gradients = adapter * (8 + item) + (4 * adapter if config.fsdp * config.expert * config.tensor > 1 else 0)
     return kept, layer + ends + logits + gathered + gradients
 
 
@@ -344,10 +354,11 @@ def _ranks(cfg: ModelConfig) -> int:
     return RANK_COLUMNS * sum(matrix.per_token for name, matrix in projections(cfg).items() if name != "unembed")
 
 
-def _adapter_size(cfg: ModelConfig, spec: LoraSpec) -> int:
-    """How many numbers an adapter's weights are."""
+def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of an adapter."""
     matrices = [projections(cfg)[name] for name in targets(cfg, spec)]
-    return sum(math.prod(one.stack) * matrix_rank(spec, one) * (one.inputs + one.outputs) for one in matrices)
+    sizes = [(one, size) for one in matrices for size in (one.inputs, one.outputs)]
+    return [jax.ShapeDtypeStruct((*one.stack, matrix_rank(spec, one), size), np.float32) for one, size in sizes]
 
 
 def _cell_bytes(cfg: ModelConfig, config: GroupConfig) -> float:

@@ -76,11 +76,13 @@ class Steps:
 
     forward(params, lora, batch) -> Scored
     backward(params, lora, grads, batch) -> (grads, Scored): the loss's gradient is added; `grads` is donated
+    copy(grads) -> grads, of gradients that are to survive a backward that fails
     optimize(lora, grads, state, hyper) -> Stepped, of the optimizer whose state it is: all but `hyper` is donated
     """
 
     forward: Callable[[Params, Lora, DeviceBatch], Scored]
     backward: Callable[[Params, Lora, Lora, DeviceBatch], tuple[Lora, Scored]]
+    copy: Callable[[Lora], Lora]
     optimize: Callable[[Lora, Lora, OptimizerState, Leaf], Stepped]
 
 
@@ -142,6 +144,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
     return Steps(
         forward=jax.jit(forward_step, out_shardings=whole),
         backward=jax.jit(backward_step, donate_argnums=2),
+        copy=jax.jit(lambda grads: pinned(mesh, jax.tree.map(jnp.copy, grads))),
         optimize=jax.jit(optimize, donate_argnums=(0, 1, 2)),
     )
 

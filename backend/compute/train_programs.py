@@ -58,6 +58,7 @@ def training_programs(
     hyper = like(spec.vector(spec.example), whole)
     of = f"rank {jax.tree.leaves(lora)[0].shape[-2]}, {optimizer}"
     yield Program(f"optim_step, {of}", 1, partial(result_of, steps.optimize, lora, lora, state, hyper))
+    yield Program(f"a copy of gradients, {of}", 1, partial(result_of, steps.copy, lora))
     for B, T in micro_batch_shapes(microbatch_tokens, max_context, mesh.shape[FSDP]):
         batch = batch_like(mesh, B, T)
         distance = (microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()

@@ -17,13 +17,21 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tinkerflow.backend.commands import Command, Digest, FetchState, GroupConfig, GroupInfo, Reply, WriteState
-from tinkerflow.backend.errors import DeadlineError, GroupFailedError, StoreAwayError, SuspectError, TinkerflowError
+from tinkerflow.backend.errors import (
+    OUT_OF_MEMORY,
+    AllocationError,
+    DeadlineError,
+    GroupFailedError,
+    StoreAwayError,
+    SuspectError,
+    TinkerflowError,
+)
 from tinkerflow.backend.pool.host.places import Launch, Site, WorkerProcess, WorkerSlot
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import LoopLink
@@ -50,6 +58,7 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0
 _JOIN_SECONDS = 60.0  # that a rank may take to connect, and to end what an earlier driver left it with
 _REAP_SECONDS = 10.0
+_AGREE_SECONDS = 10.0  # from one rank's word that the devices have no memory left until all ranks have said so
 _LAST_WORD_SECONDS = 1.0  # from the end of a process until what it sent before has been read
 _REPLIES = Reply.__args__
 _BEAT = frames.encode(Beat())
@@ -357,9 +366,8 @@ class Group:
             member.ready = message
             told = self._members[0].ready
             if told and all(m.ready for m in self._members) and not self._started.done():
-                reach_store = all(m.ready and m.ready.reaches_store for m in self._members)
-                sizes = told.parameters, told.microbatch_tokens, told.fsdp, told.attention_tokens
-                info = GroupInfo(told.devices, *sizes, self.generation, reach_store)
+                everybody = all(m.ready and m.ready.reaches_store for m in self._members)
+                info = GroupInfo(**vars(replace(told, reaches_store=everybody)), generation=self.generation)
                 self._started.set_result(info)
         elif isinstance(message, Transferred):
             self._transferred(member.rank, message)
@@ -398,6 +406,9 @@ class Group:
         if entry is None or entry.index != index or not isinstance(message, wanted):
             raise ValueError(f"{type(message).__name__} for command {index}, which is not due")
         entry.answers[rank] = message
+        failed = message.failed if isinstance(message, Ack) else message
+        if isinstance(failed, Failed) and failed.error == AllocationError.__name__:
+            self._loop.call_later(_AGREE_SECONDS, self._give_up_agreement, entry, rank)
         while self._outstanding and len(self._outstanding[0].answers) == len(self._members):
             done = self._outstanding[0]
             if not self._settle(done):
@@ -406,6 +417,12 @@ class Group:
             self._probation = max(0, self._probation - 1)
             self._send_next()
             self._watch_first()
+
+    def _give_up_agreement(self, entry: _Outstanding, rank: int) -> None:
+        """Where one rank had no memory left, the others may wait for it in a collective for ever."""
+        silent = [m.rank for m in self._members if m.rank not in entry.answers]
+        if silent and entry in self._outstanding:
+            self._fail(f"rank {rank} had no memory left for {entry.name} ({OUT_OF_MEMORY}), and rank {silent} goes on")
 
     def _settle(self, entry: _Outstanding) -> bool:
         first = entry.answers[0]

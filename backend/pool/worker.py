@@ -25,14 +25,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Protocol, cast
 
 from tinkerflow.backend.commands import Command, DeferredReply, GroupConfig, Reply
-from tinkerflow.backend.errors import DevicesError, UserError
+from tinkerflow.backend.errors import OUT_OF_MEMORY, DevicesError, UserError
 from tinkerflow.backend.pool.jax_setup import join_jax
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import Frame, WorkerLink
@@ -54,7 +54,6 @@ from tinkerflow.backend.processes import die_with_parent, give_back_memory
 
 log = logging.getLogger("tinkerflow.backend.pool.worker")
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
 _KEPT_SECONDS = 300.0  # freed memory: pages wanted again are dear, and a heap from which nothing is cut grows
 
 
@@ -90,6 +89,14 @@ class CommandExecutor(Protocol):
     @property
     def fsdp(self) -> int:
         """The size of the mesh's axis that rows of a micro-batch are split over."""
+
+    @property
+    def context(self) -> int:
+        """The longest sequence that fits the devices, in tokens."""
+
+    @property
+    def context_rule(self) -> str:
+        """What that follows from, as an error says it."""
 
     def execute(self, command: Command) -> Reply | DeferredReply:
         """Execute `command`: its reply. Or begin it: a function that waits for the devices and gives the reply.
@@ -324,14 +331,8 @@ def _begin(
 
 
 def _ready(executor: CommandExecutor, transfers: Transfers) -> Ready:
-    return Ready(
-        tuple(executor.devices),
-        int(executor.parameters),
-        int(executor.microbatch_tokens),
-        int(executor.fsdp),
-        int(executor.attention_tokens),
-        transfers.reach_store,
-    )
+    told = {field.name: getattr(executor, field.name) for field in fields(Ready) if field.name != "reaches_store"}
+    return Ready(**told, reaches_store=transfers.reach_store)
 
 
 def _give_back_memory() -> None:

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from tinkerflow.backend.commands import CustomLoss, Example, Float32, Forward, ForwardResult, Int32, StabilityInfo
 from tinkerflow.backend.errors import UserError, broken, shown
-from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_TARGETS
+from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_TARGETS, MODEL_CONTEXT
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
@@ -103,12 +103,14 @@ def decode_forward(
     *,
     vocab_size: int,
     max_context: int,
+    context_rule: str = MODEL_CONTEXT,
     custom: CustomLoss | None = None,
     recorded: Mapping[str, StabilityInfo] | None = None,
 ) -> Forward:
     """The command for a request; adapter_id is its model_id, config is complete (defaults filled in).
 
-    read: the request. custom: the traced loss that it names. recorded: what was recorded of its sequence_ids.
+    read: the request. context_rule: what max_context follows from. custom: the traced loss that it names. recorded:
+    what was recorded of its sequence_ids.
     UserError names the field, its value and the rule: unknown loss, config key or input; missing input; sequence
     empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
     finite; images; spans that do not fit what was sampled.
@@ -117,7 +119,7 @@ def decode_forward(
     examples_read = []
     cells = 0
     for i, datum in enumerate(request.data):
-        tokens_T = _tokens(datum, i, max_context)
+        tokens_T = _tokens(datum, i, max_context, context_rule)
         inputs = _inputs(datum, i, len(tokens_T), loss, custom)
         cells += inputs[_TARGETS].size
         if cells > MAX_REQUEST_CELLS:
@@ -155,7 +157,7 @@ def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arr
 
 
 # ------------------------------------------------------------------ one datum
-def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
+def _tokens(datum: pb.Datum, index: int, max_context: int, context_rule: str) -> Int32:
     parts = []
     for j, chunk in enumerate(datum.model_input):
         if chunk.WhichOneof("chunk") != "encoded_text":
@@ -170,7 +172,7 @@ def _tokens(datum: pb.Datum, index: int, max_context: int) -> Int32:
     tokens_T = np.frombuffer(data, _TOKEN)
     if not 0 < len(tokens_T) <= max_context:
         raise UserError(
-            f"data[{index}].model_input has {len(tokens_T)} tokens: must be 1 to {max_context}, the model's context"
+            f"data[{index}].model_input has {len(tokens_T)} tokens: must be 1 to {max_context}, {context_rule}"
         )
     return tokens_T
 

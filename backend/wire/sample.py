@@ -17,6 +17,7 @@ import orjson
 
 from tinkerflow.backend.commands import Candidates, Float32, Int32, PromptWishes, SampleRequest, SampleResult
 from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.backend.wire.requests import MAX_LISTED, SampleBody, TargetTensor
 
@@ -45,15 +46,16 @@ def sample_request(
     vocab_size: int,
     max_context: int,
     eos: Sequence[int],
+    context_rule: str = MODEL_CONTEXT,
 ) -> SampleRequest:
     """The command for a sample request; UserError names the field, its value and the rule.
 
     body, request_id, owner: of the request. snapshot_id: what is sampled, None = the base model. vocab_size,
     max_context: of the model, in tokens. eos: the tokens that end a text; they stop a sequence where `stop` is absent,
-    and nothing does where it is an empty list. An absent max_tokens means all that the context has left. The seed is
-    brought to 0 <= seed < 2**64.
+    and nothing does where it is an empty list. context_rule: what max_context follows from. An absent max_tokens means
+    all that the context has left. The seed is brought to 0 <= seed < 2**64.
     """
-    prompt_T = _prompt(body.prompt.chunks, vocab_size, max_context)
+    prompt_T = _prompt(body.prompt.chunks, vocab_size, max_context, context_rule)
     params = body.sampling_params
     if params.seed is None:
         raise broken("sampling_params.seed", None, "drawn before the request is stored")
@@ -142,7 +144,7 @@ def _prompt_wishes(body: SampleBody, prompt: int, vocab_size: int) -> PromptWish
     return PromptWishes(last_n, top, targets_TK, body.prompt_alt_tokens_k)
 
 
-def _prompt(chunks: Any, vocab_size: int, max_context: int) -> Int32:
+def _prompt(chunks: Any, vocab_size: int, max_context: int, context_rule: str) -> Int32:
     if not isinstance(chunks, list):
         raise broken("prompt.chunks", chunks, "a list of chunks")
     parts = []
@@ -154,9 +156,7 @@ def _prompt(chunks: Any, vocab_size: int, max_context: int) -> Int32:
         parts.append(_token_array(chunk.get("tokens"), f"prompt.chunks[{i}].tokens", vocab_size))
     prompt_T = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if not 1 <= len(prompt_T) < max_context:
-        raise UserError(
-            f"prompt has {len(prompt_T)} tokens: must be 1 to {max_context - 1}, the model's context less one"
-        )
+        raise UserError(f"prompt has {len(prompt_T)} tokens: must be 1 to {max_context - 1}, {context_rule} less one")
     return prompt_T
 
 

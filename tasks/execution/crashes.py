@@ -3,7 +3,7 @@
 Nothing is written before a command is sent: when a group ends, the engine notes what it was executing. A group that
 crashed blames the request; one that was killed from outside (SIGKILL, SIGSTOP) hardly does, so that takes more. Where
 several were being executed, as on GPUs, the first crash may blame the wrong one, and the next group takes them one by
-one (pool/group.py).
+one (pool/group.py). A request for which the devices had no memory left would fail again, so it is not tried again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ async def attribute_crash(
     counts = await context.read(context.journal.recovery.suspect, sorted(by_id), crashed=crashed)
     failed = {}
     for request_id, (deaths, crashes) in counts.items():
-        if crashes >= MOST_CRASHES or deaths >= MOST_DEATHS:
+        no_memory = isinstance(error, SuspectError) and error.out_of_memory
+        if crashes >= MOST_CRASHES or deaths >= MOST_DEATHS or no_memory:
             request = by_id[request_id]
             text = (
                 f"{request.kind} was being executed when a worker group ended, {deaths} times "

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from tinkerflow.backend.errors import GroupFailedError, StateLostError, TinkerflowError
+from tinkerflow.backend.errors import AllocationError, GroupFailedError, StateLostError, TinkerflowError
 from tinkerflow.backend.journal import (
     Effect,
     Kind,
@@ -87,6 +87,7 @@ async def _perform(execution: Execution) -> Outcome | None:
             except GroupFailedError as interrupted:
                 return await _interrupted(execution, interrupted)
             outcome = failure(request, error)
+            execution.changed &= not isinstance(error, AllocationError)  # which leaves all as it was
         if not answered:
             replays = outcome.replays or execution.changed
             await execution.context.answer(replace(outcome, replays=replays, started_at=execution.started_at))

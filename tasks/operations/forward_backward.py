@@ -24,8 +24,17 @@ async def execute(execution: Execution) -> Outcome:
         custom = load_custom_loss(stored)
     if read.sequence_ids:
         recorded = await context.read(context.journal.losses.stability, request.session_id, read.sequence_ids)
-    limits = {"vocab_size": card.vocab_size, "max_context": card.max_context}
-    command = await context.decode(size, lambda: decode_forward(read, **limits, custom=custom, recorded=recorded))
+    command = await context.decode(
+        size,
+        lambda: decode_forward(
+            read,
+            vocab_size=card.vocab_size,
+            max_context=card.max_context,
+            context_rule=card.context_rule,
+            custom=custom,
+            recorded=recorded,
+        ),
+    )
     async with execution.slot:
         reply = execution.send(replace(command, adapter_id=execution.model_id), ForwardResult)
     result = await reply

@@ -234,6 +234,7 @@ class SampleBatch:
                 snapshot_id=None,
                 vocab_size=card.vocab_size,
                 max_context=card.max_context,
+                context_rule=card.context_rule,
                 eos=card.eos_token_ids,
             )
 

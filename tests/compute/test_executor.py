@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from typing import Any, get_args
 
 import jax
@@ -18,6 +19,7 @@ from tinkerflow.backend.commands import (
     Command,
     CreateAdapter,
     Done,
+    DropAdapter,
     ExportAdapter,
     Forward,
     LoraSpec,
@@ -26,10 +28,12 @@ from tinkerflow.backend.commands import (
     Ping,
     PublishSnapshot,
     SampleStep,
+    SnapshotHeld,
 )
-from tinkerflow.backend.compute import forward_backward, memory, train
+from tinkerflow.backend.compute import adapters, forward_backward, memory, train
 from tinkerflow.backend.compute.executor import Executor
-from tinkerflow.backend.errors import DevicesError, NotFoundError, ServerError, UserError
+from tinkerflow.backend.compute.sampler import snapshot_cache
+from tinkerflow.backend.errors import AllocationError, DevicesError, NotFoundError, ServerError, UserError
 from tinkerflow.backend.pool.pool import in_parts
 from tinkerflow.backend.pool.worker import ReplyCollector
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
@@ -56,18 +60,102 @@ def test_a_failed_backward_says_that_the_gradients_are_gone(qwen3, examples, for
     def no_room(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
-            raise RuntimeError("RESOURCE_EXHAUSTED")
+            raise RuntimeError("INTERNAL")
         return train.to_devices(*args)
 
     monkeypatch.setattr(forward_backward, "to_devices", no_room)
-    with pytest.raises(
-        ServerError, match=r"RESOURCE_EXHAUSTED.* gradients that adapter 'a' had accumulated are cleared"
-    ):
+    with pytest.raises(ServerError, match=r"INTERNAL.* gradients that adapter 'a' had accumulated are cleared"):
         forward(executor, "a", examples(LENGTHS), backward=True)
     monkeypatch.undo()
     assert gradients(executor, "a") == {}
     assert executor.execute(OptimStep("a", AdamParams())).grad_norm == 0.0
     assert forward(executor, "a", examples((9,)), backward=True).loss_sum != 0.0
+
+
+NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
+
+
+@pytest.mark.parametrize("accumulated", [True, False])
+@pytest.mark.parametrize("late", [True, False], ids=["when it is read", "when it is begun"])
+def test_without_memory_a_backward_costs_its_request_and_nothing_else(
+    qwen3, examples, forward, gradients, monkeypatch, accumulated, late
+):
+    executor, steps = qwen3.executor(), []
+    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+    executor.execute(CreateAdapter("b", LoraSpec(4), 1))
+    forward(executor, "b", examples((30, 9)), backward=True)
+    if accumulated:
+        forward(executor, "a", examples((9,)), backward=True)
+    before = {name: executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab"}
+    backward = executor._steps.backward
+
+    def no_room(params: Any, lora: Any, grads: Any, batch: Any) -> Any:
+        steps.append(1)
+        grads, scored = backward(params, lora, grads, batch)  # what is donated is gone
+        if len(steps) == 2:
+            raise RuntimeError(NO_MEMORY)
+        return grads, scored
+
+    def no_result(tree: Any) -> Any:
+        raise RuntimeError(NO_MEMORY)
+
+    with monkeypatch.context() as patched:
+        if late:
+            patched.setattr(forward_backward, "to_host", no_result)
+            patched.setattr(adapters.jax, "block_until_ready", no_result)
+        else:
+            failing = replace(executor._steps, backward=no_room)
+            patched.setattr(executor, "_training", replace(executor._training, steps=failing))
+        with pytest.raises(AllocationError, match=r"^data of 5 examples, the longest of 100 tokens: the devices"):
+            forward(executor, "a", examples(LENGTHS), backward=True)
+        executor._adapters.get("a")  # as the next command about it would
+    after = {name: executor.execute(ExportAdapter(name, optimizer=True)) for name in "ab"}
+    for name in "ab":
+        assert_same(before[name].weights, after[name].weights)
+        assert_same(before[name].moments, after[name].moments)
+    assert forward(executor, "a", examples(LENGTHS), backward=True).loss_sum != 0.0
+    assert executor.execute(OptimStep("a", AdamParams())).grad_norm > 0.0
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """The same tensors, bit for bit."""
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_array_equal(array.view(np.uint32), other[name].view(np.uint32), err_msg=name)
+
+
+@pytest.mark.parametrize("command", [CreateAdapter("new", LoraSpec(4), 0), PublishSnapshot("a", "s")])
+def test_without_memory_nothing_new_is_made(qwen3, command, monkeypatch):
+    executor = qwen3.executor()
+    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+
+    def no_room(*args: Any) -> Any:
+        raise RuntimeError(NO_MEMORY)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapters, "put", no_room)
+        patched.setattr(snapshot_cache, "frozen", no_room)
+        with pytest.raises(AllocationError, match=f"{type(command).__name__}: the devices had no memory left"):
+            executor.execute(command)
+    assert isinstance(executor.execute(command), Done | SnapshotHeld)
+
+
+def test_adapters_that_do_not_fit_are_refused_by_name(qwen3):
+    executor = qwen3.executor(device_memory=0.05)
+    room = executor.plan.uses.adapters
+    one = memory.adapter_bytes(executor._cfg, executor._config, LoraSpec(8), "adamw")
+    many = room // one
+    assert many > 1
+    for number in range(many):
+        executor.execute(CreateAdapter(str(number), LoraSpec(8), 0))
+    rule = r"lora rank 8: the adapter takes \S+ GB of each device with .* GB are free of the \S+ GB for adapters: must"
+    with pytest.raises(UserError, match=rule):
+        executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
+    executor.execute(CreateAdapter("0", LoraSpec(8), 0))  # in place of the one that is there
+    executor.execute(DropAdapter("1"))
+    executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
+    executor.clear()
+    executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "gspo"])
@@ -186,7 +274,7 @@ def test_a_forward_that_fails_between_micro_batches_is_not_gone_on_with(
     executor.execute(first)
 
     def no_room(*args: Any) -> Any:
-        raise RuntimeError("RESOURCE_EXHAUSTED")
+        raise RuntimeError("INTERNAL")
 
     with monkeypatch.context() as patched:
         patched.setattr(forward_backward, "to_devices", no_room)

@@ -1,20 +1,22 @@
-"""Which model fits on which machine: the arithmetic behind `docs/sizing.md`, from the shapes of models.
-
-Nothing here is measured. Shares of memory are those of backend/compute: 0.2 of a device for the KV cache (it exists
-twice while it grows), a quarter of that for prefixes, and 0.3 of what the weights leave free for activations.
-"""
+"""Which model fits on which machine: the tables of `docs/sizing.md`, from the shapes of models. Nothing is measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
-from tinkerflow.backend.spec.ranks import expert_rank
+from tinkerflow.backend.commands import GroupConfig
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.memory import adapter_bytes, plan_memory, weight_bytes
+from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 
-RANK = 32
-KV_SHARE = 0.2
-PREFIX_SHARE = 0.25
-KEPT_SHARE = 0.3
-JAX_SHARE = 0.75  # of a GPU's memory, which JAX takes by default
+Dtype = Literal["float32", "bfloat16"]
+BaseWeights = Literal["full", "int8"]
+
+GPU_SHARE = 0.92  # of a GPU's memory, which a group takes
 
 
 @dataclass(frozen=True)
@@ -33,40 +35,34 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
 
-    @property
-    def _attention(self) -> tuple[tuple[int, int], ...]:
-        """[in, out] of q, k, v and o."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return ((self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden))
+    @cached_property
+    def cfg(self) -> ModelConfig:
+        """The shape as the service reads it."""
+        family = "qwen3_moe" if self.experts else "llama" if "Llama" in self.name else "qwen3"
+        return ModelConfig(
+            family, self.vocab, self.hidden, self.layers, self.heads, self.kv_heads, self.head_dim, self.mlp, 1e-6, 1e6,
+            None, 32768, self.tied, experts=self.experts, experts_per_token=self.experts_per_token,
+        )  # fmt: skip
 
-    @property
-    def _mlp(self) -> tuple[tuple[int, int], ...]:
-        """[in, out] of gate, up and down, for each expert."""
-        return ((self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden)) * (self.experts or 1)
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters in matrices of all layers; `int8` halves or quarters these."""
-        return self.layers * sum(i * o for i, o in self._attention + self._mlp)
+    def group(self, dtype: Dtype, base_weights: BaseWeights) -> GroupConfig:
+        """The settings of a group of one device, with their defaults."""
+        return GroupConfig(self.name, dtype, 1, 1, 32768, 0, 64, 8, "", base_weights)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, norms and biases (under 0.1 %) left out."""
-        router = self.layers * self.experts * self.hidden
-        return self.layer_parameters + router + self.vocab * self.hidden * (1 if self.tied else 2)
+        """Parameters of the whole model."""
+        return self.weights("float32", "full") // 4
 
-    def weights(self, itemsize: int, *, int8: bool) -> int:
+    def weights(self, dtype: Dtype, base_weights: BaseWeights) -> int:
         """Bytes of the base weights."""
-        rest = self.parameters - self.layer_parameters
-        return self.layer_parameters * (1 if int8 else itemsize) + rest * itemsize
+        return weight_bytes(self.cfg, self.group(dtype, base_weights))
 
     @property
     def adapter(self) -> int:
         """Bytes of one model in training: weights, gradients and two moments in float32, all targets, rank 32."""
-        own = expert_rank(RANK, self.experts_per_token, "divided") or RANK
-        mlp = own * self.layers * sum(i + o for i, o in self._mlp)
-        others = RANK * (self.layers * sum(i + o for i, o in self._attention) + self.hidden + self.vocab)
-        return 16 * (mlp + others)
+        return adapter_bytes(
+            self.cfg, self.group("bfloat16", "full"), usual_spec(self.cfg, "divided"), DEFAULT_OPTIMIZER
+        )
 
     def kv(self, itemsize: int) -> int:
         """Bytes of the KV cache for one token."""
@@ -81,12 +77,13 @@ class Device:
     memory: float
     share: float = 1.0
 
-    def trained(self, shape: Shape, itemsize: int, *, int8: bool) -> int:
-        """How many models of rank 32 can be trained at the same time; below 0: the base model does not fit."""
-        memory = self.memory * self.share
-        free = memory - shape.weights(itemsize, int8=int8)
-        taken = memory * KV_SHARE * (2 + PREFIX_SHARE) + KEPT_SHARE * max(0.0, free)
-        return int((free - taken) // shape.adapter)
+    def trained(self, shape: Shape, base_weights: BaseWeights) -> int:
+        """How many models of rank 32 can be trained at the same time; 0: the base model does not fit."""
+        try:
+            plan = plan_memory(shape.cfg, shape.group("bfloat16", base_weights), int(self.memory * self.share))
+        except UserError:
+            return 0
+        return plan.resident_adapters or 0
 
 
 MODELS = (
@@ -103,12 +100,15 @@ MODELS = (
 )
 DEVICES = (
     Device("TPU v5e, 16 GB", 16e9),
-    Device("24 GB GPU", 24e9, JAX_SHARE),
+    Device("24 GB GPU", 24e9, GPU_SHARE),
     Device("TPU v6e, 32 GB", 32e9),
-    Device("48 GB GPU", 48e9, JAX_SHARE),
-    Device("80 GB GPU", 80e9, JAX_SHARE),
-    Device("141 GB GPU", 141e9, JAX_SHARE),
+    Device("48 GB GPU", 48e9, GPU_SHARE),
+    Device("80 GB GPU", 80e9, GPU_SHARE),
+    Device("141 GB GPU", 141e9, GPU_SHARE),
 )
+
+
+KINDS: tuple[tuple[Dtype, BaseWeights], ...] = (("float32", "full"), ("bfloat16", "full"), ("bfloat16", "int8"))
 
 
 def needs() -> str:
@@ -116,11 +116,9 @@ def needs() -> str:
     head = "model | parameters | weights, float32 | bfloat16 | bfloat16 + int8 | one in training | KV, 1,000 tokens"
     rows = [f"| {head} |", "|---" * 7 + "|"]
     for shape in MODELS:
-        rows.append(
-            f"| {shape.name} | {shape.parameters / 1e9:.1f} B | {_gb(shape.weights(4, int8=False))} "
-            f"| {_gb(shape.weights(2, int8=False))} | {_gb(shape.weights(2, int8=True))} "
-            f"| {_gb(shape.adapter)} | {_gb(1000 * shape.kv(2))} |"
-        )
+        weights = [_gb(shape.weights(*kind)) for kind in KINDS]
+        sizes = (*weights, _gb(shape.adapter), _gb(1000 * shape.kv(2)))
+        rows.append(f"| {shape.name} | {shape.parameters / 1e9:.1f} B | {' | '.join(sizes)} |")
     return "\n".join(rows)
 
 
@@ -128,7 +126,7 @@ def fits(*, int8: bool) -> str:
     """How many models of rank 32 one device trains at the same time, in bfloat16, as a table."""
     rows = ["| model | " + " | ".join(d.name for d in DEVICES) + " |", "|---" * (1 + len(DEVICES)) + "|"]
     for shape in MODELS:
-        counts = [device.trained(shape, 2, int8=int8) for device in DEVICES]
+        counts = [device.trained(shape, "int8" if int8 else "full") for device in DEVICES]
         rows.append(f"| {shape.name} | " + " | ".join(str(n) if n > 0 else "no" for n in counts) + " |")
     return "\n".join(rows)
 

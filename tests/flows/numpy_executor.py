@@ -56,6 +56,7 @@ class Unigram:
         self.parameters = VOCAB
         self.microbatch_tokens = 1024
         self.fsdp = 1
+        self.context, self.context_rule = config.max_context, "the model's context"
         self.clear()
 
     def clear(self) -> None:

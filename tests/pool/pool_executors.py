@@ -41,7 +41,15 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.errors import ConflictError, DevicesError, NotFoundError, StateLostError, StoreError, UserError
+from tinkerflow.backend.errors import (
+    AllocationError,
+    ConflictError,
+    DevicesError,
+    NotFoundError,
+    StateLostError,
+    StoreError,
+    UserError,
+)
 from tinkerflow.backend.pool.protocol import frames
 from tinkerflow.backend.pool.protocol.frames import header
 from tinkerflow.backend.pool.protocol.messages import Ack
@@ -58,6 +66,7 @@ class Echo:
         self.microbatch_tokens = config.microbatch_tokens
         self.fsdp = config.fsdp
         self.attention_tokens = 1024
+        self.context, self.context_rule = config.max_context, "the model's context"
         self.rank = rank
         self.progress = progress
         self.steps = 0
@@ -95,6 +104,8 @@ class Echo:
             self.progress("compiling a step")
         elif self.rank == only:
             self.misbehave(order)
+        elif order == "full":  # as in a collective that the other rank has left
+            threading.Event().wait()
         return Done()
 
     def misbehave(self, order: str) -> None:
@@ -109,6 +120,8 @@ class Echo:
                 raise StateLostError("adapter 'a' went with generation 1")
             case "crash":
                 raise ZeroDivisionError(f"on rank {self.rank}")
+            case "full":
+                raise AllocationError("data of 1 examples: the devices had no memory left for them")
             case "memory":
                 raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes")
             case "reply":
@@ -287,6 +300,7 @@ class Collective:
         self.microbatch_tokens = config.microbatch_tokens
         self.fsdp = len(self.devices)
         self.attention_tokens = 1024
+        self.context, self.context_rule = config.max_context, "the model's context"
         self.sharded = NamedSharding(mesh, spec("fsdp"))
         self.total = jax.jit(lambda x_D: x_D.sum(), out_shardings=NamedSharding(mesh, spec()))
 

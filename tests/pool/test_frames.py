@@ -119,6 +119,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.integers(1, 64),
         st.integers(1, 2**20),
         st.integers(0, 2**31),
+        texts,
+        st.integers(0, 2**31),
         st.booleans(),
     ),
     m.Start: st.builds(
@@ -132,6 +134,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.integers(1, 64),
         st.integers(1, 2**20),
         st.booleans(),
+        st.integers(0, 2**31),
+        texts,
     ),
     m.Transfer: st.builds(
         m.Transfer,

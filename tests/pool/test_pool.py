@@ -35,7 +35,7 @@ from tinkerflow.backend.commands import (
     SampleStep,
 )
 from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
-from tinkerflow.backend.pool import GroupLost, Pool
+from tinkerflow.backend.pool import GroupLost, Pool, group
 from tinkerflow.backend.pool.host.places import LocalWorker
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
@@ -385,6 +385,25 @@ async def test_out_of_memory_ends_the_group(start_pool: StartPool) -> None:
     with pytest.raises(errors.SuspectError, match="RESOURCE_EXHAUSTED") as crashed:
         await pool.submit(order("memory"))
     assert crashed.value.crashed
+    await serves_again(pool)
+
+
+async def test_an_allocation_failure_of_all_ranks_costs_its_command_alone(start_pool: StartPool) -> None:
+    pool = await start_pool(processes=2)
+    generation = await pool.serving()
+    with pytest.raises(errors.AllocationError, match="the devices had no memory left"):
+        await pool.submit(order("full"))
+    assert await pool.submit(Ping(), generation=generation) == Done()
+
+
+async def test_an_allocation_failure_of_one_rank_ends_the_group(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_AGREE_SECONDS", 0.2)
+    pool = await start_pool(processes=2)
+    with pytest.raises(errors.SuspectError, match=r"rank 1 had no memory left for DropAdapter .*rank \[0\]") as suspect:
+        await pool.submit(order("full:1"))
+    assert suspect.value.out_of_memory
     await serves_again(pool)
 
 

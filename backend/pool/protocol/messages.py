@@ -53,7 +53,10 @@ class Left:
 
 @dataclass(frozen=True)
 class Ready:
-    """Worker to driver, once: the executor is made. reaches_store: it can take part in a Transfer."""
+    """Worker to driver, once: the executor is made. Its fields are those of GroupInfo.
+
+    reaches_store: it can take part in a Transfer.
+    """
 
     devices: tuple[str, ...]
     parameters: int
@@ -61,6 +64,8 @@ class Ready:
     fsdp: int
     attention_tokens: int
     reaches_store: bool
+    context: int
+    context_rule: str
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ def request_(context: Any, client: Any) -> Any:
         (SuspectError("it crashed", crashed=True), MOST_CRASHES),
         (DeadlineError("it hung"), MOST_CRASHES),
         (SuspectError("it was killed", crashed=False), MOST_DEATHS),
+        (SuspectError("rank 0 ended itself: RESOURCE_EXHAUSTED: out of memory"), 1),
     ],
 )
 async def test_a_request_is_failed_by_name_when_it_ended_too_many_groups(
