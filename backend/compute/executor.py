@@ -55,7 +55,7 @@ from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
 from tinkerflow.backend.compute.lora import check_spec
 from tinkerflow.backend.compute.memory import GB, adapter_bytes, plan_group
-from tinkerflow.backend.compute.mesh import FSDP, make_mesh, put, replicated, to_host
+from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
 from tinkerflow.backend.compute.pieces import are_pieces, wanted
@@ -142,8 +142,8 @@ class Executor:
 
     @property
     def fsdp(self) -> int:
-        """The size of the mesh's axis that rows of a micro-batch are split over."""
-        return self._mesh.shape[FSDP]
+        """How many parts the rows of a micro-batch are split into."""
+        return row_parts(self._mesh)
 
     @property
     def context(self) -> int:

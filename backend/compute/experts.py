@@ -2,7 +2,10 @@
 
 Tokens are sorted by expert and every projection is one grouped matmul, so no token is dropped, and how many an expert
 gets changes no shape: nothing is compiled for a routing. Over the mesh's `expert` axis every device holds some of the
-experts, computes the rows that are theirs, and the devices' parts are summed.
+experts. The rest of a layer has rows split over that axis, too: here each device gets the tokens of all devices along
+it, computes the rows that are its experts', and the devices' parts are summed where their tokens belong. With k experts
+a token that moves no more than sending every token to its experts while the axis is not larger than k, and however
+unequal a routing is, there is room: a device has as many rows as all tokens along the axis have experts.
 
 Letters: B rows, T tokens, D hidden, E experts (of this device, inside `_local`), k experts of a token, M = B * T * k
 rows to compute, F mlp of an expert.
@@ -23,7 +26,7 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.lora import LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts
 from tinkerflow.backend.compute.quantized import Int8, Weight
 
 MLP = ("gate", "up", "down")
@@ -59,9 +62,10 @@ def mixture(
     weights = {name: layer_params[name] for name in MLP}
     pairs = {name: layer_lora[name] for name in MLP if name in layer_lora}
     inner = TENSOR if cfg.mlp % mesh.shape[TENSOR] == 0 else None
-    rows = PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
+    moved = mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
+    rows = PartitionSpec(ROWS) if moved else PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
     local = jax.shard_map(
-        functools.partial(_local, lora_apply, rows[0] is not None, (EXPERT, inner) if inner else (EXPERT,)),
+        functools.partial(_local, lora_apply, rows[0] is not None, moved, (inner,) if inner else ()),
         mesh=mesh,
         in_specs=(
             rows,
@@ -95,14 +99,21 @@ def _pair_specs(name: str, inner: str | None) -> LoraPair:
 def _local(
     lora_apply: LoraApply,
     rows_are_split: bool,
-    summed: tuple[str, ...],
+    moved: bool,
+    inner: tuple[str, ...],
     y_BTD: jax.Array,
     chosen_BTk: jax.Array,
     shares_BTk: jax.Array,
     weights: Mapping[str, Weight],
     pairs: Mapping[str, LoraPair],
 ) -> jax.Array:
-    """The part that this device's experts, and its share of F, have in the result for its rows, then the sum of all."""
+    """The part that this device's experts, and its share of F, have in the result for its rows, then the sum of all.
+
+    moved: rows are split over the expert axis, too, and come from all its devices.
+    """
+    if moved:
+        everyone = functools.partial(jax.lax.all_gather, axis_name=EXPERT, tiled=True)
+        y_BTD, chosen_BTk, shares_BTk = map(everyone, (y_BTD, chosen_BTk, shares_BTk))
     B, T, k = chosen_BTk.shape
     D, E = y_BTD.shape[-1], jax.tree.leaves(weights["gate"])[0].shape[0]
     here_M = chosen_BTk.reshape(-1) - jax.lax.axis_index(EXPERT) * E
@@ -133,7 +144,11 @@ def _local(
     share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
     (down_MD,) = project(jax.nn.silu(gate_MF) * up_MF * share_M1, "down")
     parts_BTkD = _permuted(down_MD, place_M, order_M).reshape(B, T, k, D)
-    return jax.lax.psum(jnp.sum(parts_BTkD, axis=2, dtype=jnp.float32), summed).astype(y_BTD.dtype)
+    mixed_BTD = jnp.sum(parts_BTkD, axis=2, dtype=jnp.float32)
+    if moved:
+        mixed_BTD = jax.lax.psum_scatter(mixed_BTD, EXPERT, tiled=True)
+        return (jax.lax.psum(mixed_BTD, inner) if inner else mixed_BTD).astype(y_BTD.dtype)
+    return jax.lax.psum(mixed_BTD, (EXPERT, *inner)).astype(y_BTD.dtype)
 
 
 @jax.custom_vjp

@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import Mesh, PartitionSpec
 
-from tinkerflow.backend.compute.mesh import FSDP, TENSOR, sharding
+from tinkerflow.backend.compute.mesh import ROWS, TENSOR, sharding
 from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
 
 # (q_BTHd, k_BTGd, v_BTGd, segments_BT) -> o_BTHd
@@ -53,7 +53,7 @@ def flash_attention(mesh: Mesh, tokens: int, *, interpret: bool = False) -> Kern
 def _by_device(mesh: Mesh, kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
     """The kernel on each device's rows and heads. Heads stay whole where the tensor axis does not divide all."""
     heads = TENSOR if k.shape[2] % mesh.shape[TENSOR] == 0 else None
-    rows = sharding(mesh, q.shape, FSDP).spec[0]
+    rows = sharding(mesh, q.shape, ROWS).spec[0]
     cells = PartitionSpec(rows, None, heads, None)
     local = jax.shard_map(
         kernel, mesh=mesh, in_specs=(cells, cells, cells, PartitionSpec(rows, None)), out_specs=cells, check_vma=False

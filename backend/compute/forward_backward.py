@@ -20,7 +20,7 @@ from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, F
 from tinkerflow.backend.compute.adapters import Adapter, AdapterStore
 from tinkerflow.backend.compute.logprobs import Scored
 from tinkerflow.backend.compute.losses import choose, judge
-from tinkerflow.backend.compute.mesh import FSDP, to_host
+from tinkerflow.backend.compute.mesh import row_parts, to_host
 from tinkerflow.backend.compute.packing import MicroBatch, pack
 from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.train import Steps, to_devices
@@ -127,7 +127,7 @@ class _Pass:
         self._batches = pack(
             command.examples,
             microbatch_tokens=training.microbatch_tokens,
-            row_multiple=training.mesh.shape[FSDP],
+            row_multiple=row_parts(training.mesh),
             attention_tokens=platform().attention_tokens,
             inputs=[one.name for one in LOSSES[command.loss].inputs],
         )

@@ -11,12 +11,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from tinkerflow.backend.compute import grouped_gpu
 from tinkerflow.backend.compute.mesh import Array
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.platforms import CUDA, on_cpu, platform
 from tinkerflow.backend.compute.quantized import Int8
 
 _MOST_ROWS = 64  # of a block
 _LEAST_ROWS = 8
+GroupedDot = Callable[[jax.Array, Array, jax.Array], jax.Array]  # dot(x_Mi, weight_Eio, sizes_E) -> [M, o]
 
 
 @flax.struct.dataclass
@@ -39,16 +41,36 @@ class Groups:
 
 
 def _dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
+    # XLA knows `ragged_dot` on CPUs and GPUs only as a product of every row with every expert's matrix.
     if on_cpu():
-        # XLA:CPU knows `ragged_dot` only as a product of every row with every expert's matrix.
         return by_blocks(x_Mi, weight_Eio, sizes_E)
+    if platform() is CUDA:
+        return by_kernel(x_Mi, weight_Eio, sizes_E)
     return jax.lax.ragged_dot(x_Mi, jnp.asarray(weight_Eio).astype(x_Mi.dtype), sizes_E)
 
 
-@jax.custom_vjp
-def by_blocks(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
-    """As `jax.lax.ragged_dot` with zeros in the rows of no expert: a loop over blocks of rows of one expert each."""
-    return _product(x_Mi, weight_Eio, sizes_E, transposed=False)
+def differentiable(product: Callable[..., jax.Array], outer: Callable[..., jax.Array]) -> GroupedDot:
+    """The grouped matmul of these two functions, differentiable by x, and by the weight unless it is of integers.
+
+    product(x_Mi, weight, sizes_E, transposed=): each row times its expert's matrix, or times the matrix's transpose.
+    outer(x_Mi, y_Mo, sizes_E): [E, i, o] float32, the sum over an expert's rows of their outer products.
+    """
+
+    @jax.custom_vjp
+    def dot(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> jax.Array:
+        return product(x_Mi, weight_Eio, sizes_E, transposed=False)
+
+    def forward(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple[Array, ...]]:
+        return product(x_Mi, weight_Eio, sizes_E, transposed=False), (x_Mi, weight_Eio, sizes_E)
+
+    def backward(kept: tuple[jax.Array, ...], d_Mo: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+        x_Mi, weight_Eio, sizes_E = kept
+        frozen = not jnp.issubdtype(weight_Eio.dtype, jnp.floating)
+        d_weight = None if frozen else outer(x_Mi, d_Mo, sizes_E).astype(weight_Eio.dtype)
+        return product(d_Mo, weight_Eio, sizes_E, transposed=True), d_weight, None
+
+    dot.defvjp(forward, backward)
+    return dot
 
 
 def _product(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
@@ -104,15 +126,6 @@ def _over_blocks(
     return jax.lax.fori_loop(0, last_E[-1], one, sums)
 
 
-def _forward(x_Mi: jax.Array, weight_Eio: Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple[Array, ...]]:
-    return by_blocks(x_Mi, weight_Eio, sizes_E), (x_Mi, weight_Eio, sizes_E)
-
-
-def _backward(kept: tuple[jax.Array, ...], d_Mo: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
-    x_Mi, weight_Eio, sizes_E = kept
-    frozen = not jnp.issubdtype(weight_Eio.dtype, jnp.floating)
-    d_weight = None if frozen else _outer(x_Mi, d_Mo, sizes_E).astype(weight_Eio.dtype)
-    return _product(d_Mo, weight_Eio, sizes_E, transposed=True), d_weight, None
-
-
-by_blocks.defvjp(_forward, _backward)
+# As `jax.lax.ragged_dot`, with zeros in the rows of no expert: a loop over blocks of rows of one expert each.
+by_blocks = differentiable(_product, _outer)
+by_kernel = differentiable(grouped_gpu.product, grouped_gpu.outer)

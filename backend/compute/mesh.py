@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tinkerflow.backend.errors import UserError
 
 FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
+ROWS = (FSDP, EXPERT)  # the axes that rows of training are split over
 Tree = TypeVar("Tree")
 Array = jax.Array | npt.NDArray[Any]  # on the devices, or on the host; inside a jitted function always the first
 Scalar = jax.Array | np.number[Any] | np.bool
@@ -53,6 +54,11 @@ def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | tuple[str, ...] | 
 
     spec = [axis if axis and divides(axis, size) else None for size, axis in zip(shape, axes, strict=False)]
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def row_parts(mesh: Mesh) -> int:
+    """How many parts the rows of training are split into."""
+    return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -139,8 +139,13 @@ def _folders(package: str) -> list[Path]:
 @contextmanager
 def compiling_for(target: Platform) -> Iterator[None]:
     """Make programs for `target`, although JAX's devices here are others."""
+    other = target is not platform()
     token = _target.set(target)
     try:
+        if other:
+            jax.clear_caches()  # jit keeps what it traced by the arguments alone, not by platform
         yield
     finally:
         _target.reset(token)
+        if other:
+            jax.clear_caches()

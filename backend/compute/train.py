@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
 from tinkerflow.backend.compute.lora import Lora, apply_one, gathered, pinned
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
-from tinkerflow.backend.compute.mesh import FSDP, TENSOR, put, replicated, sharding
+from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, row_parts, sharding
 from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.transformer import Params, forward
@@ -33,7 +33,7 @@ from tinkerflow.backend.spec.losses import packed_inputs
 
 @flax.struct.dataclass
 class DeviceBatch:
-    """A micro-batch on the devices, rows split over fsdp, and the loss to compute of it.
+    """A micro-batch on the devices, rows split over ROWS, and the loss to compute of it.
 
     As few arrays as its dtypes allow, because each costs a copy to the devices: ints_BTI int32 is tokens, positions,
     segments and then the K targets; floats_BTJK float32 has the losses' inputs, in the order of `packed_inputs`.
@@ -94,7 +94,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
     """
 
     def constrain(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))
+        return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, ROWS))
 
     def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, remat: bool) -> jax.Array:
         attend = attend_segments(batch.segments, mesh)
@@ -116,7 +116,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
             batch.targets,
             batch.choice,
             batch.inputs,
-            devices=mesh.shape[FSDP],
+            devices=row_parts(mesh),
         )
 
     def backward_step(params: Params, lora: Lora, grads: Lora, batch: DeviceBatch) -> tuple[Lora, Scored]:
@@ -131,7 +131,7 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
             batch.targets,
             batch.choice,
             batch.inputs,
-            devices=mesh.shape[FSDP],
+            devices=row_parts(mesh),
         )
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
@@ -150,14 +150,14 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
 
 
 def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> DeviceBatch:
-    """Copy a micro-batch to the devices. Rows are split over fsdp."""
+    """Copy a micro-batch to the devices. Rows are split over ROWS."""
     single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     host = DeviceBatch(
         ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
         floats_BTJK=np.stack([batch.inputs_BTK[name] for name in packed_inputs()], axis=2),
         choice=choice,
     )
-    rows = sharding(mesh, batch.tokens_BT.shape, FSDP)
+    rows = sharding(mesh, batch.tokens_BT.shape, ROWS)
     return put(host, DeviceBatch(ints_BTI=rows, floats_BTJK=rows, choice=LossChoice(replicated(mesh))))
 
 

@@ -16,7 +16,7 @@ from tinkerflow.backend.commands import LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora, shapes, shardings
 from tinkerflow.backend.compute.losses import choose
-from tinkerflow.backend.compute.mesh import FSDP, replicated, sharding
+from tinkerflow.backend.compute.mesh import ROWS, replicated, row_parts, sharding
 from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.train import DeviceBatch, Steps
 from tinkerflow.backend.compute.transformer import Params
@@ -59,7 +59,7 @@ def training_programs(
     of = f"rank {jax.tree.leaves(lora)[0].shape[-2]}, {optimizer}"
     yield Program(f"optim_step, {of}", 1, partial(result_of, steps.optimize, lora, lora, state, hyper))
     yield Program(f"a copy of gradients, {of}", 1, partial(result_of, steps.copy, lora))
-    for B, T in micro_batch_shapes(microbatch_tokens, max_context, mesh.shape[FSDP]):
+    for B, T in micro_batch_shapes(microbatch_tokens, max_context, row_parts(mesh)):
         batch = batch_like(mesh, B, T)
         distance = (microbatch_tokens // (B * T)).bit_length() + (T // 512).bit_length()
         backward = partial(result_of, steps.backward, params, lora, lora, batch)
@@ -70,7 +70,7 @@ def training_programs(
 
 def batch_like(mesh: Mesh, B: int, T: int) -> DeviceBatch:
     """A micro-batch on the devices, without values."""
-    rows = sharding(mesh, (B, T), FSDP)
+    rows = sharding(mesh, (B, T), ROWS)
     return DeviceBatch(
         ints_BTI=jax.ShapeDtypeStruct((B, T, 4), np.int32, sharding=rows),
         floats_BTJK=jax.ShapeDtypeStruct((B, T, len(packed_inputs()), 1), np.float32, sharding=rows),

@@ -17,12 +17,15 @@ def main() -> None:
     import numpy as np
     from jax.sharding import AxisType
 
+    from tinkerflow.backend.commands import LoraSpec
     from tinkerflow.backend.compute.experts import MLP, mixture
     from tinkerflow.backend.compute.families import load_config, projections
     from tinkerflow.backend.compute.lora import LoraPair, apply_one
     from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
-    from tinkerflow.backend.compute.params import load_params
+    from tinkerflow.backend.compute.params import load_params, params_like
     from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply
+    from tinkerflow.backend.compute.train import make_steps
+    from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
 
     folder, file = sys.argv[1:]
     cfg = load_config(folder)
@@ -55,6 +58,13 @@ def main() -> None:
         name = "x".join(map(str, sizes))
         found[name] = [np.asarray(leaf).tolist() for leaf in leaves]
         found[f"{name} holds"] = list(params.layers["gate"].values.addressable_shards[0].data.shape)
+    for sizes in ((1, 1, 1), (1, 8, 1)):
+        devices = jax.devices()[: int(np.prod(sizes))]
+        mesh = jax.make_mesh(sizes, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=devices)
+        lora = adapter_like(cfg, mesh, LoraSpec(4))
+        args = params_like(cfg, mesh, "float32"), lora, lora, batch_like(mesh, 8, 256)
+        compiled = make_steps(cfg, mesh, kept_bytes=2**30).backward.lower(*args).compile()
+        found[f"{'x'.join(map(str, sizes))} flops"] = compiled.cost_analysis()["flops"]
     Path(file).write_text(json.dumps(found))
 
 

@@ -2,35 +2,71 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.grouped import Groups, by_blocks
+from tinkerflow.backend.compute import grouped_gpu
+from tinkerflow.backend.compute.grouped import Groups, by_blocks, differentiable
 from tinkerflow.backend.compute.quantized import Int8
 
 ROWS, INS, OUTS = 150, 12, 20
 
 
+kernel = differentiable(
+    functools.partial(grouped_gpu.product, interpret=True), functools.partial(grouped_gpu.outer, interpret=True)
+)
+
+
+@pytest.mark.parametrize("dot", [by_blocks, kernel], ids=["by blocks", "kernel for GPUs"])
 @pytest.mark.parametrize(
     "sizes", [(0, 90, 3, 0, 41, 0), (0, 0, 0, 0, 0, 0), (150, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 145)]
 )
-def test_products_and_gradients_are_those_of_ragged_dot(sizes):
+def test_products_and_gradients_are_those_of_ragged_dot(sizes, dot):
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((ROWS, INS), (6, INS, OUTS)))
     sizes_E = jnp.asarray(sizes, jnp.int32)
 
     def run(dot):
         def slope(x, weight):
-            return jnp.sum(jnp.sin(dot(x, weight, sizes_E)))
+            return jnp.sum(jnp.where(mine_M1, jnp.sin(dot(x, weight, sizes_E)), 0))
 
-        return dot(x, weight, sizes_E), jax.grad(slope, argnums=(0, 1))(x, weight)
+        result, (d_x, d_weight) = dot(x, weight, sizes_E), jax.grad(slope, argnums=(0, 1))(x, weight)
+        return jnp.where(mine_M1, result, 0), jnp.where(mine_M1, d_x, 0), d_weight
 
-    for found, wanted in zip(jax.tree.leaves(run(by_blocks)), jax.tree.leaves(run(jax.lax.ragged_dot)), strict=True):
+    mine_M1 = jnp.arange(ROWS)[:, None] < sum(sizes)  # the kernel does not write the others
+    for found, wanted in zip(jax.tree.leaves(run(dot)), jax.tree.leaves(run(jax.lax.ragged_dot)), strict=True):
         close(found, wanted)
-    assert not np.asarray(by_blocks(x, weight, sizes_E))[sum(sizes) :].any()
+    if dot is by_blocks:
+        assert not np.asarray(dot(x, weight, sizes_E))[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(("ins", "outs"), [(130, 200), (200, 4), (4, 130)])
+def test_the_kernel_for_gpus_takes_shapes_that_tiles_do_not_divide(ins, outs, dtype):
+    """Several tiles a side with a rest, an adapter's rank, two experts in a block of rows; weights of int8."""
+    rng = np.random.default_rng(2)
+    x_dtype = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
+    x, y = (jnp.asarray(rng.normal(size=(70, size)), x_dtype) for size in (ins, outs))
+    weight = jnp.asarray(rng.integers(-9, 9, (3, ins, outs)), dtype)
+    sizes_E = jnp.asarray([33, 0, 30], jnp.int32)
+    expert_M = np.repeat([0, 2], [33, 30])
+    wide = np.asarray(weight, np.float32)[expert_M]
+    products = (
+        (grouped_gpu.product(x, weight, sizes_E, transposed=False, interpret=True), x, wide),
+        (grouped_gpu.product(y, weight, sizes_E, transposed=True, interpret=True), y, wide.swapaxes(1, 2)),
+    )
+    for found, rows, matrices in products:
+        wanted = np.einsum("mi,mio->mo", np.asarray(rows[:63], np.float32), matrices)
+        assert found.dtype == x_dtype
+        close(np.asarray(found[:63], np.float32), np.asarray(jnp.asarray(wanted, x_dtype), np.float32), dtype=x_dtype)
+    found = np.asarray(grouped_gpu.outer(x, y, sizes_E, interpret=True))
+    for expert, (start, end) in enumerate([(0, 33), (33, 33), (33, 63)]):
+        close(found[expert], np.asarray(x, np.float32)[start:end].T @ np.asarray(y, np.float32)[start:end])
 
 
 def test_int8_matrices_have_their_own_scales_and_no_gradient():

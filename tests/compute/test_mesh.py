@@ -30,7 +30,9 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
         make_mesh(0, 2, 3)
 
 
-@pytest.mark.parametrize(("model", "devices", "axes"), [("qwen3", 4, (0, 1, 2)), ("moe", 8, (2, 2, 2))])
+@pytest.mark.parametrize(
+    ("model", "devices", "axes"), [("qwen3", 4, (0, 1, 2)), ("moe", 8, (2, 2, 2)), ("moe", 8, (1, 8, 1))]
+)
 def test_a_mesh_gives_the_numbers_of_one_device(model, devices, axes, request):
     folder = request.getfixturevalue(model).folder
     alone, found = train(folder, 1, 1, 1, 1), train(folder, devices, *axes)

@@ -57,7 +57,12 @@ def test_every_step_can_be_made_for_a_gpu_and_a_tpu(model: Reference, platform: 
     }
     experts = load_config(model.folder).experts > 0
     for name in ("forward_backward", "forward", "prefill", "decode"):
-        assert ("ragged_dot" in made[name]) == experts, "XLA:CPU alone gets a loop over blocks of rows"
+        assert ("ragged_dot" in made[name]) == (experts and platform == "tpu"), (
+            "XLA:CPU gets a loop over blocks of rows"
+        )
+        assert ("xla.gpu.triton" in made[name]) >= (experts and platform == "cuda"), (
+            "XLA:GPU knows a dense product only"
+        )
         assert "optimization_barrier" not in made[name] or name == "forward_backward", "and few rows turned around"
 
 

@@ -1,0 +1,129 @@
+"""Grouped matmuls on GPUs: Pallas kernels through Triton, for any NVIDIA GPU from Ampere on.
+
+XLA:GPU knows `jax.lax.ragged_dot` only as a product of every row with every expert's matrix. tokamax's Triton kernel
+(0.0.12) copies all matrices to transpose them, launches a program for every block of rows and every expert, and starts
+a row block before an expert that has no rows; jax's own for Hopper take neither float32 nor int8, nor adapters' ranks.
+
+Every program writes a block of its own and sums in one order, so results come out alike each time. A row of no expert
+is not written: it may hold anything.
+
+Letters: M rows, E experts, i in, o out, b row blocks; r, n, k: sizes of a program's tile of rows, outputs and inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+_LEAST = 16  # of a tile's side: what tensor cores multiply
+_MOST_ROWS, _MOST_OUT, _BYTES_IN = 128, 128, 128  # of a tile; _BYTES_IN: of one row of it
+
+
+def product(
+    x_Mi: jax.Array, weight: jax.Array, sizes_E: jax.Array, *, transposed: bool, interpret: bool = False
+) -> jax.Array:
+    """Each row times its expert's matrix, or times the matrix's transpose: [M, o] in the dtype of x.
+
+    x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; int8 is converted tile by tile.
+    sizes_E: int32, rows of each expert. interpret: run the kernel on a CPU, for tests.
+    """
+    M, i = x_Mi.shape
+    E, o = sizes_E.shape[0], weight.shape[1 if transposed else 2]
+    r, n, k = _rows(M, E), _side(o, _MOST_OUT), _side(i, _BYTES_IN // x_Mi.dtype.itemsize)
+
+    def kernel(x_ref: Any, weight_ref: Any, expert_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any) -> None:
+        block, column = pl.program_id(1), pl.program_id(0) * n
+        expert, start, end = expert_ref[block], start_ref[block], end_ref[block]
+
+        @pl.when(start < end)
+        def _() -> None:
+            rows, outs = start + jnp.arange(r) < end, column + jnp.arange(n) < o
+
+            def add(step: jax.Array, sums: jax.Array) -> jax.Array:
+                at = step * k
+                ins = at + jnp.arange(k) < i
+                x_rk = triton.load(x_ref.at[pl.ds(start, r), pl.ds(at, k)], mask=rows[:, None] & ins[None], other=0)
+                here = (pl.ds(column, n), pl.ds(at, k)) if transposed else (pl.ds(at, k), pl.ds(column, n))
+                mask = outs[:, None] & ins[None] if transposed else ins[:, None] & outs[None]
+                tile = triton.load(weight_ref.at[expert, *here], mask=mask, other=0).astype(x_rk.dtype)
+                return sums + _dot(x_rk, tile, trans_b=transposed)
+
+            sums_rn = jax.lax.fori_loop(0, pl.cdiv(i, k), add, jnp.zeros((r, n), jnp.float32))
+            there = out_ref.at[pl.ds(start, r), pl.ds(column, n)]
+            triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
+
+    blocks = pl.cdiv(M, r) + min(E, M)  # no fewer than there can be
+    result: jax.Array = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((M, o), x_Mi.dtype),
+        grid=(pl.cdiv(o, n), blocks),
+        compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 128 * 64 else 4, num_stages=3),
+        interpret=interpret,
+        name="grouped_product",
+    )(x_Mi, weight, *_blocks(sizes_E, r, blocks))
+    return result
+
+
+def outer(x_Mi: jax.Array, y_Mo: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """[E, i, o] float32: the sum over an expert's rows of their outer products; zeros for an expert without rows."""
+    (M, i), o, E = x_Mi.shape, y_Mo.shape[1], sizes_E.shape[0]
+    n_i, n_o = _side(i, _MOST_OUT), _side(o, _MOST_OUT)
+    r = _side(M, _BYTES_IN // x_Mi.dtype.itemsize)
+
+    def kernel(x_ref: Any, y_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any) -> None:
+        row, column, expert = pl.program_id(0) * n_i, pl.program_id(1) * n_o, pl.program_id(2)
+        start, end = start_ref[expert], end_ref[expert]
+        ins, outs = row + jnp.arange(n_i) < i, column + jnp.arange(n_o) < o
+
+        def add(step: jax.Array, sums: jax.Array) -> jax.Array:
+            at = start + step * r
+            rows = at + jnp.arange(r) < end
+            x = triton.load(x_ref.at[pl.ds(at, r), pl.ds(row, n_i)], mask=rows[:, None] & ins[None], other=0)
+            y = triton.load(y_ref.at[pl.ds(at, r), pl.ds(column, n_o)], mask=rows[:, None] & outs[None], other=0)
+            return sums + _dot(x, y, trans_a=True)
+
+        sums = jax.lax.fori_loop(0, pl.cdiv(end - start, r), add, jnp.zeros((n_i, n_o), jnp.float32))
+        there = out_ref.at[expert, pl.ds(row, n_i), pl.ds(column, n_o)]
+        triton.store(there, sums, mask=ins[:, None] & outs[None])
+
+    ends_E = jnp.cumsum(sizes_E)
+    result: jax.Array = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((E, i, o), jnp.float32),
+        grid=(pl.cdiv(i, n_i), pl.cdiv(o, n_o), E),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="grouped_outer",
+    )(x_Mi, y_Mo, ends_E - sizes_E, ends_E)
+    return result
+
+
+def _blocks(sizes_E: jax.Array, r: int, blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The expert, the first row, and the end of the expert's rows, of each block; a block too many has no rows."""
+    ends_E = jnp.cumsum(sizes_E)
+    blocks_E = -(-sizes_E // r)
+    last_E = jnp.cumsum(blocks_E)
+    number_b = jnp.arange(blocks, dtype=jnp.int32)
+    after_b = jnp.sum(number_b[:, None] >= last_E, axis=1, dtype=jnp.int32)
+    expert_b = jnp.minimum(after_b, sizes_E.shape[0] - 1)
+    within_b = number_b - (last_E - blocks_E)[expert_b]
+    start_b = (ends_E - sizes_E)[expert_b] + within_b * r
+    return expert_b, start_b, jnp.where(number_b < last_E[-1], ends_E[expert_b], 0)
+
+
+def _dot(a: jax.Array, b: jax.Array, **transposed: bool) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # else float32 would be TF32
+    return triton.dot(a, b, precision=precision, **transposed)
+
+
+def _rows(M: int, E: int) -> int:
+    """Rows of a block: about as many as an expert gets on average."""
+    return max(_LEAST, min(_MOST_ROWS, pl.next_power_of_2(max(1, M // E))))
+
+
+def _side(size: int, most: int) -> int:
+    return max(_LEAST, min(most, pl.next_power_of_2(size)))
