@@ -55,6 +55,7 @@ class Unigram:
         self.devices = ("numpy:0",)
         self.parameters = VOCAB
         self.microbatch_tokens = 1024
+        self.attention_tokens = 1024
         self.fsdp = 1
         self.context, self.context_rule = config.max_context, "the model's context"
         self.clear()
