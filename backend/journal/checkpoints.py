@@ -19,13 +19,12 @@ from sqlmodel import col
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
+from tinkerflow.backend.journal.database import Aggregate, as_view, columns, get_owned, missing, owned_by
 from tinkerflow.backend.journal.effects import CheckpointSaved
 from tinkerflow.backend.journal.requests import Limits, storage_failure
 from tinkerflow.backend.journal.tables import Checkpoint, Model, WeightsShare
 
 SHARE_PREFIX = "tfw-"
-_ALL = sa.inspect(Checkpoint).local_table.columns
 T = TypeVar("T")
 
 
@@ -129,7 +128,7 @@ class SavedCheckpoints(Aggregate):
         now = self._now()
         which = (col(Checkpoint.path) == path, exists(now), *owned_by(Checkpoint, owner))
         with self._write() as connection:
-            changed = sa.update(Checkpoint).where(*which).values(**values).returning(*_ALL)
+            changed = sa.update(Checkpoint).where(*which).values(**values).returning(*columns(Checkpoint))
             row = connection.execute(changed).one_or_none()
             if row is None:
                 raise _missing(path)
@@ -176,18 +175,11 @@ class Shares(Aggregate):
         now, token = self._now(), SHARE_PREFIX + secrets.token_urlsafe(32)
         with self._write() as connection:
             checkpoint = _readable(connection, path, owner, None, now)
-            row = connection.execute(
-                sa.insert(WeightsShare)
-                .values(
-                    id=new_id("share"),
-                    token_hash=access_hash(token),
-                    path=checkpoint.path,
-                    attempt=checkpoint.attempt,
-                    created_at=now,
-                    expires_at=None if seconds is None else now + timedelta(seconds=seconds),
-                )
-                .returning(*sa.inspect(WeightsShare).local_table.columns)
-            ).one()
+            values = {"path": checkpoint.path, "attempt": checkpoint.attempt, "created_at": now}
+            values |= {"id": new_id("share"), "token_hash": access_hash(token)}
+            values["expires_at"] = None if seconds is None else now + timedelta(seconds=seconds)
+            made = sa.insert(WeightsShare).values(**values).returning(*columns(WeightsShare))
+            row = connection.execute(made).one()
             _note_share(connection, row, checkpoint.owner, audit.Event.CHECKPOINT_SHARED, now)
         return as_view(ShareView, row), token
 
@@ -204,12 +196,9 @@ class Shares(Aggregate):
         usable = sa.select(of_path.scalar_subquery()).where(col(WeightsShare.id) == share_id, revoked.is_(None))
         with self._write() as connection:
             owner = connection.execute(usable).scalar()
-            row = connection.execute(
-                sa.update(WeightsShare)
-                .where(col(WeightsShare.id) == share_id)
-                .values(revoked_at=sa.case((revoked.is_(None), now), else_=revoked))
-                .returning(*sa.inspect(WeightsShare).local_table.columns)
-            ).one_or_none()
+            change = sa.update(WeightsShare).values(revoked_at=sa.case((revoked.is_(None), now), else_=revoked))
+            changed = change.where(col(WeightsShare.id) == share_id).returning(*columns(WeightsShare))
+            row = connection.execute(changed).one_or_none()
             if row is None:
                 raise missing(WeightsShare, share_id)
             if owner is not None:

@@ -250,6 +250,11 @@ def insert_if_absent(connection: sa.Connection, table: type[Table], values: Mapp
     return connection.execute(_insert(table, tuple(values)), dict(values)).first() is not None
 
 
+def columns(table: type[Table]) -> tuple[sa.Column[Any], ...]:
+    """All columns of a table, for a statement that returns the rows that it wrote."""
+    return tuple(Table.metadata.tables[str(table.__tablename__)].c)
+
+
 def as_view(view: type[T], row: Row[Any], prefix: str = "") -> T:
     """The row as the dataclass `view`: its fields are columns, or columns of a joined row that begin with `prefix`."""
     if view not in _VIEWS:

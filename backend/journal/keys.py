@@ -17,7 +17,7 @@ from sqlmodel import col
 
 from tinkerflow.backend.ids import KEY_PREFIX, new_id
 from tinkerflow.backend.journal import audit
-from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, missing
+from tinkerflow.backend.journal.database import Aggregate, as_view, columns, insert_if_absent, missing
 from tinkerflow.backend.journal.tables import ApiKey, ServiceSecret
 
 _SHOWN = len(KEY_PREFIX) + 6
@@ -52,20 +52,10 @@ class Keys(Aggregate):
     def create(self, name: str, project: str, *, admin: bool = False) -> tuple[KeyView, str]:
         """Make an API key; what is stored of it, and its secret (`tml-...`), which is never shown again."""
         secret, now = KEY_PREFIX + secrets.token_urlsafe(32), self._now()
+        values = {"id": new_id("key"), "key_hash": _hash(secret), "prefix": secret[:_SHOWN], "created_at": now}
+        made = sa.insert(ApiKey).values(**values, name=name, project=project, admin=admin).returning(*columns(ApiKey))
         with self._write() as connection:
-            row = connection.execute(
-                sa.insert(ApiKey)
-                .values(
-                    id=new_id("key"),
-                    key_hash=_hash(secret),
-                    prefix=secret[:_SHOWN],
-                    name=name,
-                    project=project,
-                    admin=admin,
-                    created_at=now,
-                )
-                .returning(*sa.inspect(ApiKey).local_table.columns)
-            ).one()
+            row = connection.execute(made).one()
             _note(connection, now, row, audit.Event.PROJECT_KEY_CREATED)
         return as_view(KeyView, row), secret
 
@@ -77,12 +67,8 @@ class Keys(Aggregate):
         """Make a key useless from now on; a revoked one stays as it is. NotFoundError: unknown id."""
         now = self._now()
         with self._write() as connection:
-            row = connection.execute(
-                sa.update(ApiKey)
-                .where(col(ApiKey.id) == key_id, col(ApiKey.revoked_at).is_(None))
-                .values(revoked_at=now)
-                .returning(*sa.inspect(ApiKey).local_table.columns)
-            ).one_or_none()
+            revoked = sa.update(ApiKey).where(col(ApiKey.id) == key_id, col(ApiKey.revoked_at).is_(None))
+            row = connection.execute(revoked.values(revoked_at=now).returning(*columns(ApiKey))).one_or_none()
             if row is not None:
                 _note(connection, now, row, audit.Event.PROJECT_KEY_REVOKED)
             else:

@@ -15,7 +15,7 @@ from sqlmodel import col
 from tinkerflow.backend.ids import CheckpointKind
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.checkpoints import CheckpointView, exists, is_shared
-from tinkerflow.backend.journal.database import Aggregate
+from tinkerflow.backend.journal.database import Aggregate, columns
 from tinkerflow.backend.journal.tables import Checkpoint, SamplerRow, SamplerState, WeightsShare
 
 _KINDS = (CheckpointKind.WEIGHTS, CheckpointKind.SAMPLER_WEIGHTS)
@@ -109,7 +109,7 @@ class Upkeep(Aggregate):
         """Mark `which` checkpoints as deleted because their time is over; their paths."""
         deleted = sa.update(Checkpoint).where(*which).values(deleted_at=now)
         with self._write() as connection:
-            rows = connection.execute(deleted.returning(*sa.inspect(Checkpoint).local_table.columns)).all()
+            rows = connection.execute(deleted.returning(*columns(Checkpoint))).all()
             for row in rows:
                 audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_EXPIRED, row, details)
         return [row.path for row in rows]
