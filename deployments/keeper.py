@@ -9,6 +9,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkerflow.backend.errors import ServerError
@@ -20,36 +21,37 @@ from tinkerflow.deployments.pulse import BEAT, READY
 STOP_SECONDS = 20.0
 
 
+def _unanswered() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+    return future
+
+
+@dataclass(eq=False)
 class Part:
-    """One part. `process` is the child that runs now, or ran last; `ready` is resolved when it says READY."""
+    """One part. `process` is the child that runs now, or ran last; `ready` is resolved when it says READY.
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        log_dir: Path,
-        silence: float,
-        report: Callable[[str], None],
-    ) -> None:
-        """Nothing starts yet.
+    name: for people, and of its log file.
+    command, environment: how the process is started.
+    log_dir: the folder of the file to which its standard error is appended.
+    silence: seconds without a line after which the part counts as stopped, and is killed.
+    report: gets lines for people, also from another thread.
+    """
 
-        name: for people, and of its log file.
-        command, environment: how the process is started.
-        log_dir: the folder of the file to which its standard error is appended.
-        silence: seconds without a line after which the part counts as stopped, and is killed.
-        report: gets lines for people, also from another thread.
-        """
-        self.name = name
-        self.log = log_dir / f"{name}.log"
-        self.process: ChildProcess | None = None
-        self.ready = _unanswered()
-        self._command = command
-        self._environment = environment
-        self._silence = silence
-        self._report = report
-        self._lines = 0  # of this process
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log_dir: Path
+    silence: float
+    report: Callable[[str], None]
+    process: ChildProcess | None = field(default=None, init=False)
+    ready: Future[None] = field(default_factory=_unanswered, init=False)
+    _lines: int = field(default=0, init=False)  # of this process
+
+    @property
+    def log(self) -> Path:
+        """The file to which its standard error is appended."""
+        return self.log_dir / f"{self.name}.log"
 
     async def keep(self, may_end: Callable[[], bool] = lambda: True) -> None:
         """Run the part for ever, with a pause between two processes that grows while they fail; cancel it to stop.
@@ -65,7 +67,7 @@ class Part:
                 raise ServerError(f"{self.name} ended with status {status} at the start:\n{tail(self.log)}")
             pause = restarts.pause(steady=self.ready.done() or clock() - began > STEADY_SECONDS)
             text = f"{self.name} ended with status {status} (its log is {self.log})"
-            self._report(f"{text}: started again in {pause:.1f} s")
+            self.report(f"{text}: started again in {pause:.1f} s")
             await asyncio.sleep(pause)
 
     async def _run(self) -> int | None:
@@ -73,17 +75,17 @@ class Part:
         self._lines = 0
         if self.ready.done():
             self.ready = _unanswered()
-        process = ChildProcess(self._command, environment=self._environment, log=self.log, on_line=self._hear)
+        process = ChildProcess(self.command, environment=self.environment, log=self.log, on_line=self._hear)
         self.process = process
         try:
-            monitor = HeartbeatMonitor(self._silence, lambda: self._lines, is_starting=lambda: not self._lines)
+            monitor = HeartbeatMonitor(self.silence, lambda: self._lines, is_starting=lambda: not self._lines)
             if (silent := await watch(process, monitor)) is not None:
-                self._report(f"{self.name} was silent for {silent:.0f} s (stopped?): killed")
+                self.report(f"{self.name} was silent for {silent:.0f} s (stopped?): killed")
                 process.signal(signal.SIGKILL)
                 await process.ended()
         finally:
             if not await process.stop(STOP_SECONDS):
-                self._report(f"{self.name} did not stop in {STOP_SECONDS:.0f} s: killed")
+                self.report(f"{self.name} did not stop in {STOP_SECONDS:.0f} s: killed")
         return process.status
 
     def _hear(self, line: str) -> None:
@@ -91,10 +93,4 @@ class Part:
         if line == READY and not self.ready.done():
             self.ready.set_result(None)
         elif line not in (READY, BEAT):
-            self._report(f"{self.name}: {line}")
-
-
-def _unanswered() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
-    return future
+            self.report(f"{self.name}: {line}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -73,35 +73,33 @@ def dpo_loss(chosen_B: Floats, rejected_B: Floats, beta: float) -> DpoLoss:
     return DpoLoss(loss, -slope_B, slope_B, metrics)
 
 
+@dataclass
 class DpoRecipe:
-    """Learn preferences; see `trainer.Recipe`.
+    """Learn preferences; see `trainer.Recipe`. In its examples a chosen and its rejected answer follow one another.
 
     A step first asks for the log probabilities. Then it asks for the gradient of a cross entropy; the weights are minus
     the derivative of the loss by each log probability. The SDK's `forward_backward_custom` does the same, with PyTorch.
     """
 
-    ahead = 0
-
-    def __init__(self, run: PreparedRun, examples: Examples, *, beta: float, held_out: Examples = ()) -> None:
-        """Keep the pairs to learn and those to measure; a chosen and its rejected answer follow one another."""
-        self._run = run
-        self._examples = examples
-        self._beta = beta
-        self._held_out = held_out
-        self._reference: Floats = np.zeros(0)
-        self._held_out_reference: Floats = np.zeros(0)
+    run: PreparedRun
+    examples: Examples
+    beta: float
+    held_out_examples: Examples = ()
+    ahead: ClassVar[int] = 0
+    _reference: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    _held_out_reference: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     async def prepare(self, trainer: Trainer) -> None:
         """Measure with the reference: the model before the first step. A process that resumes uses the same values."""
-        self._reference = await _reference(trainer, "reference", self._examples)
-        self._held_out_reference = await _reference(trainer, "reference-held-out", self._held_out)
+        self._reference = await _reference(trainer, "reference", self.examples)
+        self._held_out_reference = await _reference(trainer, "reference-held-out", self.held_out_examples)
 
     async def submit(self, client: tinker.TrainingClient, step: int, params: tinker.AdamParams) -> Values:
         """Learn from the pairs of step `step`."""
-        picked = [i for pair in self._run.batch(step, len(self._examples) // 2) for i in (2 * pair, 2 * pair + 1)]
-        examples = [self._examples[i] for i in picked]
+        picked = [i for pair in self.run.batch(step, len(self.examples) // 2) for i in (2 * pair, 2 * pair + 1)]
+        examples = [self.examples[i] for i in picked]
         gained = await answer_logprobs(client, examples) - self._reference[picked]
-        loss = dpo_loss(gained[0::2], gained[1::2], self._beta)
+        loss = dpo_loss(gained[0::2], gained[1::2], self.beta)
         slopes = np.stack([loss.by_chosen_B, loss.by_rejected_B], axis=1).reshape(-1)
         data = [example.scaled(-slope).datum() for example, slope in zip(examples, slopes, strict=True)]
         forward, update = client.forward_backward(data, "cross_entropy"), client.optim_step(params)
@@ -110,10 +108,10 @@ class DpoRecipe:
 
     async def held_out(self, client: tinker.TrainingClient) -> Values:
         """Measure loss, accuracy and margin of the held-out pairs."""
-        if not self._held_out:
+        if not self.held_out_examples:
             return {}
-        gained = await answer_logprobs(client, self._held_out) - self._held_out_reference
-        metrics = dpo_loss(gained[0::2], gained[1::2], self._beta).metrics
+        gained = await answer_logprobs(client, self.held_out_examples) - self._held_out_reference
+        metrics = dpo_loss(gained[0::2], gained[1::2], self.beta).metrics
         return {f"held_out_{name}": metrics[name] for name in ("loss", "accuracy", "margin")}
 
 
@@ -132,7 +130,7 @@ async def dpo(parameters: DpoParameters) -> TrainingResult:
     async with prepare("dpo", parameters, "preference") as run:
         key, examples = run.examples("data")
         _, held_out = run.examples("held_out")
-        return await train(run, key, DpoRecipe(run, examples, beta=parameters.beta, held_out=held_out))
+        return await train(run, key, DpoRecipe(run, examples, parameters.beta, held_out))
 
 
 PIPELINE = Pipeline(dpo, DpoParameters)
