@@ -32,7 +32,7 @@ Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 _TPU_BLOCK = 512  # tokens; TPUs want multiples of 128
 _TPU_LEAST = 128
-_GPU_QUERIES, _GPU_KEYS, _GPU_BACKWARD = 128, 64, 64  # tokens of a block
+_GPU_QUERIES, _GPU_KEYS, _GPU_BACKWARD = 128, 64, 64  # tokens of a block; half of that in float32, for shared memory
 _GPU_WARPS = 8
 _GPU_LEAST = 16  # of the head dimension: a tile of the tensor cores
 
@@ -103,7 +103,7 @@ def _forward(
     interpret: bool, scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
 ) -> tuple[jax.Array, Kept]:
     B, T, H, d = q.shape
-    r, block_q, block_k = H // k.shape[2], min(_GPU_QUERIES, T), min(_GPU_KEYS, T)
+    r, (block_q, block_k) = H // k.shape[2], (_block(most, q) for most in (_GPU_QUERIES, _GPU_KEYS))
     queries = pl.BlockSpec((None, block_q, None, d), lambda i, b, h: (b, i, h, 0))
     keys = pl.BlockSpec((None, T, None, d), lambda i, b, h: (b, 0, h // r, 0))
     o, log_totals = pl.pallas_call(
@@ -123,7 +123,7 @@ def _forward(
 def _backward(interpret: bool, scale: float, kept: Kept, d_o: jax.Array) -> tuple[Any, ...]:
     q, k, v, segments, o, log_totals = kept
     B, T, H, d = q.shape
-    G, block = k.shape[2], min(_GPU_BACKWARD, T)
+    G, block = k.shape[2], _block(_GPU_BACKWARD, q)
     r = H // G
     means = jnp.einsum("bthd,bthd->bht", d_o, o, preferred_element_type=jnp.float32)
     queries = pl.BlockSpec((None, T, None, d), lambda b, h, i: (b, 0, h, 0))
@@ -163,3 +163,8 @@ def _backward(interpret: bool, scale: float, kept: Kept, d_o: jax.Array) -> tupl
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _block(most: int, q_BTHd: jax.Array) -> int:
+    """Tokens of a block, of `most` in two bytes a number."""
+    return min(2 * most // q_BTHd.dtype.itemsize, q_BTHd.shape[1])
