@@ -1,12 +1,16 @@
 """Base weights: from the safetensors of a Hugging Face folder, stacked by layer, straight to their places on the mesh.
 
-A device's part is read when that device asks for it, so no process holds more of the model than its devices do.
+A device's part is read when that device asks for it, so no process holds more of the model than its devices do. Threads
+read the layers of a part, convert on the way, and write to where the part stays: there is no second copy.
 Letters: D hidden, V vocabulary, L layers, E experts; i inputs and o outputs of a matrix.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count as counter
 from pathlib import Path
@@ -32,7 +36,11 @@ _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfl
 _ROW_PARALLEL = ("o", "down")  # the tensor axis splits their inputs, and their outputs are summed over it
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
-Part = Callable[..., Array]  # (stored tensor, slices...) -> that part of a matrix [o, i], or of its scale [o]
+Part = Callable[..., None]  # (out, stored tensor or layer, slices...): write that part into `out`
+_THREADS = 8  # or one for each processor, if these are fewer
+_ROWS = 4096  # of an embedding that are copied by one thread
+_BLOCK = 32  # rows of a matrix that is turned
+_ALIGN = 64
 
 
 def load_params(
@@ -53,13 +61,17 @@ def load_params(
     """
     _check_expert_axis(cfg, folder, mesh)
     stored = open_tensors(Path(folder), str(folder))
-    return _params(_Loader(cfg, folder, mesh, jnp.dtype(dtype), stored, base_weights == "int8"), progress)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="weights") as threads:
+        return _params(_Loader(cfg, folder, mesh, jnp.dtype(dtype), stored, base_weights == "int8", threads), progress)
 
 
 def params_like(cfg: ModelConfig, mesh: Mesh, dtype: str, *, base_weights: Literal["full", "int8"] = "full") -> Params:
     """The weights that `load_params` makes of such a model, without values: shapes, dtypes and shardings."""
     _check_expert_axis(cfg, cfg.architecture, mesh)
-    return _params(_Loader(cfg, "", mesh, jnp.dtype(dtype), None, base_weights == "int8"), lambda line: None)
+    with ThreadPoolExecutor(1) as threads:  # which has nothing to do
+        return _params(
+            _Loader(cfg, "", mesh, jnp.dtype(dtype), None, base_weights == "int8", threads), lambda line: None
+        )
 
 
 def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
@@ -90,7 +102,7 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
 class _Loader:
     """Reads tensors of one folder and puts them on the mesh. dtype: of what it makes. int8: matrices are rounded.
 
-    stored: the folder's tensors; None = make shapes and shardings alone.
+    stored: the folder's tensors; None = make shapes and shardings alone. threads: read, and convert on the way.
     """
 
     cfg: ModelConfig
@@ -99,17 +111,28 @@ class _Loader:
     dtype: np.dtype[Any]
     stored: dict[str, StoredTensor] | None
     int8: bool
+    threads: ThreadPoolExecutor
 
     def whole(self, name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
         """One tensor of the checkpoint; `axes` split its dimensions."""
         tensor = self._tensor(name, shape)
-        return self._place(shape, axes, self.dtype, lambda index: _read(tensor, index, self.dtype))
+
+        def fill(out: Array, rows: slice, *where: slice) -> None:
+            numbers = range(shape[0])[rows]
+
+            def some(first: int) -> None:
+                part = out[first : first + _ROWS]
+                _copy(part, tensor, slice(numbers[first], numbers[first] + len(part)), *where)
+
+            self._all(some, range(0, len(out), _ROWS))
+
+        return self._place(shape, axes, self.dtype, fill)
 
     def layer_tensors(self, tensor: LayerTensor) -> jax.Array:
         """A norm, a bias or a router of every layer, stacked [L, ...]."""
         each = [self._tensor(tensor.tensor.format(layer), tensor.shape) for layer in range(self.cfg.layers)]
         axes = (TENSOR if tensor.split else None, *(None for _ in tensor.shape[1:]))
-        return self._stack(tensor.shape, axes, self.dtype, lambda layer, *where: _read(each[layer], where, self.dtype))
+        return self._stack(tensor.shape, axes, self.dtype, lambda out, layer, *where: _copy(out, each[layer], *where))
 
     def matrices(self, matrix: Projection, row_parallel: bool) -> Weight:
         """A matrix of every layer, stacked [L, o, i], or of every layer and expert, [L, E, i, o]."""
@@ -120,18 +143,19 @@ class _Loader:
 
         def stacked(part: Part, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any) -> jax.Array:
             if len(matrix.stack) == 1:
-                return self._stack(shape, axes, dtype, lambda layer, *where: part(each[layer], *where))
+                return self._stack(shape, axes, dtype, lambda out, layer, *where: part(out, each[layer], *where))
 
             # Grouped matmuls take [i, o], so an expert's matrix is transposed.
-            def read(layer: int, experts: slice, *where: slice) -> Array:
-                return np.stack([part(tensor, *where[::-1]).T for tensor in each[layer, experts]])
+            def fill(out: Array, layer: int, experts: slice, *where: slice) -> None:
+                for own, tensor in zip(out, each[layer, experts], strict=True):
+                    part(own.T, tensor, *where[::-1])
 
-            return self._stack((matrix.stack[1], *shape[::-1]), (EXPERT, *axes[::-1]), dtype, read)
+            return self._stack((matrix.stack[1], *shape[::-1]), (EXPERT, *axes[::-1]), dtype, fill)
 
         if self.int8:
             values = stacked(self._values, shape, axes, jnp.int8)
             return Int8(values, stacked(self._scales, shape[:1], axes[:1], self.dtype))
-        return stacked(lambda tensor, *where: _read(tensor, where, self.dtype), shape, axes, self.dtype)
+        return stacked(_copy, shape, axes, self.dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         if self.stored is None:
@@ -149,35 +173,71 @@ class _Loader:
             )
         return tensor
 
-    def _stack(
-        self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, part: Callable[..., Array]
-    ) -> jax.Array:
-        """[L, *shape] of part(layer, *slices of shape)."""
+    def _stack(self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, part: Part) -> jax.Array:
+        """[L, *shape]; part(out, layer, *slices of shape) writes a device's part of a layer into `out`."""
 
-        def read(index: tuple[slice, ...]) -> Array:
-            return np.stack([part(layer, *index[1:]) for layer in range(self.cfg.layers)[index[0]]])
+        def fill(out: Array, layers: slice, *where: slice) -> None:
+            numbers = range(self.cfg.layers)[layers]
+            self._all(lambda place: part(out[place], numbers[place], *where), range(len(numbers)))
 
-        return self._place((self.cfg.layers, *shape), (None, *axes), dtype, read)
+        return self._place((self.cfg.layers, *shape), (None, *axes), dtype, fill)
 
-    def _place(
-        self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, read: Callable[..., Array]
-    ) -> jax.Array:
-        """An array of `shape`, of what `read` gives for the slices of each device."""
+    def _all(self, do: Callable[[int], None], numbers: range) -> None:
+        """`do` of each number, in threads: copies of large arrays do not hold the interpreter's lock."""
+        for _ in self.threads.map(do, numbers):
+            pass
+
+    def _place(self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, fill: Part) -> jax.Array:
+        """An array of `shape`; fill(out, *slices of shape) writes each device's part into `out`."""
         where = sharding(self.mesh, shape, *axes)
         if self.stored is None:
             return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=where))
+
+        def read(index: tuple[slice, ...]) -> Array:
+            out = _empty([len(range(size)[one]) for size, one in zip(shape, index, strict=True)], np.dtype(dtype))
+            fill(out, *index)
+            return out
+
         return from_callback(shape, where, read)
 
-    def _values(self, tensor: StoredTensor, o: slice, i: slice) -> Array:
-        whole = _read(tensor, (o, slice(None)), np.float32)  # the scale of a row is that of the whole row
-        return rounded(whole[:, i], scales(whole, self.dtype))
+    def _values(self, out: Array, tensor: StoredTensor, o: slice, i: slice) -> None:
+        whole = _floats(tensor, o)  # the scale of a row is that of the whole row
+        out[...] = rounded(whole[:, i], scales(whole, self.dtype))
 
-    def _scales(self, tensor: StoredTensor, o: slice) -> Array:
-        return scales(_read(tensor, (o, slice(None)), np.float32), self.dtype)
+    def _scales(self, out: Array, tensor: StoredTensor, o: slice) -> None:
+        out[...] = scales(_floats(tensor, o), self.dtype)
 
 
-def _read(tensor: StoredTensor, index: tuple[slice, ...], dtype: Any) -> Array:
-    return np.asarray(tensor.view(_DTYPES[tensor.dtype])[index], dtype=dtype)
+def _floats(tensor: StoredTensor, rows: slice) -> Array:
+    return np.asarray(tensor.view(_DTYPES[tensor.dtype])[rows], dtype=np.float32)
+
+
+def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
+    """An array without values, aligned so that a CPU device keeps this memory instead of a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _copy(out: Array, tensor: StoredTensor, *where: slice) -> None:
+    """Copy a part of a stored tensor into `out`, in its dtype; as bits where these are the same, which is faster."""
+    source = tensor.view(_DTYPES[tensor.dtype])[where]
+    if out.flags.c_contiguous:
+        _convert(out, source)
+    else:  # turned: block by block, which the processor's cache holds
+        for row in range(0, len(out), _BLOCK):
+            _convert(out[row : row + _BLOCK], source[row : row + _BLOCK])
+
+
+def _convert(out: Array, source: Array) -> None:
+    if source.dtype == out.dtype:
+        bits = f"u{source.itemsize}"
+        out.view(bits)[...] = source.view(bits)
+    elif source.dtype == jnp.bfloat16 and out.dtype == np.float32:  # its first half
+        np.left_shift(source.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[...] = source
 
 
 def by_layer(params: Params) -> Params:
