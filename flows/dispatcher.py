@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # a notification may be lost
 SWEEP_SECONDS = 5.0
+_SAVING_SECONDS = 15.0  # for snapshots when a worker group is about to end
 _EXPIRED_AT_ONCE = 500
 OVER = "its session is over"
 
@@ -61,6 +62,7 @@ class Dispatcher:
                 around.create_task(self._sweep_often(), name="sweeps"),
                 around.create_task(self._mirror.connection.watch(), name="prefect health"),
                 *(around.create_task(self._on_group_lost(model), name="group lost") for model in self._served.values()),
+                *(around.create_task(self._on_notice(model), name="notice") for model in self._served.values()),
             ]
             try:
                 async with asyncio.TaskGroup() as runners:
@@ -218,6 +220,15 @@ class Dispatcher:
             self._mirror.connection.tell("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
             if back is None or back.done():
                 back = asyncio.create_task(self._on_group_ready(model), name="next group")
+
+    async def _on_notice(self, model: ServedModel) -> None:
+        """A worker group is about to end: models are saved, as far as time allows, so that little is replayed."""
+        async for cause in model.pool.notices():
+            log.warning("%s: %s; snapshots are taken", model.card.name, cause)
+            runners = [runner for runner in self._runners.values() if runner is not None]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SAVING_SECONDS):
+                    await asyncio.gather(*(runner.save_now() for runner in runners))
 
     async def _on_group_ready(self, model: ServedModel) -> None:
         generation = await model.pool.serving()

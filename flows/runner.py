@@ -117,7 +117,7 @@ class SnapshotSchedule:
         self._steps = 0
         self._last = -1  # the last request that the model in the group has seen
         self.seq_id: int | None = None  # the last request that was dispatched, if none of the snapshots covers it
-        self.taking = False
+        self.taking = self.hurried = False
 
     def went(self, seq_id: int, *, step: bool) -> None:
         """A request was dispatched; a save whose place in the line a replay has passed comes after later ones."""
@@ -126,7 +126,7 @@ class SnapshotSchedule:
 
     def interrupted(self) -> None:
         """Some of what was dispatched was not executed."""
-        self.seq_id, self._last = None, -1
+        self.seq_id, self._last, self.hurried = None, -1, False
 
     def restored(self, replayed: int, last: int) -> None:
         """So many steps were replayed after the last snapshot: they count, lest deaths in a row replay ever more.
@@ -135,16 +135,20 @@ class SnapshotSchedule:
         """
         self._steps, self._last = replayed, last
 
+    def hurry(self) -> None:
+        """The worker group is about to end: a snapshot is due, if there is anything to be in it."""
+        self.hurried = self.seq_id is not None
+
     def due(self, now: float) -> bool:
         """Whether a snapshot should be taken now."""
-        late = self._steps >= self._policy.steps or now - self._since >= self._policy.seconds
+        late = self.hurried or self._steps >= self._policy.steps or now - self._since >= self._policy.seconds
         return late and not self.taking and self.seq_id is not None
 
     def begin(self, now: float) -> int:
         """A snapshot is being taken; the last request in it."""
         assert self.seq_id is not None
         seq_id, self.seq_id = self.seq_id, None
-        self._since, self._steps, self.taking = now, 0, True
+        self._since, self._steps, self.taking, self.hurried = now, 0, True, False
         return seq_id
 
 
@@ -192,6 +196,7 @@ class ModelRunner:
         self._copies: dict[str, AdapterState] = {}  # by request: what a replay has copied for a save
         self._woken = asyncio.Event()
         self._woken.set()
+        self._saved = asyncio.Event()  # a snapshot was taken, or cannot be
         self._look_again = False  # something changed while operations were in flight
         self._unstored = True  # the journal may list saves that were answered, and not stored
         self._stopping = False
@@ -338,6 +343,7 @@ class ModelRunner:
         self._steps_made, self._taken, self._unload, self._unstored = model.step, -1, None, True
         self._sequencer.restart()
         self._schedule.interrupted()
+        self._saved.set()
         self._context = self._unbound
 
     def _take_snapshot(self, group: asyncio.TaskGroup) -> None:
@@ -351,9 +357,18 @@ class ModelRunner:
 
     def _snapshot_taken(self, taking: asyncio.Task[SnapshotTaken | None]) -> None:
         self._schedule.taking = False
+        self._saved.set()
         if not taking.cancelled() and taking.exception() is None and (taken := taking.result()) is not None:
             for shown in self.observers:
                 shown.log(f"snapshot taken at request {taken.seq_id}: {taken.size_bytes / 2**20:.1f} MiB")
+
+    async def save_now(self) -> None:
+        """Take a snapshot, unless the last one holds all; return when it is taken."""
+        self._schedule.hurry()
+        self._woken.set()
+        while (self._schedule.taking or self._schedule.hurried) and not self._paused:
+            self._saved.clear()
+            await self._saved.wait()
 
     def look_at_snapshot(self) -> None:
         """Time has passed: a snapshot may be due."""

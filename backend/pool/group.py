@@ -41,6 +41,7 @@ from tinkerflow.backend.pool.protocol.messages import (
     Beat,
     Failed,
     Fatal,
+    Leaving,
     Left,
     Progress,
     Ready,
@@ -140,7 +141,13 @@ class Group:
     """One generation. `launch` starts it; `ended` resolves when its last process is gone."""
 
     def __init__(
-        self, config: PoolConfig, site: Site, on_progress: Callable[[str], None], generation: int, probation: int = 0
+        self,
+        config: PoolConfig,
+        site: Site,
+        on_progress: Callable[[str], None],
+        generation: int,
+        probation: int = 0,
+        on_notice: Callable[[str], None] = lambda cause: None,
     ) -> None:
         """Nothing starts before `launch`.
 
@@ -150,6 +157,7 @@ class Group:
         generation: the number of this group, from 1.
         probation: so many commands are sent one at a time. Without probation the next command may be begun while one is
         computed, and nobody knows which of the two ends the group.
+        on_notice: called with why the group should end soon, when one of its processes was told to end.
         """
         loop = asyncio.get_running_loop()
         self.generation = generation
@@ -159,6 +167,7 @@ class Group:
         self._config = config
         self._site = site
         self._on_progress = on_progress
+        self._on_notice = on_notice
         self._probation = probation
         self._loop = loop
         self._places: Sequence[WorkerSlot] = ()
@@ -371,6 +380,8 @@ class Group:
                 self._started.set_result(info)
         elif isinstance(message, Transferred):
             self._transferred(member.rank, message)
+        elif isinstance(message, Leaving):
+            self._on_notice(f"worker group {self.generation} ended: rank {member.rank} was told to end by SIGTERM")
         elif isinstance(message, Fatal):
             self._ended_itself(member.rank, message.failed)
         else:

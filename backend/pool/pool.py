@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _LITTLE = 1 / 16  # of a micro-batch: the size of commands that compute for no tokens
 _ENOUGH = 1 - 1e-9
+NOTICE_SECONDS = 20.0  # from the notice that a group's machine goes until the group is ended; clouds give 25 or 30
 FIRST_STARTS = 3  # attempts before Pool.start gives up: a port may be taken between probing and binding it
 
 
@@ -96,6 +97,9 @@ class Pool:
         self._entrance = asyncio.Lock()  # fair: commands that wait for a generation keep their order
         self._losses: asyncio.Queue[GroupLost | None] = asyncio.Queue()
         self._consumed = False
+        self._notices: asyncio.Queue[str] = asyncio.Queue()
+        self._heeded = False  # somebody reads the notices
+        self._leaving: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._stopped = False
 
@@ -267,6 +271,37 @@ class Pool:
                 self._losses.get_nowait()
                 self._losses.task_done()
 
+    async def notices(self) -> AsyncIterator[str]:
+        """Why the serving group is about to end, as when its machine is taken away; for one consumer.
+
+        The group is ended when the consumer has come back for the next notice, or after NOTICE_SECONDS.
+        """
+        self._heeded = True
+        try:
+            while True:
+                cause = await self._notices.get()
+                try:
+                    yield cause
+                finally:
+                    self._notices.task_done()
+        finally:
+            self._heeded = False
+
+    def _noticed(self, cause: str) -> None:
+        if self._leaving is None or self._leaving.done():
+            self._leaving = asyncio.get_running_loop().create_task(self._leave(cause), name="leaving")
+
+    async def _leave(self, cause: str) -> None:
+        log.warning("%s; what is on its devices is saved first", cause)
+        group = self._serving()
+        if self._heeded and group is not None:
+            self._notices.put_nowait(cause)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NOTICE_SECONDS):
+                    await self._notices.join()
+        if group is not None:
+            group.end(GroupFailedError(cause))
+
     async def stop(self) -> None:
         """End all workers, fail everything outstanding with GroupFailedError, and return when no process is left."""
         self._stopped = True
@@ -274,6 +309,8 @@ class Pool:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._leaving is not None:
+            self._leaving.cancel()
         if self._group is not None:
             self._group.end(GroupFailedError("the worker pool was stopped"))
             await self._group.ended
@@ -322,7 +359,7 @@ class Pool:
         config, generation = self._config, self._generation
         places = self._site.take(config.processes, config.digest)
         self._on_progress(f"starting worker group {generation}: {config.processes} process(es)")
-        group = Group(config, self._site, self._on_progress, generation, self._probation)
+        group = Group(config, self._site, self._on_progress, generation, self._probation, self._noticed)
         try:
             info = await group.launch(places)
         except TinkerflowError as error:

@@ -41,6 +41,7 @@ from tinkerflow.backend.pool.protocol.messages import (
     Ack,
     Beat,
     Fatal,
+    Leaving,
     Left,
     Progress,
     Ready,
@@ -125,6 +126,11 @@ class Inbox:
         self._received = 0  # commands, of all drivers
         self._alone = threading.Event()  # no driver is connected
         self._no_other = threading.Event()  # no other driver will come
+
+    @property
+    def alone(self) -> bool:
+        """Whether no driver is connected."""
+        return self._alone.is_set()
 
     def receive(self, specs: IO[bytes]) -> None:
         """Serve one driver after the other, each named by a line of `specs`; for a thread of its own."""
@@ -298,6 +304,11 @@ def main() -> None:
     _end_on_uncaught(inbox)
     inbox.serve(spec)
     threading.Thread(target=inbox.receive, args=(sys.stdin.buffer,), name="specs", daemon=True).start()
+    notices, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told)  # Python calls handlers in the main thread only, which may be computing for long
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=_await_notice, args=(inbox, notices), name="notice", daemon=True).start()
     answers = ReplyCollector(inbox.send, spec.rank)
     try:
         executor: CommandExecutor | None = None
@@ -313,6 +324,18 @@ def main() -> None:
             inbox.send(0, frames.encode(_ready(executor, inbox.transfers)), driver)
     except BaseException as error:  # noqa: BLE001  (SystemExit too: no barrier at exit)
         _end(inbox, error)
+
+
+def _await_notice(inbox: Inbox, notices: int) -> None:
+    """Tell the driver of SIGTERM, so that it saves what is on the devices and ends the group; without one, end.
+
+    notices: a pipe that has a byte for each signal.
+    """
+    while os.read(notices, 1):
+        if inbox.alone:
+            os._exit(0)
+        log.warning("told to end by SIGTERM: the driver is told")
+        inbox.send(0, frames.encode(Leaving()))
 
 
 def _begin(

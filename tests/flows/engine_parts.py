@@ -114,6 +114,10 @@ class NumpyPool:
         self.down.set()
         self.down = None
 
+    async def notices(self) -> AsyncIterator[str]:
+        await asyncio.Event().wait()
+        yield ""
+
     async def losses(self) -> AsyncIterator[GroupLost]:
         while True:
             yield await self.lost.get()

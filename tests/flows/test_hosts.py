@@ -96,3 +96,34 @@ async def test_an_address_where_nothing_can_listen_is_named(settings: Settings) 
     chosen = Settings(**(settings.model_dump() | {"group": "192.0.2.1:7000"}))
     with pytest.raises(UserError, match=r"group is '192.0.2.1:7000', where nothing can listen"):
         await run_engine(chosen, on_ready=lambda: None, on_progress=print)
+
+
+async def test_a_host_that_is_told_to_end_has_its_models_saved_first(
+    settings: Settings, join: Join, connect: Any, running: Any, until: Any
+) -> None:
+    """SIGTERM, as when a cloud takes a machine away. Settings alone would have a snapshot due an hour later."""
+    ready, base_model = asyncio.Event(), settings.base_models[0]
+    said: list[str] = []
+    patient = Settings(**(settings.model_dump() | {"snapshot_seconds": 3600.0, "snapshot_steps": 1000}))
+    engine = run_engine(patient, on_ready=ready.set, on_progress=said.append, executor="numpy_executor:Unigram")
+    async with running(engine) as task:
+        await until(lambda: bool(said) or task.done())
+        group = said[0].rpartition(" ")[2]
+        leaving, spare = join(group, "a"), join(group, "b")
+        await until(lambda: ready.is_set() or task.done())
+        journal = Journal.open(settings.journal_url)
+        client = await connect(journal, base_model)
+        model = await client.create(0)
+        for _ in range(3):
+            assert (await client.result(client.forward_backward(model, [5]))).error is None
+            assert (await client.result(client.optim_step(model))).error is None
+        assert not journal.recovery.snapshots()
+        leaving.terminate()
+        await until(lambda: (journal.recovery.health().waits.get(base_model) or "").startswith("waiting for hosts: "))
+        (taken,) = journal.recovery.snapshots()
+        assert (taken.model_id, taken.step, journal.recovery.count_executed(model, taken.seq_id)) == (model, 3, 0)
+        assert await asyncio.to_thread(leaving.wait, 60) == 0
+        assert spare.poll() is None
+        join(group, "c")
+        assert (await client.result(client.forward_backward(model, [5]))).error is None
+        journal.close()

@@ -148,6 +148,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     m.Progress: st.builds(m.Progress, texts),
     m.Beat: st.builds(m.Beat),
     m.Ack: st.builds(m.Ack, st.none() | failures),
+    m.Leaving: st.builds(m.Leaving),
     m.Fatal: st.builds(m.Fatal, failures),
 }
 

@@ -82,7 +82,8 @@ class Bench:
             await pool.stop()
         await self.hosts.close()
         for task in self.agents:
-            task.cancel()
+            if not task.cancelling():  # a second one would interrupt how it ends
+                task.cancel()
         await asyncio.gather(*self.agents, return_exceptions=True)
 
 

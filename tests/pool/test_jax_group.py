@@ -133,3 +133,25 @@ async def test_a_rank_that_lacks_a_program_has_all_ranks_compile_it(
     assert rank_0 == rank_1
     assert rank_0[0] in ({0} if damage == "lost" else {asked, asked - 1})
     assert await serve() == [(asked, asked)] * 2
+
+
+async def test_a_rank_that_is_told_to_end_leaves_time_for_what_is_on_its_devices(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig]
+) -> None:
+    """Also while its main thread waits for the devices."""
+    pool = await start_pool("Collective", processes=2, config=group_config(fsdp=2))
+    await pool.submit(total(8))
+    work = [asyncio.create_task(pool.submit(total(1 << 18))) for _ in range(20)]
+    await asyncio.sleep(0)
+    os.kill(pool.pids[1], signal.SIGTERM)
+    async for cause in pool.notices():
+        assert cause == "worker group 1 ended: rank 1 was told to end by SIGTERM"
+        await asyncio.gather(*work)  # nothing is given up yet
+        assert await pool.submit(total(8)) == ForwardResult((), 28.0)
+        assert pool.generation == 1
+        break
+    async for lost in pool.losses():
+        assert (lost.generation, lost.cause) == (1, cause)
+        break
+    assert await pool.serving() == 2
+    assert await pool.submit(total(8)) == ForwardResult((), 28.0)

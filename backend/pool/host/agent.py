@@ -57,7 +57,8 @@ class HostConfig:
     compile_cache_dir: of this host's processes, in place of the folder that the driver names; "" = the driver's.
     longest_pause: seconds between two attempts to join; a link that is mended is found so soon.
     keep_seconds: how long processes wait for the next driver; meanwhile they hold memory of the devices.
-    platform: the setting.
+    platform: the setting. leave_seconds: how long processes may go on when the agent is to end: their driver saves what
+    they hold.
     """
 
     driver: str
@@ -69,18 +70,27 @@ class HostConfig:
     longest_pause: float = 5.0
     keep_seconds: float = 120.0
     platform: str = "auto"
+    leave_seconds: float = 25.0
 
 
 async def serve_group(config: HostConfig, say: Callable[[str], None]) -> None:
-    """Offer this host's room to the group at config.driver, for ever. Cancelled, it ends all processes.
+    """Offer this host's room to the group at config.driver, for ever.
+
+    Cancelled, it tells the driver that its processes are to end, and ends them when the driver has saved their state.
 
     `say` gets lines for people. UserError when the driver has another secret or other software.
     """
     where = f"{config.driver}:{config.port}"
     processes = HostProcesses(config)
+    serving = asyncio.create_task(_serve(config, processes, where, say), name="host")
     try:
-        await _serve(config, processes, where, say)
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        await processes.give_notice()
+        raise
     finally:
+        serving.cancel()
+        await asyncio.wait((serving,))
         await processes.end()
 
 
@@ -130,8 +140,8 @@ def doubt_about_name(address: str) -> str:
 
 async def _join(config: HostConfig, agent: str, processes: HostProcesses) -> tuple[LoopLink, float]:
     """Connect and be welcomed: the connection, and the seconds after which a silent end is lost."""
-    link = await _connect(config)
     pod = await asyncio.to_thread(place_in_pod)
+    link = await _connect(config)
     try:
         offer = Offer(agent, socket.gethostname(), link.address, config.processes, software(), processes.held, pod)
         async with asyncio.timeout(_CONNECT_SECONDS):
@@ -187,6 +197,7 @@ class HostProcesses:
         self._config = config
         self._watches: dict[_Worker, asyncio.Task[None]] = {}
         self._expiry: asyncio.TimerHandle | None = None
+        self._leaving = False
 
     @property
     def held(self) -> tuple[HeldWorker, ...]:
@@ -230,6 +241,8 @@ class HostProcesses:
         """Start a process. First the processes without a driver that have its plan are ended, or all processes without
         a driver when there is no room otherwise. OSError when the start fails.
         """
+        if self._leaving:
+            raise OSError("the host is about to end")
         old = [worker for worker in self._without_driver() if worker.plan == asked.plan]
         if len(self._watches) - len(old) >= self._config.processes:
             old = self._without_driver()
@@ -258,6 +271,15 @@ class HostProcesses:
             self._expiry.cancel()
         self._expiry = asyncio.get_running_loop().call_later(self._config.keep_seconds, self._expire)
         return bool(self._watches)
+
+    async def give_notice(self) -> None:
+        """Let the driver know that its processes are to end, and wait until it has ended them, for a while."""
+        self._leaving = True
+        serving = [(worker, watch) for worker, watch in self._watches.items() if worker.number is not None]
+        for worker, _ in serving:
+            worker.child.signal(signal.SIGTERM)
+        if serving:
+            await asyncio.wait([watch for _, watch in serving], timeout=self._config.leave_seconds)
 
     async def end(self) -> None:
         """End all processes."""

@@ -55,8 +55,10 @@ class Conversation:
             self.end("we ended it")
             for task in works:
                 task.cancel()
-            await asyncio.gather(*works, return_exceptions=True)
-            self._link.close()
+            try:
+                await asyncio.gather(*works, return_exceptions=True)
+            finally:  # also when we are cancelled meanwhile
+                self._link.close()
 
     async def _send(self) -> str:
         try:

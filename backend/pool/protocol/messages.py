@@ -113,6 +113,11 @@ class Ack:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """Worker to driver: the process was told to end by SIGTERM, as before its machine is taken away."""
+
+
+@dataclass(frozen=True)
 class Fatal:
     """Worker to driver, last: why the process ends itself."""
 
@@ -216,7 +221,7 @@ class Ended:
     crashed: bool
 
 
-WorkerMessage = Start | Left | Ready | Progress | Beat | Failed | Transfer | Transferred | Ack | Fatal
+WorkerMessage = Start | Left | Ready | Progress | Beat | Failed | Transfer | Transferred | Ack | Leaving | Fatal
 HostMessage = Offer | Welcome | Refusal | Spawn | TakeOver | Signal | Spawned | Ended
 
 
