@@ -65,11 +65,8 @@ CUDA = Platform(
 TPU = Platform(
     "tpu",
     flags_variable="LIBTPU_INIT_ARGS",
-    flags=(  # gathers run beside matmuls
+    flags=(  # gathers run beside matmuls; the compiler refuses async collective fusion on all but v5e
         "--xla_enable_async_all_gather=true",
-        "--xla_tpu_enable_async_collective_fusion=true",
-        "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-        "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
         "--xla_tpu_overlap_compute_collective_tc=true",
     ),
     compilers=("libtpu/libtpu.so",),
