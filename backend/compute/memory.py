@@ -123,7 +123,7 @@ class MemoryPlan:
         """Why no longer sequence is served, as an error says it."""
         if self.limit is None:
             return MODEL_CONTEXT
-        return f"what fits this group's devices with {self.limit / GB:.1f} GB each"
+        return f"what fits this group's devices with {self.limit / GB:.3g} GB each"
 
     def describe(self) -> str:
         """The plan as lines of text for people."""

@@ -186,3 +186,21 @@ def test_an_old_snapshot_keeps_its_weights(server, service, make_datum):
     new = client.save_weights_and_get_sampling_client().result()
     assert old.compute_logprobs(prompt).result() == before
     assert new.compute_logprobs(prompt).result() != before
+
+
+def test_a_sequence_or_an_adapter_that_does_not_fit_the_devices_is_refused_by_name(
+    start_server, tmp_path, make_datum, monkeypatch
+) -> None:
+    monkeypatch.setenv("TINKERFLOW_DEVICE_MEMORY", "0.25")
+    with start_server(tmp_path, prefect="off") as server, server.client() as service:
+        (served,) = server.rest().get_server_capabilities().result().supported_models
+        fits = served.max_context_length
+        assert fits == 2048, "of the 8192 of the model"
+        good = lora(server, service)
+        rule = rf"data\[1\].model_input has {fits + 1} tokens: must be 1 to {fits}, what fits this group's devices with"
+        with pytest.raises(tinker.RequestFailedError, match=rule):
+            good.forward_backward([make_datum(TOKENS), make_datum([7] * (fits + 2))], "cross_entropy").result()
+        plain = {"base_model": server.base_model, "seed": 5}
+        with pytest.raises(tinker.TinkerError, match=r"lora rank 1024: the adapter takes .* of each device"):
+            service.create_lora_training_client(rank=1024, **plain).result()
+        assert good.forward_backward([make_datum(TOKENS)], "cross_entropy").result().loss_fn_outputs
