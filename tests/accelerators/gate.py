@@ -19,10 +19,13 @@ from tests.accelerators.budgets import BUDGETS, Case, Record
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 FIGURES = HERE / "figures.json"
-
-
-class NotCompiledError(Exception):
-    """A program was not compiled; the text says why."""
+_ENVIRONMENT = {
+    "PYTHONPATH": f"{ROOT / '.package'}:{ROOT}",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "JAX_PLATFORMS": "cpu",  # this and the next two: whatever loads JAX's plugins first finds that there is no device
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "CUDA_VISIBLE_DEVICES": "-1",
+}
 
 
 def compile_cases(cases: Iterable[Case]) -> Mapping[str, Record | str]:
@@ -36,7 +39,7 @@ def compile_cases(cases: Iterable[Case]) -> Mapping[str, Record | str]:
         done = subprocess.run(
             command,
             input=json.dumps([asdict(case) for case in of_target]),
-            env={**os.environ, "PYTHONPATH": f"{ROOT / '.package'}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**os.environ, **_ENVIRONMENT},
             capture_output=True,
             text=True,
             check=False,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pytest
 from tests.accelerators import environment
 from tests.accelerators.budgets import BUDGETS, Budget, Record
-from tests.accelerators.gate import compile_cases
+from tests.accelerators.gate import FIGURES, compile_cases
 
 QUICK = [budget for budget in BUDGETS if budget.quick]
 
@@ -31,3 +32,15 @@ def test_a_program_keeps_its_budget(budget: Budget, records: Mapping[str, Record
     else:
         assert not budget.holds(value), f"{said}: it is met now, so its entry in budgets.py must say so"
         pytest.xfail(said)
+
+
+def test_the_figures_of_the_page_keep_the_budgets_that_are_met() -> None:
+    figures = json.loads(FIGURES.read_text())
+    known = [budget for budget in BUDGETS if budget.case.name in figures]
+    assert known
+    for budget in known:
+        assert budget.holds(budget.measure.of(figures[budget.case.name])) == budget.met, budget
+
+
+def test_every_figure_of_the_page_has_a_budget() -> None:
+    assert set(json.loads(FIGURES.read_text())) <= {budget.case.name for budget in BUDGETS}
