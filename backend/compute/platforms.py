@@ -136,7 +136,7 @@ def _folders(package: str) -> list[Path]:
 @contextmanager
 def compiling_for(target: Platform) -> Iterator[None]:
     """Make programs for `target`, although JAX's devices here are others."""
-    other = target is not platform()
+    other = target is not _target.get()
     token = _target.set(target)
     try:
         if other:
