@@ -51,7 +51,7 @@ def record(case: Case, cache: str) -> Record:
         "unknown_loops": sorted(loop.name for loop in counts.loops if loop.trips is None),
         "gathered": max((one.bytes for one in counts.collectives if one.kind == "all-gather"), default=0),
         "sent": sum(one.bytes * one.times for one in counts.collectives),
-        "loss_rows": min(_rows(counts.matmuls(), programs.cfg.vocab // programs.tensor), default=0),
+        "loss_rows": _rows(counts.matmuls(), programs.cfg.vocab // programs.tensor),
         "adapter": held_bytes(programs.lora) * copies,
         "whole_adapter": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.lora)) * copies,
         "unstated": counts.kernels,
@@ -75,10 +75,10 @@ def _parts(counts: Counts, device: Device, rank: int) -> dict[str, float]:
     return parts
 
 
-def _rows(matmuls: Any, vocabulary: int) -> list[int]:
-    """The rows of every matmul whose result has a column for each token of the vocabulary."""
-    results = [[int(size) for size in re.findall(r"\d+", one.rsplit("[", 1)[1])] for one in matmuls]
-    return [math.prod(dims) // vocabulary for dims in results if vocabulary in dims]
+def _rows(matmuls: Any, vocabulary: int) -> int:
+    """The rows of the matmul with the most flops whose result has a column for each token of the vocabulary; or 0."""
+    results = ([int(size) for size in re.findall(r"\d+", one.rsplit("[", 1)[1])] for one in matmuls)
+    return next((math.prod(dims) // vocabulary for dims in results if vocabulary in dims), 0)
 
 
 def main(cache: str) -> None:
