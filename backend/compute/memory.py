@@ -28,7 +28,8 @@ from tinkerflow.backend.compute.lora import matrix_rank, shardings, targets
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
-from tinkerflow.backend.compute.sampler.shapes import BLOCK, RANK_COLUMNS
+from tinkerflow.backend.compute.sampler.pages import PAGE
+from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.transformer import KEPT
 from tinkerflow.backend.errors import UserError
@@ -39,18 +40,15 @@ from tinkerflow.backend.spec.packing import SHORTEST_ROW, bucket
 _LEAST_TOKENS = 1024  # per device of the fsdp axis: fewer leave it idle
 _MOST_TOKENS = 4096  # more make sample requests wait
 _KEPT_ON_CPUS = 2**30  # bytes: writing out more costs more than computing it again
-_CELLS_ON_CPUS = 0.2  # of the host's memory: a KV cache that grows exists twice for a moment
+_CACHE_ON_CPUS = 0.2  # of the host's memory
+_POSITIONS_A_SLOT_ON_CPUS = 1024  # the host's memory is everybody's
 
 # Shares of what the weights leave free.
 _TRAINING = 0.35  # the most that a training step may take
 _KEPT = 0.3  # of these, the most that is kept for the backward pass
 _ADAPTERS = 0.5  # the most that is set aside for `_RESIDENT` adapters before the sampler gets its part
 # Shares of the sampler's part.
-_CACHE = 0.75  # the decode batch, the copy while it grows, and the prompt that is staged for it
-_PREFIXES = 0.1  # the rest is for resident snapshots
-
-_PAGES_A_SLOT = 16  # 2,048 tokens of prompt for every sequence that may decode; more only on paper
-_PREFIXES_ON_CPUS = 0.25  # of the cells that the batch may have, in addition to these
+_CACHE = 0.85  # the pages of the KV cache; the rest is for resident snapshots
 
 _RESIDENT = 16  # adapters of the usual rank that room is set aside for
 _RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
@@ -78,17 +76,15 @@ class MemoryUses:
     """Bytes of each device by what takes them. Together they are at most the limit.
 
     weights: the base model. activations: what a training step keeps for its backward pass. temporaries: what a step
-    needs besides, the gradient that it adds to included. kv_cache: the decode batch. kv_growth: the same again while
-    the cache grows, and the prompt that is staged. prefix_pages: prompts kept for later requests. snapshots: adapters
-    published for sampling. adapters: weights, gradients and moments of the models in training. reserve: left alone.
+    needs besides, the gradient that it adds to included. kv_cache: the pages of all sequences, and of prompts that are
+    kept for later requests. snapshots: adapters published for sampling. adapters: weights, gradients and moments of the
+    models in training. reserve: left alone.
     """
 
     weights: int
     activations: int
     temporaries: int
     kv_cache: int
-    kv_growth: int
-    prefix_pages: int
     snapshots: int
     adapters: int
     reserve: int
@@ -105,16 +101,16 @@ class MemoryPlan:
 
     limit: bytes of each device that the group may use; None on CPUs, which share the host's memory: nothing is planned
     there but what never depends on the machine. budget: of training. context: the longest sequence that can be trained
-    on and sampled, in tokens. cells: slots times positions of the largest decode batch, over the whole mesh. pages: how
-    many pages of prompts are kept. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same
-    time; None on CPUs.
+    on and sampled, in tokens. pages: of the KV cache on each device of the fsdp axis, the one of zeros included. cells:
+    positions of all pages that sequences may have, over the whole mesh. uses: None on CPUs. resident_adapters: how many
+    adapters of rank 32 fit at the same time; None on CPUs.
     """
 
     limit: int | None
     budget: Budget
     context: int
-    cells: int
     pages: int
+    cells: int
     uses: MemoryUses | None = None
     resident_adapters: int | None = None
 
@@ -142,11 +138,12 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
     """The plan of this process's group. Every process must call it; all get the same."""
     limit = device_limit(config)
     if limit is None:
-        cell = _cell_bytes(cfg, config)
-        cells = least(max(1, int(_host_bytes() * _CELLS_ON_CPUS / cell)))
+        longest = min(config.max_context, cfg.max_positions)
+        slots = -(-config.sample_slots // config.fsdp) * pages_for(min(longest, _POSITIONS_A_SLOT_ON_CPUS))
+        fit = least(int(_host_bytes() * _CACHE_ON_CPUS / _page_bytes(cfg, config)))
+        pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
-        pages = most_pages(int(cells * _PREFIXES_ON_CPUS), config)
-        return MemoryPlan(None, budget, min(config.max_context, cfg.max_positions), cells, pages)
+        return MemoryPlan(None, budget, min(longest, pages * PAGE), 1 + pages, pages * PAGE * config.fsdp)
     return plan_memory(cfg, config, least(limit))
 
 
@@ -159,40 +156,35 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     free = limit - weights - reserve
     budget = _budget_within(cfg, config, max(0, free))
     reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
-    cell, longest = _cell_bytes(cfg, config), min(config.max_context, cfg.max_positions)
-    context = -(-longest // BLOCK) * BLOCK
-    while context >= BLOCK:
+    page, longest = _page_bytes(cfg, config), min(config.max_context, cfg.max_positions)
+    context = pages_for(longest) * PAGE
+    while context >= PAGE:
         step = _largest_step(cfg, config, budget, context)
         set_aside = min(_RESIDENT * reference, int(_ADAPTERS * max(0, free)))
         sampling = min(free - sum(step) - set_aside, limit // 2)
         cache = int(_CACHE * sampling)
-        # The smallest batch has a slot for each device of fsdp: one row a device, of which there are three.
-        row = int(context * cell * config.fsdp)
-        if sum(step) <= _TRAINING * free and 3 * row <= cache:
+        # The pages of a sequence lie on one device of fsdp, beside one of zeros; a second sequence makes it a batch.
+        if sum(step) <= _TRAINING * free and (2 * context // PAGE + 1) * page <= cache:
             break
-        context = context // 2 // BLOCK * BLOCK
+        context = context // 2 // PAGE * PAGE
     else:
         raise UserError(
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
             "each device, and what is left is too little to train and sample: use more devices, "
             "TINKERFLOW_BASE_WEIGHTS=int8, or devices with more memory"
         )
-    batch = (cache - row) // 2
-    pages = int(_PREFIXES * sampling)
-    snapshots = sampling - cache - pages
+    pages = cache // page
     uses = MemoryUses(
         weights=weights,
         activations=step[0],
         temporaries=step[1],
-        kv_cache=batch,
-        kv_growth=cache - batch,
-        prefix_pages=pages,
-        snapshots=snapshots,
+        kv_cache=cache,
+        snapshots=sampling - cache,
         adapters=free - sum(step) - sampling,
         reserve=reserve,
     )
-    context, kept_pages = min(context, longest), most_pages(int(pages / cell), config)
-    return MemoryPlan(limit, budget, context, int(batch / cell), kept_pages, uses, uses.adapters // reference)
+    cells = (pages - 1) * PAGE * config.fsdp
+    return MemoryPlan(limit, budget, min(context, longest), pages, cells, uses, uses.adapters // reference)
 
 
 def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, microbatch_tokens: int = 0) -> Budget:
@@ -239,12 +231,9 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
     return int(cfg.layers * tokens * (width * jnp.dtype(dtype).itemsize + 4 * cfg.heads))  # and `log_totals`, float32
 
 
-def most_pages(cells: int, config: GroupConfig) -> int:
-    """How many pages of prompts fit into `cells` positions: a page has a row for each device of the fsdp axis.
-
-    The slots bound the number however much memory there is, so that the process soon stops growing.
-    """
-    return min(cells // (config.fsdp * BLOCK), config.sample_slots * _PAGES_A_SLOT)
+def pages_for(positions: int) -> int:
+    """How many pages of the KV cache hold so many positions."""
+    return -(-positions // PAGE)
 
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
@@ -361,10 +350,10 @@ def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStru
     return [jax.ShapeDtypeStruct((*one.stack, matrix_rank(spec, one), size), np.float32) for one, size in sizes]
 
 
-def _cell_bytes(cfg: ModelConfig, config: GroupConfig) -> float:
-    """What one position of one slot of a KV cache takes of each device, on average over the devices."""
+def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
+    """What a page of the KV cache takes of the device that holds it."""
     heads = _share(cfg.kv_heads, config.tensor)
-    return 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(config.dtype).itemsize / config.fsdp
+    return 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(config.dtype).itemsize * PAGE
 
 
 def _host_bytes() -> int:

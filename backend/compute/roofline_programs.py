@@ -26,6 +26,7 @@ from tinkerflow.backend.compute.roofline import parse_topology
 from tinkerflow.backend.compute.roofline_targets import Figures, compile_for, mesh_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
+from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
@@ -134,10 +135,11 @@ class Programs:
         """`chunk` tokens of each of S slots with `length` positions. columns: ranks of the adapters in the batch."""
         with self.compiling():
             stack = self._stack(columns)
-            cache = result_of(empty_cache, self.cfg, self.mesh, S, length, *self._plain)
+            cache, tables_SW = self._pages(S, length)
             rows = Rows(
                 tokens_S=np.zeros(S, np.int32),
                 positions_S=np.zeros(S, np.int32),
+                tables_SW=tables_SW,
                 columns_S2=np.zeros((S, 2), np.int32),
                 uniform_CS=np.zeros((chunk, S), np.float32),
                 choice=greedy_choice(S),
@@ -146,16 +148,23 @@ class Programs:
         return compile_for(self.target, decode, *args, **more)
 
     def prefill(self, B: int, Q: int, length: int, *, columns: int = 32, **more: Any) -> Figures:
-        """Q tokens of each of B prompts, in a cache of `length` positions."""
+        """Q tokens of each of B prompts, in pages for `length` positions of each."""
         with self.compiling():
             stack = self._stack(columns)
-            cache = result_of(empty_cache, self.cfg, self.mesh, B, length, *self._plain)
+            cache, tables_BW = self._pages(B, length)
             piece = Piece(
                 tokens_BQ=np.zeros((B, Q), np.int32),
                 start=np.int32(0),
+                tables_BW=tables_BW,
                 columns_B2=np.zeros((B, 2), np.int32),
                 score=np.bool_(False),
                 wanted=empty_queries(PLAIN, B, Q),
             )
             args = (self.cfg, self.mesh, PLAIN, self.params, stack, cache, piece)
         return compile_for(self.target, prefill, *args, **more)
+
+    def _pages(self, rows: int, length: int) -> tuple[Any, Any]:
+        """A cache with pages for `length` positions of each of `rows`, and page tables."""
+        shards, wide = self.mesh.shape[FSDP], -(-length // PAGE)
+        pages = (-(-rows // shards) * wide + 1) * shards
+        return result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain), np.zeros((rows, wide), np.int32)

@@ -24,6 +24,7 @@ from tinkerflow.backend.compute.params import by_layer, load_params
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, compiling_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
+from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import Widths, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
@@ -79,11 +80,12 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
         state = like(fresh_state(kind, lora), whole)
         yield kind, (training.optimize, (lora, lora, state, like(spec.vector(spec.example), whole)))
     stack = empty_stack(cfg, mesh, (32, 32), "bfloat16", False)
-    cache = empty_cache(cfg, mesh, SLOTS, LENGTH, "bfloat16", False)
+    cache = empty_cache(cfg, mesh, 4 * SLOTS, PAGE, "bfloat16", False)
     columns = np.zeros((SLOTS, 2), np.int32)
     rows = Rows(
         tokens_S=np.zeros(SLOTS, np.int32),
         positions_S=np.zeros(SLOTS, np.int32),
+        tables_SW=np.zeros((SLOTS, LENGTH // PAGE), np.int32),
         columns_S2=columns,
         uniform_CS=np.zeros((CHUNK, SLOTS), np.float32),
         choice=greedy_choice(SLOTS),
@@ -93,6 +95,7 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
     piece = Piece(
         tokens_BQ=np.zeros((SLOTS, 32), np.int32),
         start=np.int32(0),
+        tables_BW=np.zeros((SLOTS, LENGTH // PAGE), np.int32),
         columns_B2=columns,
         score=np.bool_(True),
         wanted=empty_queries(widths, SLOTS, 32),

@@ -27,11 +27,13 @@ class Rows:
     """The start of a chunk, one entry a slot. An unused slot has zeros, and its tokens are never read.
 
     tokens_S int32: the last token, not yet in the cache. positions_S int32: where it stands in its sequence.
-    columns_S2 int32: its adapter's columns of the stack. uniform_CS float32: a random number for every token to come.
+    tables_SW int32: its pages, as numbers in the slot's own shard of the cache. columns_S2 int32: its adapter's columns
+    of the stack. uniform_CS float32: a random number for every token to come.
     """
 
     tokens_S: Array
     positions_S: Array
+    tables_SW: Array
     columns_S2: Array
     uniform_CS: Array
     choice: Choice
@@ -63,14 +65,18 @@ def decode(
 
     cfg, mesh: the base model's shape, and the devices. chunk: C, the most tokens of a slot. top: how many of the most
     likely tokens to list at each position, 0 = none.
-    params: the base model. lora: the stack of adapters. cache: of S slots. If `params` is by layer, the stack and the
-    cache must be too. rows: where each slot starts. steps: int32 scalar, tokens to decode, at most C; the rest are 0.
+    params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
+    cache must be too. rows: where each of the S slots starts. steps: int32 scalar, tokens to decode, at most C; the
+    rest are 0.
     """
 
     def step(i: jax.Array, state: tuple[KVCache, jax.Array, Decoded]) -> Any:
         cache, last_S, decoded = state
         positions_S = i + rows.positions_S
-        cache, x_S1D = layers(cfg, mesh, params, lora, cache, last_S[:, None], positions_S, columns_S2=rows.columns_S2)
+        tokens_S1, columns_S2 = last_S[:, None], rows.columns_S2
+        cache, x_S1D = layers(
+            cfg, mesh, params, lora, cache, tokens_S1, positions_S, tables_SW=rows.tables_SW, columns_S2=columns_S2
+        )
         logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
         logits_SV = jax.lax.with_sharding_constraint(logits_SV, sharding(mesh, logits_SV.shape, FSDP))
@@ -84,7 +90,7 @@ def decode(
         decoded = jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), decoded, found)
         return cache, next_S, decoded
 
-    S = cache.slots
+    S = rows.tokens_S.shape[0]
     room = Decoded(
         jnp.zeros((chunk, S), jnp.int32),
         jnp.zeros((chunk, S), jnp.float32),
@@ -104,13 +110,14 @@ def layers(
     tokens_SQ: Array,
     start_S: jax.Array,
     *,
+    tables_SW: Array,
     columns_S2: Array,
 ) -> tuple[KVCache, jax.Array]:
     """The cache with the tokens' keys and values, and their final hidden states [S, Q, D], in the weights' dtype.
 
     The cache is carried through the loop over layers, so it is never copied. cfg, mesh, params: the base model and
     its devices. lora: the stack of adapters. tokens_SQ int32: Q tokens of each row. start_S int32: where the first of
-    them stands in its sequence. columns_S2 int32: each row's columns of the stack.
+    them stands in its sequence. tables_SW int32: each row's pages. columns_S2 int32: each row's columns of the stack.
     """
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     rope = rope_tables(cfg, positions_SQ)
@@ -122,7 +129,7 @@ def layers(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             nonlocal cache
-            cache, o = attend_cached(mesh, cache, number, start_S, q, k, v)
+            cache, o = attend_cached(mesh, cache, number, tables_SW, start_S, q, k, v)
             return o
 
         x_SQD = block(cfg, mesh, layer_params, layer_lora, x_SQD, rope, attend, apply)
@@ -144,7 +151,7 @@ def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_
 
 def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: KVCache) -> KVCache:
     """The cache with its sharding pinned: a step's result must be what the next step was compiled for."""
-    where = cache_sharding(cfg, mesh, cache.slots, cache.length)
+    where = cache_sharding(cfg, mesh)
     pinned: KVCache = jax.tree.map(lambda part: jax.lax.with_sharding_constraint(part, where), cache)
     return pinned
 

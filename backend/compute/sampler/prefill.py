@@ -1,8 +1,6 @@
-"""Prefill: a piece of several prompts goes through the model and into a staged cache, in one dispatch.
+"""Prefill: a piece of several prompts goes through the model and into their pages, in one dispatch.
 
-Prompts are computed outside the decode batch, in a small cache of their own shape (`staged`), and are then copied to
-the slots of their samples. So the compiled shapes of prefill do not depend on the batch's, and a prompt that several
-samples share is computed once.
+A prompt that several samples share is computed once: their page tables name its pages.
 
 Letters: B rows, Q tokens of a piece, D hidden.
 """
@@ -29,12 +27,13 @@ from tinkerflow.backend.compute.transformer import Params
 class Piece:
     """Tokens [start, start + Q) of every row's prompt, zeros after its end.
 
-    tokens_BQ int32; start int32 scalar; columns_B2 int32: the rows' adapters.
+    tokens_BQ int32; start int32 scalar; tables_BW int32: the rows' pages; columns_B2 int32: the rows' adapters.
     score: bool scalar, whether anything is wanted of what follows each token; `wanted` says what.
     """
 
     tokens_BQ: Array
     start: Scalar
+    tables_BW: Array
     columns_B2: Array
     score: Scalar
     wanted: PieceQueries
@@ -42,20 +41,22 @@ class Piece:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def prefill(
-    cfg: ModelConfig, mesh: Mesh, widths: Widths, params: Params, lora: Lora, staged: KVCache, piece: Piece
+    cfg: ModelConfig, mesh: Mesh, widths: Widths, params: Params, lora: Lora, cache: KVCache, piece: Piece
 ) -> tuple[KVCache, PieceScores]:
     """The cache, updated in place, with the piece's keys and values, and its scores, replicated (zeros unless `score`).
 
     cfg, mesh: the base model's shape, and the devices. widths: how many scores of each kind the program computes.
-    params: the base model. lora: the stack of adapters. staged: the cache of B rows. If `params` is by layer, the stack
-    and the cache must be too. piece: the tokens; a row past its prompt's end writes keys that no query attends to.
+    params: the base model. lora: the stack of adapters. cache: the pages. If `params` is by layer, the stack and the
+    cache must be too. piece: the tokens of B rows; a row past its prompt's end writes keys that no query attends to.
     """
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
-    staged, x_BQD = layers(cfg, mesh, params, lora, staged, piece.tokens_BQ, start_B, columns_S2=piece.columns_B2)
+    cache, x_BQD = layers(
+        cfg, mesh, params, lora, cache, piece.tokens_BQ, start_B, tables_SW=piece.tables_BW, columns_S2=piece.columns_B2
+    )
 
     def scored() -> PieceScores:
         return score(mesh, widths, params, lora, x_BQD, piece.columns_B2, piece.wanted)
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))
     found = jax.lax.cond(piece.score, scored, lambda: nothing)
-    return pin_cache(cfg, mesh, staged), jax.lax.with_sharding_constraint(found, replicated(mesh))
+    return pin_cache(cfg, mesh, cache), jax.lax.with_sharding_constraint(found, replicated(mesh))

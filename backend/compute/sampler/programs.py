@@ -1,9 +1,9 @@
-"""The programs that the warm-up compiles: those that usual requests need, in caches of every size.
+"""The programs that the warm-up compiles: those that usual requests need.
 
 Programs that few requests need are left out: lists of top tokens, more of a prompt than its logprobs, and stacks of
 more than `_WIDTHS` columns (four adapters of rank 32 in one batch). They are compiled when they are first needed.
 
-Letters: S slots, C tokens of a chunk, B rows, Q tokens of a piece, N pages that are copied at once.
+Letters: S slots, W pages of a sequence, C tokens of a chunk, B rows, Q tokens of a piece.
 """
 
 from __future__ import annotations
@@ -20,20 +20,12 @@ from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
-from tinkerflow.backend.compute.sampler.kv_cache import (
-    PAGES,
-    empty_cache,
-    page_of,
-    pages_of,
-    pages_put,
-    with_page,
-    zero_slots,
-)
+from tinkerflow.backend.compute.sampler.kv_cache import COPIES, copied, empty_cache
+from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 from tinkerflow.backend.compute.sampler.shapes import (
-    BLOCK,
     LARGE_AFTER,
     PREFILL_TOKENS,
     RANK_COLUMNS,
@@ -46,34 +38,41 @@ from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import Program, result_of
 
 _WIDTHS = (RANK_COLUMNS, rank_columns(RANK_COLUMNS + 1))
-_RARE = 8  # how far from what is common the programs are that only trouble needs
-_WIDE = 4  # and those of several adapters in one batch
+_WIDE = 4  # how far from what is common the programs of several adapters in one batch are
 
 
 @dataclass(frozen=True)
 class SamplerPrograms:
     """The programs of one sampler.
 
-    shapes: its sizes. params: the weights. chunk: tokens of a decode dispatch. usual: the shape of most adapters.
+    shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
+    of a sequence. usual: the shape of most adapters.
     """
 
     cfg: ModelConfig
     mesh: Mesh
     shapes: Shapes
     params: Params
+    pool: PagePool
     chunk: int
+    max_context: int
     usual: LoraSpec
 
     def all(self) -> Iterator[Program]:
-        """All programs but those that depend on an adapter's shape; shorter caches with fewer slots first."""
-        for number, length in enumerate(self.shapes.lengths):
-            pieces = self._pieces(length)
-            yield from self._of_prompts(2 * number, length, pieces)
-            batches = [slots for slots in self.shapes.slots if slots <= self.shapes.most_slots(length)]
-            for size, slots in enumerate(batches):
-                yield from self._of_batch(2 * number + size, slots, length)
-            for rows in sorted({*batches, *(rows for rows, _ in pieces)}):
-                yield Program(f"pages of {rows} rows of {length}", 2 * number, partial(self._pages_of, (rows, length)))
+        """All programs but those that depend on an adapter's shape; those of few slots first."""
+        alone, *more = self.shapes.rows
+        pieces = [
+            (alone, size) for size in PREFILL_TOKENS if size <= SHORT_PROMPT or self.max_context > LARGE_AFTER * size
+        ]
+        pieces += [(rows, PREFILL_TOKENS[0]) for rows in more]
+        for width in _WIDTHS:
+            for rows, size in pieces:
+                name = f"prefill of {rows}x{size} tokens, {width} columns"
+                yield Program(name, _distance(0, width), partial(self._prefill, rows, size, width))
+            for distance, slots in enumerate(self.shapes.slots):
+                name = f"decode, {slots} slots, {width} columns"
+                yield Program(name, _distance(distance, width), partial(self._decode, slots, width))
+        yield Program("copies of pages", 0, self._copies)
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
         """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
@@ -84,69 +83,33 @@ class SamplerPrograms:
             make = partial(self._place, width, spec, publish)
             yield Program(f"publish into {width} columns, {of}", _distance(1, width), make)
 
-    def _pieces(self, length: int) -> list[tuple[int, int]]:
-        """How many prompts of up to `length` tokens go together, and how many tokens of each at once."""
-        alone, *more = self.shapes.rows
-        pieces = [(alone, size) for size in PREFILL_TOKENS if size <= BLOCK or length > LARGE_AFTER * size]
-        if length == self.shapes.length_for(SHORT_PROMPT):
-            pieces += [(rows, PREFILL_TOKENS[0]) for rows in more]
-        return pieces
-
-    def _of_prompts(self, distance: int, length: int, pieces: list[tuple[int, int]]) -> Iterator[Program]:
-        for rows, size in pieces:
-            for width in _WIDTHS:
-                make = partial(self._prefill, rows, length, size, width)
-                name = f"prefill of {rows}x{size} tokens in {length}, {width} columns"
-                yield Program(name, _distance(distance, width), make)
-        yield Program(f"prefixes of {length}", distance + 1, partial(self._prefix_cache, (self.shapes.rows[0], length)))
-
-    def _of_batch(self, distance: int, slots: int, length: int) -> Iterator[Program]:
-        shape, of = (slots, length), f"{slots} slots of {length}"
-        for width in _WIDTHS:
-            make = partial(self._decode, shape, width)
-            yield Program(f"decode, {of}, {width} columns", _distance(distance, width), make)
-        yield Program(f"pages into {of}", distance, partial(self._pages_put, shape))
-        yield Program(f"scrub {of}", distance + _RARE, partial(self._scrub, shape))
-
-    # ------------------------------------------------------------------ one of each, as sampler.py calls them
-    def _prefill(self, rows: int, length: int, size: int, width: int) -> None:
+    # ------------------------------------------------------------------ one of each, as model.py calls them
+    def _prefill(self, rows: int, size: int, width: int) -> None:
         piece = Piece(
             tokens_BQ=np.zeros((rows, size), np.int32),
             start=np.int32(0),
+            tables_BW=np.zeros((rows, self._table), np.int32),
             columns_B2=np.zeros((rows, 2), np.int32),
             score=np.bool_(False),
             wanted=empty_queries(PLAIN, rows, size),
         )
-        stack, staged = self._stack(width), self._cache(rows, length)
-        prefill.lower(self.cfg, self.mesh, PLAIN, self.params, stack, staged, piece).compile()
+        prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
 
-    def _decode(self, shape: tuple[int, int], width: int) -> None:
-        S = shape[0]
+    def _decode(self, S: int, width: int) -> None:
         rows = Rows(
             tokens_S=np.zeros(S, np.int32),
             positions_S=np.zeros(S, np.int32),
+            tables_SW=np.zeros((S, self._table), np.int32),
             columns_S2=np.zeros((S, 2), np.int32),
             uniform_CS=np.zeros((self.chunk, S), np.float32),
             choice=greedy_choice(S),
         )
-        stack, cache = self._stack(width), self._cache(*shape)
+        stack, cache = self._stack(width), self._cache()
         decode.lower(self.cfg, self.mesh, self.chunk, 0, self.params, stack, cache, rows, np.int32(1)).compile()
 
-    def _pages_of(self, shape: tuple[int, int]) -> Any:
-        places = np.zeros(PAGES, np.int32)
-        return result_of(pages_of, self.cfg, self.mesh, self._cache(*shape), places, places, np.int32(1))
-
-    def _pages_put(self, shape: tuple[int, int]) -> None:
-        pages, places = self._pages_of((self.shapes.rows[0], self.shapes.lengths[0])), np.zeros(PAGES, np.int32)
-        pages_put.lower(self.cfg, self.mesh, self._cache(*shape), pages, places, places, np.int32(1)).compile()
-
-    def _prefix_cache(self, shape: tuple[int, int]) -> None:
-        staged = self._cache(*shape)
-        page = result_of(page_of, self.cfg, self.mesh, staged, np.int32(0))
-        with_page.lower(self.cfg, self.mesh, staged, page, np.int32(0)).compile()
-
-    def _scrub(self, shape: tuple[int, int]) -> None:
-        zero_slots.lower(self.cfg, self.mesh, self._cache(*shape), np.zeros(shape[0], np.bool_)).compile()
+    def _copies(self) -> None:
+        places = np.zeros(COPIES, np.int32)
+        copied.lower(self.cfg, self.mesh, self._cache(), places, places, np.int32(1)).compile()
 
     def _place(self, width: int, spec: LoraSpec, publish: Callable[[], Any]) -> None:
         snapshot, _ = publish()
@@ -155,8 +118,13 @@ class SamplerPrograms:
 
     # ------------------------------------------------------------------ what several of them are given
     # JAX has what was compiled for these before, and makes no second one.
-    def _cache(self, slots: int, length: int) -> Any:
-        return result_of(empty_cache, self.cfg, self.mesh, slots, length, self._dtype, self.params.apart)
+    def _cache(self) -> Any:
+        pages = self.pool.pages * self.pool.shards
+        return result_of(empty_cache, self.cfg, self.mesh, pages, self.pool.page, self._dtype, self.params.apart)
+
+    @property
+    def _table(self) -> int:
+        return self.pool.pages_for(self.max_context)
 
     def _stack(self, width: int, *others: LoraSpec) -> Any:
         widths = width, width // min(divisor_of(self.cfg, spec) for spec in (self.usual, *others))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinkerflow.backend.commands import Candidates, Int32, SampledSequence, SampleRequest, SampleResult
+from tinkerflow.backend.compute.sampler.pages import PageTable
 from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
@@ -62,7 +63,11 @@ class ParentRequest:
 
 @dataclass(eq=False)
 class ActiveSequence:
-    """Sample `index` of a request, with its tokens so far. top: candidates at every token so far, k or more a token."""
+    """Sample `index` of a request, with its tokens so far.
+
+    top: candidates at every token so far, k or more a token. table: its pages, while it decodes. preempted: it had to
+    leave its slot before its end.
+    """
 
     parent: ParentRequest
     index: int
@@ -71,6 +76,8 @@ class ActiveSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[Candidates] = field(default_factory=list)
+    table: PageTable = field(default_factory=lambda: PageTable(0))
+    preempted: bool = False
 
     @property
     def remaining(self) -> int:
@@ -81,6 +88,11 @@ class ActiveSequence:
     def cached(self) -> int:
         """How many of its tokens the cache holds while it decodes: all but the last."""
         return len(self.parent.request.prompt_T) + len(self.tokens) - 1
+
+    @property
+    def most_cached(self) -> int:
+        """How many of its tokens the cache holds at the most, when it reaches its limit."""
+        return len(self.parent.request.prompt_T) + self.parent.limit - 1
 
     @property
     def last_token(self) -> int:

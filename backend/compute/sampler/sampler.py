@@ -4,14 +4,14 @@ A step admits and cancels, prefills a bounded number of prompt tokens or decodes
 there is little to prefill), and reports the requests that are done. A step takes about as long whatever is asked, so
 training commands and short requests between steps never wait long.
 
-    request --admit--> Scheduler --next_group--> PromptStage --take_in--> DecodeBatch --hand_out--> result
+    request --admit--> Scheduler --next_group--> prefill --join--> decode, chunk by chunk --hand_out--> result
                            '--next_short_group--> served beside the batch within one chunk --'
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -32,15 +32,11 @@ from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import FSDP
 from tinkerflow.backend.compute.params import by_layer
 from tinkerflow.backend.compute.platforms import on_cpu
-from tinkerflow.backend.compute.sampler.decode import Decoded
-from tinkerflow.backend.compute.sampler.decode_batch import DecodeBatch
-from tinkerflow.backend.compute.sampler.kv_cache import SlotCopy, pages_for
-from tinkerflow.backend.compute.sampler.model import Held, SamplerModel, wait
-from tinkerflow.backend.compute.sampler.prefix_cache import PrefixCache
+from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
 from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
 from tinkerflow.backend.compute.sampler.prompt_scores import prompt_scores
-from tinkerflow.backend.compute.sampler.prompt_stage import PromptStage
-from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest
+from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup, Scheduler
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
@@ -72,36 +68,34 @@ class Sampler:
         config: GroupConfig,
         plan: MemoryPlan,
         *,
+        page: int = PAGE,
         prefill_budget: int = _PREFILL_BUDGET,
     ) -> None:
         """An idle sampler.
 
         cfg, params: the base model. mesh: the devices that `params` are on. config: slots, chunk, context and the
-        number of resident snapshots. plan: how large the KV cache and the prefix cache may grow, and what resident
-        snapshots may take. prefill_budget: prompt tokens, padding included, that one step prefills.
+        number of resident snapshots. plan: how many pages the KV cache has, and what resident snapshots may take. page:
+        positions of a page, a multiple of 32. prefill_budget: prompt tokens, padding included, that one step prefills.
         """
         self._cfg, self._config, self._prefill_budget = cfg, config, prefill_budget
-        self._max_context = min(config.max_context, cfg.max_positions)
         params, dtype = by_layer(params), params.embed_VD.dtype
-        self._shapes = make_shapes(
-            max_slots=config.sample_slots,
-            max_context=self._max_context,
-            fsdp=mesh.shape[FSDP],
-            most_cells=plan.cells,
-            rows_are_dear=on_cpu(),
-        )
+        shards = mesh.shape[FSDP]
+        self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, rows_are_dear=on_cpu())
+        self._pool = PagePool(plan.pages, shards=shards, page=page)
+        self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
-        self._programs = SamplerPrograms(cfg, mesh, self._shapes, params, config.decode_chunk, usual)
+        self._programs = SamplerPrograms(
+            cfg, mesh, self._shapes, params, self._pool, config.decode_chunk, self._max_context, usual
+        )
         most = None if on_cpu() else config.resident_snapshots
         most_bytes = plan.uses.snapshots if plan.uses else None
         self.snapshots = SnapshotCache(
             cfg, mesh, dtype.name, by_layer=params.apart, most_resident=most, most_bytes=most_bytes, usual=usual
         )
-        self._prefix_cache = PrefixCache(cfg, mesh, plan.pages)
-        self._scheduler = Scheduler(self._shapes, config.sample_slots)
-        self._model = SamplerModel(cfg, mesh, params, self.snapshots, config.decode_chunk)
-        self._stage = PromptStage(self._model, self._prefix_cache)
-        self._batch = DecodeBatch(self._model, self._scheduler, self._shapes)
+        self._scheduler = Scheduler(self._shapes, config.sample_slots, self._pool)
+        self._model = SamplerModel(
+            cfg, mesh, params, self.snapshots, self._pool, chunk=config.decode_chunk, max_context=self._max_context
+        )
         self._served_short = False  # in the last step
         self._filling = 0  # steps in a row that only prefilled
         self._failed: list[SampleResult] = []
@@ -109,13 +103,13 @@ class Sampler:
     # ------------------------------------------------------------------ what it looks like
     @property
     def decoding(self) -> list[tuple[str, int]]:
-        """The request and the number of tokens so far of every sequence in a slot, by slot."""
-        return [(each.parent.request.request_id, len(each.tokens)) for _, each in self._scheduler.decoding()]
+        """The request and the number of tokens so far of every sequence in a slot, in the order of their joining."""
+        return [(each.parent.request.request_id, len(each.tokens)) for each in self._scheduler.decoding]
 
     @property
-    def cache_shape(self) -> tuple[int, int]:
-        """Slots and positions of the decode batch's cache; zeros when idle."""
-        return self._batch.slots, self._batch.length
+    def pages(self) -> PagePool:
+        """The pages of the KV cache."""
+        return self._pool
 
     # ------------------------------------------------------------------ warm-up
     def programs(self) -> Iterator[Program]:
@@ -158,12 +152,17 @@ class Sampler:
     def clear(self) -> None:
         """Forget all snapshots, all requests and what was kept of their prompts; programs stay compiled."""
         self.snapshots.clear()
-        self._prefix_cache.clear()
         self._failed, self._served_short = [], False
+        self._scheduler.clear()
+        self._model.clear()
         self._start_over()
 
     def _forget_dead_prefixes(self) -> None:
-        self._prefix_cache.forget(lambda scope: not self.snapshots.alive(scope.snapshot))
+        self._pool.forget(lambda scope: not self._alive(scope))
+
+    def _alive(self, scope: PrefixScope) -> bool:
+        """Whether requests of a scope may still come: its snapshot is not dropped."""
+        return self.snapshots.alive(scope.snapshot)
 
     # ------------------------------------------------------------------ a step
     def step(self, command: SampleStep) -> SampleProgress:
@@ -182,7 +181,7 @@ class Sampler:
             log.exception("a sample step failed; every request in it is answered with an error")
             text = f"the sampler's batch failed ({type(error).__name__}: {error}); the same request may work later"
             self._failed += [SampleResult(name, error=text, category="server") for name in self._scheduler.clear()]
-            self._prefix_cache.clear()
+            self._model.clear()
         finished = (*self._failed, *self._scheduler.finish())
         self._failed = []
         if not (self._scheduler.active or self._scheduler.waiting):
@@ -198,7 +197,13 @@ class Sampler:
         except UserError as error:
             self._failed.append(SampleResult(request.request_id, error=error.message))
             return
-        limit = min(request.max_tokens, self._max_context - len(request.prompt_T))
+        room = self._max_context - len(request.prompt_T)
+        if room < 1:
+            most = self._max_context - 1
+            text = f"prompt: {len(request.prompt_T)} tokens; must be at most {most}, so much the KV cache holds"
+            self._failed.append(SampleResult(request.request_id, error=text))
+            return
+        limit = min(request.max_tokens, room)
         parent = ParentRequest(request, snapshot, limit, scores=prompt_scores(request, self._cfg.vocab))
         stops = frozenset(request.stop_tokens)
         sequences = [
@@ -214,20 +219,13 @@ class Sampler:
         return load_decode(self._config.model_path)
 
     def _cancel(self, request_ids: Collection[str]) -> None:
-        """Remove requests, and zero the slots of their sequences: nobody may have seen whether these are finite."""
-        cancelled_S = np.zeros(self._batch.slots, bool)
-        for slot, sequence in self._scheduler.decoding():
-            cancelled_S[slot] = sequence.parent.request.request_id in request_ids
-        self._batch.zero(cancelled_S)
         for request_id in request_ids:
             self._scheduler.remove(request_id)
 
     def _start_over(self) -> None:
         """Be idle, so that the shapes which later requests meet depend on them alone."""
-        self._stage.clear()
-        self._batch.clear()
         self._filling = 0
-        self._scheduler.clear()
+        self._scheduler.rest()
         self.snapshots.reset()
 
     # ------------------------------------------------------------------ prefill, or a chunk of the batch
@@ -238,7 +236,7 @@ class Sampler:
             self._decode()
         else:
             self._filling += 1
-            wait(self._batch.cache, self._stage.cache)  # a command between steps must not wait for several of them
+            self._model.wait()  # a command between steps must not wait for several of them
 
     def _fills_up(self) -> bool:
         """Whether one more step may prefill before the batch decodes: many are to join soon, or there is no batch."""
@@ -247,67 +245,66 @@ class Sampler:
             return True
         if group is not None and group.rows * group.remaining > steps * self._prefill_budget:
             return False
-        joining = min(self._scheduler.wanted_slots(), self._shapes.most_slots(self._batch.length)) - busy
+        joining = self._scheduler.wanted_slots() - busy
         return steps > 0 and joining * _WORTH >= busy
 
     def _prefill(self) -> int:
         """Compute as much of the waiting prompts as a step may: how many tokens, padded."""
         spent = 0
-        while spent < self._prefill_budget and (group := self._scheduler.next_group(self._batch.length)) is not None:
+        while spent < self._prefill_budget and (group := self._scheduler.next_group()) is not None:
             self.snapshots.use(self._scheduler.snapshots())
-            spent += self._stage.compute(group, self._prefill_budget - spent)
+            while group.remaining > 0 and spent < self._prefill_budget:
+                spent += group.rows * group.piece
+                self._model.prefill_piece(group)
             if group.remaining > 0:
                 break
             self._fail_unscored(group)
             if self._scheduler.group is not None:
-                assert self._stage.cache is not None
-                self._stage.keep_prefix(group)
-                self._batch.take_in(group, self._stage.cache)
+                self._scheduler.join(self._alive)
             if self._scheduler.group is not None:
-                break  # no more free slots: the rest of the group stays staged
-            self._stage.clear()
+                break  # no more free slots: the rest of the group waits
         return spent
 
     def _decode(self) -> None:
-        if self._scheduler.busy == 0:
+        """One chunk of every sequence."""
+        scheduler = self._scheduler
+        if not scheduler.busy:
             return
-        for slot in self._hand_out(*self._batch.decode()):
-            self._scheduler.slots[slot] = None
+        steps = self._steps()
+        scheduler.make_room(steps)
+        self.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
+        self._hand_out(scheduler.decoding, steps)
+
+    def _steps(self) -> int:
+        """How many tokens to decode: up to where the first sequence reaches its limit, but half a chunk to a whole."""
+        remaining, chunk = [sequence.remaining for sequence in self._scheduler.decoding], self._config.decode_chunk
+        return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))
 
     def _serve_short(self) -> bool:
         """Serve requests that want no more than a chunk beside the batch, unless no other is there: at most `_SHORT`.
 
         In the batch they would wait for a free slot, and then for a whole chunk of every sequence.
         """
-        group = self._scheduler.next_short_group(min(_SHORT, self._shapes.slots[-1]), self._config.decode_chunk)
+        scheduler = self._scheduler
+        group = scheduler.next_short_group(min(_SHORT, self._shapes.slots[-1]), self._config.decode_chunk)
         if group is None:
             return False
         self.snapshots.use(
-            [*self._scheduler.snapshots(), *(job.parent.snapshot for job in group.jobs if job.parent.snapshot)]
+            [*scheduler.snapshots(), *(job.parent.snapshot for job in group.jobs if job.parent.snapshot)]
         )
-        staged = self._model.empty_cache(group.rows, group.length)
-        group.begin(0)
         while group.remaining > 0:
-            staged = self._model.prefill_piece(group, staged)
+            self._model.prefill_piece(group)
         self._fail_unscored(group)
-        whose = [(row, sequence) for row, job in enumerate(group.jobs) for sequence in job.sequences]
-        whose = [(row, each) for row, each in whose if self._scheduler.holds(each.parent.request.request_id)]
-        if not whose:
-            return True
-        held = [(slot, sequence) for slot, (_, sequence) in enumerate(whose)]
-        steps = max(sequence.remaining for _, sequence in held)
-        slots = self._shapes.slots_for(len(held))
-        length = self._shapes.length_for(max(sequence.cached for _, sequence in held) + steps)
-        copies = [SlotCopy(row, slot, pages_for(sequence.cached)) for slot, (row, sequence) in enumerate(whose)]
-        cache = self._model.copy_slots(self._model.empty_cache(slots, length), staged, copies)
-        _, decoded = self._model.decode_chunk(cache, held, steps)
-        self._hand_out(held, steps, decoded)
+        if sequences := scheduler.join_beside(group):
+            self._hand_out(sequences, max(sequence.remaining for sequence in sequences))
         return True
 
     # ------------------------------------------------------------------ results
-    def _hand_out(self, held: Held, steps: int, decoded: Decoded) -> list[int]:
-        """Give every sequence what was decoded for it; the slots of those that have ended."""
-        ended = []
+    def _hand_out(self, sequences: Sequence[ActiveSequence], steps: int) -> None:
+        """Decode `steps` tokens of every sequence, and give each what was decoded for it. Those that end leave."""
+        slots, held = self._scheduler.held(sequences)
+        decoded = self._model.decode_chunk(slots, held, steps)
+        finite_S = np.asarray(np.isfinite(decoded.logprobs_CS).all(axis=0))
         for slot, sequence in held:
             count = min(steps, sequence.remaining)
             logprobs_C = decoded.logprobs_CS[:count, slot]
@@ -319,8 +316,7 @@ class Sampler:
             if not np.isfinite(logprobs_C).all():
                 self._fail(sequence.parent)
             elif sequence.take(decoded.tokens_CS[:count, slot].tolist(), logprobs_C.tolist(), top):
-                ended.append(slot)
-        return ended
+                self._scheduler.end(sequence, finite=bool(finite_S[slot]))
 
     def _fail_unscored(self, group: PrefillGroup) -> None:
         for parent in dict.fromkeys(job.parent for job in group.jobs):
@@ -330,6 +326,6 @@ class Sampler:
     def _fail(self, parent: ParentRequest) -> None:
         name = "the base model" if parent.snapshot is None else f"snapshot {parent.snapshot.snapshot_id!r}"
         text = f"{name} gave logits that are not finite for this prompt; its weights may have diverged"
-        self._scheduler.remove(parent.request.request_id)
-        self._prefix_cache.forget(lambda scope: scope == parent.scope)
+        self._scheduler.remove(parent.request.request_id, failed=True)
+        self._pool.forget(lambda scope: scope == parent.scope, spoiled=True)
         self._failed.append(SampleResult(parent.request.request_id, error=text))

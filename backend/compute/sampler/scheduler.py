@@ -1,8 +1,12 @@
 """Which requests are prefilled, have a slot, or are done: the sampler's state on the host, without device arrays.
 
-    waiting --next_group--> prefilling --assign_slots--> decoding in a slot --take--> finished
-     | ^------------------ preempt (no memory for longer caches) --'     ^
-     '--next_short_group--> over within a chunk, beside the batch -------------'
+    waiting --next_group--> prefilling --join--> decoding in a slot --take--> finished
+     | ^---------------------- make_room (no page is free) --'          ^
+     '--next_short_group--> over within a chunk, beside the batch ------'
+
+A prompt is prefilled when its pages are free, and one more for each sequence that decodes. Sequences take pages as they
+grow. When there are none, the youngest goes back to the queue; it joins again when all pages that it may ever need are
+free, and keeps them. So no sequence is preempted twice.
 
 Owners (the projects that ask) share the slots by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). All
 sequences count alike: an owner that asks for many waits behind what other owners ask meanwhile. One owner's requests
@@ -20,18 +24,22 @@ slots' shares then hold for what was admitted, by sequences, which the engine do
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
 from tinkerflow.backend.commands import Int32, SampleResult
+from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, PieceScores, Widths
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
-from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece
+from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece, prefill_pieces
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
+
+Held = list[tuple[int, ActiveSequence]]  # (slot, the sequence in it), ascending
 
 
 @dataclass(eq=False)
@@ -39,7 +47,8 @@ class PrefillJob:
     """Sequences that continue the same tokens. All but the last token are prefilled; the last is decode's first input.
 
     score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
-    the number of sequences its owner may have been served before it, had all owners shared alike.
+    the number of sequences its owner may have been served before it, had all owners shared alike. table, row: its pages
+    and its row in a group, once it is in one.
     """
 
     parent: ParentRequest
@@ -47,11 +56,18 @@ class PrefillJob:
     sequences: deque[ActiveSequence]
     score: bool
     start: int = 0
+    table: PageTable = field(default_factory=lambda: PageTable(0))
+    row: int = 0
 
     @property
     def length(self) -> int:
         """How many tokens to prefill."""
         return len(self.tokens_T) - 1
+
+    @property
+    def positions(self) -> int:
+        """For how many positions it needs pages when it begins: all it may ever have, if it was preempted."""
+        return max((sequence.most_cached for sequence in self.sequences if sequence.preempted), default=self.length)
 
     @property
     def alone(self) -> bool:
@@ -71,11 +87,16 @@ class PrefillJob:
 
 @dataclass(eq=False)
 class PrefillGroup:
-    """Jobs that are prefilled together, one a row. length: of the cache that they are staged in, in positions."""
+    """Jobs that are prefilled together. rows: of the dispatch. page: positions of a page.
+
+    scope: the requests that may share its prompt's pages, as it was begun; None when it is computed in shapes that
+    depend on other jobs.
+    """
 
     jobs: list[PrefillJob]
     rows: int
-    length: int
+    page: int
+    scope: PrefixScope | None
     start: int = 0  # tokens of every row that are computed
 
     @property
@@ -86,22 +107,16 @@ class PrefillGroup:
     @property
     def widths(self) -> Widths:
         """What its program computes beside logprobs. Only a job that goes alone wants any of it."""
-        scores = self.jobs[0].parent.scores
-        return scores.widths if scores is not None and self.jobs[0].score else PLAIN
-
-    @property
-    def scope(self) -> PrefixScope | None:
-        """The requests that may share its prompt's pages; None when it was computed in shapes that depend on others."""
-        return self.jobs[0].parent.scope if len(self.jobs) == 1 and self.widths == PLAIN else None
+        return _widths(self.jobs)
 
     @property
     def piece(self) -> int:
         """How many tokens a row the next dispatch computes."""
-        alone, room = len(self.jobs) == 1, self.length - self.start
-        return prefill_piece(alone=alone, start=self.start, remaining=self.remaining, room=room)
+        room = _room(self.jobs[0], self.page) - self.start
+        return prefill_piece(alone=len(self.jobs) == 1, start=self.start, remaining=self.remaining, room=room)
 
     def begin(self, known: int) -> None:
-        """The staged cache exists, with the first `known` tokens of each prompt in it."""
+        """The first `known` tokens of each prompt are in its pages."""
         self.start = known
         for job in self.jobs:
             if job.parent.known is None:  # else it was preempted, and is prefilled again
@@ -109,41 +124,37 @@ class PrefillGroup:
 
     def advance(self, tokens: int, scored: PieceScores | None) -> None:
         """That many more tokens are computed. scored: what was asked of the tokens after them, on the host, or None."""
-        for row, job in enumerate(self.jobs):
+        for job in self.jobs:
             end = min(self.start + tokens, job.length)
             if scored is not None and job.wants(self.start, end):
                 assert job.parent.scores is not None
-                job.parent.scores.take(self.start, end, row, scored)
+                job.parent.scores.take(self.start, end, job.row, scored)
         self.start += tokens
 
 
-@dataclass(frozen=True)
-class SlotAssignment:
-    """A sequence gets a slot: row `row` of the staged cache is to be copied to slot `slot`."""
-
-    row: int
-    slot: int
-
-
 class Scheduler:
-    """The queue, the group in prefill, and the slots."""
+    """The queue, the group in prefill, the sequences that decode, and the pages of all of them."""
 
-    def __init__(self, shapes: Shapes, max_slots: int) -> None:
-        """No requests. shapes: the sizes of caches. max_slots: the most sequences that decode together."""
+    def __init__(self, shapes: Shapes, max_slots: int, pool: PagePool) -> None:
+        """No requests.
+
+        shapes: the sizes of dispatches. max_slots: the most sequences that decode together. pool: the pages.
+        """
         self._shapes = shapes
         self._max_slots = max_slots
+        self._pool = pool
         self._parents: dict[str, ParentRequest] = {}
         self._waiting: deque[PrefillJob] = deque()  # by their starts
         self._now = 0  # the start of the job that was served last
         self._next_start: dict[str, int] = {}  # by owner
         self.group: PrefillGroup | None = None
-        self.slots: list[ActiveSequence | None] = []
+        self.decoding: list[ActiveSequence] = []  # in the order in which they joined
 
     # ------------------------------------------------------------------ what it looks like
     @property
     def active(self) -> int:
         """Requests with a sequence in a slot."""
-        return len({sequence.parent for _, sequence in self.decoding()})
+        return len({sequence.parent for sequence in self.decoding})
 
     @property
     def waiting(self) -> int:
@@ -153,19 +164,22 @@ class Scheduler:
     @property
     def busy(self) -> int:
         """Sequences in slots."""
-        return sum(1 for _ in self.decoding())
+        return len(self.decoding)
 
     def holds(self, request_id: str) -> bool:
         """Whether a request of that id is on its way."""
         return request_id in self._parents
 
-    def decoding(self) -> Iterator[tuple[int, ActiveSequence]]:
-        """(slot, sequence), ascending."""
-        return ((slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None)
+    def held(self, sequences: Sequence[ActiveSequence]) -> tuple[int, Held]:
+        """How many slots a dispatch for these sequences has, and the slot of each: those of a shard lie together."""
+        shards = [[one for one in sequences if one.table.shard == shard] for shard in range(self._pool.shards)]
+        slots = self._shapes.slots_for(len(shards) * max(map(len, shards)))
+        each = slots // len(shards)
+        return slots, [(shard * each + i, one) for shard, mine in enumerate(shards) for i, one in enumerate(mine)]
 
     def snapshots(self) -> list[AdapterSnapshot]:
         """Every snapshot that a slot or the group in prefill uses, in a fixed order."""
-        parents = [sequence.parent for _, sequence in self.decoding()]
+        parents = [sequence.parent for sequence in self.decoding]
         parents += [job.parent for job in self.group.jobs] if self.group else []
         return [snapshot for parent in parents if (snapshot := parent.snapshot) is not None]
 
@@ -185,8 +199,11 @@ class Scheduler:
         job = PrefillJob(parent, tokens, deque(sequences), score=parent.scores is not None, start=start)
         self._waiting.insert(bisect.bisect(self._waiting, start, key=lambda other: other.start), job)
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request and free its slots; unknown ids are fine."""
+    def remove(self, request_id: str, *, failed: bool = False) -> None:
+        """Forget a request and free its slots and pages; unknown ids are fine.
+
+        failed: its pages hold what is not finite. Otherwise those may that no chunk was decoded from yet.
+        """
         parent = self._parents.pop(request_id, None)
         if parent is None:
             return
@@ -195,14 +212,16 @@ class Scheduler:
             owner = parent.request.owner
             theirs = [job.start + len(job.sequences) for job in self._waiting if job.parent.request.owner == owner]
             self._next_start[owner] = max(theirs, default=min(job.start for job in unserved))
-        self.slots = [None if sequence and sequence.parent is parent else sequence for sequence in self.slots]
+        for sequence in [one for one in self.decoding if one.parent is parent]:
+            self.decoding.remove(sequence)
+            self._release(sequence, failed=failed)
         if self.group is not None:
-            for job in self.group.jobs:  # the row stays until the group is computed, for no request
+            for job in self.group.jobs:  # the row stays until the group is computed, for no request and without pages
                 if job.parent is parent:
                     job.sequences.clear()
                     job.score = False
-            if not any(job.sequences for job in self.group.jobs):
-                self.group = None
+                    self._pool.release(job.table, spoiled=0 if failed else (parent.known or 0) // self._pool.page)
+            self._end_group_without_sequences()
 
     def switch_snapshot(self, snapshot: AdapterSnapshot) -> None:
         """From now on every request that samples a snapshot of this id samples `snapshot`."""
@@ -211,14 +230,21 @@ class Scheduler:
                 parent.snapshot = snapshot
 
     def clear(self) -> list[str]:
-        """Forget all requests; returns their ids."""
+        """Forget all requests and what their pages hold; returns their ids."""
         requests = list(self._parents)
         self._parents.clear()
         self._waiting.clear()
         self._next_start.clear()
         self._now = 0
-        self.group, self.slots = None, []
+        self.group, self.decoding = None, []
+        self._pool.clear()
         return requests
+
+    def rest(self) -> None:
+        """Nobody is there: the next owners begin alike. What pages hold of prompts stays."""
+        assert not self._parents and not self._pool.used, "a request that is gone has left pages"
+        self._next_start.clear()
+        self._now = 0
 
     def finish(self) -> list[SampleResult]:
         """The results of requests whose sequences are all done; the scheduler forgets these requests."""
@@ -228,19 +254,12 @@ class Scheduler:
         return results
 
     # ------------------------------------------------------------------ prefill
-    def next_group(self, cache_length: int) -> PrefillGroup | None:
-        """The group in prefill; if there is none and a slot would be free, a new one from the head of the queue.
-
-        cache_length: positions of the decode batch's cache; a longer one has fewer slots.
-        """
-        if self.group is not None or not self._waiting:
+    def next_group(self) -> PrefillGroup | None:
+        """The group in prefill; if there is none, and a slot and pages are free, a new one from the queue's head."""
+        free = self._max_slots - self.busy
+        if self.group is not None or not self._waiting or free < 1:
             return self.group
-        first = self._waiting[0]
-        most = self._most_slots(max(cache_length, self._shapes.length_for(first.length + 1)))
-        free = most - self.busy
-        if free < 1:
-            return None
-        fitting = 1
+        first, fitting = self._waiting[0], 1
         if not first.alone:
             free -= len(first.sequences)
             for job in islice(self._waiting, 1, self._shapes.rows[-1]):
@@ -248,7 +267,7 @@ class Scheduler:
                     break
                 free -= len(job.sequences)
                 fitting += 1
-        self.group = self._formed([self._waiting.popleft() for _ in range(self._shapes.together(fitting))])
+        self.group = self._formed(list(islice(self._waiting, self._shapes.together(fitting))))
         return self.group
 
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
@@ -264,55 +283,185 @@ class Scheduler:
             if len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
                 jobs.append(job)
                 most_sequences -= len(job.sequences)
+        return self._formed(jobs) if jobs else None
+
+    def _formed(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
+        """The group of the first of these waiting jobs, as many as there are pages for; None without pages for one.
+
+        Later requests start behind them, not behind jobs that still wait.
+        """
+        known, began, roomiest = 0, 0, self._pool.roomiest()
+        for i, job in enumerate(jobs):
+            found = self._begun(job, _scope(jobs), (roomiest + i) % self._pool.shards)
+            if found is None:
+                break
+            known, began = found, began + 1
+        fewer = began if began in (0, len(jobs)) else self._shapes.together(began)
+        for job in jobs[fewer:began]:
+            self._pool.release(job.table)
+        jobs = jobs[:fewer]
         if not jobs:
             return None
         self._waiting = deque(job for job in self._waiting if job not in jobs)
-        return self._formed(jobs)
-
-    def _formed(self, jobs: list[PrefillJob]) -> PrefillGroup:
-        """The group of jobs taken from the queue. Later requests start behind them, not behind jobs that still wait."""
         served = max(job.start for job in jobs)
         self._now = max(self._now, min(served, self._waiting[0].start if self._waiting else served))
-        longest = max(job.length for job in jobs)
-        return PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), self._shapes.length_for(longest))
+        group = PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), self._pool.page, _scope(jobs))
+        each, used = group.rows // self._pool.shards, [0] * self._pool.shards
+        for job in jobs:
+            job.row = job.table.shard * each + used[job.table.shard]
+            used[job.table.shard] += 1
+        group.begin(known)
+        return group
 
-    def assign_slots(self, cache_length: int) -> list[SlotAssignment]:
-        """Give free slots to the prefilled group's sequences; when all have one, the group is gone.
+    def _begun(self, job: PrefillJob, scope: PrefixScope | None, shard: int) -> int | None:
+        """Give a job its pages; how many of its tokens they hold already. None when too few pages are free.
 
-        Call `resize` before. A slot is free if it is None, as long as `max_slots` and memory at `cache_length` allow.
+        shard: where they are taken, unless pages of another shard hold its first tokens. A group's jobs take turns.
         """
-        group = self._group()
-        assignments = []
-        free = [slot for slot, sequence in enumerate(self.slots) if sequence is None]
-        free = free[: max(0, self._most_slots(cache_length) - self.busy)]
-        for row, job in enumerate(group.jobs):
-            while job.sequences and free:
-                slot = free.pop(0)
-                self.slots[slot] = job.sequences.popleft()
-                assignments.append(SlotAssignment(row, slot))
-        if not any(job.sequences for job in group.jobs):
+        known, pool = 0, self._pool
+        if scope is None:
+            job.table = PageTable(shard)
+        else:
+            borders = _borders(job, pool.page)
+            keys = _keys(scope, job, borders, pool.page)
+            job.table = pool.find(keys)
+            pages = len(job.table.pages)
+            covered = job.length if pages == len(keys) else pages * pool.page
+            ends = [min(border, job.length) for border in borders]
+            known = max(end for end in ends if end <= covered and not job.wants(0, end))
+            pool.cut(job.table, known)
+        spare = sum(self._grows(one) for one in self.decoding if one.table.shard == job.table.shard)
+        spare += len(job.sequences) if self.decoding and job.positions == job.length else 0
+        if not pool.extend(job.table, known, job.positions, spare=spare):
+            pool.release(job.table)
+            return None
+        return known
+
+    def _grows(self, sequence: ActiveSequence) -> bool:
+        """Whether it may need more pages than it has."""
+        return len(sequence.table.pages) < self._pool.pages_for(sequence.most_cached)
+
+    def join(self, alive: Callable[[PrefixScope], bool]) -> None:
+        """Give free slots to the sequences of the prefilled group; when all have one, the group is gone.
+
+        alive: whether requests of a scope may still come. Its prompt is then kept for them.
+        """
+        group, pool = self.group, self._pool
+        assert group is not None, "no group is in prefill"
+        scope, group.scope = group.scope, None
+        if scope is not None and scope == _scope(group.jobs) and alive(scope):
+            (job,) = group.jobs
+            keys = _keys(scope, job, _borders(job, pool.page), pool.page)
+            if job.sequences[0].preempted:  # it keeps all of its pages to itself but those that it never writes
+                keys = keys[: job.length // pool.page]
+            pool.keep(keys, job.table)
+        for job in group.jobs:
+            while job.sequences and self.busy < self._max_slots and (table := self._forked(job)) is not None:
+                sequence = job.sequences.popleft()
+                sequence.table = table
+                self.decoding.append(sequence)
+            if not job.sequences:
+                pool.release(job.table)
+        self._end_group_without_sequences()
+
+    def join_beside(self, group: PrefillGroup) -> list[ActiveSequence]:
+        """Let the sequences of a short group decode, for a chunk in which they end. Those without pages wait again."""
+        pool, joined = self._pool, []
+        for job in group.jobs:
+            known = self._parents.get(job.parent.request.request_id) is job.parent
+            for sequence in job.sequences if known else ():
+                table = pool.fork(job.table, job.table.shard)
+                assert table is not None, "a fork in one shard takes no page"
+                sequence.table = table
+                self.decoding.append(sequence)
+                joined.append(sequence)
+            pool.release(job.table, spoiled=None if known else 0)
+        for sequence in tuple(joined):
+            if not pool.extend(sequence.table, sequence.cached, sequence.cached + sequence.remaining):
+                self._preempt(sequence)
+                joined.remove(sequence)
+        return joined
+
+    def _forked(self, job: PrefillJob) -> PageTable | None:
+        """A table for one of a job's sequences, in the shard where the fewest decode and a slot is free."""
+        counts = [0] * self._pool.shards
+        for sequence in self.decoding:
+            counts[sequence.table.shard] += 1
+        most = self._shapes.slots[-1] // self._pool.shards
+        shards = sorted(range(len(counts)), key=lambda shard: (counts[shard], shard != job.table.shard))
+        tables = (self._pool.fork(job.table, shard) for shard in shards if counts[shard] < most)
+        return next((table for table in tables if table is not None), None)
+
+    def _end_group_without_sequences(self) -> None:
+        if self.group is not None and not any(job.sequences for job in self.group.jobs):
             self.group = None
-        return assignments
 
     # ------------------------------------------------------------------ slots
-    def resize(self, slots: int) -> list[int]:
-        """Have `slots` slots, with all sequences at the front. Returns the slot that each came from, -1 for none."""
-        moved = [slot for slot, _ in self.decoding()]
-        assert len(moved) <= slots
-        self.slots = [self.slots[slot] for slot in moved] + [None] * (slots - len(moved))
-        return moved + [-1] * (slots - len(moved))
-
-    def preempt(self, keep: int) -> None:
-        """Take slots from the youngest requests until `keep` sequences decode; theirs go to the head of the queue."""
+    def make_room(self, steps: int) -> None:
+        """Give each sequence pages for `steps` more tokens; the youngest wait again where there are too few."""
         order = {parent: place for place, parent in enumerate(self._parents.values())}
-        youngest = sorted(self.decoding(), key=lambda held: (order[held[1].parent], held[1].index))
-        for slot, sequence in reversed(youngest[keep:]):
-            self.slots[slot] = None
-            self._waiting.appendleft(PrefillJob(sequence.parent, sequence.prefix(), deque([sequence]), score=False))
+        oldest = sorted(self.decoding, key=lambda one: (not one.preempted, order[one.parent], one.index))
+        for shard in range(self._pool.shards):
+            mine, served = [one for one in oldest if one.table.shard == shard], 0
+            while served < len(mine):
+                sequence = mine[served]
+                end = sequence.cached + min(steps, sequence.remaining)
+                if self._pool.extend(sequence.table, sequence.cached, end):
+                    served += 1
+                else:
+                    self._preempt(mine.pop())
 
-    def _most_slots(self, length: int) -> int:
-        return min(self._max_slots, self._shapes.most_slots(length))
+    def end(self, sequence: ActiveSequence, *, finite: bool) -> None:
+        """The sequence has ended: its slot and its pages are free. finite: and so is what was decoded after its end."""
+        self.decoding.remove(sequence)
+        self._pool.release(sequence.table, spoiled=None if finite else 0)
 
-    def _group(self) -> PrefillGroup:
-        assert self.group is not None, "no group is in prefill"
-        return self.group
+    def _preempt(self, sequence: ActiveSequence) -> None:
+        """Take a sequence's slot; it goes to the head of the queue."""
+        self.decoding.remove(sequence)
+        self._release(sequence)
+        sequence.preempted = True
+        self._waiting.appendleft(PrefillJob(sequence.parent, sequence.prefix(), deque([sequence]), score=False))
+
+    def _release(self, sequence: ActiveSequence, *, failed: bool = False) -> None:
+        """Free its pages. What was decoded shows that they are finite; nobody knows of pages nobody decoded from."""
+        known = 0 if failed else (sequence.parent.known or 0)
+        spoiled = known // self._pool.page if failed or not sequence.tokens else None
+        self._pool.release(sequence.table, spoiled=spoiled)
+
+
+def _widths(jobs: list[PrefillJob]) -> Widths:
+    scores = jobs[0].parent.scores
+    return scores.widths if scores is not None and jobs[0].score else PLAIN
+
+
+def _scope(jobs: list[PrefillJob]) -> PrefixScope | None:
+    return jobs[0].parent.scope if len(jobs) == 1 and _widths(jobs) == PLAIN else None
+
+
+def _room(job: PrefillJob, page: int) -> int:
+    """The positions of the pages that hold a job's prompt."""
+    return -(-job.length // page) * page
+
+
+def _borders(job: PrefillJob, page: int) -> list[int]:
+    """Where the pieces of a prompt that goes alone begin and end: from 0 to its length, or a little beyond."""
+    return [0, *accumulate(prefill_pieces(job.length, _room(job, page)))]
+
+
+def _keys(scope: PrefixScope, job: PrefillJob, borders: list[int], page: int) -> list[Key]:
+    """The keys of a prompt's pages: each a digest of the page before, its own tokens, and their pieces.
+
+    They are everything that decides the pages' numbers: the weights, every token up to a page's end, and the pieces in
+    which these were computed. So a page that is found is bit for bit what would be computed, and the rest of the prompt
+    is computed in the pieces in which it would be: a result does not depend on what is found. Decoded tokens have no
+    keys: decode computes them in other shapes.
+    """
+    tokens_T: Int32 = job.tokens_T[: job.length]
+    keys, digest = [], b""
+    for begin in range(0, job.length, page):
+        pieces = [(start, end) for start, end in pairwise(borders) if start < begin + page and end > begin]
+        own = repr(pieces).encode() + tokens_T[begin : begin + page].tobytes()
+        digest = hashlib.sha256(digest + own).digest()
+        keys.append(Key(scope, digest))
+    return keys

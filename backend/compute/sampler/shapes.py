@@ -1,19 +1,17 @@
-"""The few shapes that the sampler compiles for: how many slots, how long a cache, how many tokens of prompt at once.
+"""The few shapes that the sampler compiles for: how many slots, and how many tokens of prompt at once.
 
-Sizes go up by factors of four, because attention works through a cache in blocks only as far as its longest row: a
-cache that is too long costs memory, not time, and each size costs a compilation. An unused slot does cost time where
-a few rows keep the devices busy, on CPUs: there slots go up by factors of two. Pure.
+Sizes go up by factors of four, because each costs a compilation. An unused slot costs time where a few rows keep the
+devices busy, on CPUs: there slots go up by factors of two. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK = 128  # keys that attention works on at once; every cache length is a multiple
-SHORT_PROMPT = BLOCK  # prompts up to this many tokens are prefilled together, longer ones alone
+SHORT_PROMPT = 128  # prompts up to this many tokens are prefilled together, longer ones alone
 PREFILL_ROWS = (1, 4, 16)
 PREFILL_TOKENS = (32, 64, 128, 512)
-LARGE_AFTER = 4  # a piece larger than BLOCK is at most a quarter of what comes before it
+LARGE_AFTER = 4  # a piece larger than SHORT_PROMPT is at most a quarter of what comes before it
 RANK_COLUMNS = 32
 _FACTOR = 4
 _FEW_SLOTS = 4  # a step of two takes nearly as long
@@ -23,14 +21,11 @@ _FEW_SLOTS = 4  # a step of two takes nearly as long
 class Shapes:
     """The sizes in use by one sampler, ascending. `slots` and `rows` are multiples of the mesh's fsdp axis.
 
-    most_cells: slots times length that a cache may have, as far as memory goes (one row of any length always may).
     rows_are_dear: the devices take longer for every row of a step, used or not.
     """
 
     slots: tuple[int, ...]
     rows: tuple[int, ...]
-    lengths: tuple[int, ...]
-    most_cells: int
     rows_are_dear: bool = False
 
     def together(self, prompts: int) -> int:
@@ -47,20 +42,12 @@ class Shapes:
         """The smallest number of slots that holds `sequences`, or the largest there is."""
         return at_least(self.slots, sequences)
 
-    def length_for(self, tokens: int) -> int:
-        """The shortest cache that holds `tokens` of one sequence."""
-        return at_least(self.lengths, tokens)
 
-    def most_slots(self, length: int) -> int:
-        """The most slots that fit into memory with a cache of `length`; the smallest number always does."""
-        return max((slots for slots in self.slots if slots * length <= self.most_cells), default=self.slots[0])
-
-
-def make_shapes(*, max_slots: int, max_context: int, fsdp: int, most_cells: int, rows_are_dear: bool = False) -> Shapes:
+def make_shapes(*, max_slots: int, fsdp: int, rows_are_dear: bool = False) -> Shapes:
     """The sizes of one sampler.
 
-    max_slots: the most sequences that decode together, rounded up to a multiple of fsdp. max_context: the most tokens
-    of a sequence. fsdp: devices that rows are split over. most_cells, rows_are_dear: as in `Shapes`.
+    max_slots: the most sequences that decode together, rounded up to a multiple of fsdp. fsdp: devices that rows are
+    split over. rows_are_dear: as in `Shapes`.
     """
     slots = _ladder(1, max_slots)
     if rows_are_dear and max_slots > _FEW_SLOTS:
@@ -68,8 +55,6 @@ def make_shapes(*, max_slots: int, max_context: int, fsdp: int, most_cells: int,
     return Shapes(
         slots=_multiples(slots, fsdp),
         rows=_multiples([rows for rows in PREFILL_ROWS if rows <= slots[-1]], fsdp),
-        lengths=_multiples(_ladder(BLOCK, max_context), BLOCK),
-        most_cells=most_cells,
         rows_are_dear=rows_are_dear,
     )
 
@@ -87,7 +72,7 @@ def prefill_piece(*, alone: bool, start: int, remaining: int, room: int) -> int:
     least = PREFILL_TOKENS[0]
     if not alone or remaining <= least:
         return least
-    sizes = tuple(size for size in PREFILL_TOKENS if size <= max(BLOCK, start // LARGE_AFTER))
+    sizes = tuple(size for size in PREFILL_TOKENS if size <= max(SHORT_PROMPT, start // LARGE_AFTER))
     holding = at_least(sizes, remaining)
     if holding <= room and (holding <= 2 * least or 4 * remaining >= 3 * holding):
         return holding
@@ -95,7 +80,7 @@ def prefill_piece(*, alone: bool, start: int, remaining: int, room: int) -> int:
 
 
 def prefill_pieces(tokens: int, room: int) -> list[int]:
-    """The sizes of all pieces of a prompt that is prefilled alone, `tokens` of it, into a cache of `room`."""
+    """The sizes of all pieces of a prompt that is prefilled alone, `tokens` of it, into pages of `room` positions."""
     pieces: list[int] = []
     while (start := sum(pieces)) < tokens:
         pieces.append(prefill_piece(alone=True, start=start, remaining=tokens - start, room=room - start))

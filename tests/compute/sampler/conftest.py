@@ -15,12 +15,12 @@ from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import load_config, registered
 from tinkerflow.backend.compute.lora import Lora, init_lora
-from tinkerflow.backend.compute.memory import most_pages, plan_group
+from tinkerflow.backend.compute.memory import plan_group
 from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.sampler import Sampler
-from tinkerflow.backend.compute.sampler.kv_cache import KVCache
 from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup
 from tinkerflow.backend.compute.transformer import Params
 
@@ -53,12 +53,13 @@ class Tiny:
             **changes,
         )
 
-    def sampler(self, *, cache_cells: int | None = None, prefill_budget: int = 1024, **changes: Any) -> Sampler:
+    def sampler(
+        self, *, pages: int | None = None, page: int = PAGE, prefill_budget: int = 1024, **changes: Any
+    ) -> Sampler:
         config = self.config(**changes)
         plan = plan_group(self.cfg, config)
-        if cache_cells is not None:
-            plan = replace(plan, cells=cache_cells, pages=most_pages(cache_cells // 4, config))
-        return Sampler(self.cfg, self.params, self.mesh, config, plan, prefill_budget=prefill_budget)
+        plan = replace(plan, pages=pages or plan.pages)
+        return Sampler(self.cfg, self.params, self.mesh, config, plan, page=page, prefill_budget=prefill_budget)
 
 
 def _save(folder: Path, architecture: str) -> None:
@@ -149,9 +150,9 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     computed: list[tuple[int, int]] = []
     real = SamplerModel.prefill_piece
 
-    def watched(model: SamplerModel, group: PrefillGroup, staged: KVCache) -> KVCache:
+    def watched(model: SamplerModel, group: PrefillGroup) -> None:
         computed.append((group.rows, group.piece))
-        return real(model, group, staged)
+        real(model, group)
 
     monkeypatch.setattr(SamplerModel, "prefill_piece", watched)
     return computed

@@ -124,15 +124,13 @@ def test_what_is_wanted_of_a_prompt_is_computed(qwen: Any, ask: Any, run_all: An
 
 
 def test_pages_that_were_not_used_for_longest_make_room(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:
-    sampler = qwen.sampler(cache_cells=4 * 4 * 128)  # a quarter of it for four pages
+    sampler = qwen.sampler(pages=6)  # two for each prompt, and one for what it decodes
     a, b, c = (ask(str(seed), prompt(250, seed), 2) for seed in range(3))
     assert [hit(sampler, one) for one in (a, b, a, c)] == [0, 0, 249, 0]
     assert [hit(sampler, one) for one in (a, c)] == [249, 249]
     assert hit(sampler, b) == 0
-    small, none = qwen.sampler(cache_cells=4 * 3 * 128), qwen.sampler(cache_cells=128)
-    long = ask("long", prompt(500, 9), 2)
-    assert [hit(small, long), hit(small, long)] == [0, 384]  # of its four pages the first three are kept
-    assert [hit(none, a), hit(none, a)] == [0, 0]
+    small, long = qwen.sampler(pages=6), ask("long", prompt(500, 9), 2)
+    assert [hit(small, one) for one in (long, long, a, long)] == [0, 499, 0, 256]  # a took the end of the four pages
 
 
 def test_pages_go_with_their_snapshot(
@@ -191,7 +189,7 @@ def test_nothing_is_kept_of_what_failed(
     with monkeypatch.context() as patch:
         patch.setattr(SamplerModel, "decode_chunk", broken)
         assert "RESOURCE_EXHAUSTED" in run_all(sampler, good)["b"].error
-    assert hit(sampler, good) == 0  # the memory of the pages is free, too
+    assert hit(sampler, good) == 0  # the pages are gone with the batch
 
 
 def test_hits_compile_nothing_once_each_length_of_cache_was_met(qwen: Any, ask: Any, prompt: Any, hit: Any) -> None:

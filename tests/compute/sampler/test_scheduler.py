@@ -8,20 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import PromptWishes, SampleResult
+from tinkerflow.backend.commands import PromptWishes, SampleRequest, SampleResult
+from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, prompt_scores
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
-from tinkerflow.backend.compute.sampler.scheduler import Scheduler, SlotAssignment
+from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import make_shapes
 from tinkerflow.backend.compute.sampler.stops import StopDetector
 
-SHAPES = make_shapes(max_slots=16, max_context=2000, fsdp=1, most_cells=16 * 512)
+SHAPES = make_shapes(max_slots=16, fsdp=1)
 
 
 @pytest.fixture
-def line() -> Scheduler:
-    return Scheduler(SHAPES, max_slots=10)
+def pool() -> PagePool:
+    return PagePool(100)
+
+
+@pytest.fixture
+def line(pool: PagePool) -> Scheduler:
+    return Scheduler(SHAPES, 10, pool)
 
 
 @pytest.fixture
@@ -41,21 +47,21 @@ def admit(line: Scheduler, ask: Any) -> Any:
     return make
 
 
-def advance(line: Scheduler, slots: int = 16, length: int = 512) -> list[SlotAssignment]:
-    """Prefill the next group wholly and seed it."""
-    group = line.next_group(length)
+def advance(line: Scheduler) -> list[ActiveSequence]:
+    """Prefill the next group wholly, and let its sequences join: those that do."""
+    group, before = line.next_group(), line.busy
     assert group is not None
     while group.remaining > 0:
         group.advance(group.piece, None)
-    line.resize(slots)
-    return line.assign_slots(length)
+    line.join(lambda scope: True)
+    return line.decoding[before:]
 
 
 def test_short_prompts_go_together_and_long_ones_alone(line: Scheduler, admit: Any) -> None:
     for request_id, length in (("a", 5), ("b", 100), ("c", 300), ("d", 5)):
         admit(request_id, length)
     groups = []
-    while group := line.next_group(128):
+    while group := line.next_group():
         groups.append([job.parent.request.request_id for job in group.jobs])
         advance(line)
     assert groups == [["a", "b"], ["c"], ["d"]]
@@ -64,17 +70,17 @@ def test_short_prompts_go_together_and_long_ones_alone(line: Scheduler, admit: A
 def served(line: Scheduler) -> list[str]:
     """Who is prefilled and gets a slot, one after the other; nobody keeps theirs."""
     names = []
-    while (group := line.next_group(512)) is not None:
+    while (group := line.next_group()) is not None:
         names += [job.parent.request.request_id for job in group.jobs]
-        advance(line)
-        line.slots = [None] * len(line.slots)
+        for sequence in advance(line):
+            line.end(sequence, finite=True)
     return names
 
 
 def test_owners_share_and_one_owners_requests_keep_their_order(line: Scheduler, admit: Any) -> None:
     for number in range(6):
         admit(f"a{number}", 300, owner="a")
-    first = line.next_group(512)
+    first = line.next_group()
     assert first is not None and first.jobs[0].parent.request.request_id == "a0"
     for number in range(2):
         admit(f"b{number}", 300, owner="b")
@@ -98,28 +104,23 @@ def test_who_gave_up_is_not_charged(line: Scheduler, admit: Any) -> None:
 
 
 def test_samples_of_one_request_share_a_row(line: Scheduler, admit: Any) -> None:
-    admit("a", samples=3)
-    admit("b", samples=2)
-    assert advance(line) == [
-        SlotAssignment(0, 0),
-        SlotAssignment(0, 1),
-        SlotAssignment(0, 2),
-        SlotAssignment(1, 3),
-        SlotAssignment(1, 4),
-    ]
+    many, few = admit("a", samples=3), admit("b", samples=2)
+    assert advance(line) == [*many, *few]
+    pages = {tuple(sequence.table.pages) for sequence in line.decoding}
+    assert len(pages) == 2 and all(len(table) == 1 for table in pages)
     assert (line.active, line.waiting, line.busy) == (2, 0, 5)
+    assert line.held(line.decoding) == (16, list(enumerate(line.decoding)))
 
 
 def test_a_group_waits_staged_until_every_sample_had_a_slot(line: Scheduler, admit: Any) -> None:
-    admit("a", samples=13)
+    sequences = admit("a", samples=13)
     admit("b")
     assert len(advance(line)) == 10  # max_slots, though 16 exist
-    assert line.group is not None and line.next_group(512) is line.group
-    assert line.assign_slots(512) == []
-    line.slots[4] = line.slots[7] = None
-    assert line.assign_slots(512) == [SlotAssignment(0, 4), SlotAssignment(0, 7)]
-    line.slots[0] = None
-    assert line.assign_slots(512) == [SlotAssignment(0, 0)]
+    assert line.group is not None and line.next_group() is line.group
+    for ended, joined in (((4, 7), (10, 11)), ((0,), (12,))):
+        for index in ended:
+            line.end(sequences[index], finite=True)
+        assert advance(line)[-len(joined) :] == [sequences[index] for index in joined]
     assert line.group is None
 
 
@@ -127,7 +128,7 @@ def test_nobody_is_prefilled_without_a_slot_for_the_result(line: Scheduler, admi
     admit("a", samples=10)
     admit("b")
     advance(line)
-    assert line.next_group(512) is None
+    assert line.next_group() is None
     assert (line.active, line.waiting) == (1, 1)
 
 
@@ -147,24 +148,26 @@ def test_a_sequence_ends_by_stop_or_by_length(admit: Any, line: Scheduler) -> No
     assert not line.holds("b")
 
 
-def test_removing_frees_slots_queue_and_group(line: Scheduler, admit: Any) -> None:
+def test_removing_frees_slots_queue_group_and_pages(line: Scheduler, admit: Any, pool: PagePool) -> None:
     admit("a", samples=2)
     advance(line)
     admit("b")
     admit("c")
-    group = line.next_group(512)
+    group = line.next_group()
     admit("d")
     for request_id in ("a", "b", "d", "unknown"):
         line.remove(request_id)
     assert line.busy == 0 and line.group is group  # c is still in it
-    assert [assignment.row for assignment in advance(line)] == [1]
+    assert group is not None and [(job.row, len(job.table.pages)) for job in group.jobs] == [(0, 0), (1, 1)]
+    assert [sequence.parent.request.request_id for sequence in advance(line)] == ["c"]
     line.remove("c")
     assert (line.active, line.waiting, line.busy, line.wanted_slots()) == (0, 0, 0, 0)
+    assert pool.used == 0
 
 
 def test_a_group_of_which_nobody_is_left_is_gone(line: Scheduler, admit: Any) -> None:
     admit("a", 300)
-    line.next_group(512)
+    line.next_group()
     line.remove("a")
     assert line.group is None and line.waiting == 0
 
@@ -172,7 +175,7 @@ def test_a_group_of_which_nobody_is_left_is_gone(line: Scheduler, admit: Any) ->
 def test_prompt_logprobs_are_put_together_from_pieces(line: Scheduler, admit: Any) -> None:
     (sequence,) = admit("a", 170, prompt_logprobs=True)
     expected = np.arange(169, dtype=np.float32)
-    group = line.next_group(512)
+    group = line.next_group()
     assert group is not None
     while group.remaining > 0:
         piece = group.piece
@@ -186,42 +189,58 @@ def test_prompt_logprobs_are_put_together_from_pieces(line: Scheduler, admit: An
     np.testing.assert_array_equal(logprobs[1:], expected)
 
 
-def test_the_youngest_are_preempted_and_come_back_first(line: Scheduler, admit: Any) -> None:
-    admit("a", samples=2)
-    advance(line)
-    _, late = admit("b", samples=2)
-    advance(line)
-    admit("c")
-    late.take([3], [0.0])
-    line.preempt(keep=3)
-    assert line.busy == 3
-    line.resize(4)
-    group = line.next_group(512)
-    assert group is not None
-    assert [job.parent.request.request_id for job in group.jobs] == ["b", "c"]
-    assert group.jobs[0].tokens_T.tolist() == [0, 1, 2, 3, 4, 3]
-    assert list(group.jobs[0].sequences) == [late]
+def grow(line: Scheduler, chunks: int, steps: int = 8) -> None:
+    for _ in range(chunks):
+        line.make_room(steps)
+        for sequence in line.decoding:
+            sequence.take([1] * steps, [0.0] * steps)
 
 
-def test_resizing_moves_sequences_to_the_front(line: Scheduler, admit: Any) -> None:
-    first, _, last = admit("a", samples=3)
-    advance(line, slots=4)
-    line.slots[1] = None
-    assert line.resize(4) == [0, 2, -1, -1]
-    assert line.slots == [first, last, None, None]
+def admit_into(line: Scheduler, request: SampleRequest) -> ParentRequest:
+    parent = ParentRequest(request, None, request.max_tokens)
+    line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
+    return parent
+
+
+def test_without_pages_the_youngest_waits_and_then_keeps_all_that_it_may_need(ask: Any) -> None:
+    pool = PagePool(7, page=32)
+    line = Scheduler(SHAPES, 10, pool)
+    parents = [admit_into(line, ask(name, range(20), 64)) for name in "abc"]
+    advance(line)
+    assert [len(one.table.pages) for one in line.decoding] == [1, 1, 1]
+    grow(line, 6)
+    assert [one.parent for one in line.decoding] == parents[:2], "six pages: three for each of two"
+    assert line.next_group() is None, "three pages for all that c may need are not free"
+    grow(line, 2)
+    line.end(line.decoding[0], finite=True)
+    group = line.next_group()
+    assert group is not None and group.jobs[0].parent is parents[2]
+    (again,) = advance(line)
+    assert again.preempted and len(again.tokens) == 40 and len(again.table.pages) == 3
+    pages = list(again.table.pages)
+    line.end(line.decoding[0], finite=True)
+    grow(line, 3)
+    assert again.table.pages == pages and pool.pending() == [], "it takes no page any more"
+
+
+def test_a_prompt_waits_until_all_who_decode_could_take_a_page(ask: Any) -> None:
+    pool = PagePool(6, page=32)
+    line = Scheduler(SHAPES, 10, pool)
+    admit_into(line, ask("a", range(33), 60))
+    advance(line)
+    admit_into(line, ask("b", range(97), 60))
+    assert pool.free(0) == 4 and line.next_group() is None
+    line.remove("a")
+    assert line.next_group() is not None
 
 
 def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line: Scheduler, admit: Any) -> None:
-    (sequence,) = admit("a", 200, limit=2)
-    group = line.next_group(512)
-    assert group is not None and group.piece == 128
-    group.begin(128)
-    assert (group.remaining, group.piece) == (71, 64)
+    admit("before", 129, limit=2)
     advance(line)
-    line.preempt(keep=0)
-    again = line.next_group(512)
-    assert again is not None
-    again.begin(199)
+    (sequence,) = admit("a", 200, limit=2)
+    group = line.next_group()
+    assert group is not None and (group.start, group.remaining, group.piece) == (128, 71, 64)
+    group.begin(199)  # as when it was preempted, and is prefilled again
     advance(line)
     sequence.take([1, 2], [0.0, 0.0])
     (result,) = line.finish()
@@ -230,18 +249,18 @@ def test_what_is_known_of_a_prompt_is_reported_as_it_was_when_it_was_begun(line:
 
 def test_only_a_prompt_computed_in_shapes_of_its_own_is_shared(line: Scheduler, ask: Any, admit: Any) -> None:
     admit("one", 5)
-    alone = line.next_group(128)
+    alone = line.next_group()
     assert alone is not None and alone.scope == PrefixScope("owner", None)
     advance(line)
     for request_id in ("two", "three"):
         admit(request_id, 5)
-    together = line.next_group(128)
+    together = line.next_group()
     assert together is not None and together.scope is None
     advance(line)
     request = replace(ask("draws", range(200)), prompt=PromptWishes(alternatives=1))
     parent = ParentRequest(request, None, 4, scores=prompt_scores(request, vocab=320))
     line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
-    draws = line.next_group(512)
+    draws = line.next_group()
     assert draws is not None and draws.scope is None
 
 
@@ -255,3 +274,19 @@ def test_who_wants_little_overtakes_whoever_does_not(line: Scheduler, admit: Any
     group = line.next_short_group(4, 8)
     assert group is not None and [job.parent.request.request_id for job in group.jobs] == ["little", "last"]
     assert line.next_short_group(4, 8) is None and line.waiting == 5
+
+
+def test_jobs_of_a_group_and_samples_of_a_prompt_spread_over_the_shards(ask: Any) -> None:
+    pool = PagePool(50, shards=2)
+    line = Scheduler(make_shapes(max_slots=8, fsdp=2), 8, pool)
+    for name in "abcd":
+        admit_into(line, ask(name, range(20), 8))
+    group = line.next_group()
+    assert group is not None and group.rows == 4
+    each = group.rows // pool.shards
+    assert sorted(job.row for job in group.jobs) == [0, 1, 2, 3]
+    assert all(job.row // each == job.table.shard for job in group.jobs)
+    advance(line)
+    slots, held = line.held(line.decoding)
+    assert all(slot // (slots // pool.shards) == sequence.table.shard for slot, sequence in held)
+    assert sorted(sequence.table.shard for sequence in line.decoding) == [0, 0, 1, 1]

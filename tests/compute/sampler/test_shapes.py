@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.shapes import (
-    BLOCK,
     PREFILL_TOKENS,
     make_shapes,
     prefill_piece,
@@ -18,30 +18,28 @@ from tinkerflow.backend.compute.sampler.shapes import (
 )
 
 
+def pages_of(tokens: int) -> int:
+    """The positions of the pages that hold so many tokens."""
+    return -(-tokens // PAGE) * PAGE
+
+
 @given(
     max_slots=st.integers(1, 300),
-    max_context=st.integers(2, 40_000),
     fsdp=st.sampled_from([1, 2, 3, 4]),
-    cells=st.integers(1, 10**7),
     dear=st.booleans(),
 )
-def test_sizes_hold_everything_and_are_few(max_slots: int, max_context: int, fsdp: int, cells: int, dear: bool) -> None:
-    shapes = make_shapes(max_slots=max_slots, max_context=max_context, fsdp=fsdp, most_cells=cells, rows_are_dear=dear)
-    assert shapes.slots_for(max_slots) >= max_slots and shapes.length_for(max_context) >= max_context
+def test_sizes_hold_everything_and_are_few(max_slots: int, fsdp: int, dear: bool) -> None:
+    shapes = make_shapes(max_slots=max_slots, fsdp=fsdp, rows_are_dear=dear)
+    assert shapes.slots_for(max_slots) >= max_slots
     assert all(size % fsdp == 0 for size in (*shapes.slots, *shapes.rows))
-    assert all(size % BLOCK == 0 for size in shapes.lengths)
-    assert len(shapes.slots) <= (9 if dear else 6) and len(shapes.lengths) <= 6
+    assert len(shapes.slots) <= (9 if dear else 6)
     if dear:
         assert all(shapes.slots_for(count) < 2 * max(count, 4 * fsdp) for count in range(1, max_slots + 1))
-    for length in shapes.lengths:
-        most = shapes.most_slots(length)
-        assert most in shapes.slots and (most * length <= cells or most == shapes.slots[0])
 
 
 @given(length=st.integers(0, 5000), rows=st.sampled_from([1, 4, 16]))
-def test_pieces_cover_a_prompt_within_its_cache(length: int, rows: int) -> None:
-    shapes = make_shapes(max_slots=64, max_context=5000, fsdp=1, most_cells=10**9)
-    room, start, pieces = shapes.length_for(length), 0, 0
+def test_pieces_cover_a_prompt_within_its_pages(length: int, rows: int) -> None:
+    room, start, pieces = pages_of(length), 0, 0
     while start < length:
         piece = prefill_piece(alone=rows == 1, start=start, remaining=length - start, room=room - start)
         assert piece in PREFILL_TOKENS and start + piece <= room
@@ -56,7 +54,7 @@ def test_pieces_cover_a_prompt_within_its_cache(length: int, rows: int) -> None:
     ("dear", "expected"), [(True, [1, 1, 1, 4, 4, 4, 4, 4, 16]), (False, [1, 2, 3, 4, 5, 8, 11, 12, 16])]
 )
 def test_few_rows_lie_idle_where_they_are_dear(dear: bool, expected: list[int]) -> None:
-    shapes = make_shapes(max_slots=64, max_context=5000, fsdp=1, most_cells=10**9, rows_are_dear=dear)
+    shapes = make_shapes(max_slots=64, fsdp=1, rows_are_dear=dear)
     assert [shapes.together(prompts) for prompts in (1, 2, 3, 4, 5, 8, 11, 12, 30)] == expected
 
 
@@ -79,11 +77,10 @@ def test_a_prompt_is_cut_where_it_costs_least(tokens: int, pieces: list[int]) ->
 
 @given(length=st.integers(0, 5000), more=st.integers(1, 5000))
 def test_a_prompt_and_its_continuation_are_cut_alike(length: int, more: int) -> None:
-    shapes = make_shapes(max_slots=64, max_context=10_000, fsdp=1, most_cells=10**9)
-    whole, longer = (prefill_pieces(tokens, shapes.length_for(tokens)) for tokens in (length, length + more))
+    whole, longer = (prefill_pieces(tokens, pages_of(tokens)) for tokens in (length, length + more))
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(accumulate(whole), accumulate(longer), strict=False))
     shared = max((end for end, _ in alike if end <= length), default=0)
-    assert length - shared < max(BLOCK, length / 4)
+    assert length - shared < max(PAGE, length / 4)
 
 
 @given(ranks=st.integers(0, 5000))

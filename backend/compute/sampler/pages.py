@@ -1,0 +1,214 @@
+"""The pages of the KV cache on the host: who uses each, which are free, and which still hold the prompt of somebody.
+
+A sequence has a page table. Pages are shared by reference: the samples of one prompt, and prompts that begin alike,
+name the same pages. A page with several users, or with a key, is copied before a sequence writes into it. A page keeps
+its key after its last user is gone, until it is taken for something else, the page that was used least recently first:
+so the free pages are the prefix cache.
+
+    free --take--> used by one --share--> used by several --release--> free (maybe with a key)
+
+Page 0 of each shard holds zeros and is never written: a page table names it where a sequence has no page, and a page
+that may hold what is not finite is overwritten with it. Pure: what the devices are to copy waits in `pending`. Every
+process of a group takes the same pages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+PAGE = 128  # positions of a page; attention works on one page of each row at once
+
+
+class Key(NamedTuple):
+    """What decides every number in a page. scope: who may use it, and the weights. digest: the tokens, in pieces."""
+
+    scope: Any
+    digest: bytes
+
+
+class PageCopy(NamedTuple):
+    """Page `source` is to be copied to page `into`."""
+
+    source: int
+    into: int
+
+
+@dataclass(eq=False)
+class PageTable:
+    """The pages of one sequence, in the order of its positions. All lie in one shard of the pool."""
+
+    shard: int
+    pages: list[int] = field(default_factory=list)
+
+
+class PagePool:
+    """The pages of one KV cache, by reference count."""
+
+    def __init__(self, pages: int, *, shards: int = 1, page: int = PAGE) -> None:
+        """All pages free.
+
+        pages: of each shard, page 0 included; page p of shard s is number s * pages + p. shards: parts of the cache on
+        different devices. page: positions of a page.
+        """
+        self.pages, self.shards, self.page = pages, shards, page
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all users and keys."""
+        numbers = (range(shard * self.pages + 1, (shard + 1) * self.pages) for shard in range(self.shards))
+        self._free: list[OrderedDict[int, None]] = [
+            OrderedDict.fromkeys(shard) for shard in numbers
+        ]  # next taken first
+        self._users: dict[int, int] = {}
+        self._page_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._spoiled: set[int] = set()  # may hold what is not finite
+        self._pending: list[PageCopy] = []
+
+    # ------------------------------------------------------------------ what it looks like
+    @property
+    def capacity(self) -> int:
+        """The most positions that one sequence can have."""
+        return (self.pages - 1) * self.page
+
+    @property
+    def used(self) -> int:
+        """How many pages have a user."""
+        return len(self._users)
+
+    def free(self, shard: int) -> int:
+        """How many pages of a shard have no user."""
+        return len(self._free[shard])
+
+    def roomiest(self) -> int:
+        """The shard with the most free pages."""
+        return max(range(self.shards), key=self.free)
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages hold `tokens` positions."""
+        return -(-tokens // self.page)
+
+    def pending(self) -> list[PageCopy]:
+        """What the devices are to copy before they use the pool again, in order. The caller has it done."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    # ------------------------------------------------------------------ tables
+    def extend(self, table: PageTable, start: int, end: int, *, spare: int = 0) -> bool:
+        """Let the sequence write positions [start, end): pages that are missing are taken, shared ones are copied.
+
+        False, and nothing has changed, when the shard has too few free pages; `spare` are to stay free.
+        """
+        first, last = start // self.page, self.pages_for(end) if start < end else 0
+        shared = [
+            place for place in range(first, min(last, len(table.pages))) if not self._writable(table.pages[place])
+        ]
+        missing = max(0, last - len(table.pages))
+        wanted = len(shared) + missing
+        if wanted and wanted + spare > self.free(table.shard):
+            return False
+        for place in shared:
+            old = table.pages[place]
+            table.pages[place] = self._take(table.shard)
+            self._pending.append(PageCopy(old, table.pages[place]))
+            self._release(old)
+        table.pages += [self._take(table.shard) for _ in range(missing)]
+        return True
+
+    def fork(self, table: PageTable, shard: int) -> PageTable | None:
+        """A table of the same content: the same pages in their own shard, copies elsewhere; None without room."""
+        if shard == table.shard:
+            for page in table.pages:
+                self._share(page)
+            return PageTable(shard, list(table.pages))
+        if len(table.pages) > self.free(shard):
+            return None
+        copies = [PageCopy(page, self._take(shard)) for page in table.pages]
+        self._pending += copies
+        return PageTable(shard, [copy.into for copy in copies])
+
+    def cut(self, table: PageTable, tokens: int) -> None:
+        """Release the pages after those that hold the first `tokens` positions."""
+        self.release(PageTable(table.shard, table.pages[self.pages_for(tokens) :]))
+        del table.pages[self.pages_for(tokens) :]
+
+    def release(self, table: PageTable, *, spoiled: int | None = None) -> None:
+        """The sequence needs its pages no more.
+
+        spoiled: from this place in the table on, its pages may hold what is not finite, and lose their keys.
+        """
+        for page in table.pages[spoiled:] if spoiled is not None else ():
+            self._spoiled.add(page)
+            self._unkey(page)
+        for page in reversed(table.pages):  # a page of a prompt is of no use without those before it: these stay longer
+            self._release(page)
+        table.pages.clear()
+
+    # ------------------------------------------------------------------ pages by what they hold
+    def find(self, keys: Sequence[Key]) -> PageTable:
+        """A table of the pages that hold the first of `keys`, as many as there are in one shard."""
+        first = self._page_of.get(keys[0]) if keys else None
+        if first is None:
+            return PageTable(self.roomiest())
+        table = PageTable(first // self.pages)
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None or page // self.pages != table.shard:
+                break
+            self._share(page)
+            table.pages.append(page)
+        return table
+
+    def keep(self, keys: Sequence[Key], table: PageTable) -> None:
+        """The table's first pages hold what `keys` say: they can be found until they are taken for something else."""
+        for key, page in zip(keys, table.pages, strict=False):
+            if self._page_of.get(key) == page:
+                continue
+            self._unkey(page)
+            if (other := self._page_of.get(key)) is not None:
+                self._unkey(other)
+            self._page_of[key], self._key_of[page] = page, key
+
+    def forget(self, gone: Callable[[Any], bool], *, spoiled: bool = False) -> None:
+        """Drop the keys of every scope for which `gone` is true. spoiled: their pages may hold what is not finite."""
+        for page in [page for key, page in self._page_of.items() if gone(key.scope)]:
+            self._unkey(page)
+            if spoiled:
+                self._spoiled.add(page)
+                self._clean(page)
+
+    def _writable(self, page: int) -> bool:
+        return self._users[page] == 1 and page not in self._key_of
+
+    def _take(self, shard: int) -> int:
+        page = next(iter(self._free[shard]))
+        self._unkey(page)
+        self._share(page)
+        return page
+
+    def _share(self, page: int) -> None:
+        self._free[page // self.pages].pop(page, None)
+        self._users[page] = self._users.get(page, 0) + 1
+
+    def _release(self, page: int) -> None:
+        self._users[page] -= 1
+        if not self._users[page]:
+            del self._users[page]
+            free = self._free[page // self.pages]
+            free[page] = None
+            if page not in self._key_of:
+                free.move_to_end(page, last=False)
+            self._clean(page)
+
+    def _clean(self, page: int) -> None:
+        if page in self._spoiled and page not in self._users:
+            self._spoiled.discard(page)
+            self._pending.append(PageCopy(page // self.pages * self.pages, page))
+
+    def _unkey(self, page: int) -> None:
+        key = self._key_of.pop(page, None)
+        if key is not None:
+            del self._page_of[key]

@@ -1,0 +1,149 @@
+"""Pages by reference count: who shares which, what is copied, what is found again, and what is zeroed. No device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkerflow.backend.compute.sampler.pages import Key, PageCopy, PagePool, PageTable
+
+KEYS = [Key("one", bytes([number])) for number in range(3)]
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    """Seven pages of 32 positions, one of them that of zeros."""
+    return PagePool(7, page=32)
+
+
+def grown(pool: PagePool, tokens: int, shard: int = 0) -> PageTable:
+    table = PageTable(shard)
+    assert pool.extend(table, 0, tokens)
+    return table
+
+
+def test_a_sequence_takes_a_page_when_it_needs_one(pool: PagePool) -> None:
+    table = grown(pool, 33)
+    assert (len(table.pages), pool.free(0), pool.used) == (2, 4, 2)
+    assert 0 not in table.pages, "page 0 holds zeros"
+    assert pool.extend(table, 33, 64) and len(table.pages) == 2
+    assert pool.extend(table, 64, 65) and len(table.pages) == 3
+    assert pool.pending() == [], "nothing was shared, so nothing is copied"
+    pool.release(table)
+    assert (pool.free(0), pool.used, table.pages) == (6, 0, [])
+
+
+def test_without_pages_nothing_changes(pool: PagePool) -> None:
+    table, other = grown(pool, 100), PageTable(0)
+    before = list(table.pages)
+    assert not pool.extend(table, 100, 250)
+    assert not pool.extend(other, 0, 64, spare=1), "one page is to stay free"
+    assert (table.pages, other.pages, pool.free(0)) == (before, [], 2)
+    assert pool.extend(other, 0, 64)
+
+
+def test_a_shared_page_is_copied_before_it_is_written(pool: PagePool) -> None:
+    prompt = grown(pool, 40)
+    samples = [pool.fork(prompt, 0) for _ in range(2)]
+    pool.release(prompt)
+    assert pool.used == 2
+    first, second = samples
+    assert first is not None and second is not None and first.pages == second.pages
+    whole, part = first.pages
+    assert pool.extend(first, 40, 48)
+    assert first.pages[0] == whole and first.pages[1] != part
+    assert pool.pending() == [PageCopy(part, first.pages[1])]
+    assert pool.extend(second, 40, 48)
+    assert second.pages == [whole, part], "the last one that shares it writes into it"
+    assert pool.pending() == []
+
+
+def test_a_prompt_is_found_until_its_pages_are_taken(pool: PagePool) -> None:
+    prompt = grown(pool, 80)
+    pages = list(prompt.pages)
+    pool.keep(KEYS, prompt)
+    pool.release(prompt)
+    assert pool.free(0) == 6
+    assert pool.find(KEYS).pages == pages
+    again = pool.find([KEYS[0], Key("two", KEYS[1].digest)])
+    assert again.pages == pages[:1], "only as far as everything is alike"
+    assert pool.find([Key("two", KEYS[0].digest)]).pages == []
+    assert pool.extend(again, 20, 32) and again.pages != pages[:1], "what others may find is not written into"
+
+
+def test_the_end_of_a_prompt_makes_room_before_its_beginning(pool: PagePool) -> None:
+    prompt = grown(pool, 80)
+    first = prompt.pages[0]
+    pool.keep(KEYS, prompt)
+    pool.release(prompt)
+    other = grown(pool, 5 * 32)
+    assert first not in other.pages
+    found = pool.find(KEYS)
+    assert found.pages == [first]
+
+
+def test_what_may_not_be_finite_is_zeroed_before_anybody_gets_it(pool: PagePool) -> None:
+    prompt = grown(pool, 80)
+    pool.keep(KEYS, prompt)
+    sample = pool.fork(prompt, 0)
+    assert sample is not None
+    first, *written = prompt.pages
+    pool.release(prompt, spoiled=1)
+    assert pool.pending() == [], "somebody still reads them"
+    assert pool.find(KEYS).pages == [first]
+    pool.release(sample)
+    assert sorted(pool.pending()) == [PageCopy(0, page) for page in sorted(written)]
+
+
+def test_a_scope_that_failed_is_forgotten_and_zeroed(pool: PagePool) -> None:
+    prompt = grown(pool, 80)
+    pages = list(prompt.pages)
+    pool.keep(KEYS, prompt)
+    pool.release(prompt)
+    pool.forget(lambda scope: scope == "two", spoiled=True)
+    assert pool.pending() == []
+    pool.forget(lambda scope: scope == "one", spoiled=True)
+    assert sorted(pool.pending()) == [PageCopy(0, page) for page in sorted(pages)]
+    assert pool.find(KEYS).pages == []
+
+
+def test_pages_of_one_sequence_lie_in_one_shard() -> None:
+    pool = PagePool(4, shards=2, page=32)
+    assert pool.capacity == 96
+    here = grown(pool, 64, shard=1)
+    assert all(page in (5, 6, 7) for page in here.pages), "page 4 is the other shard's page of zeros"
+    assert pool.roomiest() == 0
+    there = pool.fork(here, 0)
+    assert there is not None
+    assert pool.pending() == [PageCopy(*pair) for pair in zip(here.pages, there.pages, strict=True)]
+    assert pool.fork(here, 0) is None, "there is one page left"
+    pool.release(here, spoiled=0)
+    assert {copy.source for copy in pool.pending()} == {4}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["grow", "fork", "end", "fail", "keep"]), st.integers(0, 200)), max_size=60))
+def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
+    pool, tables, reach = PagePool(9, shards=2, page=32), [PageTable(0), PageTable(1)], {}
+    for what, number in steps:
+        table = tables[number % len(tables)]
+        if what == "grow":
+            start = reach.get(id(table), 0)
+            if pool.extend(table, start, start + number % 70):
+                reach[id(table)] = start + number % 70
+        elif what == "fork":
+            if (made := pool.fork(table, number % 2)) is not None:
+                tables.append(made)
+                reach[id(made)] = reach.get(id(table), 0)
+        elif what == "keep":
+            pool.keep([Key(number % 3, bytes([number, place])) for place in range(len(table.pages))], table)
+        else:
+            pool.release(table, spoiled=0 if what == "fail" else None)
+            reach[id(table)] = 0
+        held = {page for each in tables for page in each.pages}
+        assert pool.used == len(held) and not held & {0, 9}
+        assert pool.used + pool.free(0) + pool.free(1) == 16
+        assert all(page // 9 == each.shard for each in tables for page in each.pages)
+    for table in tables:
+        pool.release(table)
+    assert pool.free(0) == pool.free(1) == 8
