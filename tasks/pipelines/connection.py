@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,9 @@ from tinkerflow.backend.settings import Settings
 if TYPE_CHECKING:
     import tinker
 
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 60.0  # the most that the end of a session is waited for
 API_KEY = "tml-local"  # accepted by a server on loopback that has no keys
 
 
@@ -48,10 +52,11 @@ class ServerClients:
 
 
 @asynccontextmanager
-async def connect(block: str = "") -> AsyncIterator[ServerClients]:
+async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> AsyncIterator[ServerClients]:
     """Clients of the server that the Prefect block `block` names, or else of TINKER_BASE_URL and TINKER_API_KEY.
 
-    Without these variables: the server on this machine, at the host and port of the settings.
+    Without these variables: the server on this machine, at the host and port of the settings. close_seconds: the most
+    that the end of the session is waited for.
     """
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     import tinker
@@ -67,4 +72,7 @@ async def connect(block: str = "") -> AsyncIterator[ServerClients]:
     try:
         yield ServerClients(service, tinker.RestClient(base_url=url, api_key=key))
     finally:
-        await asyncio.to_thread(lambda: service.close("success").result())
+        try:
+            await asyncio.to_thread(service.close("success").result, close_seconds)
+        except TimeoutError:  # a task of the SDK may miss that it is cancelled, and is then waited for without end
+            log.warning("the session of this run was not closed within %g s; the server ends it", close_seconds)
