@@ -1,0 +1,85 @@
+"""Which of the two ways a state goes: whole, with commands, or as names, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.checkpoint_paths import RECOVERY
+from tinkerflow.backend.commands import AdapterKept, AdapterState, ExportAdapter, FetchState, StoredState, WriteState
+from tinkerflow.backend.errors import GroupFailedError
+from tinkerflow.backend.store import CheckpointMeta
+from tinkerflow.tasks.execution.recovery_snapshots import take
+from tinkerflow.tasks.execution.sequencer import Sequencer
+from tinkerflow.tasks.execution.states import Copy, bring
+
+
+class ReachingPool:
+    """A group whose processes reach the store; `fails` ends it while it writes."""
+
+    reaches_store = True
+
+    def __init__(self, shape: AdapterState, *, fails: bool = False) -> None:
+        self.shape, self.fails = shape, fails
+        self.commands: list[Any] = []
+
+    def submit(self, command: Any, generation: int | None = None) -> Any:
+        self.commands.append(command)
+        return _Now(AdapterKept(self.shape.spec, self.shape.step, self.shape.optimizer))
+
+    async def transfer(self, command: Any, *, generation: int | None = None) -> dict[str, Any]:
+        self.commands.append(command)
+        if self.fails:
+            raise GroupFailedError("the group ended")
+        return {}
+
+
+class _Now:
+    def __init__(self, reply: Any) -> None:
+        self.reply = reply
+
+    def __await__(self) -> Any:
+        return self.reply
+        yield
+
+
+@pytest.fixture
+async def saved(context: Any, client: Any, execute: Any) -> str:
+    """The path of a recovery snapshot of a model after one step."""
+    model, _ = client.submit_create()
+    client.optim_step(model)
+    await execute(model)
+    taken = await take(context, model, 1, Sequencer(model, context.saves).slot())
+    assert taken is not None
+    return str(taken.path)
+
+
+async def test_a_group_that_does_not_reach_the_store_gets_the_whole_state(context: Any, saved: str) -> None:
+    assert not context.pool.reaches_store
+    state = await bring(context, "adapter", saved)
+    assert isinstance(state, AdapterState) and state.moments
+    assert not (await bring(context, "adapter", saved, optimizer=False)).moments  # type: ignore[union-attr]
+
+
+async def test_a_group_that_reaches_it_gets_names_and_has_read_before_the_command_comes(
+    context: Any, saved: str
+) -> None:
+    whole, _ = context.store.load(saved)
+    pool = ReachingPool(whole)
+    state = await bring(replace(context, pool=pool), "adapter", saved)
+    assert isinstance(state, StoredState) and state.spec == whole.spec and state.step == whole.step
+    assert pool.commands == [FetchState("adapter", state)]
+    assert set(context.store.stored(saved, optimizer=False).files) < set(state.files)
+
+
+async def test_a_copy_whose_group_ends_while_it_writes_leaves_no_snapshot(context: Any, saved: str) -> None:
+    whole, _ = context.store.load(saved)
+    pool = ReachingPool(whole, fails=True)
+    copy = Copy(replace(context, pool=pool), "model", "s1")
+    with pytest.raises(GroupFailedError):
+        await copy.commit(CheckpointMeta(base_model="m", owner="o"))
+    export, write = pool.commands
+    assert isinstance(export, ExportAdapter) and isinstance(write, WriteState) and export.keep == write.folder
+    assert context.store.find(f"tinker://model/{RECOVERY}/s1") is None
