@@ -46,6 +46,11 @@ def test_the_parts_of_the_memory_are_all_of_it(tmp_path: Path) -> None:
     assert len(parts) == len(fields(MemoryUses))
 
 
+def test_the_memory_that_the_settings_name_is_planned_with(tmp_path: Path) -> None:
+    said = plan(tmp_path, "4B", "h100:1", device_memory=24)
+    assert number(said, r"of +([\d.]+) GB a device") == 24
+
+
 def test_a_rank_twice_as_high_leaves_room_for_half_the_adapters(tmp_path: Path) -> None:
     pattern = r"adapters of rank \d+ in training at the same time: (\d+)"
     low, high = (number(plan(tmp_path, "4B", "h100:1", rank=rank), pattern) for rank in (32, 64))
