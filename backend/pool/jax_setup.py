@@ -19,6 +19,7 @@ from tinkerflow.backend.pool.protocol.messages import Start
 log = logging.getLogger(__name__)
 
 _GATHER_SECONDS = 60
+_LEAST_CAPABILITY = 8  # of NVIDIA GPUs
 _FORCED = "xla_force_host_platform_device_count"
 
 
@@ -135,6 +136,7 @@ def share_of_host(start: Start, rank: int) -> list[int] | None:
 def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None]) -> None:
     """UserError unless the platform that the settings ask for is the one of JAX's devices; CPUs in its place are told.
 
+    Also for a GPU that is too old: XLA compiles Triton's kernels for none before Ampere (jax-ml/jax, issue 26799).
     It opens the devices.
     """
     extra = {"cuda": "; install tinkerflow[gpu]", "tpu": "; install tinkerflow[tpu]"}.get(config.platform, "")
@@ -147,6 +149,15 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
         raise UserError(f"platform is {config.platform!r}, and JAX finds no such device here{why}{extra}") from error
     if config.platform not in ("auto", found):
         raise UserError(f"platform is {config.platform!r}, but the devices that JAX finds here are {found!r}{extra}")
+    for device in jax.local_devices() if found == "cuda" else ():
+        capability = str(getattr(device, "compute_capability", ""))
+        major = capability.partition(".")[0]
+        if major.isdigit() and int(major) < _LEAST_CAPABILITY:
+            raise UserError(
+                f"{device.device_kind} has compute capability {capability}; it must be "
+                f"{_LEAST_CAPABILITY}.0 (Ampere) or higher, for attention's kernels; TINKERFLOW_PLATFORM=cpu computes "
+                "on CPUs"
+            )
     if found == "cpu" and config.platform == "auto" and not jax.config.jax_platforms and (unused := devices.seen()):
         text = (
             f"WARNING: this host has {unused}, but JAX sees only CPUs, which will serve. Install tinkerflow[gpu] or "

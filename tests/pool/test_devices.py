@@ -118,8 +118,10 @@ async def test_a_platform_that_is_missing_is_an_error_that_names_it(
 class Jax:
     """What JAX says of its devices."""
 
-    def __init__(self, backend: str, asked: str | None = None) -> None:
+    def __init__(self, backend: str, asked: str | None = None, capability: str = "8.0") -> None:
         self.default_backend = lambda: backend
+        self.local_devices = lambda: [self]
+        self.device_kind, self.compute_capability = "Tesla T4", capability
         self.config = type("Config", (), {"jax_platforms": asked})
 
 
@@ -137,3 +139,10 @@ def test_cpus_in_place_of_an_accelerator_are_told(
     assert len(lines) == 1
     with pytest.raises(UserError, match="platform is 'tpu', but the devices that JAX finds here are 'cuda'; install"):
         check_platform(Jax("gpu"), replace(config, platform="tpu"), lines.append)
+
+
+def test_a_gpu_that_has_no_kernels_is_refused_by_name(config: GroupConfig) -> None:
+    with pytest.raises(UserError, match=r"Tesla T4 has compute capability 7\.5; it must be 8\.0 \(Ampere\) or higher"):
+        check_platform(Jax("gpu", capability="7.5"), config, print)
+    for capability in ("8.0", "10.0", "12.1", "gfx942"):
+        check_platform(Jax("gpu", capability=capability), config, print)
