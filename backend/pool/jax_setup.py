@@ -38,7 +38,13 @@ def join_jax(
     import jax
 
     config = start.config
-    os.environ.update(environment(devices.expected(config.platform, os.environ), os.environ, start.groups))
+    expected = devices.expected(config.platform, os.environ)
+    if expected == "tpu" and start.groups > 1:
+        raise UserError(
+            f"{start.groups} base models are on one host of TPUs, where a process takes all chips: serve one base "
+            "model, or each on hosts of its own"
+        )
+    os.environ.update(environment(expected, os.environ, start.groups))
     update: Callable[[str, object], None] = jax.config.update
     if config.platform != "auto":
         update("jax_platforms", config.platform)

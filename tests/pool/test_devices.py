@@ -16,7 +16,7 @@ from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.pool import Pool, jax_setup
 from tinkerflow.backend.pool.host import devices
 from tinkerflow.backend.pool.host.devices import accelerator, gpu_count, place_in_pod, seen, share
-from tinkerflow.backend.pool.jax_setup import check_platform, share_of_host
+from tinkerflow.backend.pool.jax_setup import check_platform, join_jax, share_of_host
 from tinkerflow.backend.pool.protocol.messages import Start
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
@@ -71,6 +71,13 @@ def test_ranks_of_one_host_take_different_gpus(config: GroupConfig, monkeypatch:
     monkeypatch.setattr(devices, "accelerator", lambda: "tpu")
     with pytest.raises(UserError, match="2 processes of the group are on one host of TPUs"):
         share_of_host(begun(config, 0, 0), 1)
+
+
+def test_tpus_of_a_host_are_one_groups(config: GroupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "accelerator", lambda: "tpu")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    with pytest.raises(UserError, match="2 base models are on one host of TPUs, where a process takes all chips"):
+        join_jax(replace(begun(config, 0), groups=2), 0, print)
 
 
 @pytest.fixture
