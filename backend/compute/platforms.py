@@ -104,6 +104,8 @@ def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str,
     given = environ.get(profile.flags_variable, "")
     set_already = {flag.partition("=")[0] for flag in given.split()}
     wanted = [flag for flag in profile.flags if flag.partition("=")[0] not in set_already]
+    if given.strip() and not given.strip().startswith("-"):  # a file of flags, which XLA reads only if it stands alone
+        wanted = []
     if ours := [flag for flag, known in zip(wanted, _known(wanted, profile.compilers), strict=True) if known]:
         added[profile.flags_variable] = " ".join([*ours, *given.split()])
     if profile.shares_memory and not any(environ.get(variable) for variable in _MEMORY_VARIABLES):
@@ -112,16 +114,18 @@ def environment(name: str, environ: Mapping[str, str], groups: int) -> dict[str,
 
 
 def _known(flags: list[str], compilers: tuple[str, ...]) -> list[bool]:
-    """For each flag, whether all compilers that are installed here have its name in their code."""
-    known = [True] * len(flags)
-    for compiler in compilers:
-        package, _, file = compiler.partition("/")
-        for folder in _folders(package):
-            if not (folder / file).exists():
-                continue
-            with (folder / file).open("rb") as code, mmap.mmap(code.fileno(), 0, access=mmap.ACCESS_READ) as text:
-                names = [flag.removeprefix("--").partition("=")[0].encode() for flag in flags]
-                known = [so_far and text.find(name) >= 0 for so_far, name in zip(known, names, strict=True)]
+    """For each flag, whether all compilers that are found here have its name in their code; no, if none is found."""
+    paths = [
+        folder / file
+        for package, _, file in (compiler.partition("/") for compiler in compilers)
+        for folder in _folders(package)
+        if (folder / file).exists()
+    ]
+    known = [bool(paths)] * len(flags)
+    names = [flag.removeprefix("--").partition("=")[0].encode() for flag in flags]
+    for path in paths:
+        with path.open("rb") as code, mmap.mmap(code.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            known = [so_far and text.find(name) >= 0 for so_far, name in zip(known, names, strict=True)]
     return known
 
 

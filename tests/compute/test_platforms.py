@@ -122,6 +122,11 @@ def test_the_environment_of_a_platform_keeps_what_is_set() -> None:
     found = platforms.environment("cuda", {"XLA_FLAGS": ours, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, 1)
     assert found == {"XLA_FLAGS": " ".join([*CUDA.flags[:-1], ours])}
     assert "XLA_CLIENT_MEM_FRACTION" not in platforms.environment("tpu", {}, 1)
+    assert "XLA_FLAGS" not in platforms.environment("cuda", {"XLA_FLAGS": "/etc/flags"}, 1), "a file of flags"
+
+
+def test_a_flag_is_left_out_where_no_compiler_is_found() -> None:
+    assert platforms._known(list(TPU.flags), ("no_such_package/libtpu.so",)) == [False] * len(TPU.flags)
 
 
 @pytest.mark.parametrize(
