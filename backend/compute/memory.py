@@ -168,10 +168,13 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
             break
         context = context // 2 // PAGE * PAGE
     else:
+        tokens = _step_sizes(config, budget, PAGE)[0]
+        less = "a smaller TINKERFLOW_MICROBATCH_TOKENS, " if config.microbatch_tokens else ""
         raise UserError(
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
-            "each device, and what is left is too little to train and sample: use more devices, "
-            "TINKERFLOW_BASE_WEIGHTS=int8, or devices with more memory"
+            f"each device. Too little is left to train and sample: a training step of {tokens} tokens takes "
+            f"{sum(step) / GB:.1f} GB and may take {_TRAINING * max(0, free) / GB:.1f}. Use {less}more devices, "
+            "TINKERFLOW_TENSOR_PARALLEL, TINKERFLOW_BASE_WEIGHTS=int8, or devices with more memory"
         )
     pages = cache // page
     uses = MemoryUses(

@@ -111,6 +111,13 @@ def test_an_8b_model_trains_at_8k_with_sixteen_adapters_on_one_h100(qwen3_4b: Mo
 def test_a_model_that_leaves_too_little_is_refused(qwen3_4b: ModelConfig) -> None:
     with pytest.raises(UserError, match=r"base model 'big': its weights take \d\.\d GB of the 8\.0 GB"):
         memory.plan_memory(qwen3_4b, config_of("big"), 8 * GB)
+    large = config_of(microbatch_tokens=10**6)
+    with pytest.raises(UserError, match=r"step of 1000000 tokens takes \d+\.\d GB .*a smaller TINKERFLOW_MICRO"):
+        memory.plan_memory(qwen3_4b, large, 80 * GB)
+    split = config_of(fsdp=16)
+    with pytest.raises(UserError, match=r"step of 1024 tokens takes \d\.\d GB and may take \d\.\d\. Use more dev"):
+        memory.plan_memory(qwen3_4b, split, 10 * GB)
+    assert memory.plan_memory(qwen3_4b, config_of(fsdp=4, tensor=4), 10 * GB).context, "as the error says"
 
 
 def test_a_plan_may_be_made_for_a_memory_that_is_named(qwen3: Reference) -> None:
