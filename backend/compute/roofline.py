@@ -38,6 +38,7 @@ class Device:
         return int(MEMORY_SHARE * self.memory) if self.platform.shares_memory else self.memory
 
 
+_MOST_DEVICES = 2**16
 _GCP = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 DEVICES = {
@@ -75,7 +76,8 @@ class Topology:
 def parse_topology(text: str) -> Topology:
     """The topology that `text` names: "v6e:2x4" is a slice of 2 x 4 chips, "h100:8" one host, "h100:2x8" two.
 
-    UserError when the device is not known, or the shape is not positive numbers with an x between them.
+    UserError when the device is not known, or the shape is not positive numbers with an x between them, of which such
+    devices have so many.
     """
     name, _, shape = text.lower().partition(":")
     if name not in DEVICES:
@@ -85,6 +87,11 @@ def parse_topology(text: str) -> Topology:
     device, dims = DEVICES[name], tuple(int(size) for size in (shape or "1").split("x"))
     if device.platform is CUDA and len(dims) > 2:
         raise UserError(f"topology {text!r}: shape {shape!r}; GPUs have at most two numbers, hosts and GPUs of each")
+    most = 3 if device.name == "v5p" else 2
+    if device.platform is TPU and len(dims) > most:
+        raise UserError(f"topology {text!r}: shape {shape!r}; a slice of {device.name} has at most {most} dimensions")
+    if math.prod(dims) > _MOST_DEVICES:
+        raise UserError(f"topology {text!r}: shape {shape!r}; it must have at most {_MOST_DEVICES} devices")
     return Topology(device, dims)
 
 
