@@ -68,6 +68,13 @@ class ConfigFields:
             raise self.error(f"config.json has no field {key!r}")
         return self.values[key]
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A field that is a positive whole number; `default` when it is absent or null. UserError for anything else."""
+        value = self[key] if default is None else self.get(key) or default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(f"{key} is {value!r} in config.json; it must be a positive whole number")
+        return value
+
     def refuse_others(self, **supported: Any) -> None:
         """UserError when a field is present, not null, and has another value than the one supported."""
         for key, value in supported.items():

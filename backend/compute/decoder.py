@@ -57,20 +57,20 @@ def decoder_config(
     mlp: the field with the MLP's width. qk_norm and qkv_bias: as in ModelConfig. UserError names a field that is
     missing, or the value of one that asks for something this decoder does not compute.
     """
-    heads, hidden = int(fields["num_attention_heads"]), int(fields["hidden_size"])
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     config = ModelConfig(
         architecture=fields["model_type"],
-        vocab=int(fields["vocab_size"]),
+        vocab=fields.size("vocab_size"),
         hidden=hidden,
-        layers=int(fields["num_hidden_layers"]),
+        layers=fields.size("num_hidden_layers"),
         heads=heads,
-        kv_heads=int(fields.get("num_key_value_heads") or heads),
-        head_dim=int(fields.get("head_dim") or hidden // heads),
-        mlp=int(fields[mlp]),
+        kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=fields.size("head_dim", hidden // heads),
+        mlp=fields.size(mlp),
         norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
         rope_theta=float(fields.get("rope_theta") or _rope(fields).get("rope_theta") or 10_000.0),
         rope_scaling=_rope_scaling(fields),
-        max_positions=int(fields["max_position_embeddings"]),
+        max_positions=fields.size("max_position_embeddings"),
         tied=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,

@@ -12,8 +12,8 @@ def _parse(fields: ConfigFields) -> ModelConfig:
     number = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
     config = replace(
         decoder_config(fields, mlp="moe_intermediate_size", qk_norm=True),
-        experts=int(fields[number]),
-        experts_per_token=int(fields["num_experts_per_tok"]),
+        experts=fields.size(number),
+        experts_per_token=fields.size("num_experts_per_tok"),
         norm_topk=bool(fields.get("norm_topk_prob", False)),
     )
     fields.refuse_others(decoder_sparse_step=1, mlp_only_layers=[])  # every layer has experts
