@@ -71,6 +71,8 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
         )
         lines.append(f"decode, {decode.tokens} sequence(s) of {positions} tokens: at most {_rate(decode)}")
     lines.append("These rates are bounds: every operation at its peak, all at the same time. Expect about half.")
+    if config.dtype == "float32":
+        lines.append("The peaks are those of matmuls in bfloat16: in float32 expect several times less.")
     return "\n".join([*lines, *(_compiled(cfg, config, target, plan, rank) if compiled else ())])
 
 

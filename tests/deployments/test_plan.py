@@ -51,6 +51,12 @@ def test_the_memory_that_the_settings_name_is_planned_with(tmp_path: Path) -> No
     assert number(said, r"of +([\d.]+) GB a device") == 24
 
 
+def test_peaks_that_float32_does_not_have_are_told(tmp_path: Path) -> None:
+    told = "in float32 expect several times less"
+    assert told in plan(tmp_path, "0.6B", "h100:1", dtype="float32")
+    assert told not in plan(tmp_path, "0.6B", "h100:1")
+
+
 def test_a_rank_twice_as_high_leaves_room_for_half_the_adapters(tmp_path: Path) -> None:
     pattern = r"adapters of rank \d+ in training at the same time: (\d+)"
     low, high = (number(plan(tmp_path, "4B", "h100:1", rank=rank), pattern) for rank in (32, 64))
