@@ -149,10 +149,13 @@ def check_platform(jax: Any, config: GroupConfig, progress: Callable[[str], None
     try:
         found = devices.NAMES.get(jax.default_backend(), jax.default_backend())
     except Exception as error:
+        named = f"platform is {config.platform!r}"
         if config.platform == "auto":
-            raise
+            if not (first := os.environ.get("JAX_PLATFORMS")):
+                raise
+            named = f"JAX_PLATFORMS is {first!r}"
         why = f": {error}" if str(error) else ""
-        raise UserError(f"platform is {config.platform!r}, and JAX finds no such device here{why}{extra}") from error
+        raise UserError(f"{named}, and JAX finds no such device here{why}{extra}") from error
     if config.platform not in ("auto", found):
         raise UserError(f"platform is {config.platform!r}, but the devices that JAX finds here are {found!r}{extra}")
     for device in jax.local_devices() if found == "cuda" else ():

@@ -153,3 +153,17 @@ def test_a_gpu_that_has_no_kernels_is_refused_by_name(config: GroupConfig) -> No
         check_platform(Jax("gpu", capability="7.5"), config, print)
     for capability in ("8.0", "10.0", "12.1", "gfx942"):
         check_platform(Jax("gpu", capability=capability), config, print)
+
+
+def test_a_missing_platform_of_jax_platforms_is_named(config: GroupConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise AssertionError  # as JAX does, with its plugin and without a GPU
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    jax = Jax("")
+    jax.default_backend = missing
+    with pytest.raises(UserError, match="JAX_PLATFORMS is 'cuda', and JAX finds no such device here"):
+        check_platform(jax, config, print)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(AssertionError):
+        check_platform(jax, config, print)
