@@ -12,7 +12,7 @@ from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.lora import check_spec
-from tinkerflow.backend.compute.memory import GB, MemoryPlan, adapter_bytes, device_limit, plan_memory, weight_bytes
+from tinkerflow.backend.compute.memory import GB, MemoryPlan, adapter_bytes, plan_memory, weight_bytes
 from tinkerflow.backend.compute.roofline import Estimate, Topology, decode_bound, parse_topology, training_bound
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import context_of, find_model
@@ -39,7 +39,7 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
     context = context_of(base_model, cfg, settings.max_context)
     config = _on_devices(group_config(settings, base_model, context), target)
     spec = check_spec(LoraSpec(rank, expert_rank=expert_rank(rank, cfg.experts_per_token, settings.expert_rank)))
-    plan = plan_memory(cfg, config, device_limit(config) if config.device_memory else target.device.limit)
+    plan = plan_memory(cfg, config, int(config.device_memory * GB) or target.device.limit)
     assert plan.uses is not None  # an accelerator
     whole = weight_bytes(cfg, replace(config, fsdp=1, tensor=1, expert=1))
     training = training_bound(
