@@ -137,9 +137,10 @@ class AdapterStore:
 
     def take_kept(self, adapter_id: str, folder: str) -> dict[str, Floats]:
         """The pieces that `keep` copied for that folder, which it forgets; ServerError when there are none."""
-        kept = self._kept.pop(adapter_id, None)
-        if kept is None or kept[0] != folder:
+        kept = self._kept.get(adapter_id)
+        if kept is None or kept[0] != folder:  # a write that comes late leaves a newer copy to its own
             raise ServerError(f"adapter {adapter_id!r}: no copy for {folder} is kept here")
+        del self._kept[adapter_id]
         return kept[1]
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:

@@ -89,3 +89,4 @@ def test_what_is_kept_is_given_once_and_to_its_own_folder(shared_executor, piece
     shared_executor.execute(ExportAdapter("source", optimizer=True, keep="newer"))
     with pytest.raises(ServerError, match="no copy for older"):
         shared_executor.take_kept(WriteState("source", "older"))
+    assert shared_executor.take_kept(WriteState("source", "newer")).keys() == pieces.keys()
