@@ -190,9 +190,13 @@ class Store:
         path = CheckpointPath.of_folder(folder)
         saved = self._saved(path, folder.rpartition("/")[2], (kept.spec, kept.step, kept.optimizer), meta, files)
         with self._failures(f"save {path}"):
-            for file, digest in files.items():
-                self._check_size(path, f"{folder}/{file}", digest.size)
-            return self._publish(path, saved, overwrite=False)
+            try:
+                for file, digest in files.items():
+                    self._check_size(path, f"{folder}/{file}", digest.size)
+                return self._publish(path, saved, overwrite=False)
+            except BaseException:
+                self._discard_unless_committed(path, saved)
+                raise
 
     def discard(self, folder: str) -> None:
         """Remove what was written for a commit that does not come."""

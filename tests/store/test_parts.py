@@ -74,6 +74,7 @@ def test_a_file_that_is_not_there_as_it_was_written_is_not_committed(local: Stor
     with pytest.raises(StoreError, match=r"part-00000\.safetensors has \d+ bytes after writing"):
         local.commit_parts(folder, KEPT, META, cut)
     assert not local.exists("tinker://run/recovery/seq-1")
+    assert local.blobs.children(folder) == [], "nothing is left behind"
 
 
 @pytest.mark.parametrize("at", [3, 40, -1])
