@@ -31,6 +31,7 @@ from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 Floats = npt.NDArray[np.float32]
 Tree = TypeVar("Tree")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class AdapterStore:
         self._cfg = cfg
         self._mesh = mesh
         self._adapters: dict[str, Adapter] = {}
-        self._kept: dict[str, tuple[str, dict[str, Floats]]] = {}  # by adapter: a folder of the store, and pieces
+        self._kept: dict[tuple[str, str], dict[str, Floats]] = {}  # pieces, by adapter and folder of the store
 
     def get(self, adapter_id: str) -> Adapter:
         """The adapter, its gradients computed; NotFoundError when there is none of that id."""
@@ -103,7 +104,7 @@ class AdapterStore:
     def drop(self, adapter_id: str) -> None:
         """Forget the adapter, if there is one, and what is kept of it."""
         self._adapters.pop(adapter_id, None)
-        self._kept.pop(adapter_id, None)
+        forget(self._kept, adapter_id)
 
     def clear(self) -> None:
         """Forget all adapters."""
@@ -132,16 +133,16 @@ class AdapterStore:
     def keep(self, adapter_id: str, folder: str) -> AdapterKept:
         """Copy what this process holds of the adapter, all parts, to the host; `take_kept` of that folder gives it."""
         adapter = self.get(adapter_id)
-        self._kept[adapter_id] = folder, pieces_of(adapter.parts)
+        forget(self._kept, adapter_id)
+        self._kept[adapter_id, folder] = pieces_of(adapter.parts)
         return AdapterKept(adapter.spec, adapter.step, adapter.optimizer)
 
     def take_kept(self, adapter_id: str, folder: str) -> dict[str, Floats]:
         """The pieces that `keep` copied for that folder, which it forgets; ServerError when there are none."""
-        kept = self._kept.get(adapter_id)
-        if kept is None or kept[0] != folder:  # a write that comes late leaves a newer copy to its own
+        pieces = self._kept.pop((adapter_id, folder), None)
+        if pieces is None:
             raise ServerError(f"adapter {adapter_id!r}: no copy for {folder} is kept here")
-        del self._kept[adapter_id]
-        return kept[1]
+        return pieces
 
     def restore(self, adapter_id: str, state: AdapterState) -> None:
         """The inverse of `export`; UserError names a tensor that is missing, unknown or of another shape.
@@ -183,6 +184,13 @@ class AdapterStore:
 
     def _put(self, tree: Tree) -> Tree:
         return put(tree, shardings(self._mesh, tree))
+
+
+def forget(tensors: dict[tuple[str, str], T], owner: str) -> None:
+    """Drop what is there of `owner`, in any folder, while other threads may add or take some."""
+    for key in list(tensors):
+        if key[0] == owner:
+            tensors.pop(key, None)
 
 
 def state_lora(cfg: ModelConfig, state: AdapterState) -> Lora:

@@ -49,7 +49,7 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, state_lora
+from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, forget, state_lora
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
@@ -103,7 +103,7 @@ class Executor:
         self._adapter_bytes: dict[str, int] = {}  # what those that are there take of each device
         self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan)
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
-        self._fetched: dict[str, tuple[str, Mapping[str, Float32]]] = {}  # by owner: a folder of the store, and tensors
+        self._fetched: dict[tuple[str, str], Mapping[str, Float32]] = {}  # tensors, by owner and folder of the store
         self._announced: set[object] = set()
         self._training = Training(
             params=self._params,
@@ -194,7 +194,7 @@ class Executor:
 
     def hold(self, fetch: FetchState, tensors: Mapping[str, Float32]) -> None:
         """Hold what was read of a state until it is imported, or loaded as a snapshot. From any thread."""
-        self._fetched[fetch.owner] = fetch.state.folder, tensors
+        self._fetched[fetch.owner, fetch.state.folder] = tensors
 
     def clear(self) -> None:
         """Forget all adapters, snapshots and requests; the base model and what is compiled stay."""
@@ -243,9 +243,10 @@ class Executor:
                 self._adapter_bytes[adapter_id] = needed
                 self._want(state.spec, state.optimizer)
             case DropAdapter(adapter_id):
-                self._fetched.pop(adapter_id, None)
+                forget(self._fetched, adapter_id)
                 self._adapters.drop(adapter_id)
                 self._adapter_bytes.pop(adapter_id, None)
+                self._begun.pop(adapter_id, None)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
                 self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
@@ -257,8 +258,7 @@ class Executor:
                 return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.move(snapshot_id, to_id)
-            case DropSnapshot(snapshot_id):
-                self._fetched.pop(snapshot_id, None)
+            case DropSnapshot(snapshot_id):  # what was fetched may be for the next of that id: it overtakes commands
                 self._sampler.drop(snapshot_id)
             case ReadCompileStatus():
                 return self._warm_up.warmth
@@ -270,10 +270,11 @@ class Executor:
 
     def _brought(self, owner: str, state: AdapterState | StoredState) -> AdapterState:
         """The state with its tensors: those that came with the command, or that this process has read."""
+        tensors = self._fetched.pop((owner, state.folder), None) if isinstance(state, StoredState) else None
+        forget(self._fetched, owner)  # what came too late for an earlier one
         if isinstance(state, AdapterState):
             return state
-        folder, tensors = self._fetched.pop(owner, ("", {}))
-        if folder != state.folder:
+        if tensors is None:
             raise ServerError(f"the state of {owner!r} in {state.folder} was not fetched")
         pieces = are_pieces(tensors)
         weights = {name: array for name, array in tensors.items() if pieces or name.endswith(".weight")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,11 @@ from tinkerflow.backend.commands import (
     AdapterState,
     CreateAdapter,
     Digest,
+    DropSnapshot,
     ExportAdapter,
     FetchState,
     ImportAdapter,
+    LoadSnapshot,
     LoraSpec,
     OptimStep,
     StoredState,
@@ -80,6 +84,17 @@ def test_a_piece_that_is_missing_or_foreign_is_named(shared_executor, pieces):
     for wrong in ("weights/other.A@0,0,0", "other/q.A@0,0,0", "weights/q.A@x"):
         with pytest.raises(UserError, match=f"saved tensor '{wrong}'"):
             fetched(shared_executor, pieces | {wrong: pieces[name]})
+
+
+def test_what_was_fetched_outlives_an_earlier_snapshots_drop_and_a_late_fetch(shared_executor, pieces):
+    before = shared_executor.execute(ExportAdapter("source", optimizer=False))
+    shared_executor.hold(FetchState("sampled", STORED), before.weights)
+    shared_executor.hold(FetchState("sampled", replace(STORED, folder="late")), {})
+    shared_executor.execute(DropSnapshot("sampled"))  # sent before the fetch, and executed after it
+    shared_executor.execute(LoadSnapshot("sampled", STORED))
+    with pytest.raises(ServerError, match="in late was not fetched"):
+        shared_executor.execute(LoadSnapshot("sampled", replace(STORED, folder="late")))
+    shared_executor.execute(DropSnapshot("sampled"))
 
 
 def test_what_is_kept_is_given_once_and_to_its_own_folder(shared_executor, pieces):
