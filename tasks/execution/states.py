@@ -2,12 +2,13 @@
 
 Where every process reaches the store, each reads and writes its own part of a state, and the engine sends names. Where
 one does not (a local store, and workers on another host), the engine reads and writes whole states, which travel with
-commands. Which of the two it is, is asked here alone.
+commands. Which of the two it is, is asked here alone. What a process fails to read, the engine tries to read itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from tinkerflow.backend.checkpoint_paths import RECOVERY
 from tinkerflow.backend.commands import (
@@ -20,8 +21,11 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
+from tinkerflow.backend.errors import NotFoundError, StoreError
 from tinkerflow.backend.store import CheckpointMeta, Saved
 from tinkerflow.tasks.execution.context import ExecutionContext
+
+log = logging.getLogger(__name__)
 
 
 async def bring(
@@ -35,7 +39,11 @@ async def bring(
     if not context.pool.reaches_store:
         return (await asyncio.to_thread(context.store.load, path, optimizer=optimizer))[0]
     state = await asyncio.to_thread(context.store.stored, path, optimizer=optimizer)
-    await context.pool.transfer(FetchState(owner, state), generation=context.generation)
+    try:
+        await context.pool.transfer(FetchState(owner, state), generation=context.generation)
+    except (StoreError, NotFoundError) as error:  # maybe only there: what the engine finds, counts
+        log.warning("a worker process cannot read %s, so the engine does: %s", path, error)
+        return (await asyncio.to_thread(context.store.load, path, optimizer=optimizer))[0]
     return state
 
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.errors import GroupFailedError, ServerError
+from tinkerflow.backend.errors import (
+    GroupFailedError,
+    NotFoundError,
+    ServerError,
+    StoreAwayError,
+    StoreError,
+    TinkerflowError,
+)
 from tinkerflow.backend.journal import Kind
 from tinkerflow.tasks.execution.recovery_snapshots import take
 from tinkerflow.tasks.execution.restore import restore
@@ -45,6 +52,22 @@ async def test_a_model_is_made_again_as_its_answers_left_it(
     assert (restored.snapshot is not None) is snapshot
     assert (restored.requests, restored.steps, restored.last) == ((1, 0, 5) if snapshot else (6, 2, 5))
     assert restored.copies == {} and restored.unreadable == ()
+
+
+@pytest.mark.parametrize("error", [StoreAwayError, StoreError, NotFoundError])
+async def test_what_a_process_cannot_read_the_engine_reads(
+    context: Any, client: Any, pool: Any, model: str, error: type[TinkerflowError]
+) -> None:
+    async def transfer(job: Any, *, generation: int | None = None) -> None:
+        raise error("rank 1 cannot read it")
+
+    assert (taken := await take(context, model, 4, Sequencer(model, context.saves).slot())) is not None
+    before = state(pool, model)
+    pool.die()
+    pool.reaches_store, pool.transfer = True, transfer
+    restored = await restore(context.bound_to(pool.generation), model)
+    assert state(pool, model) == before and restored.unreadable == ()
+    assert [one.path for one in client.journal.recovery.snapshots(model)] == [taken.path], "it is not forgotten"
 
 
 async def test_saves_that_are_not_stored_are_copied_at_their_place(
