@@ -290,13 +290,13 @@ class Executor:
         )
 
     def _room_for(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> int:
-        """The bytes of each device that the adapter takes; UserError when it does not fit beside the others."""
+        """The bytes of each device that the adapter takes; AllocationError when it does not fit beside the others."""
         needed = adapter_bytes(self._cfg, self._config, check_spec(spec), optimizer)
         if self.plan.uses is not None:
             room = self.plan.uses.adapters
             free = room - sum(size for name, size in self._adapter_bytes.items() if name != adapter_id)
             if needed > free:
-                raise UserError(
+                raise AllocationError(
                     f"lora rank {spec.rank}: the adapter takes {needed / GB:.3g} GB of each device with its gradients "
                     f"and optimizer state, and {max(0, free) / GB:.3g} GB are free of the {room / GB:.3g} GB for "
                     "adapters: must be a smaller rank, or fewer models at the same time"

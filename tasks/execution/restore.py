@@ -13,8 +13,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tinkerflow.backend.commands import AdapterState, Done, ImportAdapter, StoredState
+from tinkerflow.backend.commands import AdapterState, Done, DropAdapter, ImportAdapter, StoredState
 from tinkerflow.backend.errors import (
+    AllocationError,
     GroupFailedError,
     NotFoundError,
     ServerError,
@@ -34,7 +35,7 @@ from tinkerflow.tasks.operations.save_weights import copy
 
 log = logging.getLogger(__name__)
 
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts to read a store that is away
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, *[15.0] * 20)  # seconds between attempts: a store is away, or memory is short
 _PAGE = 16  # requests replayed at once; their payloads are in memory
 
 
@@ -61,8 +62,23 @@ async def restore(context: ExecutionContext, model_id: str, detached: Collection
     context: bound to that worker group. detached: ids of saves that are being written; other saves that are not
     answered, or not stored, are copied again.
 
-    GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored.
+    GroupFailedError when that group ends meanwhile; any other error says why this model cannot be restored. Where the
+    devices have no memory left, as they had when it was first executed, it is tried again for some minutes.
     """
+
+    async def attempt() -> Restored:
+        try:
+            return await _restore(context, model_id, detached)
+        except AllocationError as error:
+            await _tell(context, model_id, f"waiting for memory of the devices ({error})")
+            await context.send(DropAdapter(model_id), Done)  # others may need it to go on
+            raise
+
+    what = f"model {model_id} waits for memory of the devices"
+    return await retry(attempt, on=AllocationError, pauses=_PAUSES, what=what, log=log)
+
+
+async def _restore(context: ExecutionContext, model_id: str, detached: Collection[str]) -> Restored:
     began = context.clock.monotonic()
     snapshot, unreadable = await _load(context, model_id)
     loaded = context.clock.monotonic()
@@ -190,7 +206,7 @@ class _Replay:
             for effect in outcome.effects:
                 if isinstance(effect, SnapshotTaken):  # of a load, whose first one could not be read
                     await record(self._context, effect)
-        except GroupFailedError:
+        except (GroupFailedError, AllocationError):  # which says nothing about the request
             raise
         except TinkerflowError as error:
             if one.succeeded or (one.succeeded is None and not isinstance(error, UserError)):

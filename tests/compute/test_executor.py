@@ -149,7 +149,7 @@ def test_adapters_that_do_not_fit_are_refused_by_name(qwen3):
     for number in range(many):
         executor.execute(CreateAdapter(str(number), LoraSpec(8), 0))
     rule = r"lora rank 8: the adapter takes \S+ GB of each device with .* GB are free of the \S+ GB for adapters: must"
-    with pytest.raises(UserError, match=rule):
+    with pytest.raises(AllocationError, match=rule):  # so a replay waits for room, and does not take it for an answer
         executor.execute(CreateAdapter("one more", LoraSpec(8), 0))
     executor.execute(CreateAdapter("0", LoraSpec(8), 0))  # in place of the one that is there
     executor.execute(DropAdapter("1"))

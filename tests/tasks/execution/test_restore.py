@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from tinkerflow.backend.commands import Command, CreateAdapter, Forward
 from tinkerflow.backend.errors import (
+    AllocationError,
     GroupFailedError,
     NotFoundError,
     ServerError,
@@ -14,7 +16,7 @@ from tinkerflow.backend.errors import (
     StoreError,
     TinkerflowError,
 )
-from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.tasks.execution.recovery_snapshots import take
 from tinkerflow.tasks.execution.restore import restore
 from tinkerflow.tasks.execution.sequencer import Sequencer
@@ -68,6 +70,27 @@ async def test_what_a_process_cannot_read_the_engine_reads(
     restored = await restore(context.bound_to(pool.generation), model)
     assert state(pool, model) == before and restored.unreadable == ()
     assert [one.path for one in client.journal.recovery.snapshots(model)] == [taken.path], "it is not forgotten"
+
+
+@pytest.mark.parametrize("short", [CreateAdapter, Forward])
+async def test_a_restore_waits_for_memory_of_the_devices(
+    context: Any, client: Any, pool: Any, model: str, monkeypatch: pytest.MonkeyPatch, short: type[Command]
+) -> None:
+    before = state(pool, model)
+    pool.die()
+    execute, failures = pool.executor.execute, iter([True, True])
+
+    def crowded(command: Command) -> Any:
+        if isinstance(command, short) and next(failures, False):
+            raise AllocationError("the devices had no memory left")
+        return execute(command)
+
+    monkeypatch.setattr("tinkerflow.tasks.execution.restore._PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(pool.executor, "execute", crowded)
+    await restore(context.bound_to(pool.generation), model)
+    assert state(pool, model) == before
+    assert pool.names.count("DropAdapter") == 2
+    assert client.journal.models.get(model, None).state is ModelState.LIVE
 
 
 async def test_saves_that_are_not_stored_are_copied_at_their_place(
