@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _THREADS = 2  # states at once
+_REACH_SECONDS = 60.0  # that a store may take to answer when a group starts, which a store that hangs must not prevent
 
 
 @runtime_checkable
@@ -42,8 +43,8 @@ class Transfers:
         """Look whether this process reaches the store that the driver's config names."""
         self._rank = rank
         self._holder = executor if isinstance(executor, StateHolder) else None
-        self._blobs = _reached(config) if self._holder is not None and config.store_url else None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer")
+        self._blobs = self._reached(config) if self._holder is not None and config.store_url else None
 
     @property
     def reach_store(self) -> bool:
@@ -72,18 +73,22 @@ class Transfers:
         holder.hold(job, parts.read(self._blobs, job.state, lambda shapes: holder.wanted(job.state, shapes)))
         return {}
 
+    def _reached(self, config: GroupConfig) -> Blobs | None:
+        """The store that `config` names, if this process reaches it soon. Only then the store's modules are loaded."""
+        from tinkerflow.backend.store import parts
+        from tinkerflow.backend.store.blobs import open_blobs
 
-def _reached(config: GroupConfig) -> Blobs | None:
-    """The store that `config` names, if this process reaches it. Only then the store's modules are loaded."""
-    from tinkerflow.backend.store import parts
-    from tinkerflow.backend.store.blobs import open_blobs
+        def look() -> Blobs | None:
+            blobs = open_blobs(config.store_url)
+            return blobs if parts.reaches(blobs, config.store_mark) else None
 
-    try:
-        blobs = open_blobs(config.store_url)
-        if parts.reaches(blobs, config.store_mark):
-            return blobs
         why = "it is another store there, or none"
-    except Exception as error:  # noqa: BLE001  whatever a store's client raises: the driver sends states instead
-        why = repr(error)
-    log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)
-    return None
+        try:
+            if (blobs := self._threads.submit(look).result(_REACH_SECONDS)) is not None:
+                return blobs
+        except TimeoutError:
+            why = f"it did not answer in {_REACH_SECONDS:g} s"
+        except Exception as error:  # noqa: BLE001  whatever a store's client raises: the driver sends states instead
+            why = repr(error)
+        log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)
+        return None

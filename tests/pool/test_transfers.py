@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +23,8 @@ from tinkerflow.backend.commands import (
     WriteState,
 )
 from tinkerflow.backend.errors import GroupFailedError, NotFoundError, StoreError
-from tinkerflow.backend.pool import Pool
-from tinkerflow.backend.store import CheckpointMeta, Saved, Store
+from tinkerflow.backend.pool import Pool, transfers
+from tinkerflow.backend.store import CheckpointMeta, Saved, Store, parts
 
 StartPool = Callable[..., Awaitable[Pool]]
 META = CheckpointMeta(base_model="tiny", owner="me")
@@ -104,3 +106,16 @@ async def test_a_process_that_fails_fails_the_transfer_and_not_the_group(
 
 async def test_a_process_that_sees_another_store_is_sent_states(keepers: Callable[..., Awaitable[Pool]]) -> None:
     assert not (await keepers(2, mark="store-of-another-host")).reaches_store
+
+
+def test_a_store_that_does_not_answer_prevents_no_start(
+    group_config: Callable[..., GroupConfig], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, mark = threading.Event(), store.mark()
+    holder = SimpleNamespace(take_kept=print, wanted=print, hold=print)
+    config = replace(group_config(), store_url=store.url, store_mark=mark)
+    assert transfers.Transfers(holder, config, 0).reach_store
+    monkeypatch.setattr(transfers, "_REACH_SECONDS", 0.1)
+    monkeypatch.setattr(parts, "reaches", lambda blobs, mark: hangs.wait(60))
+    assert not transfers.Transfers(holder, config, 0).reach_store
+    hangs.set()
