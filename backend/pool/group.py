@@ -381,7 +381,11 @@ class Group:
         elif isinstance(message, Transferred):
             self._transferred(member.rank, message)
         elif isinstance(message, Leaving):
-            self._on_notice(f"worker group {self.generation} ended: rank {member.rank} was told to end by SIGTERM")
+            cause = f"rank {member.rank} was told to end by SIGTERM"
+            if self._started.done():
+                self._on_notice(f"worker group {self.generation} ended: {cause}")
+            else:  # there is nothing to save
+                self._fail(cause, crashed=False)
         elif isinstance(message, Fatal):
             self._ended_itself(member.rank, message.failed)
         else:
@@ -432,7 +436,9 @@ class Group:
     def _give_up_agreement(self, entry: _Outstanding, rank: int) -> None:
         """Where one rank had no memory left, the others may wait for it in a collective for ever."""
         silent = [m.rank for m in self._members if m.rank not in entry.answers]
-        if silent and entry in self._outstanding:
+        if entry in self._outstanding and entry is not self._outstanding[0]:  # they are busy with an earlier one
+            self._loop.call_later(_AGREE_SECONDS, self._give_up_agreement, entry, rank)
+        elif silent and entry in self._outstanding:
             self._fail(f"rank {rank} had no memory left for {entry.name} ({OUT_OF_MEMORY}), and rank {silent} goes on")
 
     def _settle(self, entry: _Outstanding) -> bool:

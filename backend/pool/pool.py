@@ -293,7 +293,7 @@ class Pool:
 
     async def _leave(self, cause: str) -> None:
         log.warning("%s; what is on its devices is saved first", cause)
-        group = self._serving()
+        group = self._group
         if self._heeded and group is not None:
             self._notices.put_nowait(cause)
             with contextlib.suppress(TimeoutError):

@@ -6,6 +6,7 @@ They are told what to do through ordinary commands; the adapter_id of DropAdapte
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -270,6 +271,28 @@ class Sleepy(Echo):
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
         time.sleep(600)
+
+
+class Lagging(Echo):
+    """Rank 1 takes a second for an OptimStep."""
+
+    def execute(self, command: Command) -> Reply:
+        if isinstance(command, OptimStep):
+            time.sleep(float(self.rank))
+            return OptimResult(0.0, 1)
+        return super().execute(command)
+
+
+class Taken(Echo):
+    """The first time it is told to end while it starts; model_path names a file that remembers."""
+
+    def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
+        path = Path(config.model_path)
+        if not path.exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+        super().__init__(config, progress, processes, rank)
 
 
 class Flaky(Echo):

@@ -407,6 +407,19 @@ async def test_an_allocation_failure_of_one_rank_ends_the_group(
     await serves_again(pool)
 
 
+async def test_a_rank_that_is_busy_with_an_earlier_command_has_time_to_agree(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_AGREE_SECONDS", 0.2)
+    pool = await start_pool("Lagging", processes=2)
+    generation = await pool.serving()
+    slow, full = together(pool, step(), order("full"))
+    assert await slow == OptimResult(0.0, 1)
+    with pytest.raises(errors.AllocationError):
+        await full
+    assert await pool.submit(Ping(), generation=generation) == Done()
+
+
 async def test_a_command_for_an_ended_generation_is_not_given_to_the_next(start_pool: StartPool) -> None:
     pool = await start_pool()
     first = await pool.serving()
@@ -636,6 +649,14 @@ async def test_a_cancelled_start_leaves_no_process(
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not workers()
+
+
+async def test_a_group_that_is_told_to_end_while_it_starts_is_started_again(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
+) -> None:
+    async with asyncio.timeout(30):
+        pool = await start_pool("Taken", config=group_config(model_path=str(tmp_path / "taken")))
+    assert pool.generation == 2
 
 
 async def test_starts_are_repeated_until_one_succeeds(
