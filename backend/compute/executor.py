@@ -72,7 +72,8 @@ R = TypeVar("R", bound=Reply)
 
 log = logging.getLogger(__name__)
 
-_MAKING = (CreateAdapter, ImportAdapter, PublishSnapshot, LoadSnapshot)  # if they fail, all is as it was
+# If they fail, all is as it was.
+_COPYING = (CreateAdapter, ImportAdapter, ExportAdapter, PublishSnapshot, LoadSnapshot)
 
 
 class Executor:
@@ -177,7 +178,7 @@ class Executor:
                 later = partial(self._read, reply)
                 return later if self.ahead else later()
         except Exception as error:
-            if OUT_OF_MEMORY in str(error) and isinstance(command, _MAKING):
+            if OUT_OF_MEMORY in str(error) and isinstance(command, _COPYING):
                 raise self._no_memory(command, error) from error
             raise
         finally:

@@ -16,6 +16,7 @@ import pytest
 from tests.compute.closeness import close
 
 from tinkerflow.backend.commands import (
+    AdapterState,
     Command,
     CreateAdapter,
     Done,
@@ -124,7 +125,9 @@ def assert_same(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(array.view(np.uint32), other[name].view(np.uint32), err_msg=name)
 
 
-@pytest.mark.parametrize("command", [CreateAdapter("new", LoraSpec(4), 0), PublishSnapshot("a", "s")])
+@pytest.mark.parametrize(
+    "command", [CreateAdapter("new", LoraSpec(4), 0), PublishSnapshot("a", "s"), ExportAdapter("a", optimizer=True)]
+)
 def test_without_memory_nothing_new_is_made(qwen3, command, monkeypatch):
     executor = qwen3.executor()
     executor.execute(CreateAdapter("a", LoraSpec(4), 0))
@@ -134,10 +137,11 @@ def test_without_memory_nothing_new_is_made(qwen3, command, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(adapters, "put", no_room)
+        patched.setattr(adapters, "whole_to_host", no_room)
         patched.setattr(snapshot_cache, "frozen", no_room)
         with pytest.raises(AllocationError, match=f"{type(command).__name__}: the devices had no memory left"):
             executor.execute(command)
-    assert isinstance(executor.execute(command), Done | SnapshotHeld)
+    assert isinstance(executor.execute(command), Done | SnapshotHeld | AdapterState)
 
 
 def test_adapters_that_do_not_fit_are_refused_by_name(qwen3):
