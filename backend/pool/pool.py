@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _LITTLE = 1 / 16  # of a micro-batch: the size of commands that compute for no tokens
 _ENOUGH = 1 - 1e-9
 NOTICE_SECONDS = 20.0  # from the notice that a group's machine goes until the group is ended; clouds give 25 or 30
+DETOUR_SECONDS = 600.0  # that states go through the engine after a process could not reach the store
 FIRST_STARTS = 3  # attempts before Pool.start gives up: a port may be taken between probing and binding it
 
 
@@ -100,6 +101,7 @@ class Pool:
         self._notices: asyncio.Queue[str] = asyncio.Queue()
         self._heeded = False  # somebody reads the notices
         self._leaving: asyncio.Task[None] | None = None
+        self._detour_until = 0.0  # processes do not reach the store before
         self._keeper: asyncio.Task[None] | None = None
         self._stopped = False
 
@@ -151,8 +153,11 @@ class Pool:
 
     @property
     def reaches_store(self) -> bool:
-        """Whether the processes of the newest generation read and write states themselves (`transfer`)."""
-        return self.info.reaches_store
+        """Whether the processes of the newest generation read and write states themselves (`transfer`).
+
+        False for DETOUR_SECONDS after one of them could not: until then, states go through us.
+        """
+        return self.info.reaches_store and asyncio.get_running_loop().time() >= self._detour_until
 
     @property
     def bytes_sent(self) -> int:
@@ -211,7 +216,10 @@ class Pool:
         try:
             async with asyncio.timeout(seconds):
                 return await group.transfer(job)
-        except TimeoutError:
+        except (TimeoutError, StoreAwayError) as error:
+            self._detour_until = asyncio.get_running_loop().time() + DETOUR_SECONDS
+            if isinstance(error, StoreAwayError):
+                raise
             raise StoreAwayError(f"{type(job).__name__} took longer than {seconds:g} s") from None
 
     async def _execute(self, command: Command, seconds: float, generation: int) -> Reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -22,8 +23,9 @@ from tinkerflow.backend.commands import (
     Ping,
     WriteState,
 )
-from tinkerflow.backend.errors import GroupFailedError, NotFoundError, StoreError
+from tinkerflow.backend.errors import GroupFailedError, NotFoundError, StoreAwayError, StoreError
 from tinkerflow.backend.pool import Pool, transfers
+from tinkerflow.backend.pool import pool as pool_module
 from tinkerflow.backend.store import CheckpointMeta, Saved, Store, parts
 
 StartPool = Callable[..., Awaitable[Pool]]
@@ -106,6 +108,22 @@ async def test_a_process_that_fails_fails_the_transfer_and_not_the_group(
 
 async def test_a_process_that_sees_another_store_is_sent_states(keepers: Callable[..., Awaitable[Pool]]) -> None:
     assert not (await keepers(2, mark="store-of-another-host")).reaches_store
+
+
+async def test_after_a_process_could_not_reach_the_store_states_go_through_the_driver_for_a_while(
+    keepers: Callable[..., Awaitable[Pool]], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "DETOUR_SECONDS", 1.0)
+    pool = await keepers(2)
+    (tmp_path / "store" / "runs").touch()  # where a folder should be
+    with pytest.raises(StoreAwayError, match="cannot write"):
+        await save(pool, store, "a")
+    reached = [pool.reaches_store]
+    (tmp_path / "store" / "runs").unlink()
+    await asyncio.sleep(1.0)
+    reached.append(pool.reaches_store)
+    assert reached == [False, True]
+    await save(pool, store, "a")
 
 
 def test_a_store_that_does_not_answer_prevents_no_start(
