@@ -14,9 +14,8 @@ from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import family_of, load_config
 from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.spec.limits import MODEL_CONTEXT
+from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 
-DEFAULT_MAX_CONTEXT = 32_768
 TOKENIZER = "tokenizer.json"
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 

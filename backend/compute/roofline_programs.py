@@ -35,7 +35,7 @@ from tinkerflow.backend.compute.train import Steps, make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, batch_like
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import like, result_of
-from tinkerflow.backend.model_card import DEFAULT_MAX_CONTEXT
+from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from tinkerflow.backend.spec.ranks import expert_rank
 
