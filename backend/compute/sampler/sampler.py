@@ -272,6 +272,8 @@ class Sampler:
             return
         steps = self._steps()
         scheduler.make_room(steps)
+        if not scheduler.busy:
+            return  # a group in prefill has the pages: who was preempted begins again after it
         self.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
         self._hand_out(scheduler.decoding, steps)
 
@@ -286,7 +288,7 @@ class Sampler:
         In the batch they would wait for a free slot, and then for a whole chunk of every sequence.
         """
         scheduler = self._scheduler
-        group = scheduler.next_short_group(min(_SHORT, self._shapes.slots[-1]), self._config.decode_chunk)
+        group = scheduler.next_short_group(_SHORT, self._config.decode_chunk)
         if group is None:
             return False
         self.snapshots.use(
@@ -306,6 +308,8 @@ class Sampler:
         decoded = self._model.decode_chunk(slots, held, steps)
         finite_S = np.asarray(np.isfinite(decoded.logprobs_CS).all(axis=0))
         for slot, sequence in held:
+            if not self._scheduler.holds(sequence.parent.request.request_id):
+                continue  # another sample of it has failed
             count = min(steps, sequence.remaining)
             logprobs_C = decoded.logprobs_CS[:count, slot]
             top = None
@@ -319,7 +323,7 @@ class Sampler:
                 self._scheduler.end(sequence, finite=bool(finite_S[slot]))
 
     def _fail_unscored(self, group: PrefillGroup) -> None:
-        for parent in dict.fromkeys(job.parent for job in group.jobs):
+        for parent in dict.fromkeys(job.parent for job in group.jobs if job.sequences):  # else it is gone, or joined
             if parent.scores is not None and not parent.scores.finite:
                 self._fail(parent)
 

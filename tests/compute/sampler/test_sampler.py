@@ -362,3 +362,34 @@ def test_a_short_request_of_more_samples_than_there_are_slots(
     alone = run_all(qwen.sampler(), short)["short"]
     for one, same in zip(results["short"].sequences, alone.sequences, strict=True):
         np.testing.assert_array_equal(one.tokens_T, same.tokens_T)
+
+
+def test_a_prompt_that_fills_the_pool_is_served(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    request = ask("a", prompt(200), 20)
+    full = qwen.sampler(pages=3)  # two pages, and the last of the prompt's is kept for others
+    expected = run_all(qwen.sampler(), request)["a"].sequences[0]
+    (got,) = run_all(full, request)["a"].sequences
+    assert tokens_of(got) == tokens_of(expected)
+
+
+def test_one_sample_that_is_not_finite_ends_its_request_once_and_no_other(
+    qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, real = qwen.sampler(), SamplerModel.decode_chunk
+
+    def spoiled(model: SamplerModel, slots: int, held: Any, steps: int) -> Any:
+        decoded = real(model, slots, held, steps)
+        logprobs = np.array(decoded.logprobs_CS)
+        for slot, sequence in held:
+            if sequence.parent.request.request_id == "bad" and sequence.index < 2:
+                logprobs[:, slot] = np.nan
+        return decoded.replace(logprobs_CS=logprobs)
+
+    monkeypatch.setattr(SamplerModel, "decode_chunk", spoiled)
+    progress = sampler.step(SampleStep((ask("bad", prompt(20), 8, num_samples=3), ask("good", prompt(30), 20))))
+    finished = [*progress.finished]
+    while progress.active or progress.waiting:
+        progress = sampler.step(SampleStep())
+        finished += progress.finished
+    assert [(one.request_id, one.error is None) for one in finished] == [("bad", False), ("good", True)]
+    assert "not finite" in (finished[0].error or "")
