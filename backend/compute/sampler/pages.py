@@ -163,9 +163,12 @@ class PagePool:
         return table
 
     def keep(self, keys: Sequence[Key], table: PageTable) -> None:
-        """The table's first pages hold what `keys` say: they can be found until they are taken for something else."""
+        """The table's first pages hold what `keys` say: they can be found until they are taken for something else.
+
+        Pages that are to be zeroed when their users are gone get no key.
+        """
         for key, page in zip(keys, table.pages, strict=False):
-            if self._page_of.get(key) == page:
+            if self._page_of.get(key) == page or page in self._spoiled:
                 continue
             self._unkey(page)
             if (other := self._page_of.get(key)) is not None:

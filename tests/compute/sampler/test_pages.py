@@ -147,3 +147,14 @@ def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
     for table in tables:
         pool.release(table)
     assert pool.free(0) == pool.free(1) == 8
+
+
+def test_a_page_that_is_to_be_zeroed_gets_no_key(pool: PagePool) -> None:
+    one = grown(pool, 80)
+    pool.keep(KEYS, one)
+    two = pool.find(KEYS)
+    pool.release(one, spoiled=0)  # as when it is cancelled before a chunk, while another computes the same prompt
+    pool.keep(KEYS, two)
+    pool.release(two)
+    assert len(pool.pending()) == 3
+    assert pool.find(KEYS).pages == [], "nobody finds zeros for a prompt"
