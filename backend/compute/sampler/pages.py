@@ -175,6 +175,10 @@ class PagePool:
                 self._unkey(other)
             self._page_of[key], self._key_of[page] = page, key
 
+    def kept(self, table: PageTable) -> bool:
+        """Whether the table's last page can be found: who writes into it gets a copy."""
+        return bool(table.pages) and table.pages[-1] in self._key_of
+
     def forget(self, gone: Callable[[Any], bool], *, spoiled: bool = False) -> None:
         """Drop the keys of every scope for which `gone` is true. spoiled: their pages may hold what is not finite."""
         for page in [page for key, page in self._page_of.items() if gone(key.scope)]:

@@ -65,8 +65,10 @@ class ParentRequest:
 class ActiveSequence:
     """Sample `index` of a request, with its tokens so far.
 
-    top: candidates at every token so far, k or more a token. table: its pages, while it decodes. preempted: it had to
-    leave its slot before its end.
+    top: candidates at every token so far, k or more a token. table: its pages, while it decodes. source: the
+    prompt's pages, if pages of `table` are copies of them, until a chunk is decoded: before, nobody knows whether they
+    are finite. unproven: from this place in its table on, no chunk was decoded from its pages; None after a chunk.
+    preempted: it had to leave its slot before its end.
     """
 
     parent: ParentRequest
@@ -77,6 +79,8 @@ class ActiveSequence:
     logprobs: list[float] = field(default_factory=list)
     top: list[Candidates] = field(default_factory=list)
     table: PageTable = field(default_factory=lambda: PageTable(0))
+    source: PageTable = field(default_factory=lambda: PageTable(0))
+    unproven: int | None = None
     preempted: bool = False
 
     @property
@@ -108,6 +112,7 @@ class ActiveSequence:
 
         tokens, logprobs: one chunk's. top: the candidates at each of the tokens, when the request wants some.
         """
+        self.unproven = None
         if top is not None:
             self.top.append(top)
         for token, logprob in zip(tokens, logprobs, strict=True):

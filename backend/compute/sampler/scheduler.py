@@ -48,7 +48,7 @@ class PrefillJob:
 
     score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
     the number of sequences its owner may have been served before it, had all owners shared alike. table, row: its pages
-    and its row in a group, once it is in one.
+    and its row in a group, once it is in one. known: how many tokens these pages held before.
     """
 
     parent: ParentRequest
@@ -58,6 +58,7 @@ class PrefillJob:
     start: int = 0
     table: PageTable = field(default_factory=lambda: PageTable(0))
     row: int = 0
+    known: int = 0
 
     @property
     def length(self) -> int:
@@ -119,6 +120,7 @@ class PrefillGroup:
         """The first `known` tokens of each prompt are in its pages."""
         self.start = known
         for job in self.jobs:
+            job.known = known
             if job.parent.known is None:  # else it was preempted, and is prefilled again
                 job.parent.known = known
 
@@ -220,7 +222,7 @@ class Scheduler:
                 if job.parent is parent:
                     job.sequences.clear()
                     job.score = False
-                    self._pool.release(job.table, spoiled=0 if failed else (parent.known or 0) // self._pool.page)
+                    self._pool.release(job.table, spoiled=0 if failed else job.known // self._pool.page)
             self._end_group_without_sequences()
 
     def switch_snapshot(self, snapshot: AdapterSnapshot) -> None:
@@ -273,12 +275,14 @@ class Scheduler:
     def next_short_group(self, most_sequences: int, most_tokens: int) -> PrefillGroup | None:
         """Waiting requests with short prompts that want at most `most_tokens` tokens: they need no slot, and overtake.
 
-        At most `most_sequences` sequences. None when no such request waits, or when no other request is there.
+        At most `most_sequences` sequences, and as many as a shard has slots, because all may lie in one. None when no
+        such request waits, or when no other request is there.
         """
         jobs: list[PrefillJob] = []
         short = [job for job in self._waiting if not job.alone and job.is_over_in(most_tokens)]
         if not self.busy and len(short) == len(self._waiting):
             return None
+        most_sequences = min(most_sequences, self._shapes.slots[-1] // self._pool.shards)
         for job in short:
             if len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
                 jobs.append(job)
@@ -318,7 +322,7 @@ class Scheduler:
 
         shard: where they are taken, unless pages of another shard hold its first tokens. A group's jobs take turns.
         """
-        known, pool = 0, self._pool
+        known, pool, ends = 0, self._pool, [0]
         if scope is None:
             job.table = PageTable(shard)
         else:
@@ -332,6 +336,10 @@ class Scheduler:
             pool.cut(job.table, known)
         spare = sum(self._grows(one) for one in self.decoding if one.table.shard == job.table.shard)
         spare += len(job.sequences) if self.decoding and job.positions == job.length else 0
+        if not pool.extend(job.table, known, job.positions, spare=spare) and known % pool.page:
+            # Perhaps there is only no page to copy the last one to: it is computed again.
+            known = max(end for end in ends if end <= known // pool.page * pool.page)
+            pool.cut(job.table, known)
         if not pool.extend(job.table, known, job.positions, spare=spare):
             pool.release(job.table)
             return None
@@ -358,8 +366,7 @@ class Scheduler:
         for job in group.jobs:
             while job.sequences and self.busy < self._max_slots and (table := self._forked(job)) is not None:
                 sequence = job.sequences.popleft()
-                sequence.table = table
-                self.decoding.append(sequence)
+                self._start(sequence, job, table)
             if not job.sequences:
                 pool.release(job.table)
         self._end_group_without_sequences()
@@ -372,8 +379,7 @@ class Scheduler:
             for sequence in job.sequences if known else ():
                 table = pool.fork(job.table, job.table.shard)
                 assert table is not None, "a fork in one shard takes no page"
-                sequence.table = table
-                self.decoding.append(sequence)
+                self._start(sequence, job, table)
                 joined.append(sequence)
             pool.release(job.table, spoiled=None if known else 0)
         for sequence in tuple(joined):
@@ -381,6 +387,17 @@ class Scheduler:
                 self._preempt(sequence)
                 joined.remove(sequence)
         return joined
+
+    def _start(self, sequence: ActiveSequence, job: PrefillJob, table: PageTable) -> None:
+        """Let a sequence of the job decode in `table`, which is a fork of the job's."""
+        sequence.table, sequence.unproven = table, job.known // self._pool.page
+        if table.shard != job.table.shard or self._pool.kept(job.table):
+            source = self._pool.fork(job.table, job.table.shard)
+            assert source is not None, "a fork in one shard takes no page"
+            sequence.source = source
+            if table.shard != source.shard:
+                sequence.unproven = 0
+        self.decoding.append(sequence)
 
     def _forked(self, job: PrefillJob) -> PageTable | None:
         """A table for one of a job's sequences, in the shard where the fewest decode and a slot is free."""
@@ -399,6 +416,9 @@ class Scheduler:
     # ------------------------------------------------------------------ slots
     def make_room(self, steps: int) -> None:
         """Give each sequence pages for `steps` more tokens; the youngest wait again where there are too few."""
+        for sequence in self.decoding:
+            if sequence.unproven is None:
+                self._pool.release(sequence.source)
         order = {parent: place for place, parent in enumerate(self._parents.values())}
         oldest = sorted(self.decoding, key=lambda one: (not one.preempted, order[one.parent], one.index))
         for shard in range(self._pool.shards):
@@ -414,7 +434,7 @@ class Scheduler:
     def end(self, sequence: ActiveSequence, *, finite: bool) -> None:
         """The sequence has ended: its slot and its pages are free. finite: and so is what was decoded after its end."""
         self.decoding.remove(sequence)
-        self._pool.release(sequence.table, spoiled=None if finite else 0)
+        self._release(sequence, failed=not finite)
 
     def _preempt(self, sequence: ActiveSequence) -> None:
         """Take a sequence's slot; it goes to the head of the queue."""
@@ -425,9 +445,8 @@ class Scheduler:
 
     def _release(self, sequence: ActiveSequence, *, failed: bool = False) -> None:
         """Free its pages. What was decoded shows that they are finite; nobody knows of pages nobody decoded from."""
-        known = 0 if failed else (sequence.parent.known or 0)
-        spoiled = known // self._pool.page if failed or not sequence.tokens else None
-        self._pool.release(sequence.table, spoiled=spoiled)
+        for table in (sequence.source, sequence.table):
+            self._pool.release(table, spoiled=0 if failed else sequence.unproven)
 
 
 def _widths(jobs: list[PrefillJob]) -> Widths:

@@ -290,3 +290,70 @@ def test_jobs_of_a_group_and_samples_of_a_prompt_spread_over_the_shards(ask: Any
     slots, held = line.held(line.decoding)
     assert all(slot // (slots // pool.shards) == sequence.table.shard for slot, sequence in held)
     assert sorted(sequence.table.shard for sequence in line.decoding) == [0, 0, 1, 1]
+
+
+def test_a_prompt_as_long_as_the_pool_is_computed_in_part_when_no_page_is_left_to_copy_to(ask: Any) -> None:
+    pool = PagePool(4)
+    line = Scheduler(SHAPES, 10, pool)
+    admit_into(line, ask("a", range(341), 1))
+    advance(line)
+    line.decoding[0].take([1], [0.0])
+    line.end(line.decoding[0], finite=True)
+    scored = replace(ask("b", range(341), 1, prompt_logprobs=True), prompt=PromptWishes(last_n=10))
+    parent = ParentRequest(scored, None, 1, scores=prompt_scores(scored, vocab=320))
+    line.admit(parent, [ActiveSequence(parent, 0, StopDetector(frozenset(), (), None), UniformStream(0, 0))])
+    group = line.next_group()
+    assert group is not None and group.start == 256, "320 are known, in the middle of the last of three pages"
+
+
+def test_pages_of_a_prompt_stay_its_own_until_a_chunk_shows_that_they_are_finite(ask: Any) -> None:
+    pool = PagePool(4, page=32)
+    line = Scheduler(SHAPES, 10, pool)
+    admit_into(line, ask("a", range(20), 40))
+    advance(line)
+    (page,) = line.decoding[0].table.pages
+    line.make_room(8)
+    assert line.decoding[0].table.pages != [page], "the prompt is kept, so its last page is copied"
+    assert pool.used == 2, "nobody takes it before the first chunk"
+    grow(line, 1)
+    line.make_room(4)
+    assert pool.used == 1
+
+
+def test_what_a_sample_in_another_shard_was_copied_from_is_zeroed_with_it(ask: Any) -> None:
+    pool = PagePool(50, shards=2)
+    line = Scheduler(make_shapes(max_slots=8, fsdp=2), 8, pool)
+    request = ask("a", range(20), 8, num_samples=2)
+    parent = ParentRequest(request, None, 8)
+    line.admit(
+        parent,
+        [
+            ActiveSequence(parent, index, StopDetector(frozenset(), (), None), UniformStream(0, index))
+            for index in (0, 1)
+        ],
+    )
+    advance(line)
+    pages = {page for one in line.decoding for page in one.table.pages}
+    assert len(pages) == 2
+    line.end(line.decoding[0], finite=True)
+    pool.pending()
+    line.remove("a", failed=True)
+    assert pages == {copy.into for copy in pool.pending()}
+    assert pool.used == 0
+
+
+def test_short_requests_beside_the_batch_have_a_slot_each_in_their_shard(ask: Any) -> None:
+    pool = PagePool(50, shards=4)
+    line = Scheduler(make_shapes(max_slots=4, fsdp=4), 4, pool)
+    admit_into(line, ask("long", range(20), 100))
+    for samples in (2, 1):
+        parent = ParentRequest(ask(str(samples), range(5), 4, num_samples=samples), None, 4)
+        each = [
+            ActiveSequence(parent, index, StopDetector(frozenset(), (), None), UniformStream(0, index))
+            for index in range(samples)
+        ]
+        line.admit(parent, each)
+    group = line.next_short_group(4, 8)
+    assert group is not None and [job.parent.request.request_id for job in group.jobs] == ["1"]
+    slots, held = line.held(line.join_beside(group))
+    assert [slot // (slots // pool.shards) for slot, _ in held] == [one.table.shard for _, one in held]
