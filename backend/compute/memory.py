@@ -99,11 +99,11 @@ class MemoryUses:
 class MemoryPlan:
     """How a group uses its devices' memory.
 
-    limit: bytes of each device that the group may use; None on CPUs, which share the host's memory: nothing is planned
-    there but what never depends on the machine. budget: of training. context: the longest sequence that can be trained
-    on and sampled, in tokens. pages: of the KV cache on each device of the fsdp axis, the one of zeros included. cells:
-    positions of all pages that sequences may have, over the whole mesh. uses: None on CPUs. resident_adapters: how many
-    adapters of rank 32 fit at the same time; None on CPUs.
+    limit: bytes of each device that the group may use; None on CPUs, which share the host's memory: there only `pages`
+    depends on the machine, and a prompt for which they are too few is refused by the sampler. budget: of training.
+    context: the longest sequence that can be trained on and sampled, in tokens. pages: of the KV cache on each device
+    of the fsdp axis, the one of zeros included. cells: positions of all pages that sequences may have, over the whole
+    mesh. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same time; None on CPUs.
     """
 
     limit: int | None
@@ -143,7 +143,7 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
         fit = least(int(_host_bytes() * _CACHE_ON_CPUS / _page_bytes(cfg, config)))
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
-        return MemoryPlan(None, budget, min(longest, pages * PAGE), 1 + pages, pages * PAGE * config.fsdp)
+        return MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * config.fsdp)
     return plan_memory(cfg, config, least(limit))
 
 

@@ -393,3 +393,12 @@ def test_one_sample_that_is_not_finite_ends_its_request_once_and_no_other(
         finished += progress.finished
     assert [(one.request_id, one.error is None) for one in finished] == [("bad", False), ("good", True)]
     assert "not finite" in (finished[0].error or "")
+
+
+def test_a_prompt_for_which_there_are_too_few_pages_is_refused_by_name(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any
+) -> None:
+    sampler = qwen.sampler(pages=3)
+    results = run_all(sampler, ask("long", prompt(256), 5), ask("fits", prompt(250), 50))
+    assert results["long"].error == "prompt: 256 tokens; must be at most 255, so much the KV cache holds"
+    assert len(results["fits"].sequences[0].tokens_T) == 6, "as many as there are positions for"
