@@ -6,7 +6,6 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,10 +202,10 @@ async def test_a_group_starts_although_strangers_knock(
 
     worker = places.LocalWorker
 
-    def knock_then_spawn(spec: LaunchSpec, coordinator: str, *, log_dir: Path | None) -> places.LocalWorker:
+    def knock_then_spawn(spec: LaunchSpec, coordinator: str, **options: Any) -> places.LocalWorker:
         with socket.create_connection((spec.host, spec.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
-        return worker(spec, coordinator, log_dir=log_dir)
+        return worker(spec, coordinator, **options)
 
     monkeypatch.setattr(places, "LocalWorker", knock_then_spawn)
     pool = await start_pool(processes=2)  # type: ignore[misc]
