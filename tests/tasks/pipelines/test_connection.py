@@ -26,6 +26,7 @@ async def test_a_session_that_cannot_be_closed_does_not_keep_a_pipeline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tinker, "ServiceClient", StuckService)
+    monkeypatch.setattr(tinker, "RestClient", StuckService)  # the SDK's asks the server when it is made
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
     with caplog.at_level(logging.WARNING):
         async with connect(close_seconds=0.01):
