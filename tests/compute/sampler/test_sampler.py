@@ -169,7 +169,7 @@ def test_a_cancelled_prompt_leaves_nothing_behind(qwen: Any, ask: Any, prompt: A
 
 
 def test_a_long_request_that_is_over_costs_nobody_a_slot(qwen: Any, ask: Any, prompt: Any) -> None:
-    sampler = qwen.sampler(pages=17, max_context=2000, sample_slots=16)
+    sampler = qwen.sampler(pages=25, max_context=2000, sample_slots=16)
     names = (f"short {number}" for number in itertools.count())
     progress = sampler.step(SampleStep((ask("long", prompt(700), 10), ask(next(names), prompt(10), 32))))
     while "long" not in {one.request_id for one in progress.finished}:
