@@ -28,7 +28,7 @@ from tinkerflow.backend.compute.lora import matrix_rank, shardings, targets
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
-from tinkerflow.backend.compute.sampler.pages import PAGE
+from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.transformer import KEPT
@@ -232,11 +232,6 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
     """
     width = cfg.hidden + cfg.heads * cfg.head_dim + _results(cfg) + ranks  # a layer's input, `attended`, results, `low`
     return int(cfg.layers * tokens * (width * jnp.dtype(dtype).itemsize + 4 * cfg.heads))  # and `log_totals`, float32
-
-
-def pages_for(positions: int) -> int:
-    """How many pages of the KV cache hold so many positions."""
-    return -(-positions // PAGE)
 
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:

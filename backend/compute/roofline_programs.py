@@ -26,7 +26,7 @@ from tinkerflow.backend.compute.roofline import parse_topology
 from tinkerflow.backend.compute.roofline_targets import Figures, compile_for, mesh_for
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
-from tinkerflow.backend.compute.sampler.pages import PAGE
+from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
@@ -165,6 +165,6 @@ class Programs:
 
     def _pages(self, rows: int, length: int) -> tuple[Any, Any]:
         """A cache with pages for `length` positions of each of `rows`, and page tables."""
-        shards, wide = self.mesh.shape[FSDP], -(-length // PAGE)
+        shards, wide = self.mesh.shape[FSDP], pages_for(length)
         pages = (-(-rows // shards) * wide + 1) * shards
         return result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain), np.zeros((rows, wide), np.int32)

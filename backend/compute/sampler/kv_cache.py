@@ -141,8 +141,8 @@ def attend_cached(
     rotated. v [S, Q, G, d].
     """
     if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
-        k_page, v_page = cache.k[layer], cache.v[layer]
-        new_k, new_v, o = _attend_stacked(mesh, k_page, v_page, jnp.int32(0), tables_SW, start_S, q, k, v)
+        own_k, own_v = cache.k[layer], cache.v[layer]
+        new_k, new_v, o = _attend_stacked(mesh, own_k, own_v, jnp.int32(0), tables_SW, start_S, q, k, v)
         before, after = slice(0, layer), slice(layer + 1, None)
         return KVCache(k=(*cache.k[before], new_k, *cache.k[after]), v=(*cache.v[before], new_v, *cache.v[after])), o
     new_k, new_v, o = _attend_stacked(mesh, cache.k, cache.v, layer, tables_SW, start_S, q, k, v)

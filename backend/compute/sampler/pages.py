@@ -22,6 +22,11 @@ from typing import Any, NamedTuple
 PAGE = 128  # positions of a page; attention works on one page of each row at once
 
 
+def pages_for(positions: int, page: int = PAGE) -> int:
+    """How many pages of `page` positions hold so many positions."""
+    return -(-positions // page)
+
+
 class Key(NamedTuple):
     """What decides every number in a page. scope: who may use it, and the weights. digest: the tokens, in pieces."""
 
@@ -59,9 +64,7 @@ class PagePool:
     def clear(self) -> None:
         """Forget all users and keys."""
         numbers = (range(shard * self.pages + 1, (shard + 1) * self.pages) for shard in range(self.shards))
-        self._free: list[OrderedDict[int, None]] = [
-            OrderedDict.fromkeys(shard) for shard in numbers
-        ]  # next taken first
+        self._free = [OrderedDict[int, None].fromkeys(shard) for shard in numbers]  # the next one to be taken first
         self._users: dict[int, int] = {}
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
@@ -89,7 +92,7 @@ class PagePool:
 
     def pages_for(self, tokens: int) -> int:
         """How many pages hold `tokens` positions."""
-        return -(-tokens // self.page)
+        return pages_for(tokens, self.page)
 
     def pending(self) -> list[PageCopy]:
         """What the devices are to copy before they use the pool again, in order. The caller has it done."""

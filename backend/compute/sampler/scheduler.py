@@ -28,12 +28,13 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
 from tinkerflow.backend.commands import Int32, SampleResult
-from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
+from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable, pages_for
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, PieceScores, Widths
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece, prefill_pieces
@@ -47,14 +48,16 @@ class PrefillJob:
     """Sequences that continue the same tokens. All but the last token are prefilled; the last is decode's first input.
 
     score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
-    the number of sequences its owner may have been served before it, had all owners shared alike. table, row: its pages
-    and its row in a group, once it is in one. known: how many tokens these pages held before.
+    the number of sequences its owner may have been served before it, had all owners shared alike. page: positions of a
+    page. table, row: its pages and its row in a group, once it is in one. known: how many tokens these pages held
+    before.
     """
 
     parent: ParentRequest
     tokens_T: Int32
     sequences: deque[ActiveSequence]
     score: bool
+    page: int
     start: int = 0
     table: PageTable = field(default_factory=lambda: PageTable(0))
     row: int = 0
@@ -76,6 +79,38 @@ class PrefillJob:
         scores = self.parent.scores
         return self.length > SHORT_PROMPT or (self.score and scores is not None and scores.widths != PLAIN)
 
+    @property
+    def room(self) -> int:
+        """The positions of the pages that hold its prompt."""
+        return pages_for(self.length, self.page) * self.page
+
+    @cached_property
+    def borders(self) -> list[int]:
+        """Where the pieces of a prompt that goes alone begin and end: from 0 to its length, or a little beyond."""
+        return [0, *accumulate(prefill_pieces(self.length, self.room))]
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """For each page of a prompt that goes alone: a digest of the page before, its own tokens, and their pieces.
+
+        With the weights, they are everything that decides the pages' numbers: every token up to a page's end, and the
+        pieces in which these were computed. So a page that is found is bit for bit what would be computed, and the rest
+        of the prompt is computed in the pieces in which it would be: a result does not depend on what is found. Decoded
+        tokens have no digests: decode computes them in other shapes.
+        """
+        tokens_T: Int32 = self.tokens_T[: self.length]
+        digests, digest = [], b""
+        for begin in range(0, self.length, self.page):
+            end = begin + self.page
+            pieces = [(start, stop) for start, stop in pairwise(self.borders) if start < end and stop > begin]
+            digest = hashlib.sha256(digest + repr(pieces).encode() + tokens_T[begin:end].tobytes()).digest()
+            digests.append(digest)
+        return digests
+
+    def keys(self, scope: PrefixScope) -> list[Key]:
+        """The keys of its prompt's pages for the requests of `scope`."""
+        return [Key(scope, digest) for digest in self.digests]
+
     def is_over_in(self, tokens: int) -> bool:
         """Whether its sequences end within that many tokens."""
         return all(sequence.remaining <= tokens for sequence in self.sequences)
@@ -88,7 +123,7 @@ class PrefillJob:
 
 @dataclass(eq=False)
 class PrefillGroup:
-    """Jobs that are prefilled together. rows: of the dispatch. page: positions of a page.
+    """Jobs that are prefilled together. rows: of the dispatch.
 
     scope: the requests that may share its prompt's pages, as it was begun; None when it is computed in shapes that
     depend on other jobs.
@@ -96,7 +131,6 @@ class PrefillGroup:
 
     jobs: list[PrefillJob]
     rows: int
-    page: int
     scope: PrefixScope | None
     start: int = 0  # tokens of every row that are computed
 
@@ -113,7 +147,7 @@ class PrefillGroup:
     @property
     def piece(self) -> int:
         """How many tokens a row the next dispatch computes."""
-        room = _room(self.jobs[0], self.page) - self.start
+        room = self.jobs[0].room - self.start
         return prefill_piece(alone=len(self.jobs) == 1, start=self.start, remaining=self.remaining, room=room)
 
     def begin(self, known: int) -> None:
@@ -179,6 +213,10 @@ class Scheduler:
         each = slots // len(shards)
         return slots, [(shard * each + i, one) for shard, mine in enumerate(shards) for i, one in enumerate(mine)]
 
+    @property
+    def _slots_of_a_shard(self) -> int:
+        return self._shapes.slots[-1] // self._pool.shards
+
     def snapshots(self) -> list[AdapterSnapshot]:
         """Every snapshot that a slot or the group in prefill uses, in a fixed order."""
         parents = [sequence.parent for sequence in self.decoding]
@@ -198,7 +236,8 @@ class Scheduler:
         tokens = np.asarray(request.prompt_T, np.int32)
         start = max(self._now, self._next_start.get(request.owner, 0))
         self._next_start[request.owner] = start + len(sequences)
-        job = PrefillJob(parent, tokens, deque(sequences), score=parent.scores is not None, start=start)
+        scored, page = parent.scores is not None, self._pool.page
+        job = PrefillJob(parent, tokens, deque(sequences), score=scored, page=page, start=start)
         self._waiting.insert(bisect.bisect(self._waiting, start, key=lambda other: other.start), job)
 
     def remove(self, request_id: str, *, failed: bool = False) -> None:
@@ -282,7 +321,7 @@ class Scheduler:
         short = [job for job in self._waiting if not job.alone and job.is_over_in(most_tokens)]
         if not self.busy and len(short) == len(self._waiting):
             return None
-        most_sequences = min(most_sequences, self._shapes.slots[-1] // self._pool.shards)
+        most_sequences = min(most_sequences, self._slots_of_a_shard)
         for job in short:
             if len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
                 jobs.append(job)
@@ -309,7 +348,7 @@ class Scheduler:
         self._waiting = deque(job for job in self._waiting if job not in jobs)
         served = max(job.start for job in jobs)
         self._now = max(self._now, min(served, self._waiting[0].start if self._waiting else served))
-        group = PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), self._pool.page, _scope(jobs))
+        group = PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), _scope(jobs))
         each, used = group.rows // self._pool.shards, [0] * self._pool.shards
         for job in jobs:
             job.row = job.table.shard * each + used[job.table.shard]
@@ -326,12 +365,10 @@ class Scheduler:
         if scope is None:
             job.table = PageTable(shard)
         else:
-            borders = _borders(job, pool.page)
-            keys = _keys(scope, job, borders, pool.page)
-            job.table = pool.find(keys)
+            job.table = pool.find(job.keys(scope))
             pages = len(job.table.pages)
-            covered = job.length if pages == len(keys) else pages * pool.page
-            ends = [min(border, job.length) for border in borders]
+            covered = job.length if pages == len(job.digests) else pages * pool.page
+            ends = [min(border, job.length) for border in job.borders]
             known = max(end for end in ends if end <= covered and not job.wants(0, end))
             pool.cut(job.table, known)
         spare = sum(self._grows(one) for one in self.decoding if one.table.shard == job.table.shard)
@@ -359,7 +396,7 @@ class Scheduler:
         scope, group.scope = group.scope, None
         if scope is not None and scope == _scope(group.jobs) and alive(scope):
             (job,) = group.jobs
-            keys = _keys(scope, job, _borders(job, pool.page), pool.page)
+            keys = job.keys(scope)
             if job.sequences[0].preempted:  # it keeps all of its pages to itself but those that it never writes
                 keys = keys[: job.length // pool.page]
             pool.keep(keys, job.table)
@@ -404,9 +441,8 @@ class Scheduler:
         counts = [0] * self._pool.shards
         for sequence in self.decoding:
             counts[sequence.table.shard] += 1
-        most = self._shapes.slots[-1] // self._pool.shards
         shards = sorted(range(len(counts)), key=lambda shard: (counts[shard], shard != job.table.shard))
-        tables = (self._pool.fork(job.table, shard) for shard in shards if counts[shard] < most)
+        tables = (self._pool.fork(job.table, shard) for shard in shards if counts[shard] < self._slots_of_a_shard)
         return next((table for table in tables if table is not None), None)
 
     def _end_group_without_sequences(self) -> None:
@@ -441,7 +477,8 @@ class Scheduler:
         self.decoding.remove(sequence)
         self._release(sequence)
         sequence.preempted = True
-        self._waiting.appendleft(PrefillJob(sequence.parent, sequence.prefix(), deque([sequence]), score=False))
+        rest = PrefillJob(sequence.parent, sequence.prefix(), deque([sequence]), score=False, page=self._pool.page)
+        self._waiting.appendleft(rest)
 
     def _release(self, sequence: ActiveSequence, *, failed: bool = False) -> None:
         """Free its pages. What was decoded shows that they are finite; nobody knows of pages nobody decoded from."""
@@ -456,31 +493,3 @@ def _widths(jobs: list[PrefillJob]) -> Widths:
 
 def _scope(jobs: list[PrefillJob]) -> PrefixScope | None:
     return jobs[0].parent.scope if len(jobs) == 1 and _widths(jobs) == PLAIN else None
-
-
-def _room(job: PrefillJob, page: int) -> int:
-    """The positions of the pages that hold a job's prompt."""
-    return -(-job.length // page) * page
-
-
-def _borders(job: PrefillJob, page: int) -> list[int]:
-    """Where the pieces of a prompt that goes alone begin and end: from 0 to its length, or a little beyond."""
-    return [0, *accumulate(prefill_pieces(job.length, _room(job, page)))]
-
-
-def _keys(scope: PrefixScope, job: PrefillJob, borders: list[int], page: int) -> list[Key]:
-    """The keys of a prompt's pages: each a digest of the page before, its own tokens, and their pieces.
-
-    They are everything that decides the pages' numbers: the weights, every token up to a page's end, and the pieces in
-    which these were computed. So a page that is found is bit for bit what would be computed, and the rest of the prompt
-    is computed in the pieces in which it would be: a result does not depend on what is found. Decoded tokens have no
-    keys: decode computes them in other shapes.
-    """
-    tokens_T: Int32 = job.tokens_T[: job.length]
-    keys, digest = [], b""
-    for begin in range(0, job.length, page):
-        pieces = [(start, end) for start, end in pairwise(borders) if start < begin + page and end > begin]
-        own = repr(pieces).encode() + tokens_T[begin : begin + page].tobytes()
-        digest = hashlib.sha256(digest + own).digest()
-        keys.append(Key(scope, digest))
-    return keys
