@@ -63,7 +63,8 @@ def score(
 
     whole = (hidden_BTD, targets_BTK, inputs)
     if not on_cpu():
-        params, wide_BTW = _joined(params, pair, hidden_BTD)
+        wide_BTW = _widened(pair, hidden_BTD)
+        params = _with_adapter(params, pair)
         pair, whole = None, by_device((wide_BTW, targets_BTK, inputs), devices)
     most = most_logits or most_at_once(params)
     parts = split_chunks(whole, chunk_size(hidden_BTD.shape[0] if on_cpu() else 1, whole[0].shape[1], params, most))
@@ -120,8 +121,8 @@ def _score_and_grads_by_device(
 ) -> tuple[Scored, jax.Array, LoraPair | None]:
     """`score_and_grads` off CPUs, its arguments in that order. In the chunks B is the devices, T the rows of each."""
     D, V = hidden_BTD.shape[-1], params.head.shape[0]
-    wide_BTW, pull = jax.vjp(lambda x, pair: _joined(params, pair, x)[1], hidden_BTD, pair)
-    joined, _ = _joined(params, pair, hidden_BTD)
+    wide_BTW, pull = jax.vjp(_widened, pair, hidden_BTD)
+    joined = _with_adapter(params, pair)
 
     def chunk(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
         loss_B, d_B_BRV = carry
@@ -141,18 +142,23 @@ def _score_and_grads_by_device(
     zeros = jnp.zeros(devices), jnp.zeros((devices, wide_BTW.shape[-1] - D, V))
     parts = split_chunks(whole, chunk_size(1, whole[0].shape[1], params, most))
     (loss_B, d_B_BRV), (logprobs, d_wide) = jax.lax.scan(chunk, zeros, parts)
-    d_hidden_BTD, d_pair = pull(join_chunks(d_wide).reshape(wide_BTW.shape))
+    d_pair, d_hidden_BTD = pull(join_chunks(d_wide).reshape(wide_BTW.shape))
     if d_pair is not None:
         d_pair = d_pair.replace(B=jnp.sum(d_B_BRV, axis=0))
     return Scored(jnp.sum(loss_B), join_chunks(logprobs).reshape(targets_BTK.shape)), d_hidden_BTD, d_pair
 
 
-def _joined(params: Params, pair: LoraPair | None, x_BTD: jax.Array) -> tuple[Params, jax.Array]:
-    """The unembedding and its adapter as one matrix [V, W], and x [B, T, W] that it is multiplied by."""
+def _with_adapter(params: Params, pair: LoraPair | None) -> Params:
+    """The unembedding with its adapter's B beside it, as one matrix [V, W] for what `_widened` gives."""
     if pair is None:
-        return params, x_BTD
-    head_VW = jnp.concatenate([params.head, jnp.asarray(pair.B).T.astype(x_BTD.dtype)], axis=1)
-    return replace(params, unembed_VD=head_VW), jnp.concatenate([x_BTD, low_rank(x_BTD, pair)], axis=-1)
+        return params
+    head = params.head
+    return replace(params, unembed_VD=jnp.concatenate([head, jnp.asarray(pair.B).T.astype(head.dtype)], axis=1))
+
+
+def _widened(pair: LoraPair | None, x_BTD: jax.Array) -> jax.Array:
+    """[B, T, W]: x, and beside it x @ A.T of the unembedding's adapter."""
+    return x_BTD if pair is None else jnp.concatenate([x_BTD, low_rank(x_BTD, pair)], axis=-1)
 
 
 def _update(x: jax.Array, pair: LoraPair | None) -> jax.Array | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeVar, cast
 
 import flax.struct
 import jax
@@ -29,6 +29,8 @@ from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, 
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.transformer import Params, forward
 from tinkerflow.backend.spec.losses import packed_inputs
+
+Result = TypeVar("Result")
 
 
 @flax.struct.dataclass
@@ -106,33 +108,22 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         head = jax.lax.with_sharding_constraint(params.head, sharding(mesh, params.head.shape, TENSOR))
         return replace(params, unembed_VD=head)
 
+    def at_head(
+        scoring: Callable[..., Result], params: Params, lora: Lora, hidden_BTD: jax.Array, batch: DeviceBatch
+    ) -> Result:
+        inputs, devices = (batch.targets, batch.choice, batch.inputs), row_parts(mesh)
+        return scoring(with_head(params), lora.unembed, hidden_BTD, *inputs, devices=devices)
+
     def forward_step(params: Params, lora: Lora, batch: DeviceBatch) -> Scored:
         lora = gathered(mesh, lora)
-        hidden_BTD = hidden(params, lora, batch, remat=False)
-        return score(
-            with_head(params),
-            lora.unembed,
-            hidden_BTD,
-            batch.targets,
-            batch.choice,
-            batch.inputs,
-            devices=row_parts(mesh),
-        )
+        return at_head(score, params, lora, hidden(params, lora, batch, remat=False), batch)
 
     def backward_step(params: Params, lora: Lora, grads: Lora, batch: DeviceBatch) -> tuple[Lora, Scored]:
         lora = gathered(mesh, lora)
         tokens = batch.tokens.size // mesh.shape[FSDP]
         remat = memory.kept_bytes(cfg, _ranks(cfg, lora), tokens, params.embed_VD.dtype) > kept_bytes
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
-        scored, d_hidden_BTD, d_unembed = score_and_grads(
-            with_head(params),
-            lora.unembed,
-            hidden_BTD,
-            batch.targets,
-            batch.choice,
-            batch.inputs,
-            devices=row_parts(mesh),
-        )
+        scored, d_hidden_BTD, d_unembed = at_head(score_and_grads, params, lora, hidden_BTD, batch)
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
         return pinned(mesh, jax.tree.map(jnp.add, grads, d_lora)), jax.lax.with_sharding_constraint(scored, whole)
