@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import zstandard
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
@@ -40,6 +40,10 @@ from tinkerflow.backend.ids import KEY_PREFIX
 from tinkerflow.backend.journal import Journal, KeyView, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
+
+if TYPE_CHECKING:
+    from tinkerflow.api.samplers import Samplers
+    from tinkerflow.api.text import Tokenizers
 
 API = "/api/v1"
 LOCAL_OWNER = "local"
@@ -89,11 +93,11 @@ class Holds:
     def __init__(self) -> None:
         """No poll is held yet."""
         self._held: set[asyncio.Timeout] = set()
-        self._released = False
+        self.released = False  # whether `release` came
 
     async def hold(self, wait: Coroutine[object, object, bool]) -> bool:
         """Await `wait` and return its result; False when `release` comes first."""
-        if self._released:
+        if self.released:
             wait.close()
             return False
         hold = asyncio.timeout(None)
@@ -108,7 +112,7 @@ class Holds:
 
     def release(self) -> None:
         """End every poll held now, and hold none from now on."""
-        self._released = True
+        self.released = True
         now = asyncio.get_running_loop().time()
         for hold in self._held:
             hold.reschedule(now)
@@ -266,6 +270,7 @@ class Services:
 
     urgent: threads for key checks and heartbeats. They must not queue behind the journal calls of thousands of polls
     that arrive together, which use the event loop's default threads. limits: what one project may have at a time.
+    samplers: of the endpoints that know no sessions. tokenizers: of the base models.
     """
 
     settings: Settings
@@ -279,6 +284,8 @@ class Services:
     link_secret: bytes
     metrics: Metrics
     limits: Limits
+    samplers: Samplers
+    tokenizers: Tokenizers
 
 
 @dataclass(frozen=True)

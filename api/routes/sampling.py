@@ -9,13 +9,14 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import Authorised, Call, Router, Wire
+from tinkerflow.api.generation import submit_sample
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.futures import accepted, content_hash, judged
+from tinkerflow.api.routes.futures import accepted, judged
 from tinkerflow.api.routes.training import served
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.ids import sampler_id
-from tinkerflow.backend.journal import CheckpointKind, Journal, Kind, NewRequest, NewSampler
-from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse, with_seed
+from tinkerflow.backend.journal import CheckpointKind, Journal, NewSampler
+from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, parse
 
 router = Router(busy=7)
 
@@ -68,18 +69,8 @@ async def asample(call: Authorised) -> Response:
 
 def _submit_sample(call: Call, body: bytes) -> Response:
     values = parse(body)
-    address = OnSampler.read(values)
-    asked, error = judged(NumSamples.read, values)
-    request = NewRequest(
-        kind=Kind.SAMPLE,
-        owner=call.owner,
-        payload=with_seed(body, values),
-        content_hash=content_hash(values),
-        sampler_id=address.sampling_session_id,
-        seq_id=address.seq_id,
-        error=error,
-    )
-    request_id = call.journal.requests.submit(request, call.services.limits)
+    request_id = submit_sample(call, body, values)
+    asked, _ = judged(NumSamples.read, values)
     count = 0 if asked is None else asked.num_samples
     return accepted(request_id, sample_sequence_ids=[f"{request_id}-{i}" for i in range(count)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 
 import sqlalchemy as sa
 from sqlmodel import col
@@ -18,11 +19,13 @@ from tinkerflow.backend.journal.tables import BaseModelRow
 class BaseModelView:
     """A base model that the engine serves; card is the JSON text of its ModelCard.
 
-    compile_status: which programs its worker group has compiled, as far as was noted.
+    registered_at: when the engine that serves it now began. compile_status: which programs its worker group has
+    compiled, as far as was noted.
     """
 
     name: str
     card: str
+    registered_at: datetime
     compile_status: CompileStatus | None = None
 
 
@@ -43,7 +46,7 @@ class BaseModels(Aggregate):
             rows = connection.execute(sa.select(BaseModelRow).order_by(col(BaseModelRow.name))).all()
         compiled = [None if row.compile_status is None else json.loads(row.compile_status) for row in rows]
         return [
-            BaseModelView(row.name, row.card, None if status is None else CompileStatus(**status))
+            BaseModelView(row.name, row.card, row.registered_at, None if status is None else CompileStatus(**status))
             for row, status in zip(rows, compiled, strict=True)
         ]
 

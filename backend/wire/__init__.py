@@ -42,6 +42,7 @@ from tinkerflow.backend.wire.requests import encode_sampler_opened as encode_sam
 from tinkerflow.backend.wire.requests import encode_saved as encode_saved
 from tinkerflow.backend.wire.requests import hash_token as hash_token
 from tinkerflow.backend.wire.requests import parse as parse
+from tinkerflow.backend.wire.sample import decode_sample as decode_sample
 from tinkerflow.backend.wire.sample import encode_sample as encode_sample
 from tinkerflow.backend.wire.sample import sample_request as sample_request
 from tinkerflow.backend.wire.sample import with_seed as with_seed

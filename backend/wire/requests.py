@@ -409,10 +409,14 @@ class TargetTensor(Body):
 
 
 class SamplingParams(Body):
-    """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: all that the context holds."""
+    """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: all that the context holds.
+
+    stop_token_ids: tokens that end a sequence beside those of `stop`.
+    """
 
     seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
     stop: Any = None
+    stop_token_ids: Any = None
     top_k: Annotated[int, whole(-1, 2**31 - 1)] = -1
     top_p: Annotated[float, number(0.0, 1.0)] = 1.0
     max_tokens: Annotated[int | None, whole(1, 2**31 - 1)] = None

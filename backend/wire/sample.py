@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tinkerflow.backend.commands import Candidates, Float32, Int32, PromptWishes, SampleRequest, SampleResult
+from tinkerflow.backend.commands import (
+    Candidates,
+    Float32,
+    Int32,
+    PromptWishes,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+)
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
@@ -60,6 +68,8 @@ def sample_request(
     if params.seed is None:
         raise broken("sampling_params.seed", None, "drawn before the request is stored")
     stop_tokens, stop_strings = _stops(params.stop, vocab_size, eos)
+    if params.stop_token_ids is not None:
+        stop_tokens += tuple(_token_array(params.stop_token_ids, "sampling_params.stop_token_ids", vocab_size).tolist())
     if params.top_k == 0:
         raise broken("sampling_params.top_k", 0, "-1 (off) or at least 1")
     if params.top_p == 0.0:
@@ -107,6 +117,32 @@ def encode_sample(result: SampleResult, targets: TargetTensor | None = None) -> 
         response.prompt_alt_tokens.tokens.CopyFrom(_dense(result.alternatives.tokens_Nk, pb.DTYPE_INT32, "<i4"))
         response.prompt_alt_tokens.logprobs.CopyFrom(_dense(result.alternatives.logprobs_Nk, pb.DTYPE_FLOAT32, "<f4"))
     return bytes(response.SerializeToString())
+
+
+def decode_sample(request_id: str, answer: bytes) -> SampleResult:
+    """The inverse of `encode_sample` for what has an order of its own: sequences, prompt logprobs, lists of tokens."""
+    response = pb.SampleResponse.FromString(answer)
+    return SampleResult(
+        request_id,
+        tuple(
+            SampledSequence(
+                tokens_T=np.frombuffer(sequence.tokens, "<i4"),
+                logprobs_T=np.frombuffer(sequence.logprobs, "<f4"),
+                stop_reason="stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length",
+                top=_candidates(sequence.topk_sampled_logprobs) if sequence.HasField("topk_sampled_logprobs") else None,
+            )
+            for sequence in response.sequences
+        ),
+        np.frombuffer(response.prompt_logprobs, "<f4") if response.HasField("prompt_logprobs") else None,
+        prompt_cache_hit_tokens=response.prompt_cache_hit_tokens,
+        top=_candidates(response.topk_prompt_logprobs) if response.HasField("topk_prompt_logprobs") else None,
+    )
+
+
+def _candidates(found: pb.TopkLogprobs) -> Candidates:
+    shape = (found.length, found.k)
+    tokens, logprobs = np.frombuffer(found.token_ids, "<i4"), np.frombuffer(found.logprobs, "<f4")
+    return Candidates(tokens.reshape(shape), logprobs.reshape(shape))
 
 
 def _top(found: Candidates) -> pb.TopkLogprobs:

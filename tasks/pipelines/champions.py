@@ -8,9 +8,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
+from tinkerflow.backend.champions import champion_key, newest_champion
 from tinkerflow.backend.errors import ConflictError
 from tinkerflow.tasks.pipelines.scoring import Scores
-from tinkerflow.tasks.pipelines.work import checked_name, create_json, open_work, read_json
+from tinkerflow.tasks.pipelines.work import create_json, open_work, read_json
 
 
 class Champion(BaseModel):
@@ -27,9 +28,7 @@ class Champion(BaseModel):
 
 def champion(work_url: str, name: str) -> Champion | None:
     """The champion of `name`; None when nothing has been promoted yet."""
-    work = open_work(work_url)
-    numbers = sorted(work.children(_folder(name)))
-    newest = read_json(work, f"{_folder(name)}/{numbers[-1]}") if numbers else None
+    newest = newest_champion(open_work(work_url), name)
     return None if newest is None else Champion.model_validate(newest)
 
 
@@ -39,14 +38,10 @@ def promote(work_url: str, name: str, new: Champion) -> None:
 
     Raises ConflictError when another run has promoted other weights since `new` was compared with the champion.
     """
-    key = f"{_folder(name)}/{new.number:08d}.json"
+    key = champion_key(name, new.number)
     try:
         create_json(open_work(work_url), key, new.model_dump(mode="json"))
     except FileExistsError:
         present = Champion.model_validate(read_json(open_work(work_url), key))
         if present.weights != new.weights:
             raise ConflictError(f"champion {name!r}: run {present.run} was promoted meanwhile; compare again") from None
-
-
-def _folder(name: str) -> str:
-    return f"champions/{checked_name('champion', name)}"

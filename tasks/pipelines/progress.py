@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from tinkerflow.backend.champions import checked_name
 from tinkerflow.backend.errors import ServerError, UserError
-from tinkerflow.tasks.pipelines.work import checked_name, create_json, create_once, open_work, read_json
+from tinkerflow.tasks.pipelines.work import create_json, create_once, open_work, read_json
 
 
 class StepMetrics(BaseModel):

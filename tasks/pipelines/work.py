@@ -5,7 +5,7 @@
     rendered/<key>.npz            rows as tokens
     progress/<run>/segments/<n>   the segments that a training run has done
     progress/<run>/kept/<name>    measurements before its first step
-    champions/<name>/<n>.json     the champions of a name, one after another
+    champions/<name>/<n>.json     the champions of a name, one after another (backend/champions.py)
 
 Objects are written once and never change; a second write of the same content does nothing.
 """
@@ -13,17 +13,13 @@ Objects are written once and never change; a second write of the same content do
 from __future__ import annotations
 
 import hashlib
-import re
 from functools import cache
 from typing import Any
 
 import orjson
 
-from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
-
-_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def default_work_url() -> str:
@@ -70,10 +66,3 @@ def digest(*parts: bytes | str) -> str:
         data = part.encode() if isinstance(part, str) else part
         hashed.update(len(data).to_bytes(8, "little") + data)
     return hashed.hexdigest()[:32]
-
-
-def checked_name(field: str, value: str) -> str:
-    """The name `value`, which becomes a part of a key; UserError when it could lead to another folder."""
-    if not _KEY.fullmatch(value):
-        raise UserError(f"{field} {value!r}: must be 1 to 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")
-    return value

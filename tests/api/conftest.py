@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+import tokenizers
 import uvicorn
 
 from tinkerflow.api.app import create_app
@@ -382,6 +383,21 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
         yield begin
     for stop in stops:
         stop()
+
+
+@pytest.fixture
+def lettered(journal: Journal, tmp_path: Path) -> ModelCard:
+    """The base model with a tokenizer: token 1 ends a text, the others are letters from `a` on."""
+    letters = {"a": 0, "</s>": EOS, **{chr(ord("a") + n - 1): n for n in range(2, VOCAB)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    folder = tmp_path / "bigram"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    card = replace(ModelCard.from_json(card_json()), path=str(folder))
+    journal.base_models.register([(BASE, card.to_json())])
+    return card
 
 
 @pytest.fixture

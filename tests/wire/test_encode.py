@@ -26,6 +26,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.wire import (
     SampleBody,
+    decode_sample,
     encode_forward,
     encode_json,
     encode_loaded,
@@ -82,6 +83,18 @@ def test_more_than_samples() -> None:
     assert response.prompt_alt_tokens is not None
     assert np.array_equal(response.prompt_alt_tokens.tokens.to_numpy(), [[3, 4]])
     assert np.array_equal(response.prompt_alt_tokens.logprobs.to_numpy(), np.float32([[-0.5, -1.0]]))
+
+
+def test_a_sample_is_read_as_it_was_written() -> None:
+    top = Candidates(np.array([[0, 0], [3, 4]], np.int32), np.array([[NO_LOGPROB] * 2, [-0.5, -1.0]], np.float32))
+    one = SampledSequence(np.array([3, 4], np.int32), np.array([-0.5, -1.0], np.float32), "stop", top)
+    two = SampledSequence(np.array([5], np.int32), np.array([-2.0], np.float32), "length")
+    whole = SampleResult("r", (one, two), np.array([np.nan, -3.0], np.float32), 7, top=top)
+    for result in (whole, SampleResult("r", (two,))):
+        answer = encode_sample(result)
+        read = decode_sample("r", answer)
+        assert encode_sample(read) == answer
+        assert repr(read) == repr(result)
 
 
 def test_logprobs_of_given_tokens_have_the_layout_of_the_question() -> None:

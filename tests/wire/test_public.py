@@ -32,6 +32,7 @@ def test_the_public_names() -> None:
         "TtlSeconds",
         "decode_custom_loss",
         "decode_forward",
+        "decode_sample",
         "dump_custom_loss",
         "encode_forward",
         "encode_json",

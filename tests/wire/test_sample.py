@@ -56,6 +56,12 @@ def test_stop_absent_is_eos_and_an_empty_list_is_nothing(stop: Any, tokens: Any,
     assert (request.stop_tokens, request.stop_strings) == (tokens, strings)
 
 
+@pytest.mark.parametrize(("stop", "tokens", "strings"), [(None, (9, 7), ()), (["x"], (7,), ("x",)), ([4], (4, 7), ())])
+def test_stop_token_ids_stop_beside_the_others(stop: Any, tokens: Any, strings: Any) -> None:
+    request = decode(body({"stop_token_ids": [7]} | ({"stop": stop} if stop is not None else {})))
+    assert (request.stop_tokens, request.stop_strings) == (tokens, strings)
+
+
 def test_chunks_are_joined_and_no_chunk_type_means_text() -> None:
     values = json.loads(body())
     values["prompt"]["chunks"] = [{"tokens": [1]}, {"type": "encoded_text", "tokens": [2, 3]}]

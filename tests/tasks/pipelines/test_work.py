@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tinkerflow.backend.champions import checked_name
 from tinkerflow.backend.errors import UserError
 from tinkerflow.tasks.pipelines.connection import ServerClients
 from tinkerflow.tasks.pipelines.work import (
-    checked_name,
     create_json,
     create_once,
     default_work_url,

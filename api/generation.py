@@ -1,0 +1,225 @@
+"""Generating: what the OpenAI- and Anthropic-compatible endpoints and the playground build on.
+
+    target = await resolve(call, "champion/helpdesk")                        # models.py
+    generation = await generate(call, target, tokens, {"max_tokens": 100}, stream=True)
+    async for piece in generation: ...                                       # or: await generation.result()
+
+A generation is a sample like the SDK's: it goes through the journal, so keys, projects, limits, fair share, usage and
+audit hold. Whoever stops listening cancels it: when the iteration or `result` is cancelled or closed, the request is
+given up, and its places in the decode batch are free within a chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import orjson
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from tinkerflow.api.call import Call
+from tinkerflow.api.models import Target
+from tinkerflow.api.routes.futures import content_hash, judged
+from tinkerflow.backend.commands import Candidates, SampledSequence, SampleResult
+from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.journal import Kind, NewRequest, Result
+from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, decode_sample, sample_request, with_seed
+
+T = TypeVar("T")
+StopReason = Literal["stop", "length"]
+Top = list[list[tuple[int, float]]]
+_SEED_BITS = 63
+_PARAMS = "sampling_params."
+_giving_up: set[asyncio.Task[None]] = set()  # tasks that nobody else holds
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New tokens of one of the samples.
+
+    index: which sample. tokens, logprobs: natural logarithms, of the untempered softmax. top: for each token, the most
+    likely tokens with their logprobs, best first; None unless they were asked for. stop_reason: None while the sample
+    goes on; a sample's last piece has one, and may have no tokens. `stop`: a stop token or stop string, which is among
+    the tokens.
+    """
+
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    top: Top | None = None
+    stop_reason: StopReason | None = None
+
+
+class Generation:
+    """A sample that was accepted. id: of its request, under which the journal knows tokens, logprobs and weights."""
+
+    def __init__(
+        self, call: Call, target: Target, request_id: str, session_id: str, prompt_tokens: Sequence[int]
+    ) -> None:
+        """Use `generate`."""
+        self.id = request_id
+        self.target = target
+        self.prompt_tokens = prompt_tokens
+        self._call = call
+        self._session_id = session_id
+        self._result: SampleResult | None = None
+
+    async def result(self) -> SampleResult:
+        """All samples, when all are done. UserError or ServerError: what the request failed with."""
+        if self._result is None:
+            try:
+                self._result = await self._wait()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        return self._result
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The samples piece by piece, those of different samples mixed. Errors as of `result`."""
+        result = await self.result()
+        for index, sequence in enumerate(result.sequences):
+            yield _rest(index, sequence, 0)
+
+    def cancel(self) -> None:
+        """Give the request up, if it has no answer yet. It stops within one chunk; nobody waits for that."""
+        if self._result is None:
+            task = asyncio.create_task(self._cancel(), name=f"cancel {self.id}")
+            _giving_up.add(task)
+            task.add_done_callback(_giving_up.discard)
+
+    async def _cancel(self) -> None:
+        await asyncio.to_thread(self._call.journal.requests.cancel, self.id, self._call.owner)
+
+    async def _wait(self) -> SampleResult:
+        services, look = self._call.services, self._call.journal.results.get
+        with services.subscriptions.request(self.id) as answer:
+            found = await asyncio.to_thread(look, self.id, self._call.owner)
+            while found is None:
+                if await services.holds.hold(answer.wait(services.samplers.beat_seconds)):
+                    found = await asyncio.to_thread(look, self.id, self._call.owner)
+                elif services.holds.released:
+                    raise ServerError("the service is stopping: send the request again")
+                else:
+                    await services.samplers.beat(self._session_id)
+        return _read(found)
+
+
+async def generate(
+    call: Call,
+    target: Target,
+    prompt_tokens: Sequence[int],
+    params: Mapping[str, Any],
+    num_samples: int = 1,
+    *,
+    stream: bool = False,
+    top_logprobs: int = 0,
+    prompt_logprobs: bool = False,
+    top_prompt_logprobs: int = 0,
+) -> Generation:
+    """Submit a sample, and return while it waits for its turn.
+
+    call: whose it is. target: what is sampled. prompt_tokens: at least one. params: sampling_params of the tinker
+    protocol (wire/requests.py), as max_tokens, temperature, seed, stop; stop_token_ids end a sample beside the strings
+    of `stop`. num_samples: how many samples. stream: iterating gives tokens as they are decoded, else when all are
+    done. top_logprobs: how many of the most likely tokens to list for each sampled token. prompt_logprobs,
+    top_prompt_logprobs: the same of the prompt, in the result.
+    UserError: names the field, its value and the rule. TooManyError: the project has as many waiting as it may.
+    """
+    values: dict[str, Any] = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt_tokens)}]},
+        "sampling_params": dict(params),
+        "num_samples": num_samples,
+        "topk_sample_logprobs": top_logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "topk_prompt_logprobs": top_prompt_logprobs,
+    }
+    if values["sampling_params"].get("seed") is None:
+        values["sampling_params"]["seed"] = secrets.randbits(_SEED_BITS)
+    await asyncio.to_thread(_check, target, values)
+    session_id, sampler, seq_id = await call.services.samplers.address(call.identity, target)
+    values |= {"sampling_session_id": sampler, "seq_id": seq_id}
+    request_id = await asyncio.to_thread(submit_sample, call, orjson.dumps(values), values)
+    return Generation(call, target, request_id, session_id, prompt_tokens)
+
+
+def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
+    """Store a sample request of the tinker protocol; its id. values: of `body`. Wrong content is a stored failure."""
+    address = OnSampler.read(values)
+    request = NewRequest(
+        kind=Kind.SAMPLE,
+        owner=call.owner,
+        payload=with_seed(body, values),
+        content_hash=content_hash(values),
+        sampler_id=address.sampling_session_id,
+        seq_id=address.seq_id,
+        error=judged(NumSamples.read, values)[1],
+    )
+    return call.journal.requests.submit(request, call.services.limits)
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """What `work` comes to, unless the client goes away first: then it is cancelled, and ClientDisconnect raised.
+
+    The request's body must have been read.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return await working
+        raise ClientDisconnect
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check(target: Target, values: dict[str, Any]) -> None:
+    """Refuse wrong content now, with the same words as the engine: here nobody would hang for it."""
+    card = target.card
+    try:
+        sample_request(
+            SampleBody.read(values),
+            request_id="",
+            owner="",
+            snapshot_id=None,
+            vocab_size=card.vocab_size,
+            max_context=card.max_context,
+            eos=card.eos_token_ids,
+            context_rule=card.context_rule,
+        )
+    except UserError as error:
+        # Clients of these endpoints know no sampling_params: the fields are theirs.
+        raise UserError(error.message.removeprefix(_PARAMS)) from error
+
+
+def _read(found: Result) -> SampleResult:
+    if found.error is not None:
+        raise (UserError if found.category == "user" else ServerError)(found.error.removeprefix(_PARAMS))
+    assert found.result is not None, "asked for without a limit"
+    return decode_sample(found.request_id, found.result)
+
+
+def _rest(index: int, sequence: SampledSequence, known: int) -> Piece:
+    """What a finished sample has beyond its first `known` tokens."""
+    return Piece(
+        index,
+        sequence.tokens_T[known:].tolist(),
+        sequence.logprobs_T[known:].tolist(),
+        None if sequence.top is None else listed(sequence.top, known),
+        sequence.stop_reason,
+    )
+
+
+def listed(found: Candidates, first: int = 0) -> Top:
+    """Lists of tokens with their logprobs, from position `first` on."""
+    rows = zip(found.tokens_Nk[first:].tolist(), found.logprobs_Nk[first:].tolist(), strict=True)
+    return [list(zip(tokens, logprobs, strict=True)) for tokens, logprobs in rows]

@@ -1,0 +1,149 @@
+"""What `model` means in the OpenAI- and Anthropic-compatible endpoints.
+
+<base model>                          as it is served
+tinker://<run>/sampler_weights/<name> a checkpoint; `weights` can be sampled too
+<training run id>                     its newest weights for samplers
+champion/<name>                       the newest champion that a pipeline promoted under this name
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+
+from tinkerflow.api.call import Call
+from tinkerflow.api.routes.training import served
+from tinkerflow.api.text import Tokenizer
+from tinkerflow.backend.champions import champion_names, newest_champion
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import CheckpointKind, CheckpointView
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.store.blobs import Blobs, open_blobs
+
+CHAMPION = "champion/"
+_LISTED = 1000  # of the project's newest checkpoints, those for samplers are listed
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is sampled. name: as it was asked for. checkpoint: None for the base model itself.
+
+    tokenizer: of the base model.
+    """
+
+    name: str
+    card: ModelCard
+    checkpoint: CheckpointView | None
+    tokenizer: Tokenizer
+
+    @property
+    def path(self) -> str | None:
+        """The checkpoint's path, None for the base model."""
+        return None if self.checkpoint is None else self.checkpoint.path
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A model that can be named: its project's checkpoints, and what all may use. root: what it stands for."""
+
+    name: str
+    base_model: str
+    root: str
+    owned_by: str
+    created_at: datetime
+
+
+async def resolve(call: Call, model: str) -> Target:
+    """What `model` stands for. NotFoundError: nothing that the caller may use. UserError: it cannot be sampled."""
+    card, checkpoint = await asyncio.to_thread(_find, call, model)
+    return Target(model, card, checkpoint, await call.services.tokenizers.load(card))
+
+
+async def find(call: Call, model: str) -> Listed:
+    """The model of that name as a list shows it; errors as of `resolve`."""
+    card, checkpoint = await asyncio.to_thread(_find, call, model)
+    if checkpoint is not None:
+        return _of_checkpoint(model, checkpoint)
+    return next(listed for listed in await asyncio.to_thread(_base_models, call) if listed.name == card.name)
+
+
+async def list_models(call: Call) -> Sequence[Listed]:
+    """Base models, the champions whose weights the caller may use, and the project's newest checkpoints."""
+    return await asyncio.to_thread(_list, call)
+
+
+def _list(call: Call) -> list[Listed]:
+    listed, work = _base_models(call), _work(call)
+    known = {model.name for model in listed}
+    for name in champion_names(work):
+        try:
+            _, checkpoint = _find(call, CHAMPION + name)
+        except UserError:
+            continue  # another project's, or its weights are gone
+        if checkpoint is not None:
+            listed.append(_of_checkpoint(CHAMPION + name, checkpoint))
+    for saved in call.journal.checkpoints.page(call.owner, limit=_LISTED).rows:
+        if saved.kind == CheckpointKind.SAMPLER_WEIGHTS and saved.base_model in known:
+            listed.append(_of_checkpoint(saved.path, saved))
+    return listed
+
+
+def _base_models(call: Call) -> list[Listed]:
+    rows = call.journal.base_models.all()
+    return [Listed(row.name, row.name, row.name, "tinkerflow", row.registered_at) for row in rows]
+
+
+def _of_checkpoint(name: str, saved: CheckpointView) -> Listed:
+    return Listed(name, saved.base_model, saved.path, saved.owner, saved.created_at)
+
+
+def _find(call: Call, model: str) -> tuple[ModelCard, CheckpointView | None]:
+    journal = call.journal
+    if model.startswith(CHAMPION):
+        model = _champion(call, model)
+    elif not model.startswith("tinker://"):
+        if any(row.name == model for row in journal.base_models.all()):
+            return served(journal, model), None
+        model = _newest_of_run(call, model)
+    checkpoint = journal.checkpoints.get(model, call.owner)
+    if checkpoint.kind is CheckpointKind.EXTERNAL_WEIGHTS:
+        raise UserError(f"model is {model!r}: external weights are for downloads, not for sampling")
+    return served(journal, checkpoint.base_model), checkpoint
+
+
+def _newest_of_run(call: Call, run_id: str) -> str:
+    try:
+        newest = call.journal.models.run(run_id, call.owner).last_sampler_checkpoint
+    except NotFoundError as error:
+        rule = "a base model that is served here, a tinker:// path, a training run's id, or champion/NAME"
+        raise NotFoundError(f"model {run_id!r} does not exist: it must be {rule}") from error
+    if newest is None:
+        raise NotFoundError(f"model {run_id!r} has no weights for samplers yet: save_weights_for_sampler makes them")
+    return newest.path
+
+
+def _champion(call: Call, model: str) -> str:
+    try:
+        champion = newest_champion(_work(call), model.removeprefix(CHAMPION))
+    except UserError:  # no such name can exist
+        champion = None
+    if champion is None:
+        raise NotFoundError(f"model {model!r} does not exist: nothing was promoted under this name")
+    path = str(champion["weights"])
+    try:
+        call.journal.checkpoints.get(path, call.owner)
+    except NotFoundError as error:  # another project's champion is no champion here
+        raise NotFoundError(f"model {model!r} does not exist: nothing was promoted under this name") from error
+    return path
+
+
+def _work(call: Call) -> Blobs:
+    return _open(call.services.settings.pipelines_url)
+
+
+@cache
+def _open(url: str) -> Blobs:
+    return open_blobs(url)

@@ -1,0 +1,94 @@
+"""The samplers behind the endpoints that know no sessions: one session of each key, with a sampler for each model.
+
+A session lives as long as it is used: every request and every long wait sends its heartbeat. One that nobody used for
+a while expires as those of other clients do, and the next request begins another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tinkerflow import __version__
+from tinkerflow.api.call import Identity
+from tinkerflow.api.models import Target
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.ids import sampler_id
+from tinkerflow.backend.journal import Journal, NewSampler, NewSession, SessionState
+
+NAME = "OpenAI and Anthropic endpoints"  # of these sessions, as people see them
+_MOST_SAMPLERS = 256  # of one session: then another begins, so that checkpoints nobody asks for any more are let go
+
+
+@dataclass
+class _Sampler:
+    id: str
+    next_seq: int = 0
+
+
+@dataclass
+class _Session:
+    """A session that was active at `beat_at`. samplers: by what they sample."""
+
+    id: str
+    beat_at: float
+    samplers: dict[tuple[str, str, str], _Sampler] = field(default_factory=dict)
+
+
+class Samplers:
+    """The sessions and samplers of one API process. Sequence ids are counted here: no other process uses them."""
+
+    def __init__(self, journal: Journal, clock: Clock, session_timeout: float) -> None:
+        """session_timeout: seconds without a heartbeat after which the engine ends a session."""
+        self._journal = journal
+        self._clock = clock
+        self.beat_seconds = session_timeout / 4  # between two heartbeats of a session in use
+        self._forgotten_after = session_timeout
+        self._sessions: dict[tuple[str, str], _Session] = {}
+        self._opening: dict[tuple[str, str], asyncio.Lock] = {}
+
+    async def address(self, identity: Identity, target: Target) -> tuple[str, str, int]:
+        """Where a request of this key for this target goes: its session, its sampler, and a sequence id of its own."""
+        key = (identity.owner, identity.key_id)
+        async with self._opening.setdefault(key, asyncio.Lock()):
+            session = await self._session(key, identity)
+            saved = target.checkpoint
+            # A checkpoint that is saved anew under its path has another attempt.
+            what = (target.card.name, "", "") if saved is None else (target.card.name, saved.path, saved.attempt)
+            sampler = session.samplers.get(what)
+            if sampler is None:
+                new = sampler_id(session.id, len(session.samplers))
+                wanted = NewSampler(new, session.id, identity.owner, target.card.name, target.path)
+                sampler = _Sampler(await asyncio.to_thread(self._journal.samplers.open, wanted))
+                session.samplers[what] = sampler
+            sampler.next_seq += 1
+            return session.id, sampler.id, sampler.next_seq - 1
+
+    async def beat(self, session_id: str) -> bool:
+        """Keep a session alive whose request is being answered; whether it is."""
+        return await asyncio.to_thread(self._journal.sessions.heartbeat, session_id, None) is SessionState.ACTIVE
+
+    async def _session(self, key: tuple[str, str], identity: Identity) -> _Session:
+        now, session = self._clock.monotonic(), self._sessions.get(key)
+        if session is not None and len(session.samplers) < _MOST_SAMPLERS:
+            if now - session.beat_at < self.beat_seconds:
+                return session
+            try:
+                active = await self.beat(session.id)
+            except NotFoundError:  # the journal was replaced
+                active = False
+            if active:
+                session.beat_at = now
+                return session
+        new = NewSession(identity.owner, __version__, tags=("endpoints",), display_name=NAME, key_id=identity.key_id)
+        session_id = await asyncio.to_thread(self._journal.sessions.create, new)
+        self._forget_idle(now)
+        session = self._sessions[key] = _Session(session_id, now)
+        return session
+
+    def _forget_idle(self, now: float) -> None:
+        idle = [key for key, session in self._sessions.items() if now - session.beat_at > self._forgotten_after]
+        for key in idle:
+            if not self._opening[key].locked():
+                del self._sessions[key], self._opening[key]

@@ -1,0 +1,139 @@
+"""Text and tokens of a base model in the API process, without torch and JAX; off the event loop where it is slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.model_card import TOKENIZER, ModelCard
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a character to
+_MOST_HELD_BACK = (
+    16  # tokens held back as parts of one character at most: bytes that are no text must not stop a stream
+)
+_SHORT = 2000  # characters that are tokenised at once on the event loop: under a millisecond
+
+
+class Tokenizer:
+    """A base model's tokenizer. Every model has one, `load` reads it once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the tokenizer of the model in `folder`; ServerError when it cannot be read here."""
+        import tokenizers
+
+        self.folder = folder
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str((folder / TOKENIZER).read_text(encoding="utf-8"))
+        except Exception as error:  # the package raises a bare Exception for a broken file
+            raise ServerError(f"{folder / TOKENIZER} cannot be read: {error}") from error
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text. special: with those that the tokenizer puts around every text, as a first `<s>`."""
+        if len(text) <= _SHORT:
+            return self._encode(text, special)
+        return await asyncio.to_thread(self._encode, text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens. special: with the special ones, such as the end of a text."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+
+    def token_text(self, token: int) -> str:
+        """The text of a single token, special ones included; what is no whole character is a replacement character."""
+        return self.decode([token], special=True)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its own name in the vocabulary, as `<|im_end|>`; None when there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, which `decode` leaves out."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+
+class Tokenizers:
+    """The tokenizers of an API process, each loaded when it is first needed."""
+
+    def __init__(self) -> None:
+        """None is loaded."""
+        self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
+
+    async def load(self, card: ModelCard) -> Tokenizer:
+        """The tokenizer of a base model; ServerError when its file cannot be read here. A failure is tried again."""
+        loading = self._loading.get(card.path)
+        if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
+            reading = asyncio.to_thread(Tokenizer, Path(card.path))
+            loading = self._loading[card.path] = asyncio.create_task(reading, name=f"tokenizer of {card.name}")
+        return await asyncio.shield(loading)
+
+
+class Detokenizer:
+    """Tokens to text as they come: it never splits a character, and ends before a stop string.
+
+    The text of new tokens is what decoding adds to the text of the tokens before them. Text that may be the beginning
+    of a stop string is held back until more tokens show whether it is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> None:
+        """stop: strings of which the first ends the text and is not part of it. special: show special tokens."""
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._special = special
+        self._known: list[int] = []  # tokens whose text is settled; the context in which later ones decode
+        self._fresh: list[int] = []  # tokens after them
+        self._held = ""  # settled text that may be the beginning of a stop string
+        self.stopped: str | None = None  # the stop string that ended the text
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Take new tokens; the text that is certain now. Empty after a stop string."""
+        if self.stopped is not None:
+            return ""
+        for token in tokens:
+            self._fresh.append(token)
+            self._settle(_MOST_HELD_BACK)
+        return self._release(last=False)
+
+    def finish(self) -> str:
+        """No more tokens come: the text that was held back."""
+        if self.stopped is None:
+            self._settle(0)
+        return self._release(last=True)
+
+    def _settle(self, most: int) -> None:
+        if not self._fresh:
+            return
+        decode = self._tokenizer.decode
+        before = decode(self._known, special=self._special)
+        added = decode(self._known + self._fresh, special=self._special)[len(before) :]
+        if added.endswith(_UNFINISHED) and len(self._fresh) <= most:
+            return
+        if added:  # tokens without text of their own, as special ones, give no context
+            self._known = self._fresh
+        self._fresh = []
+        self._held += added
+
+    def _release(self, *, last: bool) -> str:
+        if self.stopped is None:
+            found = [(at, string) for string in self._stop if (at := self._held.find(string)) >= 0]
+            if found:
+                at, self.stopped = min(found)
+                text, self._held = self._held[:at], ""
+                return text
+        keep = 0 if last else max((_overlap(self._held, string) for string in self._stop), default=0)
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+
+def _overlap(text: str, string: str) -> int:
+    """How many characters at the end of `text` begin `string`."""
+    most = min(len(text), len(string) - 1)
+    return next((length for length in range(most, 0, -1) if text.endswith(string[:length])), 0)

@@ -1,0 +1,88 @@
+"""Text and tokens: incremental decoding equals decoding at once, whatever the tokens; stop strings are cut exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkerflow.api.text import Detokenizer, Tokenizer, Tokenizers
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.deployments.tiny_model import make_tiny
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level tokenizer: most characters beyond ASCII are several tokens."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder)
+    return Tokenizer(folder)
+
+
+def spoken(tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = (), step: int = 1) -> tuple[list[str], str | None]:
+    tokens = asyncio.run(tokenizer.encode(text))
+    detokenizer = Detokenizer(tokenizer, stop)
+    parts = [detokenizer.feed(tokens[at : at + step]) for at in range(0, len(tokens), step)]
+    return [*parts, detokenizer.finish()], detokenizer.stopped
+
+
+@given(text=st.text(max_size=40), step=st.integers(1, 5))
+def test_the_parts_are_the_whole_and_no_character_is_split(tokenizer: Tokenizer, text: str, step: int) -> None:
+    parts, stopped = spoken(tokenizer, text, step=step)
+    assert "".join(parts) == tokenizer.decode(asyncio.run(tokenizer.encode(text)))
+    assert stopped is None
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts)
+
+
+@given(
+    before=st.text("ab", max_size=12),
+    stop=st.text("ab", min_size=1, max_size=4),
+    other=st.text("ab", min_size=1, max_size=4),
+    step=st.integers(1, 4),
+)
+def test_text_ends_before_the_first_stop_string(
+    tokenizer: Tokenizer, before: str, stop: str, other: str, step: int
+) -> None:
+    text = before + "é€🙂" + before
+    parts, stopped = spoken(tokenizer, text, (stop, other), step)
+    ends = [at for string in (stop, other) if (at := text.find(string)) >= 0]
+    assert "".join(parts) == (text[: min(ends)] if ends else text)
+    assert (stopped is None) == (not ends)
+
+
+def test_bytes_that_are_no_text_do_not_hold_a_stream_back(tokenizer: Tokenizer) -> None:
+    (first, *_) = asyncio.run(tokenizer.encode("🙂"))  # the first byte of a character
+    detokenizer = Detokenizer(tokenizer)
+    parts = [detokenizer.feed([first]) for _ in range(64)]
+    assert "".join(parts).count("\N{REPLACEMENT CHARACTER}") >= 32
+    assert "".join([*parts, detokenizer.finish()]).count("\N{REPLACEMENT CHARACTER}") == 64
+
+
+def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
+    end = min(tokenizer.special_ids)
+    tokens = [*asyncio.run(tokenizer.encode("hi")), end]
+    shown = Detokenizer(tokenizer, special=True)
+    assert shown.feed(tokens) + shown.finish() == "hi" + tokenizer.token_text(end)
+    assert tokenizer.decode(tokens) == "hi"
+    assert tokenizer.id_of(tokenizer.token_text(end)) == end
+    assert tokenizer.id_of("no such token") is None
+
+
+def test_a_tokenizer_is_loaded_once_and_tried_again_after_a_failure(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def card(folder: Path) -> ModelCard:
+        return ModelCard("m", str(folder), str(folder), "Qwen3ForCausalLM", 9, 9, (1,), 9, tied=False)
+
+    async def scene() -> None:
+        tokenizers = Tokenizers()
+        first, second = await asyncio.gather(*(tokenizers.load(card(tokenizer.folder)) for _ in range(2)))
+        assert first is second
+        for _ in range(2):
+            with pytest.raises(ServerError, match="cannot be read"):
+                await tokenizers.load(card(tmp_path))
+
+    asyncio.run(scene())
