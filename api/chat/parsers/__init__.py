@@ -1,0 +1,85 @@
+"""How families of models write reasoning and calls of tools, one file each: a new file here is all that a family needs.
+
+A parser is a generator over a `Reader` (`api/chat/reader.py`). Which one reads a model's answers says the model's chat
+template: the parser whose `signs` are all in the template, and of several the one with the most signs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinkerflow.api.chat.events import Event, ReasoningDelta
+from tinkerflow.api.chat.reader import Reader, Steps, Tools
+from tinkerflow.backend.spec.registry import registered
+
+THINK = ("<think>", "</think>")
+
+
+@dataclass(frozen=True)
+class ParserSpec:
+    """How one family writes its answers.
+
+    name: the file's. signs: texts that the family's chat templates contain. marks: the special tokens that `parse`
+    looks for; all other special tokens are no part of an answer's text. think: what encloses reasoning at the start of
+    an answer, where the template knows it; None: `parse` finds it itself. parse: reads an answer after its reasoning,
+    up to where only content is left; None: the family calls no tools. opening: what precedes a call that is one JSON
+    object with `name` and `arguments`, where the family writes calls so.
+    """
+
+    name: str
+    signs: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    think: tuple[str, str] | None = THINK
+    parse: Callable[[Reader, Tools], Steps[None]] | None = None
+    opening: str = ""
+
+    def thinks(self, template: str) -> bool:
+        """Whether models with this chat template reason before they answer."""
+        return self.think is None or self.think[1] in template
+
+
+class Parser:
+    """Reads one answer as it arrives."""
+
+    def __init__(self, spec: ParserSpec, tools: Tools, *, thinks: bool, opened: bool) -> None:
+        """Read an answer of the family `spec`.
+
+        tools: those that may be called; without any, what looks like a call is content. thinks: the model reasons
+        before it answers. opened: the prompt ends inside of reasoning.
+        """
+        self._reader = Reader()
+        self._steps = _answer(spec, self._reader, tools, thinks=thinks, opened=opened)
+
+    def feed(self, text: str) -> list[Event]:
+        """Take in more text: the events that it decides."""
+        self._reader.text += text
+        events = []
+        for event in self._steps:
+            if event is None:
+                break
+            events.append(event)
+        return events
+
+    def end(self) -> list[Event]:
+        """The text is over: the events that were still undecided."""
+        self._reader.ended = True
+        return self.feed("")
+
+
+def _answer(spec: ParserSpec, reader: Reader, tools: Tools, *, thinks: bool, opened: bool) -> Steps[None]:
+    if spec.think is not None and thinks and (opened or (yield from reader.skip(spec.think[0]))):
+        reader.trim()
+        yield from reader.until(spec.think[1:], ReasoningDelta)
+    if spec.parse is not None and (tools or spec.think is None):
+        yield from spec.parse(reader, tools)
+    yield from reader.until(())
+
+
+PARSERS = registered(__name__, "PARSER", ParserSpec)
+
+
+def parser_for(template: str) -> ParserSpec:
+    """The parser of the family whose chat template this is."""
+    fitting = [spec for spec in PARSERS.values() if all(sign in template for sign in spec.signs)]
+    return max(fitting, key=lambda spec: len(spec.signs))

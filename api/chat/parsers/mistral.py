@@ -1,0 +1,42 @@
+"""Mistral: `[TOOL_CALLS]`, then a JSON list of calls, or `NAME[ARGS]{…}` (since the tokenizer of version 11)."""
+
+from tinkerflow.api.chat.parsers import ParserSpec
+from tinkerflow.api.chat.reader import Reader, Steps, Tools
+
+CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+THINK = ("[THINK]", "[/THINK]")
+
+
+def parse(reader: Reader, tools: Tools) -> Steps[None]:
+    """Content with calls in it."""
+    while (yield from reader.until((CALLS,))) is not None:
+        if (yield from reader.skip("[")):
+            yield from _list(reader)
+        else:
+            yield from _named(reader)
+
+
+def _list(reader: Reader) -> Steps[None]:
+    opening = f"{CALLS}["
+    while (yield from reader.call(opening)):
+        opening = ","
+        if not (yield from reader.skip(",")):
+            yield from reader.skip("]")
+            return
+
+
+def _named(reader: Reader) -> Steps[None]:
+    taken = [CALLS]
+    text, mark = yield from reader.upto((ARGUMENTS, "{"), taken)
+    name = text.split(CALL_ID)[0].strip()
+    if mark == "{":
+        reader.text = "{" + reader.text
+        taken[-1] = text
+    if mark is None or not name or any(char.isspace() for char in name):
+        yield from reader.refuse(taken)
+    else:
+        yield from reader.arguments(name, taken)
+
+
+MARKS = (CALLS, CALL_ID, ARGUMENTS, *THINK)
+PARSER = ParserSpec("mistral", signs=(CALLS,), marks=MARKS, think=THINK, parse=parse)

@@ -1,0 +1,296 @@
+"""Every family's parser: what it finds, and that it finds the same however the text arrives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinkerflow.api.chat.events import ArgumentsDelta, CallBreaks, ContentDelta, Event, Said
+from tinkerflow.api.chat.parsers import PARSERS, Parser, parser_for
+
+TOOLS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "at": {"type": "array"},
+        },
+    },
+    "stop": {"type": "object", "properties": {}},
+}
+D = {
+    name: f"<\uff5ctool▁{name.replace(' ', '▁')}\uff5c>"
+    for name in ("calls begin", "calls end", "call begin", "call end", "sep")
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    text: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, dict[str, object]], ...] = ()
+    opened: bool = field(default=False)
+
+
+PARIS = ("weather", {"city": "Paris", "days": 3})
+OSLO = ("weather", {"city": "Oslo", "days": 1})
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+JSON = '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}'
+OTHER = '{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}'
+ARGS = '{"city": "Paris", "days": 3}'
+CASES = [
+    Case("plain", "  Hello <there> \n", content="  Hello <there> \n"),
+    Case("plain", "<think>\nhm\n</think>\n\nYes.", content="Yes.", reasoning="hm"),
+    Case("plain", "so\n</think>\n\nYes.", content="Yes.", reasoning="so", opened=True),
+    Case("plain", "<think>never ends", reasoning="never ends"),
+    Case("plain", "I <think> not", content="I <think> not"),
+    Case("hermes", f"<tool_call>\n{JSON}\n</tool_call>", calls=(PARIS,)),
+    Case("hermes", f"<tool_call>{JSON}", calls=(PARIS,)),
+    Case(
+        "hermes",
+        f"Sure. \n<tool_call>\n{JSON}\n</tool_call>\n<tool_call>{OTHER}</tool_call>\n",
+        "Sure.",
+        calls=(PARIS, OSLO),
+    ),
+    Case("hermes", f"<think>\nhm\n</think>\n\nA\n<tool_call>\n{JSON}\n</tool_call> B", "AB", "hm", (PARIS,)),
+    Case(
+        "hermes",
+        '<tool_call>{"arguments": {"city": "é"}, "name": "weather"}</tool_call>',
+        calls=(("weather", {"city": "é"}),),
+    ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": "{\\"days\\": 1}"}</tool_call>',
+        calls=(("weather", {"days": 1}),),
+    ),
+    Case("hermes", '<tool_call>{"name": "stop"}</tool_call>', calls=(("stop", {}),)),
+    Case("hermes", '<tool_call>{"name": "stop", "arguments": {}, "id": 3}</tool_call>', calls=(("stop", {}),)),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "}</tool_call>\\""}}',
+        calls=(("weather", {"city": '}</tool_call>"'}),),
+    ),
+    # Malformed calls are content.
+    Case("hermes", "<tool_call>\nnothing</tool_call> x", "<tool_call>\nnothing</tool_call> x"),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Par',
+        '<tool_call>{"name": "weather", "arguments": {"city": "Par',
+    ),
+    Case(
+        "hermes",
+        f'<tool_call>{{"name": "stop", "arguments": {{"a": 1}}</tool_call> <tool_call>{JSON}',
+        '<tool_call>{"name": "stop", "arguments": {"a": 1}</tool_call>',
+        calls=(PARIS,),
+    ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+    ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "stop", "arguments": {"a": tru}}',
+        '<tool_call>{"name": "stop", "arguments": {"a": tru}}',
+    ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "a", "arguments": {}, "name": "b"}',
+        '<tool_call>{"name": "a", "arguments": {}, "name": "b"}',
+    ),
+    Case("hermes", "<tool_call>" + '{"a":' * 5000, "<tool_call>" + '{"a":' * 5000),
+    Case("qwen_xml", XML, calls=(PARIS,)),
+    Case("qwen_xml", f"Well\n{XML}\n{XML.removeprefix('<tool_call>')}", "Well", calls=(PARIS, PARIS)),
+    Case("qwen_xml", "<tool_call><function=stop></function></tool_call>", calls=(("stop", {}),)),
+    Case(
+        "qwen_xml",
+        "<function=weather><parameter=city>3</parameter><parameter=at>[1, 2]<parameter=units>null</function>",
+        calls=(("weather", {"city": "3", "at": [1, 2], "units": None}),),
+    ),
+    Case(
+        "qwen_xml",
+        "<function=other><parameter=a>True</parameter><parameter=b>x y\nz</function>",
+        calls=(("other", {"a": True, "b": "x y\nz"}),),
+    ),
+    Case("qwen_xml", XML[:-30], XML[:-30]),
+    Case("qwen_xml", "<tool_call>\nwhat", "<tool_call>\nwhat"),
+    Case("glm", f"<think>hm</think>\n{GLM}\n{GLM}", "", "hm", (PARIS, PARIS)),
+    Case("glm", "<tool_call>stop</tool_call>", calls=(("stop", {}),)),
+    Case("glm", "<tool_call>a b</tool_call>c", "<tool_call>a b</tool_call>c"),
+    Case("glm", GLM[:-20], GLM[:-20]),
+    Case("llama", JSON.replace("arguments", "parameters"), calls=(PARIS,)),
+    Case("llama", f"<|python_tag|>{JSON}; {OTHER}", calls=(PARIS, OSLO)),
+    Case("llama", '{"answer": [1, 2]} is it', '{"answer": [1, 2]} is it'),
+    Case("llama", "Hi {there}", "Hi {there}"),
+    Case("llama", "<|python_tag|>print(1)", "<|python_tag|>print(1)"),
+    Case("mistral", f"[TOOL_CALLS] [{JSON}, {OTHER}]", calls=(PARIS, OSLO)),
+    Case(
+        "mistral",
+        f"[THINK]hm[/THINK]So[TOOL_CALLS]weather[CALL_ID]a1b2c3[ARGS]{ARGS}[TOOL_CALLS]stop{{}}",
+        "So",
+        "hm",
+        (PARIS, ("stop", {})),
+    ),
+    Case("mistral", "[TOOL_CALLS] what is this", "[TOOL_CALLS] what is this"),
+    Case(
+        "deepseek",
+        f"Ok{D['calls begin']}{D['call begin']}function{D['sep']}weather\n"
+        f"```json\n{ARGS}\n```{D['call end']}{D['calls end']}",
+        "Ok",
+        calls=(PARIS,),
+    ),
+    Case(
+        "deepseek",
+        f"{D['calls begin']}{D['call begin']}weather{D['sep']}{ARGS}{D['call end']}"
+        f"{D['call begin']}stop{D['sep']}{{}}{D['call end']}{D['calls end']}",
+        calls=(PARIS, ("stop", {})),
+    ),
+    Case(
+        "deepseek",
+        f"{D['call begin']}function{D['sep']}weather\nnone",
+        f"{D['call begin']}function{D['sep']}weather\nnone",
+    ),
+    Case(
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.weather <|constrain|>json<|message|>{ARGS}<|call|>",
+        reasoning="hm",
+        calls=(PARIS,),
+    ),
+    Case(
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        "Yes.",
+        "hm",
+    ),
+    Case("harmony", " to=functions.stop<|channel|>commentary<|message|>{}<|call|>", calls=(("stop", {}),)),
+    Case("harmony", "No channel at all", "No channel at all"),
+    Case("harmony", "<|channel|>fin", "<|channel|>fin"),
+]
+
+
+def read(case: Case, pieces: list[str]) -> tuple[Said, list[Event]]:
+    parser = Parser(PARSERS[case.family], TOOLS, thinks=True, opened=case.opened)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
+    return Said.of(events), events
+
+
+def facts(said: Said) -> tuple[str, str, tuple[tuple[str, dict[str, object]], ...]]:
+    return said.content, said.reasoning, tuple((call.name, call.values) for call in said.calls)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.text[:30]}")
+def test_an_answer_is_read(case: Case) -> None:
+    said, _ = read(case, [case.text])
+    assert facts(said) == (case.content, case.reasoning, case.calls)
+    assert facts(read(case, list(case.text))[0]) == facts(said)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.text[:30]}")
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_how_the_text_is_split_changes_nothing(case: Case, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(case.text)), max_size=12)))
+    pieces = [case.text[a:b] for a, b in zip([0, *cuts], [*cuts, len(case.text)], strict=True)]
+    assert read(case, pieces)[0] == read(case, [case.text])[0]
+
+
+WORDS = [
+    "<think>",
+    "</think>",
+    "\n",
+    " ",
+    "a",
+    '"',
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    ",",
+    JSON,
+    ARGS,
+    "=",
+    ">",
+    ";",
+    "name",
+    "1",
+    '{"name": "stop", "arguments": {',
+    '{"name": "stop", "arguments": {}}',
+    XML[:40],
+    GLM[:40],
+    "```json",
+    "```",
+    "\ufffd",
+]
+
+
+@pytest.mark.parametrize("family", sorted(PARSERS))
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_text_is_read_the_same_however_it_is_split(family: str, data: st.DataObject) -> None:
+    words = st.sampled_from(
+        [*WORDS, *PARSERS[family].marks, "<function=", "<parameter=", "</parameter>", "</function>"]
+    )
+    pieces = data.draw(st.lists(words | st.text(max_size=3), max_size=12))
+    case = Case(family, "".join(pieces), opened=data.draw(st.booleans()))
+    whole, _ = read(case, [case.text])
+    assert read(case, pieces)[0] == whole
+    assert read(case, list(case.text))[0] == whole
+    assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls)
+
+
+def test_arguments_and_content_are_passed_on_before_the_call_or_the_answer_ends() -> None:
+    parser = Parser(PARSERS["hermes"], TOOLS, thinks=True, opened=False)
+    assert parser.feed("Well") == [ContentDelta("Well")]
+    parser.feed('<tool_call>{"name": "weather", "arguments": {"ci')
+    assert parser.feed("ty") == [ArgumentsDelta("ty")]
+
+
+def test_a_call_that_breaks_after_it_began_says_so() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": oops'
+    said, events = read(Case("hermes", text), [text])
+    assert any(isinstance(event, CallBreaks) for event in events)
+    assert facts(said) == (text, "", ())
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    for family, spec in PARSERS.items():
+        text = f"{spec.opening}{JSON}" if spec.think else f"<|channel|>final<|message|>{JSON}<|end|>"
+        parser = Parser(spec, {}, thinks=True, opened=False)
+        said = Said.of(parser.feed(text) + parser.end())
+        assert not said.calls, family
+        assert JSON in said.content
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("{{ messages }}", "plain"),
+        ('… <tool_call>\\n{"name": …', "hermes"),
+        ("… <tool_call> … <function=example", "qwen_xml"),
+        ("… <tool_call> … <arg_key>", "glm"),
+        ("[TOOL_CALLS] …", "mistral"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
+        ('<|start_header_id|> … {"name": function name, "parameters": dictionary', "llama"),
+        (f"… {D['calls begin']} …", "deepseek"),
+    ],
+)
+def test_the_template_says_which_family_it_is(template: str, family: str) -> None:
+    assert parser_for(template).name == family
