@@ -12,8 +12,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from tinkerflow.deployments.local import API_KEY, running_stack
 from tinkerflow.deployments.pig_latin import LESSONS, Lesson
-from tinkerflow.deployments.run import see_again, started_service
+from tinkerflow.deployments.run import dim_lines, see_again
 
 if TYPE_CHECKING:
     import tinker
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 STEPS = 30
 LEARNING_RATE = 5e-3
 RANK = 32
-API_KEY = "tml-quickstart"
 SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
 
 
@@ -32,7 +32,7 @@ def quickstart(console: Console, *, data_dir: Path | None = None, steps: int = S
     data_dir: for what the service keeps; default: a scratch folder. steps: of the optimizer. stay: keep serving after
     the lesson, until Ctrl-C. Returns whether the loss fell and the model then says every answer exactly.
     """
-    with started_service(console, data_dir, warm_up=False) as stack:
+    with running_stack(data_dir, dim_lines(console), warm_up=False) as stack:
         learnt, page = teach(console, stack.api_url, stack.prefect_url, steps)
         if stay:
             console.print(f"serving until Ctrl-C: {stack.api_url}  {page}", highlight=False, soft_wrap=True)

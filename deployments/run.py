@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,11 +26,11 @@ from rich.text import Text
 from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.local import running_stack
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
-    from tinkerflow.deployments.up import Stack
     from tinkerflow.flows.pipelines import Pipeline
 
 
@@ -69,8 +68,7 @@ def run(
 
 def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: Path | None) -> bool:
     Thread(target=_import, daemon=True).start()  # while other processes start
-    with started_service(console, data_dir) as stack:
-        os.environ |= {"TINKER_BASE_URL": stack.api_url, "TINKER_API_KEY": "tml-example"}
+    with running_stack(data_dir, dim_lines(console)) as stack:
         values = read_config(example_file(f"{name}.yaml"), changes)
         values.setdefault("work", stack.settings.pipelines_url)
         prefect_url = f"{stack.prefect_url}/api"
@@ -83,16 +81,9 @@ def _run_example(console: Console, name: str, changes: Sequence[str], data_dir: 
     return completed
 
 
-@contextmanager
-def started_service(console: Console, data_dir: Path | None, **settings: Any) -> Iterator[Stack]:
-    """The whole service on free ports for the block, in `data_dir` or a scratch folder. settings: as in Settings."""
-    from tinkerflow.deployments.up import Stack
-
-    with tempfile.TemporaryDirectory(prefix="tinkerflow-") as scratch:
-        chosen = Settings(data_dir=data_dir or Path(scratch), port=0, prefect_port=0, **settings)
-        with Stack(chosen, report=lambda line: console.print(f"  {line}", style="dim", highlight=False)) as stack:
-            console.print(stack.ready_line, highlight=False)
-            yield stack
+def dim_lines(console: Console) -> Callable[[str], None]:
+    """Prints the lines of a service's parts, so that they stand back."""
+    return lambda line: console.print(f"  {line}", style="dim", highlight=False)
 
 
 def find(name: str) -> Pipeline:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
@@ -152,19 +152,19 @@ class Stack:
 
     async def _serve_host(self, host: HostConfig) -> None:
         """Join the engine's group as soon as there is one, and again whenever there is another engine."""
-        _log_to(host)
         restarts = Restarts()
-        while True:
-            try:
-                await serve_group(host, log.info)
-            except asyncio.CancelledError:
-                log.info("stopped")
-                raise
-            except Exception as error:
-                pause = restarts.pause(steady=False)
-                log.exception("the workers' host has failed")
-                self._report(f"no workers can be started: {error}; trying again in {pause:.1f} s")
-                await asyncio.sleep(pause)
+        with _logged(host):
+            while True:
+                try:
+                    await serve_group(host, log.info)
+                except asyncio.CancelledError:
+                    log.info("stopped")
+                    raise
+                except Exception as error:
+                    pause = restarts.pause(steady=False)
+                    log.exception("the workers' host has failed")
+                    self._report(f"no workers can be started: {error}; trying again in {pause:.1f} s")
+                    await asyncio.sleep(pause)
 
 
 def _this_host(settings: Settings) -> HostConfig:
@@ -185,16 +185,27 @@ def _this_host(settings: Settings) -> HostConfig:
     )
 
 
-def _log_to(host: HostConfig) -> None:
-    """Log what the host's agent does to workers.log."""
+@contextlib.contextmanager
+def _logged(host: HostConfig) -> Iterator[None]:
+    """Log what the host's agent does in the block to workers.log, and nowhere else."""
     assert host.log_dir is not None
     host.log_dir.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(host.log_dir / "workers.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for logger in (log, logging.getLogger("tinkerflow.backend.pool")):
+    loggers = (log, logging.getLogger("tinkerflow.backend.pool"))
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+        handler.close()
 
 
 def _with_ports(settings: Settings) -> Settings:

@@ -17,7 +17,8 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinkerflow.deployments.testing import KEY, serve_tiny
+from tinkerflow.deployments.local import API_KEY
+from tinkerflow.deployments.testing import serve_tiny
 
 GB = 0.25  # of device memory: 2,048 tokens fit, of the tiny model's 8,192
 TOO_LONG = 8192
@@ -42,7 +43,7 @@ def main() -> None:
         service.client() as two,
     ):
         (served,) = (
-            tinker.RestClient(base_url=service.url, api_key=KEY).get_server_capabilities().result().supported_models
+            tinker.RestClient(base_url=service.url, api_key=API_KEY).get_server_capabilities().result().supported_models
         )
         print(f"max_context_length {served.max_context_length}")
         plain: Any = {"base_model": service.base_model, "rank": 8}

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments import local
 from tinkerflow.deployments import quickstart as module
-from tinkerflow.deployments import up
 
 PAGE = "http://127.0.0.1:5555/runs/flow-run/1234"
 
@@ -41,7 +41,7 @@ class StandIn:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     monkeypatch.setattr(StandIn, "kept", [], raising=False)
-    monkeypatch.setattr(up, "Stack", StandIn)
+    monkeypatch.setattr(local, "Stack", StandIn)
     monkeypatch.setattr(module, "teach", lambda *_: (True, PAGE))
     return StandIn
 

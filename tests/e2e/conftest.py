@@ -27,6 +27,7 @@ from tinkerflow.deployments.run import wait_for_prefect
 sys.path.insert(0, str(Path(__file__).parent))
 
 from browser import Page, open_page
+from descent import cmdline, descendants
 
 os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -109,30 +110,6 @@ class Server:
         """Pids of the parts (`engine`, `api`, `prefect`) that run now."""
         commands = [PREFECT if name == "prefect" else f"-m tinkerflow {name} " for name in names]
         return [pid for pid in descendants(self.process.pid) if any(one in cmdline(pid) for one in commands)]
-
-
-def cmdline(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
-def descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:
-                continue
-            children.setdefault(int(stat.rsplit(")", 1)[1].split()[1]), []).append(int(entry.name))
-    found, todo = [], [pid]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
 
 
 @contextmanager

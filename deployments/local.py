@@ -1,0 +1,111 @@
+"""`tinkerflow.local`: the whole service for a block of a program or for a notebook, and a client of it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.up import Stack
+
+if TYPE_CHECKING:
+    import tinker
+
+log = logging.getLogger(__name__)
+
+API_KEY = "tml-local"
+_CLOSE_SECONDS = 60.0  # that the end of the client's session may take
+
+
+@contextmanager
+def local(
+    base_model: str | Path = "",
+    *,
+    data_dir: str | Path | None = None,
+    progress: Callable[[str], None] = print,
+    **settings: Any,
+) -> Iterator[tinker.ServiceClient]:
+    """Serve a base model on this machine for a block: `with tinkerflow.local(base_model=…) as service:`.
+
+    The API, the engine and the workers are child processes on free ports of loopback. They end with the block, and
+    with this process however it ends. Nothing is tracked in Prefect, unless `prefect="embedded"` is given. In the
+    block, the variables TINKER_BASE_URL and TINKER_API_KEY name the service, for programs that read them.
+
+    base_model: a Hugging Face id or a folder; empty = the tiny embedded model.
+    data_dir: the folder for checkpoints, logs and compiled programs, in which a later block finds them; None = a
+    scratch folder, which is removed at the end.
+    progress: gets lines for people, from other threads.
+    settings: as in docs/settings.md, by their names there, such as `processes=2`; they win over the variables.
+
+    Raises ValueError (pydantic's) when a setting is wrong, and ServerError when the service does not start, with the
+    end of the log that says why.
+    """
+    if base_model:
+        settings["base_models"] = (str(base_model),)
+    folder = None if data_dir is None else Path(data_dir)
+    with ExitStack() as stack:
+        # Of a notebook that ends with the block open: while the interpreter still has its threads.
+        stack.callback(atexit.unregister, stack.close)
+        atexit.register(stack.close)
+        Thread(target=import_module, args=("tinker",), daemon=True).start()  # seconds, while other processes start
+        stack.enter_context(running_stack(folder, progress, **({"prefect": "off"} | settings)))
+        import tinker
+
+        service = tinker.ServiceClient(api_key=API_KEY)
+        stack.push(_closing(service))
+        yield service
+
+
+@contextmanager
+def running_stack(data_dir: Path | None, report: Callable[[str], None], **settings: Any) -> Iterator[Stack]:
+    """All parts on free ports for the block, in `data_dir` or a scratch folder; TINKER_BASE_URL names the API.
+
+    report: gets lines for people, from other threads. settings: as in Settings.
+    """
+    with tempfile.TemporaryDirectory(prefix="tinkerflow-") as scratch:
+        free: dict[str, Any] = {"data_dir": data_dir or Path(scratch), "port": 0, "prefect_port": 0}
+        with Stack(Settings(**(free | settings)), report=report) as stack:
+            report(stack.ready_line)
+            names = {"TINKER_BASE_URL": stack.api_url, "TINKER_API_KEY": API_KEY, "TINKER_TELEMETRY": "0"}
+            with _variables(names):
+                yield stack
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the block; others that it sets stay."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _closing(
+    service: tinker.ServiceClient,
+) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
+    """What closes a client's session at the end of the block, and does not wait for it for ever."""
+
+    def close(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            service.close("success" if kind is None else "errored").result(_CLOSE_SECONDS)
+        except TimeoutError:  # a task of the SDK may miss that it is cancelled, and is then waited for without end
+            log.warning(
+                "the client's session was not closed within %g s; the service ends nevertheless", _CLOSE_SECONDS
+            )
+
+    return close
