@@ -510,3 +510,4 @@ class GroupInfo:
     context_rule: str
     generation: int
     reaches_store: bool = False  # every process reads and writes states itself
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of each device that are set aside, by use

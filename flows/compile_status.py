@@ -1,4 +1,4 @@
-"""Which programs the worker group of a base model has compiled: asked now and then, and kept where people look."""
+"""What the worker group of a base model is and has compiled: asked now and then, and kept where people look."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ async def note_compile_status(journal: Journal, pool: Pool, base_model: str) -> 
 
     One warning for each time that programs were compiled for a request although everything planned was there.
     """
-    last = CompileStatus(0, 0, 0, 0, 0)
+    last, group = CompileStatus(0, 0, 0, 0, 0), None
     while True:
         try:
+            if pool.info != group:
+                await asyncio.to_thread(journal.base_models.note_worker_group, base_model, pool.info)
+                group = pool.info
             found = await pool.submit(ReadCompileStatus())
             if not isinstance(found, CompileStatus):
                 return

@@ -157,6 +157,11 @@ class Executor:
         return self.plan.rule
 
     @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of each device that are set aside, by use."""
+        return self.plan.by_use(self._cfg, self._config)
+
+    @property
     def compiles(self) -> int:
         """How many executables this process has made."""
         return self._compiles.count

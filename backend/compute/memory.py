@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -120,6 +120,12 @@ class MemoryPlan:
         if self.limit is None:
             return MODEL_CONTEXT
         return f"what fits this group's devices with {self.limit / GB:.3g} GB each"
+
+    def by_use(self, cfg: ModelConfig, config: GroupConfig) -> dict[str, int]:
+        """Bytes of each device by use; on CPUs, where nothing else is planned, of the weights and the KV cache."""
+        if self.uses is not None:
+            return asdict(self.uses)
+        return {"weights": weight_bytes(cfg, config), "kv_cache": self.pages * _page_bytes(cfg, config)}
 
     def describe(self) -> str:
         """The plan as lines of text for people."""

@@ -12,9 +12,12 @@ from tinkerflow.backend.journal.audit import Event as Event
 from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
 from tinkerflow.backend.journal.checkpoints import CheckpointView as CheckpointView
 from tinkerflow.backend.journal.checkpoints import access_hash as access_hash
+from tinkerflow.backend.journal.curves import Curve as Curve
+from tinkerflow.backend.journal.curves import StepFigures as StepFigures
 from tinkerflow.backend.journal.database import AWAY as AWAY
 from tinkerflow.backend.journal.effects import CheckpointSaved as CheckpointSaved
 from tinkerflow.backend.journal.effects import Effect as Effect
+from tinkerflow.backend.journal.effects import LossMeasured as LossMeasured
 from tinkerflow.backend.journal.effects import ModelEnded as ModelEnded
 from tinkerflow.backend.journal.effects import ModelLive as ModelLive
 from tinkerflow.backend.journal.effects import SamplerLoaded as SamplerLoaded
@@ -22,6 +25,7 @@ from tinkerflow.backend.journal.effects import SamplerOpened as SamplerOpened
 from tinkerflow.backend.journal.effects import SequencesRecorded as SequencesRecorded
 from tinkerflow.backend.journal.effects import SnapshotTaken as SnapshotTaken
 from tinkerflow.backend.journal.effects import StepMade as StepMade
+from tinkerflow.backend.journal.effects import StepMeasured as StepMeasured
 from tinkerflow.backend.journal.effects import Used as Used
 from tinkerflow.backend.journal.journal import Journal as Journal
 from tinkerflow.backend.journal.keys import KeyView as KeyView
@@ -47,6 +51,7 @@ from tinkerflow.backend.journal.results import Outcome as Outcome
 from tinkerflow.backend.journal.results import Result as Result
 from tinkerflow.backend.journal.samplers import NewSampler as NewSampler
 from tinkerflow.backend.journal.samplers import SamplerView as SamplerView
+from tinkerflow.backend.journal.samples import SampleView as SampleView
 from tinkerflow.backend.journal.sessions import NewSession as NewSession
 from tinkerflow.backend.journal.sessions import SessionFailure as SessionFailure
 from tinkerflow.backend.journal.sessions import SessionQuery as SessionQuery

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
 
-from tinkerflow.backend.commands import CompileStatus
+from tinkerflow.backend.commands import CompileStatus, GroupInfo
 from tinkerflow.backend.journal.database import Aggregate
 from tinkerflow.backend.journal.tables import BaseModelRow
 
@@ -20,13 +21,16 @@ class BaseModelView:
     """A base model that the engine serves; card is the JSON text of its ModelCard.
 
     registered_at: when the engine that serves it now began. compile_status: which programs its worker group has
-    compiled, as far as was noted.
+    compiled, as far as was noted. worker_group: the fields of the group's GroupInfo as JSON has them, as far as was
+    noted. progress: what all its requests wait for, None = nothing.
     """
 
     name: str
     card: str
     registered_at: datetime
     compile_status: CompileStatus | None = None
+    worker_group: Mapping[str, Any] | None = None
+    progress: str | None = None
 
 
 class BaseModels(Aggregate):
@@ -44,15 +48,25 @@ class BaseModels(Aggregate):
         """The base models that are served, by name."""
         with self._read() as connection:
             rows = connection.execute(sa.select(BaseModelRow).order_by(col(BaseModelRow.name))).all()
-        compiled = [None if row.compile_status is None else json.loads(row.compile_status) for row in rows]
         return [
-            BaseModelView(row.name, row.card, row.registered_at, None if status is None else CompileStatus(**status))
-            for row, status in zip(rows, compiled, strict=True)
+            BaseModelView(
+                row.name,
+                row.card,
+                row.registered_at,
+                None if row.compile_status is None else CompileStatus(**json.loads(row.compile_status)),
+                None if row.worker_group is None else json.loads(row.worker_group),
+                row.progress,
+            )
+            for row in rows
         ]
 
     def note_compile_status(self, base_model: str, status: CompileStatus) -> None:
         """Keep what the worker group of a base model last said of its programs."""
         self._set(base_model, compile_status=json.dumps(asdict(status)))
+
+    def note_worker_group(self, base_model: str, group: GroupInfo) -> None:
+        """Keep what the worker group of a base model is: its devices, its memory, its size."""
+        self._set(base_model, worker_group=json.dumps(asdict(group)))
 
     def note_progress(self, base_model: str, text: str | None) -> None:
         """Say what all requests for a base model wait for, None when nothing holds them up."""

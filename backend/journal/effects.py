@@ -6,6 +6,7 @@ returns the topics to publish after the commit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
@@ -24,6 +25,7 @@ from tinkerflow.backend.journal.samplers import COMPLETION, NEXT_COMPLETION, New
 from tinkerflow.backend.journal.tables import (
     IS_PENDING,
     TAKES_WORK,
+    UNMADE,
     Checkpoint,
     Kind,
     Model,
@@ -34,6 +36,7 @@ from tinkerflow.backend.journal.tables import (
     SamplerRow,
     SamplerState,
     StabilityRow,
+    TrainingStep,
     UsageKind,
     model_ended,
     sampler_ended,
@@ -50,6 +53,20 @@ _LET_GO = {
     "payload": sa.case((col(Request.dropped_at).is_not(None), b""), else_=col(Request.payload)),
 }
 _STEP_MADE = sa.update(Model).where(col(Model.id) == sa.bindparam("of_model")).values(step=sa.bindparam("to_step"))
+
+_ADD_LOSS = sa.text(
+    "INSERT INTO training_step (model_id, seq_id, step, at, tokens, weight, loss, kl)"
+    " VALUES (:model_id, :seq_id, :step, :at, :tokens, :weight, :loss, :kl)"
+    " ON CONFLICT (model_id, seq_id) DO UPDATE SET"
+    " tokens = training_step.tokens + excluded.tokens, weight = training_step.weight + excluded.weight,"
+    " loss = training_step.loss + excluded.loss, kl = training_step.kl + excluded.kl"
+).bindparams(sa.bindparam("at", type_=sa.inspect(TrainingStep).local_table.c.at.type))
+_MADE = ("seq_id", "step", "at", "grad_norm", "learning_rate")
+_MAKE_STEP = (
+    sa.update(TrainingStep)
+    .where(col(TrainingStep.model_id) == sa.bindparam("of_model"), col(TrainingStep.seq_id) == UNMADE)
+    .values({name: sa.bindparam(name) for name in _MADE})
+)
 
 
 # ------------------------------------------------------------------ what an operation did
@@ -81,6 +98,34 @@ class StepMade:
 
     model_id: str
     step: int
+
+
+@dataclass(frozen=True)
+class LossMeasured:
+    """A forward_backward had this `loss` over so many `tokens`, which have so much `weight` together.
+
+    kl: from the policy that sampled the tokens to the model, a mean over them; None when it was not measured.
+    """
+
+    model_id: str
+    tokens: int
+    weight: float
+    loss: float
+    kl: float | None = None
+
+
+@dataclass(frozen=True)
+class StepMeasured:
+    """The optim_step with this seq_id used the gradients of every LossMeasured since the one before it.
+
+    learning_rate: None of an optimizer that has none.
+    """
+
+    model_id: str
+    seq_id: int
+    step: int
+    grad_norm: float
+    learning_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -164,6 +209,8 @@ RowEffect = (
     ModelLive
     | ModelEnded
     | StepMade
+    | LossMeasured
+    | StepMeasured
     | SamplerOpened
     | SamplerLoaded
     | CheckpointSaved
@@ -182,6 +229,10 @@ def apply(connection: sa.Connection, effect: RowEffect, now: datetime) -> list[s
             return end_models(connection, [effect.model_id], effect.state, effect.detail, now)
         case StepMade():
             connection.execute(_STEP_MADE, {"of_model": effect.model_id, "to_step": effect.step})
+        case LossMeasured():
+            _loss_measured(connection, effect, now)
+        case StepMeasured():
+            _step_measured(connection, effect, now)
         case SamplerOpened():
             insert_sampler(connection, effect.sampler, now)
         case SamplerLoaded():
@@ -277,6 +328,26 @@ def _fail_pending(
         .returning(col(Request.id))
     )
     return [f"done:{request_id}" for request_id in connection.execute(statement).scalars()]
+
+
+# ------------------------------------------------------------------ curves (curves.py reads them)
+def _loss_measured(connection: sa.Connection, effect: LossMeasured, now: datetime) -> None:
+    """Add a loss to the step that is not made yet."""
+    kl = None if effect.kl is None else _finite(effect.kl * effect.tokens)
+    figures = {"tokens": effect.tokens, "weight": effect.weight, "loss": _finite(effect.loss), "kl": kl}
+    connection.execute(_ADD_LOSS, {"model_id": effect.model_id, "seq_id": UNMADE, "step": 0, "at": now, **figures})
+
+
+def _step_measured(connection: sa.Connection, effect: StepMeasured, now: datetime) -> None:
+    """Make a row of the step out of its losses; a step without any has a row, too."""
+    figures = {"grad_norm": _finite(effect.grad_norm), "learning_rate": effect.learning_rate}
+    made = {"seq_id": effect.seq_id, "step": effect.step, "at": now, **figures}
+    if not connection.execute(_MAKE_STEP, {"of_model": effect.model_id, **made}).rowcount:
+        insert_if_absent(connection, TrainingStep, {"model_id": effect.model_id, "tokens": 0, "weight": 0.0, **made})
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 # ------------------------------------------------------------------ checkpoints

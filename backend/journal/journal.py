@@ -13,6 +13,7 @@ from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.journal.audit import Audit
 from tinkerflow.backend.journal.base_models import BaseModels
 from tinkerflow.backend.journal.checkpoints import SavedCheckpoints, Shares
+from tinkerflow.backend.journal.curves import Curves
 from tinkerflow.backend.journal.database import Database
 from tinkerflow.backend.journal.imports import Imports
 from tinkerflow.backend.journal.keys import Keys
@@ -26,6 +27,7 @@ from tinkerflow.backend.journal.recovery import Recovery
 from tinkerflow.backend.journal.requests import Requests
 from tinkerflow.backend.journal.results import Results
 from tinkerflow.backend.journal.samplers import Samplers
+from tinkerflow.backend.journal.samples import Samples
 from tinkerflow.backend.journal.sessions import Sessions
 from tinkerflow.backend.journal.upkeep import Upkeep
 from tinkerflow.backend.journal.usage import UsageReports
@@ -47,6 +49,8 @@ class Journal:
         self.models = Models(*parts)
         self.samplers = Samplers(*parts)
         self.losses = Losses(*parts)
+        self.curves = Curves(*parts)
+        self.samples = Samples(*parts)
         self.checkpoints = SavedCheckpoints(*parts)
         self.shares = Shares(*parts)
         self.imports = Imports(*parts)

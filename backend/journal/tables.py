@@ -145,7 +145,8 @@ class BaseModelRow(Table, table=True):
     """A base model that the engine serves.
 
     progress: what all its requests wait for, None when nothing holds them up. compile_status: which programs its worker
-    group has compiled, a tinkerflow.backend.commands.CompileStatus as JSON.
+    group has compiled, a tinkerflow.backend.commands.CompileStatus as JSON. worker_group: that group's GroupInfo as
+    JSON.
     """
 
     __tablename__ = "base_model"
@@ -155,6 +156,7 @@ class BaseModelRow(Table, table=True):
     registered_at: datetime = Field(sa_type=UtcDateTime)
     progress: str | None = None
     compile_status: str | None = None
+    worker_group: str | None = None
 
 
 class ServiceSecret(Table, table=True):
@@ -401,6 +403,31 @@ class UsageBucket(Table, table=True):
     base_model: str = Field(primary_key=True)
     kind: str = Field(primary_key=True)
     quantity: int = Field(sa_type=sa.BigInteger)
+
+
+class TrainingStep(Table, table=True):
+    """The figures of one optimizer step of a model, for its curves. They stay when the results are dropped.
+
+    seq_id: of the optim_step, or UNMADE for the step whose gradients are still being accumulated. at: when it was
+    answered. loss: the sum over the step's tokens, which have so much `weight` together; kl: summed over the tokens
+    too. A figure that was not measured, or is not finite, is NULL.
+    """
+
+    __tablename__ = "training_step"
+
+    model_id: str = Field(primary_key=True, foreign_key="model.id")
+    seq_id: int = Field(primary_key=True, sa_type=sa.BigInteger)
+    step: int
+    at: datetime = Field(sa_type=UtcDateTime)
+    tokens: int = Field(sa_type=sa.BigInteger)
+    weight: float
+    loss: float | None = None
+    kl: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+
+
+UNMADE = -1
 
 
 # ------------------------------------------------------------------ tables of recovery

@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from queue import SimpleQueue
@@ -98,6 +98,10 @@ class CommandExecutor(Protocol):
     @property
     def context_rule(self) -> str:
         """What that follows from, as an error says it."""
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of each device that are set aside, by use."""
 
     def execute(self, command: Command) -> Reply | DeferredReply:
         """Execute `command`: its reply. Or begin it: a function that waits for the devices and gives the reply.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinkerflow.backend.commands import ForwardResult
-from tinkerflow.backend.journal import Outcome, UsageKind, Used
+from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
 from tinkerflow.backend.wire import decode_forward, encode_forward, load_custom_loss, read_forward
 from tinkerflow.tasks.execution.context import Execution
+
+KL_METRIC = "kl_sample_train"  # how the names of metrics begin that say how far the sampling policy is
 
 
 async def execute(execution: Execution) -> Outcome:
@@ -40,4 +42,9 @@ async def execute(execution: Execution) -> Outcome:
     result = await reply
     answer = await context.decode(sum(array.nbytes for array in result.logprobs), lambda: encode_forward(result))
     tokens = sum(len(example.tokens_T) for example in command.examples)
-    return request.done(answer, "proto", Used(request.session_id, card.name, UsageKind.TRAINING, tokens))
+    effects: list[Effect] = [Used(request.session_id, card.name, UsageKind.TRAINING, tokens)]
+    if command.backward:
+        weight = float(sum(example.weights_TK.sum(dtype=float) for example in command.examples))
+        kl = next((value for name, value in result.metrics.items() if name.startswith(KL_METRIC)), None)
+        effects.append(LossMeasured(execution.model_id, tokens, weight, result.loss_sum, kl))
+    return request.done(answer, "proto", *effects)

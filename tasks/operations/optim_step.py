@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinkerflow.backend.commands import OptimResult, OptimStep
-from tinkerflow.backend.journal import Outcome, StepMade
+from tinkerflow.backend.journal import Outcome, StepMade, StepMeasured
 from tinkerflow.backend.wire import OptimStepBody, encode_optim_step
 from tinkerflow.tasks.execution.context import Execution
 
@@ -15,4 +15,6 @@ async def execute(execution: Execution) -> Outcome:
     async with execution.slot:
         reply = execution.send(OptimStep(model_id, params), OptimResult)
     result = await reply
-    return request.done(encode_optim_step(result), "json", StepMade(model_id, result.step))
+    seq_id = 0 if request.seq_id is None else request.seq_id
+    measured = StepMeasured(model_id, seq_id, result.step, result.grad_norm, vars(params).get("learning_rate"))
+    return request.done(encode_optim_step(result), "json", StepMade(model_id, result.step), measured)

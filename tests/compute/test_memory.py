@@ -74,6 +74,8 @@ def test_on_cpus_sizes_do_not_depend_on_the_machine(qwen3: Reference) -> None:
     plan = memory.plan_group(load_config(qwen3.folder), config_of(max_context=300))
     assert plan.budget == memory.Budget(1024, 2**30)
     assert (plan.limit, plan.uses, plan.context, plan.rule) == (None, None, 300, "the model's context")
+    by_use = plan.by_use(load_config(qwen3.folder), config_of(max_context=300))
+    assert by_use.keys() == {"weights", "kv_cache"} and min(by_use.values()) > 0
 
 
 @pytest.mark.parametrize("memory_gb", [24, 33.5, 64, 78.7, 140])
@@ -86,6 +88,7 @@ def test_all_uses_together_stay_within_the_memory(
     plan = memory.plan_memory(qwen3_4b, config, limit)
     assert plan.uses is not None
     assert plan.uses.total <= limit
+    assert sum(plan.by_use(qwen3_4b, config).values()) == plan.uses.total
     assert min(getattr(plan.uses, each.name) for each in fields(plan.uses)) >= 0
     assert plan.cells >= plan.context * config.fsdp, "a row of the longest sequence fits"
     assert plan.resident_adapters is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkerflow.backend.commands import CompileStatus
+from tinkerflow.backend.commands import CompileStatus, GroupInfo
 
 
 def test_registering_replaces_the_list(scene):
@@ -25,3 +25,14 @@ def test_what_is_compiled_is_kept_until_the_list_is_replaced(scene):
     assert [model.compile_status for model in journal.base_models.all()] == [None, warmth]
     journal.base_models.register([("b", "{}")])
     assert journal.base_models.all()[0].compile_status is None
+
+
+def test_what_the_worker_group_is_and_what_requests_wait_for(scene):
+    journal = scene.journal
+    journal.base_models.register([("a", "{}")])
+    group = GroupInfo(("cpu:0",), 7, 32, 1, 64, 128, "the model's context", 2, memory={"weights": 2**40})
+    journal.base_models.note_worker_group("a", group)
+    journal.base_models.note_progress("a", "the group starts")
+    (found,) = journal.base_models.all()
+    assert found.worker_group is not None and found.worker_group["devices"] == ["cpu:0"]
+    assert (found.worker_group["memory"], found.progress) == ({"weights": 2**40}, "the group starts")

@@ -68,6 +68,7 @@ class Echo:
         self.fsdp = config.fsdp
         self.attention_tokens = 1024
         self.context, self.context_rule = config.max_context, "the model's context"
+        self.memory: dict[str, int] = {}
         self.rank = rank
         self.progress = progress
         self.steps = 0
@@ -324,6 +325,7 @@ class Collective:
         self.fsdp = len(self.devices)
         self.attention_tokens = 1024
         self.context, self.context_rule = config.max_context, "the model's context"
+        self.memory: dict[str, int] = {}
         self.sharded = NamedSharding(mesh, spec("fsdp"))
         self.total = jax.jit(lambda x_D: x_D.sum(), out_shardings=NamedSharding(mesh, spec()))
 

@@ -62,6 +62,7 @@ sample_results = st.builds(
 )
 adams = st.builds(AdamParams, numbers, numbers, numbers, numbers, numbers, numbers)
 failures = st.builds(m.Failed, texts, texts)
+by_use = st.dictionaries(texts, st.integers(0, 2**60), max_size=3)
 configs = st.builds(
     c.GroupConfig,
     model_path=texts,
@@ -122,6 +123,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         texts,
         st.integers(0, 2**31),
         st.booleans(),
+        by_use,
     ),
     m.Start: st.builds(
         m.Start, configs, st.integers(1, 64), texts, texts, numbers, st.lists(st.integers(0, 63), max_size=3).map(tuple)
@@ -136,6 +138,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.booleans(),
         st.integers(0, 2**31),
         texts,
+        by_use,
     ),
     m.Transfer: st.builds(
         m.Transfer,

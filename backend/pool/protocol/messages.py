@@ -66,6 +66,7 @@ class Ready:
     reaches_store: bool
     context: int
     context_rule: str
+    memory: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,103 @@
+"""Curves of training runs: the figures of each optimizer step, averaged over neighbours when there are many.
+
+effects.py writes a row for each step in the transaction that answers its optim_step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.journal.database import Aggregate, get_owned
+from tinkerflow.backend.journal.tables import Model, TrainingStep
+
+MOST = 500  # points of one curve: more than a screen shows
+
+_OF_RUN = (col(TrainingStep.model_id) == sa.bindparam("run_id"), col(TrainingStep.seq_id) >= 0)
+_SEQ = col(TrainingStep.seq_id)
+_BOUNDS = sa.select(sa.func.count(), sa.func.min(_SEQ), sa.func.max(_SEQ)).where(*_OF_RUN)
+_LOSS = col(TrainingStep.loss) / sa.func.nullif(col(TrainingStep.weight), 0.0)
+_PART = ((_SEQ - sa.bindparam("first")) // sa.bindparam("width")).label("part")
+_FIGURES = (
+    sa.select(
+        _PART,
+        sa.func.max(col(TrainingStep.step)).label("step"),
+        sa.func.max(col(TrainingStep.at)).label("at"),
+        sa.cast(sa.func.sum(col(TrainingStep.tokens)), sa.BigInteger).label("tokens"),
+        sa.func.avg(_LOSS).label("loss"),
+        sa.func.min(_LOSS).label("loss_low"),
+        sa.func.max(_LOSS).label("loss_high"),
+        (sa.func.sum(col(TrainingStep.kl)) / sa.func.nullif(sa.func.sum(col(TrainingStep.tokens)), 0)).label("kl"),
+        sa.func.avg(col(TrainingStep.grad_norm)).label("grad_norm"),
+        sa.func.avg(col(TrainingStep.learning_rate)).label("learning_rate"),
+    )
+    .where(*_OF_RUN)
+    .group_by("part")
+    .order_by("part")
+)
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The figures of one step, or the means over neighbouring steps of which it is the last.
+
+    loss: for each unit of weight, between loss_low and loss_high. tokens_per_second: since the point before, None for
+    the first. A figure that was not measured is None.
+    """
+
+    step: int
+    at: datetime
+    tokens: int
+    loss: float | None
+    loss_low: float | None
+    loss_high: float | None
+    kl: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The points of a run, oldest first. steps: how many steps they stand for. last_seq: of the newest one, else -1."""
+
+    points: tuple[StepFigures, ...]
+    steps: int
+    last_seq: int
+
+
+class Curves(Aggregate):
+    """The figures of training runs by step."""
+
+    def of_run(self, run_id: str, owner: str | None, *, most: int = MOST) -> Curve:
+        """A run's curve with about `most` points at most. Three statements. NotFoundError: unknown or foreign run."""
+        with self._read() as connection:
+            get_owned(connection, Model, run_id, owner)
+            steps, first, last = connection.execute(_BOUNDS, {"run_id": run_id}).one()
+            if not steps:
+                return Curve((), 0, -1)
+            # A run of few steps has each step alone. Sequence ids are spaced evenly in a run of many.
+            width = 1 if steps <= most else -(-(last - first + 1) // most)
+            rows = connection.execute(_FIGURES, {"run_id": run_id, "first": first, "width": width}).all()
+        return Curve(tuple(_figures(rows)), steps, last)
+
+    def last_seq(self, run_id: str, owner: str | None) -> int:
+        """The sequence id of the newest step, -1 before the first. Two statements. NotFoundError as in `of_run`."""
+        with self._read() as connection:
+            get_owned(connection, Model, run_id, owner)
+            newest = sa.select(_SEQ).where(*_OF_RUN).order_by(_SEQ.desc()).limit(1)
+            found = connection.execute(newest, {"run_id": run_id}).scalar()
+            return -1 if found is None else int(found)
+
+
+def _figures(rows: Sequence[sa.Row[tuple[object, ...]]]) -> list[StepFigures]:
+    found: list[StepFigures] = []
+    for row in rows:
+        seconds = (row.at - found[-1].at).total_seconds() if found else 0.0
+        values = {name: value for name, value in row._mapping.items() if name != "part"}
+        found.append(StepFigures(**values, tokens_per_second=row.tokens / seconds if seconds > 0 else None))
+    return found

@@ -1,0 +1,91 @@
+"""Samples for people who look back: which were asked for lately, of a project or of one training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned, missing, owned_by
+from tinkerflow.backend.journal.tables import Kind, Model, Request, SamplerRow
+
+SAMPLERS = 20  # the newest samplers, whose samples are looked at
+_COLUMNS = (
+    col(Request.id),
+    col(Request.sampler_id),
+    col(Request.state),
+    col(Request.error),
+    col(Request.created_at),
+    col(Request.finished_at),
+)
+_OF = (col(SamplerRow.base_model), col(SamplerRow.model_path))
+_BYTES = (col(Request.payload), col(Request.result), col(Request.result_type))
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """A sample request and whose weights it sampled: those of model_path, of an unnamed snapshot, or of base_model.
+
+    payload, result: the wire's bytes, empty once they were dropped.
+    """
+
+    id: str
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+    state: str
+    error: str | None
+    created_at: datetime
+    finished_at: datetime | None
+    payload: bytes
+    result: bytes | None
+    result_type: str
+
+
+class Samples(Aggregate):
+    """Sample requests, newest first."""
+
+    def recent(self, owner: str | None, *, run_id: str | None = None, limit: int = 20) -> list[SampleView]:
+        """The newest samples of the newest samplers; with run_id, of samplers of that run's weights.
+
+        One statement for each sampler, and one or two more. NotFoundError: unknown or foreign run.
+        """
+        newest = (col(SamplerRow.created_at).desc(), col(SamplerRow.id))
+        with self._read() as connection:
+            which = [*owned_by(SamplerRow, owner)]
+            if run_id is not None:
+                session = get_owned(connection, Model, run_id, owner).session_id
+                saves = sa.select(col(Request.id)).where(
+                    col(Request.model_id) == run_id, col(Request.kind) == Kind.SAVE_FOR_SAMPLER
+                )
+                # An unnamed save makes a sampler in the run's own session; a named one may be sampled anywhere.
+                unnamed = sa.and_(
+                    col(SamplerRow.session_id) == session,
+                    sa.or_(col(SamplerRow.snapshot_id).in_(saves), col(SamplerRow.snapshot_id) == f"{run_id}:inflight"),
+                )
+                named = col(SamplerRow.model_path).startswith(f"tinker://{run_id}/", autoescape=True)
+                which.append(sa.or_(unnamed, named))
+            ids = sa.select(col(SamplerRow.id)).where(*which).order_by(*newest).limit(SAMPLERS)
+            found: list[SampleView] = []
+            for sampler_id in connection.execute(ids).scalars().all():
+                of_sampler = sa.select(*_COLUMNS, *_OF, *_BYTES).join(
+                    SamplerRow, col(SamplerRow.id) == col(Request.sampler_id)
+                )
+                last = of_sampler.where(col(Request.sampler_id) == sampler_id).order_by(col(Request.seq_id).desc())
+                found += [as_view(SampleView, row) for row in connection.execute(last.limit(limit))]
+        return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)[:limit]
+
+    def get(self, request_id: str, owner: str | None) -> SampleView:
+        """One sample request; NotFoundError when it is unknown, foreign, or no sample."""
+        statement = (
+            sa.select(*_COLUMNS, *_OF, *_BYTES)
+            .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
+            .where(col(Request.id) == request_id, *owned_by(Request, owner))
+        )
+        with self._read() as connection:
+            row = connection.execute(statement).one_or_none()
+        if row is None:
+            raise missing(Request, request_id)
+        return as_view(SampleView, row)

@@ -1,0 +1,107 @@
+"""The figures of each step are kept with its answer, once, and averaged when there are many."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from tinkerflow.backend.errors import NotFoundError
+from tinkerflow.backend.journal import LossMeasured, StepMeasured
+from tinkerflow.backend.journal.database import driver_url
+from tinkerflow.backend.journal.tables import TrainingStep
+
+
+def answer(scene, model, seq, effect):
+    scene.submit(model, seq)
+    (pending,) = scene.journal.requests.ready(model)
+    outcome = pending.done(b"", "proto", effect)
+    scene.journal.results.finish([outcome])
+    return outcome
+
+
+def test_a_step_has_the_losses_that_it_was_made_of(scene, clock):
+    model = scene.model()
+    assert scene.journal.curves.of_run(model, "local").points == ()
+    answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0, kl=0.5))
+    answer(scene, model, 2, LossMeasured(model, 30, 5.0, 10.0, kl=0.1))
+    assert scene.journal.curves.last_seq(model, "local") == -1, "no step is made yet"
+    answer(scene, model, 3, StepMeasured(model, 3, 1, grad_norm=2.5, learning_rate=1e-4))
+    answer(scene, model, 4, LossMeasured(model, 8, 4.0, 2.0))
+    clock.advance(2)
+    answer(scene, model, 5, StepMeasured(model, 5, 2, grad_norm=1.5, learning_rate=1e-5))
+    curve = scene.journal.curves.of_run(model, "local")
+    one, two = curve.points
+    assert (one.step, one.tokens, one.loss, one.grad_norm, one.learning_rate) == (1, 40, 3.0, 2.5, 1e-4)
+    assert one.kl == pytest.approx(0.2) and one.tokens_per_second is None
+    assert (two.step, two.tokens, two.loss, two.kl, two.tokens_per_second) == (2, 8, 0.5, None, 4.0)
+    assert two.at - one.at == timedelta(seconds=2)
+    assert (curve.steps, curve.last_seq) == (2, 5) == (2, scene.journal.curves.last_seq(model, "local"))
+
+
+def test_an_answer_that_comes_twice_counts_once(scene):
+    model = scene.model()
+    outcome = answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0))
+    assert scene.journal.results.finish([outcome]) == []
+    outcome = answer(scene, model, 2, StepMeasured(model, 2, 1, 1.0, 1.0))
+    assert scene.journal.results.finish([outcome]) == []
+    (point,) = scene.journal.curves.of_run(model, "local").points
+    assert (point.tokens, point.loss) == (10, 4.0)
+
+
+def test_figures_that_are_not_finite_are_left_out_and_a_step_may_have_no_loss(scene):
+    model = scene.model()
+    answer(scene, model, 1, LossMeasured(model, 10, 5.0, math.nan))
+    answer(scene, model, 2, StepMeasured(model, 2, 1, math.inf, 1.0))
+    answer(scene, model, 3, StepMeasured(model, 3, 2, 1.0, 1.0))
+    answer(scene, model, 4, LossMeasured(model, 10, 0.0, 3.0))
+    answer(scene, model, 5, StepMeasured(model, 5, 3, 1.0, 1.0))
+    points = scene.journal.curves.of_run(model, "local").points
+    assert [(point.loss, point.grad_norm, point.tokens) for point in points] == [
+        (None, None, 10), (None, 1.0, 0), (None, 1.0, 10),
+    ]  # fmt: skip
+
+
+def test_each_costs_one_statement(scene, statements):
+    model = scene.model()
+    for seq, effect in ((1, LossMeasured(model, 1, 1.0, 1.0)), (2, StepMeasured(model, 2, 1, 1.0, 1.0))):
+        scene.submit(model, seq)
+        (pending,) = scene.journal.requests.ready(model)
+        with statements() as made:
+            scene.journal.results.finish([pending.done(b"", "json", effect)])
+        assert len(made) == 4, "three to answer, and one for the figures"
+
+
+def test_a_run_of_many_steps_is_averaged_with_its_peaks(scene, url, statements, clock):
+    model, steps = scene.model(), 100_000
+    engine = sa.create_engine(driver_url(url))
+    at = clock.now()
+    rows = [
+        {"model_id": model, "seq_id": 2 * n, "step": n, "at": at + timedelta(seconds=n), "tokens": 100, "weight": 10.0}
+        | {"loss": 20.0 if n != 5_000 else 990.0, "kl": 0.0, "grad_norm": 1.0, "learning_rate": 1e-4}
+        for n in range(1, steps + 1)
+    ]
+    with engine.begin() as connection:
+        connection.execute(sa.insert(TrainingStep), rows)
+    engine.dispose()
+    with statements() as made:
+        curve = scene.journal.curves.of_run(model, "local")
+    assert len(made) == 3
+    assert (curve.steps, curve.last_seq) == (steps, 2 * steps)
+    assert 400 <= len(curve.points) <= 500
+    assert sum(point.tokens for point in curve.points) == 100 * steps
+    assert max(point.loss_high for point in curve.points) == 99.0, "a peak of one step is still seen"
+    assert {point.loss_low for point in curve.points} == {2.0}
+    assert curve.points[7].tokens_per_second == pytest.approx(100.0)
+    assert curve.points[-1].step == steps
+
+
+def test_a_run_of_others_does_not_exist(scene, as_owner):
+    model = scene.model()
+    with pytest.raises(NotFoundError):
+        scene.journal.curves.of_run(model, "other")
+    with pytest.raises(NotFoundError):
+        scene.journal.curves.last_seq(model, "other")
+    assert scene.journal.curves.of_run(model, None).points == ()
