@@ -65,7 +65,7 @@ def create_app(
     # Every module of `routes` has a `router`; some have a `link_router` too, which links open without a key.
     modules = [import_module(f"{routes.__name__}.{module.name}") for module in pkgutil.iter_modules(routes.__path__)]
     for module in sorted(modules, key=lambda module: -module.router.busy):
-        app.include_router(module.router, prefix=API, dependencies=[Depends(authorised)])
+        app.include_router(module.router, prefix=module.router.at, dependencies=[Depends(authorised)])
     for module in modules:
         if hasattr(module, "link_router"):
             app.include_router(module.link_router, prefix=API)

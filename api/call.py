@@ -1,8 +1,8 @@
 """One request of a client, from its headers to what its handler works with: the services, the caller, the body.
 
 A handler asks for a `Call` in its signature (`call: Authorised`) and then reads `await call.body()` or
-`await call.parsed(Model)`. Who is calling says the X-API-Key header, which holds a key or a token that stands for a key
-(tokens.py). Long polls wait in `Holds`.
+`await call.parsed(Model)`. Who is calling says the X-API-Key header, or Authorization: Bearer. It holds a key, or a
+token that stands for a key (tokens.py). Long polls wait in `Holds`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tinkerflow.api.text import Tokenizers
 
 API = "/api/v1"
+OPEN_API = "/v1"  # of the endpoints that other vendors' clients speak
 LOCAL_OWNER = "local"
 REMEMBERED_SECONDS = 5.0  # how long a key is not looked up again, and how long a revoked key still works
 _NO_KEYS_SECONDS = 1.0
@@ -67,6 +68,12 @@ class Wire(BaseModel):
     model_config = ConfigDict(protected_namespaces=(), frozen=True)
 
 
+class Strict(Wire):
+    """Base of bodies that hold known fields only: an unknown one, which would change nothing, is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True)
+
+
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -77,10 +84,11 @@ class Router(APIRouter):
     busy: how much traffic they get. Routes are tried in order, so the app includes the busiest routers first.
     """
 
-    def __init__(self, *, busy: int = 0) -> None:
-        """Without endpoints yet."""
+    def __init__(self, *, busy: int = 0, at: str = API) -> None:
+        """Without endpoints yet. at: what their paths begin with."""
         super().__init__()
         self.busy = busy
+        self.at = at
 
 
 class Holds:
@@ -166,7 +174,9 @@ class Authenticator:
     async def identity(self, shown: str | None) -> Identity:
         """Whom this key or token belongs to; HTTPException 401 when it is not valid."""
         if not shown or not shown.startswith((KEY_PREFIX, TOKEN_PREFIX)):
-            raise _refused(f"the X-API-Key header must hold a key that starts with {KEY_PREFIX}")
+            raise _refused(
+                f"the X-API-Key header, or Authorization: Bearer, must hold a key that starts with {KEY_PREFIX}"
+            )
         now = self._clock.monotonic()
         if await self.is_open() and shown.startswith(KEY_PREFIX):
             return LOCAL
@@ -338,19 +348,29 @@ class Call:
         except ValidationError as e:
             first = e.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "the request body"
+            if first["type"] == "extra_forbidden":
+                raise UserError(f"{field} is not supported by this endpoint: must be left out") from e
             raise UserError(f"{field}: {first['msg']}, not {str(first['input'])[:80]!r}") from e
 
 
 async def authorised(request: Request) -> Call:
-    """The call, when its X-API-Key is good; else HTTPException 401. Every route but healthz depends on this.
+    """The call, when its key is good; else HTTPException 401. Every route but healthz depends on this.
 
     One dependency does all of it, because each further dependency costs a tenth of a millisecond per request.
     """
     services: Services = request.app.state.services
-    call = Call(request, await services.auth.identity(request.headers.get("x-api-key")), services)
+    call = Call(request, await services.auth.identity(_shown(request)), services)
     if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
         raise HTTPException(404, "the URL holds a NUL character (%00): the database has no such name")
     return call
+
+
+def _shown(request: Request) -> str | None:
+    """The key or token that came with a request: OpenAI's clients send it as `Authorization: Bearer`."""
+    if (key := request.headers.get("x-api-key")) is not None:
+        return key
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 Authorised = Annotated[Call, Depends(authorised)]

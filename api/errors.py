@@ -1,17 +1,25 @@
-"""The error tree as HTTP answers.
+"""The error tree as HTTP answers, in the form of each wire.
 
 Bodies are JSON with a Content-Length, because the SDK takes an empty 400 for a proxy's answer. Errors of the user are
-never 408, 409, 425, 429 or 5xx, most of which the SDK retries for minutes.
+never 408, 409, 425, 429 or 5xx, most of which the SDK retries for minutes; 429 is for those that may pass a moment
+later. OpenAI's and Anthropic's clients want forms of their own (`FORMS`).
 """
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
+from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exception_handlers import http_exception_handler, request_validation_exception_handler
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from tinkerflow.api.call import OPEN_API
 from tinkerflow.backend.errors import (
     BodyTooLargeError,
     ConflictError,
@@ -30,28 +38,94 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (TooManyError, 429),
     (UserError, 400),
 )
+_FIELD = re.compile(r"([a-z_]+)[\w.\[\]]*(?: '[^']*')?(?:: | (?:is|has|must|does)\b)")  # how our messages begin
+
+
+def openai_error(status: int, message: str) -> dict[str, Any]:
+    """An error as OpenAI's clients read it. param: the field that the message begins with."""
+    kind, code = _OPENAI.get(status, ("server_error" if status >= 500 else "invalid_request_error", None))
+    named = _FIELD.match(message)
+    param = named[1] if named is not None and status < 500 else None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """An error as Anthropic's clients read it."""
+    kind = _ANTHROPIC.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+_OPENAI: dict[int, tuple[str, str | None]] = {
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("not_found_error", "not_found"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    503: ("server_error", "unavailable"),
+}
+_ANTHROPIC = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# By the beginning of a path, the first that fits; elsewhere errors are FastAPI's.
+FORMS: tuple[tuple[str, Callable[[int, str], dict[str, Any]]], ...] = (
+    (f"{OPEN_API}/messages", anthropic_error),
+    (f"{OPEN_API}/", openai_error),
+)
 
 
 def install(app: FastAPI) -> None:
-    """Answer errors in our form."""
+    """Answer errors in our form, or in that of the wire."""
     app.add_exception_handler(TinkerflowError, _ours)
     app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _unknown)
 
 
+def status_of(error: Exception) -> int:
+    """The HTTP status that says an error of ours."""
+    return next((code for kind, code in _STATUS if isinstance(error, kind)), 503)
+
+
+def error_body(path: str, status: int, message: str) -> dict[str, Any]:
+    """The body of an error, as the wire of this path has it."""
+    return next((form(status, message) for start, form in FORMS if path.startswith(start)), {"detail": message})
+
+
+def _answer(request: Request, status: int, message: str, headers: Any = None) -> JSONResponse:
+    return JSONResponse(error_body(request.url.path, status, message), status, headers)
+
+
 def _ours(request: Request, error: Exception) -> JSONResponse:
-    status = next((code for kind, code in _STATUS if isinstance(error, kind)), 503)
+    status = status_of(error)
     if status == 503:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse({"detail": str(error)}, status, {"Retry-After": "1"} if status == 429 else None)
+    return _answer(request, status, str(error), {"Retry-After": "1"} if status == 429 else None)
 
 
 def _gone(request: Request, error: Exception) -> Response:
-    # The client left before its whole request had arrived. Nothing was done, and nobody reads this answer.
+    # The client left before its whole request had arrived, or before its answer was there. Nobody reads this answer.
     log.debug("%s %s: the client went away", request.method, request.url.path)
     return Response(status_code=499)
 
 
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if request.url.path.startswith(f"{OPEN_API}/"):
+        return _answer(request, error.status_code, str(error.detail), error.headers)
+    return await http_exception_handler(request, error)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    if request.url.path.startswith(f"{OPEN_API}/"):
+        first = error.errors()[0]
+        return _answer(request, 400, f"{first['loc'][-1]}: {first['msg']}")
+    return await request_validation_exception_handler(request, error)
+
+
 def _unknown(request: Request, error: Exception) -> JSONResponse:
     # uvicorn logs the traceback; the client sees no internals
-    return JSONResponse({"detail": f"the service failed: {type(error).__name__}"}, 500)
+    return _answer(request, 500, f"the service failed: {type(error).__name__}")

@@ -15,7 +15,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import orjson
 from fastapi import Request
@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from tinkerflow.api.call import Call
 from tinkerflow.api.models import Target
 from tinkerflow.api.routes.futures import content_hash, judged
+from tinkerflow.api.sse import left
 from tinkerflow.backend.commands import Candidates, SampledSequence, SampleResult
 from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.journal import Kind, NewRequest, Result
@@ -68,6 +69,22 @@ class Generation:
         self._session_id = session_id
         self._result: SampleResult | None = None
 
+    async def __aenter__(self) -> Self:
+        """Inside, the request is wanted; when the block is left before its end, it is given up."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Give the request up, if it has no answer yet."""
+        self.cancel()
+
+    def sequence_id(self, index: int) -> str:
+        """The id of one of its samples: what the SDK calls the sequence's id, and what feedback can be about."""
+        return f"{self.id}-{index}"
+
+    async def begin(self) -> None:
+        """Wait until the first tokens are there. Errors as of `result`: after that, few requests fail."""
+        await self.result()
+
     async def result(self) -> SampleResult:
         """All samples, when all are done. UserError or ServerError: what the request failed with."""
         if self._result is None:
@@ -80,9 +97,8 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The samples piece by piece, those of different samples mixed. Errors as of `result`."""
-        result = await self.result()
-        for index, sequence in enumerate(result.sequences):
-            yield _rest(index, sequence, 0)
+        for piece in collected(await self.result()):
+            yield piece
 
     def cancel(self) -> None:
         """Give the request up, if it has no answer yet. It stops within one chunk; nobody waits for that."""
@@ -161,12 +177,42 @@ def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
     return call.journal.requests.submit(request, call.services.limits)
 
 
+async def together(made: Sequence[Generation]) -> list[SampleResult]:
+    """The results of all. The error of the first that fails is raised; the others go on until they are given up."""
+    return list(await asyncio.gather(*(one.result() for one in made)))
+
+
+async def merged(made: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
+    """The pieces of all as they come, each with the number of its generation."""
+    pieces = [aiter(one) for one in made]
+    waiting = {asyncio.ensure_future(anext(one)): number for number, one in enumerate(pieces)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                try:
+                    piece = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(pieces[number]))] = number
+                yield number, piece
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def collected(result: SampleResult) -> list[Piece]:
+    """A result as one piece for each sample."""
+    return [_rest(index, sequence, 0) for index, sequence in enumerate(result.sequences)]
+
+
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
     """What `work` comes to, unless the client goes away first: then it is cancelled, and ClientDisconnect raised.
 
     The request's body must have been read.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -175,11 +221,6 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         leaving.cancel()
         working.cancel()
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _check(target: Target, values: dict[str, Any]) -> None:

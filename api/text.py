@@ -91,6 +91,7 @@ class Detokenizer:
         self._fresh: list[int] = []  # tokens after them
         self._held = ""  # settled text that may be the beginning of a stop string
         self.stopped: str | None = None  # the stop string that ended the text
+        self.characters = 0  # that were given
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Take new tokens; the text that is certain now. Empty after a stop string."""
@@ -125,11 +126,13 @@ class Detokenizer:
             found = [(at, string) for string in self._stop if (at := self._held.find(string)) >= 0]
             if found:
                 at, self.stopped = min(found)
-                text, self._held = self._held[:at], ""
-                return text
+                return self._given(at, drop=True)
         keep = 0 if last else max((_overlap(self._held, string) for string in self._stop), default=0)
-        cut = len(self._held) - keep
-        text, self._held = self._held[:cut], self._held[cut:]
+        return self._given(len(self._held) - keep)
+
+    def _given(self, cut: int, *, drop: bool = False) -> str:
+        text, self._held = self._held[:cut], "" if drop else self._held[cut:]
+        self.characters += len(text)
         return text
 
 

@@ -41,7 +41,7 @@ class Person:
     def send(self, method: str, path: str, body: Any = None) -> Any:
         """Any request; bytes are protobuf."""
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
-        url, headers = f"{self.server.url}/api/v1/{path}", {"X-API-Key": self.key}
+        url, headers = f"{self.server.url}{path if path[:1] == '/' else f'/api/v1/{path}'}", {"X-API-Key": self.key}
         return self.server.http.request(method, url, headers=headers, follow_redirects=False, **content)
 
     def outcome(self, method: str, path: str, body: Any = None, *, follow: bool = False) -> tuple[int, str]:
@@ -129,6 +129,10 @@ def of_checkpoint(body: Body, *kinds: str, follow: bool = False) -> list[Probe]:
 
 # ------------------------------------------------------------------ the tables
 IN_BODY: dict[str, list[Probe]] = {
+    "/v1/completions": [
+        Probe(kind, lambda it, me: {"model": it, "prompt": [2], "max_tokens": 1})
+        for kind in ("weights", "sampler_weights", "model")
+    ],
     "retrieve_future": [
         Probe(kind, lambda it, me: {"request_id": it}) for kind in ("request", "sample", "loss_request")
     ],
@@ -204,7 +208,7 @@ WITH_PATH = {
 }
 IN_QUERY = {"training_runs": "project_id", "billing/usage/checkpoints/current": "project_id"}
 NO_ID = {
-    "/", "/openapi.json",
+    "/", "/openapi.json", "/v1/models", "/v1/embeddings",
     "healthz", "client/config", "client/dynamic_config", "get_server_capabilities", "create_session", "auth/token",
     "auth/apikey/me", "metrics", "checkpoints", "sessions", "audit", "billing/usage/events",
     "telemetry",  # its session_id is written to the log, and never looked up
@@ -243,6 +247,9 @@ def tries(method: str, path: str) -> list[Try]:
         if path not in NO_ID:
             raise KeyError(f"{method} {path} is new: say in the tables which ids it takes, or that it takes none")
         return []
+    if path == "/v1/models/{model:path}":
+        of = "/v1/models/{}".format
+        return [Try(route, kind, of, lambda it, me: None) for kind in ("weights", "sampler_weights", "model")]
     name = path[path.index("{") + 1 : path.index("}")]
     kind = {"session_id": "session", "run_id": "model", "wanted": "sampler"}[name]
     return [Try(route, kind, lambda it: path.replace("{" + name + "}", it), lambda it, me: body)]
@@ -262,7 +269,7 @@ def nobodys(some_id: str) -> str:
 
 
 @pytest.fixture
-def people(server: Running, engine: Any, journal: Any) -> tuple[Person, Person]:
+def people(server: Running, engine: Any, journal: Any, lettered: Any) -> tuple[Person, Person]:
     """Two, of different projects; the first one's things are asked about by the second."""
     found = []
     for name in ("ann", "bob"):

@@ -14,6 +14,7 @@ from tests.docs.metrics import families
 from tests.docs.pages import DOCS, ROOT, anchors, links, paths, tracked, written
 
 import tinkerflow.api.routes as routes
+from tinkerflow.api.call import API, OPEN_API
 from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.settings import Settings
 from tinkerflow.tasks.execution.sequencer import SaveState
@@ -66,19 +67,24 @@ def test_metrics_that_are_named_exist(page: str) -> None:
     assert set(re.findall(r"\btinkerflow_[a-z_]+\b", PAGES[page])) <= {family.name for family in families()}
 
 
-def test_the_protocol_page_has_every_endpoint() -> None:
-    served = {("GET", "healthz")}
+def test_every_endpoint_is_on_its_page() -> None:
+    served = {(API, "GET", "healthz")}
     for module in pkgutil.iter_modules(routes.__path__):
         found = importlib.import_module(f"{routes.__name__}.{module.name}")
         for router in (getattr(found, name, None) for name in ("router", "link_router")):
             for route in router.routes if router is not None else ():
-                served |= {(method, _plain(route.path)) for method in route.methods - {"HEAD"}}
-    rows = re.findall(r"^\| `([A-Z]+) /api/v1/([^`]+)` \|", PAGES["docs/protocol.md"], re.M)
-    assert {(method, _plain(path)) for method, path in rows} == served
+                served |= {
+                    (getattr(router, "at", API), method, _plain(route.path)) for method in route.methods - {"HEAD"}
+                }
+    named = set()
+    for at, page in ((API, "docs/protocol.md"), (OPEN_API, "docs/endpoints.md")):
+        rows = re.findall(rf"^\| `([A-Z]+) {at}/([^`]+)` \|", PAGES[page], re.M)
+        named |= {(at, method, _plain(path)) for method, path in rows}
+    assert named == served
 
 
 def _plain(path: str) -> str:
-    return re.sub(r"\{\w+\}", "{}", path).strip("/")
+    return re.sub(r"\{\w+(:path)?\}", "{}", path).strip("/")
 
 
 def test_messages_to_troubleshoot_are_those_of_the_code() -> None:

@@ -1,0 +1,202 @@
+"""OpenAI's text completions (`/v1/completions`), with the fields that vLLM adds for token ids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeAlias
+
+import orjson
+from fastapi.responses import Response
+from pydantic import Field
+
+from tinkerflow.api.call import OPEN_API, Authorised, Call, Router
+from tinkerflow.api.generation import Generation, Piece, Top, collected, generate, listed, merged, together, until_gone
+from tinkerflow.api.models import Target, resolve
+from tinkerflow.api.openai import MAX_TOP, SamplingFields, check_choices, usage
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.sse import EventStream, event
+from tinkerflow.api.text import Detokenizer, Tokenizer
+from tinkerflow.backend.commands import SampleResult
+from tinkerflow.backend.errors import UserError, broken
+
+router = Router(busy=6, at=OPEN_API)
+
+Choice: TypeAlias = dict[str, Any]
+
+
+class Completion(SamplingFields):
+    """A request. prompt: a text, the ids of tokens, or a list of either. max_tokens 0: only with echo.
+
+    logprobs: those of the tokens, with so many of the most likely tokens at each. echo: the prompt comes before the
+    answer, and its logprobs too.
+    """
+
+    model: str
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    echo: bool = False
+
+
+@router.post("/completions", openapi_extra=takes(Completion))
+async def completions(call: Authorised) -> Response:
+    """Continue each of the prompts `n` times."""
+    body = await call.parsed(Completion)
+    _check(body)
+    wants_usage = body.wants_usage
+    target = await resolve(call, body.model)
+    prompts = await _tokens(target.tokenizer, body.prompt)
+    check_choices(len(prompts), body.n)
+    async with AsyncExitStack() as stack:
+        made = [await stack.enter_async_context(await _generate(call, target, body, prompt)) for prompt in prompts]
+        answer = _Answer(call, target, body, made)
+        if not body.stream:
+            results = await until_gone(call.request, together(made))
+            return Response(orjson.dumps(answer.whole(results)), media_type="application/json")
+        await until_gone(call.request, made[0].begin())
+        return EventStream(call.request, answer.events(stack.pop_all(), wants_usage))
+
+
+def _check(body: Completion) -> None:
+    if body.max_tokens == 0 and not body.echo:
+        raise broken("max_tokens", 0, "at least 1 without echo")
+    if body.echo and body.stream:
+        raise UserError("echo is true: must be false in a stream")
+
+
+async def _tokens(tokenizer: Tokenizer, prompt: str | list[Any]) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [await tokenizer.encode(prompt)]
+    if not prompt:
+        raise broken("prompt", prompt, "a text, token ids, or a list of either that is not empty")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    check_choices(len(prompt), 1)
+    return [await tokenizer.encode(one) if isinstance(one, str) else one for one in prompt]
+
+
+async def _generate(call: Call, target: Target, body: Completion, prompt: Sequence[int]) -> Generation:
+    most = None if body.max_tokens is None else max(body.max_tokens, 1)
+    scored = body.echo and body.logprobs is not None
+    return await generate(
+        call,
+        target,
+        prompt,
+        body.params(target, most),
+        body.n,
+        stream=body.stream,
+        top_logprobs=body.logprobs or 0,
+        prompt_logprobs=scored,
+        top_prompt_logprobs=(body.logprobs or 0) if scored else 0,
+    )
+
+
+class _Answer:
+    """The answer to one request, whole or in events. Its id is that of the first prompt's generation."""
+
+    def __init__(self, call: Call, target: Target, body: Completion, made: Sequence[Generation]) -> None:
+        """made: a generation for each prompt."""
+        self._body = body
+        self._made = made
+        self._tokenizer = target.tokenizer
+        self._frame = {
+            "id": made[0].id,
+            "object": "text_completion",
+            "created": int(call.services.clock.now().timestamp()),
+            "model": target.name,
+        }
+
+    def whole(self, results: Sequence[SampleResult]) -> dict[str, Any]:
+        """The answer when all is done."""
+        choices = [
+            self._choice(number, piece, result) for number, result in enumerate(results) for piece in collected(result)
+        ]
+        return {**self._frame, "choices": choices, "usage": self._usage(results)}
+
+    async def events(self, stack: AsyncExitStack, wants_usage: bool) -> AsyncIterator[bytes]:
+        """The answer piece by piece. stack: gives up what is not finished. wants_usage: in a last event."""
+        async with stack:
+            texts: dict[tuple[int, int], Detokenizer] = {}
+            more = {"usage": None} if wants_usage else {}
+            async for number, piece in merged(self._made):
+                place = (number, piece.index)
+                first = place not in texts
+                text = texts.setdefault(place, self._detokenizer())
+                choice = self._delta(number, piece, text, first=first)
+                yield event({**self._frame, "choices": [choice], **more})
+            if wants_usage:
+                results = [await one.result() for one in self._made]
+                yield event({**self._frame, "choices": [], "usage": self._usage(results)})
+            yield event(b"[DONE]")
+
+    def _usage(self, results: Sequence[SampleResult]) -> dict[str, Any]:
+        said = usage([one.prompt_tokens for one in self._made], results)
+        if self._body.max_tokens == 0:
+            said |= {"completion_tokens": 0, "total_tokens": said["prompt_tokens"]}
+        return said
+
+    def _detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer, self._body.stops, special=not self._body.skip_special_tokens)
+
+    def _choice(self, number: int, piece: Piece, result: SampleResult) -> Choice:
+        body, prompt = self._body, list(self._made[number].prompt_tokens)
+        if body.max_tokens == 0:
+            piece = Piece(piece.index, [], [], None if piece.top is None else [], "length")
+        choice = self._delta(number, piece, self._detokenizer(), first=True)
+        if body.echo:
+            choice["text"] = self._tokenizer.decode(prompt, special=not body.skip_special_tokens) + choice["text"]
+            if body.logprobs is not None:
+                assert result.prompt_logprobs_T is not None
+                top = None if result.top is None or piece.top is None else [*listed(result.top), *piece.top]
+                logprobs = [*result.prompt_logprobs_T.tolist(), *piece.logprobs]
+                choice["logprobs"] = self._logprobs([*prompt, *piece.tokens], logprobs, top, 0)
+        return choice
+
+    def _delta(self, number: int, piece: Piece, text: Detokenizer, *, first: bool) -> Choice:
+        """A part of a choice. first: it is the choice's first."""
+        body, made, offset = self._body, self._made[number], text.characters
+        new = text.feed(piece.tokens) + (text.finish() if piece.stop_reason else "")
+        choice: Choice = {
+            "index": number * body.n + piece.index,
+            "id": made.sequence_id(piece.index),
+            "text": new,
+            "logprobs": None,
+            "finish_reason": piece.stop_reason,
+        }
+        if piece.stop_reason:
+            choice["stop_reason"] = text.stopped
+        if body.logprobs is not None:
+            choice["logprobs"] = self._logprobs(piece.tokens, piece.logprobs, piece.top, offset)
+        if body.return_token_ids:
+            choice["token_ids"] = piece.tokens
+            if first:
+                choice["prompt_token_ids"] = list(made.prompt_tokens)
+        return choice
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], top: Top | None, offset: int) -> Choice:
+        """OpenAI's form of the logprobs of these tokens, of which the first begins at character `offset`."""
+        names, offsets = [], []
+        for token in tokens:
+            names.append(self._named(token))
+            offsets.append(offset)
+            offset += len(self._tokenizer.token_text(token))
+        values = [None if math.isnan(value) else value for value in logprobs]
+        tops: list[dict[str, float] | None] | None = None
+        if top is not None:
+            tops = [
+                None if value is None else self._top(row, token, value)
+                for row, token, value in zip(top, tokens, values, strict=True)
+            ]
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _top(self, row: Sequence[tuple[int, float]], token: int, logprob: float) -> dict[str, float]:
+        """The most likely tokens, and the one that is there."""
+        found: dict[str, float] = {}
+        for one, value in (*row, (token, logprob)):
+            found.setdefault(self._named(one), value)
+        return found
+
+    def _named(self, token: int) -> str:
+        return f"token_id:{token}" if self._body.return_tokens_as_token_ids else self._tokenizer.token_text(token)

@@ -1,0 +1,53 @@
+"""The models that the OpenAI-compatible endpoints know (`/v1/models`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tinkerflow.api.call import OPEN_API, Authorised, Router, Wire
+from tinkerflow.api.models import Listed, find, list_models
+from tinkerflow.backend.errors import UserError
+
+router = Router(busy=3, at=OPEN_API)
+
+
+class Model(Wire):
+    """A model that can be named. root: the weights that it stands for. parent: the base model below an adapter."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None = None
+
+
+class Models(Wire):
+    """A list of models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+@router.get("/models")
+async def get_models(call: Authorised) -> Models:
+    """Base models, champions, and the newest weights for samplers of the project."""
+    return Models(data=[_shown(found) for found in await list_models(call)])
+
+
+@router.get("/models/{model:path}")
+async def get_model(model: str, call: Authorised) -> Model:
+    """One model, by any name that `model` may have in a request."""
+    return _shown(await find(call, model))
+
+
+@router.post("/embeddings")
+async def refuse_embeddings(call: Authorised) -> Model:
+    """Refused: the models served here generate text and have no embeddings."""
+    raise UserError("/v1/embeddings is not supported: the models served here generate text, and have no embeddings")
+
+
+def _shown(found: Listed) -> Model:
+    parent = None if found.name == found.base_model else found.base_model
+    created = int(found.created_at.timestamp())
+    return Model(id=found.name, created=created, owned_by=found.owned_by, root=found.root, parent=parent)

@@ -1,0 +1,72 @@
+"""Server-sent events: an answer in parts, which ends with whoever listens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinkerflow.api.errors import error_body, status_of
+from tinkerflow.backend.errors import TinkerflowError
+
+log = logging.getLogger(__name__)
+
+
+def event(data: Mapping[str, Any] | bytes, name: str = "") -> bytes:
+    """One event: JSON, or bytes that go out as they are. name: its type, where the wire names types."""
+    body = data if isinstance(data, bytes) else orjson.dumps(data)
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + body + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come. When the client goes away, their iterator is closed at once.
+
+    An error after the beginning is an event too, in the form of the wire: the status has been sent. What can fail
+    should be awaited before (`Generation.begin`), so that it is an answer of its own.
+    """
+
+    def __init__(self, request: Request, events: AsyncIterator[bytes], *, error_name: str = "") -> None:
+        """request: whose answer it is; its body must have been read. error_name: the type of an event with an error."""
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._request = request
+        self._events = events
+        self._error_name = error_name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events, unless the client goes away first."""
+        sending = asyncio.create_task(self._send(send), name="events")
+        leaving = asyncio.create_task(left(self._request), name="disconnect")
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
+        finally:
+            leaving.cancel()
+            sending.cancel()
+            await asyncio.wait((sending, leaving))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for part in self._events:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except TinkerflowError as error:
+            body = error_body(self._request.url.path, status_of(error), error.message)
+            await send({"type": "http.response.body", "body": event(body, self._error_name), "more_body": True})
+        finally:
+            if (close := getattr(self._events, "aclose", None)) is not None:
+                await close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def left(request: Request) -> None:
+    """Return when the client goes away. The request's body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
