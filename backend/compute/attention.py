@@ -14,6 +14,7 @@ heads of a key-value head times the queries of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,58 +37,61 @@ def attend_segments(segments_BT: jax.Array, mesh: Mesh) -> Attend:
 
     mesh: rows and heads are split over it. On CPUs, and for rows that no kernel of `flash` takes, it is that of here.
     """
-    kernel = flash_attention(mesh, segments_BT.shape[1])
 
-    def attend(q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array) -> jax.Array:
+    def attend(q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array, *, window: int | None = None) -> jax.Array:
+        kernel = flash_attention(mesh, segments_BT.shape[1], window)
         if kernel is not None:
             return kernel(q_BTHd, k_BTGd, v_BTGd, segments_BT)
-        return _attend(q_BTHd, k_BTGd, v_BTGd, segments_BT)
+        return _attend(window, q_BTHd, k_BTGd, v_BTGd, segments_BT)
 
     return attend
 
 
-@jax.custom_vjp
-def _attend(q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array, segments_BT: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    window: int | None, q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array, segments_BT: jax.Array
+) -> jax.Array:
     """softmax(q k / sqrt(d)) v over the keys seen; softmax in float32, result in the dtype of v."""
-    return _forward(q_BTHd, k_BTGd, v_BTGd, segments_BT)[0]
+    return _forward(window, q_BTHd, k_BTGd, v_BTGd, segments_BT)[0]
 
 
 def _forward(
-    q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array, segments_BT: jax.Array
+    window: int | None, q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array, segments_BT: jax.Array
 ) -> tuple[jax.Array, Residuals]:
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     outputs, log_totals = [], []
     for start, end in _blocks(q_BTHd.shape[1]):
+        first = _first(window, start)
         q_BGmd = _grouped(_scaled(q_BTHd[:, start:end]), k_BTGd.shape[2])
-        scores_BGmS = _scores(q_BGmd, k_BGSd[:, :, :end], segments_BT, start, end)
+        scores_BGmS = _scores(window, q_BGmd, k_BGSd[:, :, first:end], segments_BT, start, end)
         top = jnp.max(scores_BGmS, axis=-1, keepdims=True)
         weights = jnp.exp(scores_BGmS - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        o_BGmd = _product("bgms,bgsd->bgmd", weights.astype(v_BGSd.dtype), v_BGSd[:, :, :end]) / total
+        o_BGmd = _product("bgms,bgsd->bgmd", weights.astype(v_BGSd.dtype), v_BGSd[:, :, first:end]) / total
         outputs.append(_ungrouped(o_BGmd.astype(v_BGSd.dtype), end - start))
         log_totals.append(checkpoint_name(top + jnp.log(total), "log_totals"))
     o_BTHd = checkpoint_name(jnp.concatenate(outputs, axis=1), "attended")
     return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, segments_BT, o_BTHd, tuple(log_totals))
 
 
-def _backward(kept: Residuals, d_o_BTHd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(window: int | None, kept: Residuals, d_o_BTHd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q_BTHd, k_BTGd, v_BTGd, segments_BT, o_BTHd, log_totals = kept
     G = k_BTGd.shape[2]
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     d_k, d_v = jnp.zeros(k_BGSd.shape, jnp.float32), jnp.zeros(v_BGSd.shape, jnp.float32)
     d_q = []
     for (start, end), log_total in zip(_blocks(q_BTHd.shape[1]), log_totals, strict=True):
-        here = slice(start, end)
-        k, v = k_BGSd[:, :, :end], v_BGSd[:, :, :end]
+        here, first = slice(start, end), _first(window, start)
+        k, v = k_BGSd[:, :, first:end], v_BGSd[:, :, first:end]
         q_BGmd, o_BGmd, d_o_BGmd = (
             _grouped(x, G) for x in (_scaled(q_BTHd[:, here]), o_BTHd[:, here], d_o_BTHd[:, here])
         )
-        weights = jnp.exp(_scores(q_BGmd, k, segments_BT, start, end) - log_total)
+        weights = jnp.exp(_scores(window, q_BGmd, k, segments_BT, start, end) - log_total)
         # The slope of a softmax: its weights times what their gradients exceed their mean by; that mean is d_o . o.
         mean = jnp.sum(d_o_BGmd.astype(jnp.float32) * o_BGmd, axis=-1, keepdims=True)
         d_scores = (weights * (_product("bgmd,bgsd->bgms", d_o_BGmd, v) - mean)).astype(q_BGmd.dtype)
-        d_v = d_v.at[:, :, :end].add(_product("bgms,bgmd->bgsd", weights.astype(v.dtype), d_o_BGmd))
-        d_k = d_k.at[:, :, :end].add(_product("bgms,bgmd->bgsd", d_scores, q_BGmd))
+        d_v = d_v.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", weights.astype(v.dtype), d_o_BGmd))
+        d_k = d_k.at[:, :, first:end].add(_product("bgms,bgmd->bgsd", d_scores, q_BGmd))
         d_q.append(_ungrouped(_scaled(_product("bgms,bgsd->bgmd", d_scores, k)), end - start))
     return (
         jnp.concatenate(d_q, axis=1).astype(q_BTHd.dtype),
@@ -101,16 +105,25 @@ _attend.defvjp(_forward, _backward)
 
 
 def _blocks(T: int) -> Iterator[tuple[int, int]]:
-    """Queries [start, end); keys from `end` on are never seen by them, so they are not multiplied."""
+    """Queries [start, end); keys from `end` on and before `_first` are never seen, so they are not multiplied."""
     step = max(_BLOCK, T // _MOST_BLOCKS)
     return ((start, min(start + step, T)) for start in range(0, T, step))
 
 
-def _scores(q_BGmd: jax.Array, k_BGSd: jax.Array, segments_BT: jax.Array, start: int, end: int) -> jax.Array:
+def _first(window: int | None, start: int) -> int:
+    """The first key that the query at `start` sees."""
+    return 0 if window is None else max(0, start - window + 1)
+
+
+def _scores(
+    window: int | None, q_BGmd: jax.Array, k_BGSd: jax.Array, segments_BT: jax.Array, start: int, end: int
+) -> jax.Array:
     scores_BGmS = _product("bgmd,bgsd->bgms", q_BGmd, k_BGSd)
     B, G, m, S = scores_BGmS.shape
-    same = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
-    earlier = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
+    first = _first(window, start)
+    same = segments_BT[:, start:end, None] == segments_BT[:, None, first:end]
+    queries, keys = jnp.arange(start, end)[:, None], jnp.arange(first, end)[None, :]
+    earlier = queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
     by_head = scores_BGmS.reshape(B, G, m // (end - start), end - start, S)
     return jnp.where((same & earlier)[:, None, None], by_head, _UNSEEN).reshape(B, G, m, S)
 

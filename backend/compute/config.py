@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tinkerflow.backend.compute.rope import Rope, Scaling
 from tinkerflow.backend.errors import UserError
 
 
 @dataclass(frozen=True)
-class Llama3Rope:
-    """Llama 3's rule for stretching slow rotary frequencies beyond the context of pre-training."""
+class LayerKind:
+    """How some layers of a model differ from others.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    rope: their rotary embedding; None = they do not know positions. window: how many tokens a query sees, itself
+    included; None = all earlier ones. mixer: what mixes tokens. Layers with the same mixer have the same matrices.
+    """
+
+    rope: Rope | None
+    window: int | None = None
+    mixer: str = "attention"
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class ModelConfig:
     longest sequence in tokens. tied: the embedding is the unembedding, too. qk_norm: RMS norms on each head of q and k
     (Qwen3). qkv_bias: q, k and v have biases (Qwen2.5). experts: 0 in a dense model; else each token goes to
     `experts_per_token` of them (Qwen3-MoE), `mlp` is the width of one, and `norm_topk` makes their shares sum to 1.
+    rotary_dims: how many of a head's dimensions turn, 0 = all. kinds: of every layer, if they are not all alike.
     """
 
     architecture: str
@@ -41,7 +46,7 @@ class ModelConfig:
     mlp: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3Rope | None
+    rope_scaling: Scaling | None
     max_positions: int
     tied: bool
     qk_norm: bool = False
@@ -49,6 +54,31 @@ class ModelConfig:
     experts: int = 0
     experts_per_token: int = 0
     norm_topk: bool = False
+    rotary_dims: int = 0
+    kinds: tuple[LayerKind, ...] = ()
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding of the layers, unless `kinds` has others."""
+        return Rope(self.rope_theta, self.rotary_dims or self.head_dim, self.rope_scaling)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer."""
+        return self.kinds or (LayerKind(self.rope),) * self.layers
+
+    def numbers(self, mixer: str) -> tuple[int, ...]:
+        """The numbers of the layers that have this mixer."""
+        return tuple(number for number, kind in enumerate(self.layer_kinds) if kind.mixer == mixer)
+
+    def for_context(self, context: int) -> ModelConfig:
+        """The config for a service whose sequences have up to `context` tokens (`Rope.for_context`)."""
+
+        def changed(rope: Rope) -> Rope:
+            return rope.for_context(min(context, self.max_positions))
+
+        kinds = tuple(replace(kind, rope=kind.rope and changed(kind.rope)) for kind in self.kinds)
+        return replace(self, rope_scaling=changed(self.rope).scaling, kinds=kinds)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,14 @@ A family that is built alike takes these functions as they are, or changes what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinkerflow.backend.compute.config import ConfigFields, Llama3Rope, ModelConfig
+from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
+from tinkerflow.backend.compute.rope import Rope, read_rope
+
+_ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # outside of the rope's own
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,8 @@ class Projection:
 
     module: Hugging Face's name, with a `{}` for each axis of `stack`: the layer, then the expert.
     switch: the field of LoraSpec that adapts it. stack: how many there are, by layer and by expert.
-    per_token: how many of a layer's matrices one token goes through.
+    per_token: how many of a layer's matrices one token goes through. layers: the numbers of the layers that have it;
+    None = all.
     """
 
     module: str
@@ -26,6 +31,11 @@ class Projection:
     switch: Literal["train_attn", "train_mlp", "train_unembed"]
     stack: tuple[int, ...]
     per_token: int = 1
+    layers: tuple[int, ...] | None = None
+
+    def name(self, place: tuple[int, ...]) -> str:
+        """Hugging Face's name of the module at a place of the stack."""
+        return self.module.format(*((self.layers[place[0]], *place[1:]) if self.layers else place))
 
     @property
     def of_experts(self) -> bool:
@@ -38,11 +48,13 @@ class LayerTensor:
     """A tensor that each layer has and that LoRA does not adapt: a norm, a bias, a router.
 
     tensor: Hugging Face's name, with a `{}` for the layer. split: the mesh's tensor axis splits its first dimension.
+    layers: the numbers of the layers that have it; None = all.
     """
 
     tensor: str
     shape: tuple[int, ...]
     split: bool = False
+    layers: tuple[int, ...] | None = None
 
 
 def decoder_config(
@@ -58,6 +70,8 @@ def decoder_config(
     missing, or the value of one that asks for something this decoder does not compute.
     """
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    head_dim = fields.size("head_dim", hidden // heads)
+    rope = read_ropes(fields, head_dim)[""]
     config = ModelConfig(
         architecture=fields["model_type"],
         vocab=fields.size("vocab_size"),
@@ -65,15 +79,16 @@ def decoder_config(
         layers=fields.size("num_hidden_layers"),
         heads=heads,
         kv_heads=fields.size("num_key_value_heads", heads),
-        head_dim=fields.size("head_dim", hidden // heads),
+        head_dim=head_dim,
         mlp=fields.size(mlp),
         norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(fields.get("rope_theta") or _rope(fields).get("rope_theta") or 10_000.0),
-        rope_scaling=_rope_scaling(fields),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         max_positions=fields.size("max_position_embeddings"),
         tied=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
+        rotary_dims=0 if rope.dims == head_dim else rope.dims,
     )
     fields.refuse_others(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
     if config.heads % config.kv_heads or config.head_dim % 2:
@@ -129,22 +144,23 @@ def decoder_tensors(cfg: ModelConfig, layer: str = "model.layers.{}.") -> dict[s
     return tensors
 
 
-def _rope(fields: ConfigFields) -> ConfigFields:
-    # transformers 5 writes rope_parameters; earlier releases wrote rope_scaling beside rope_theta.
+def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> Mapping[str, Rope]:
+    """The rotary embedding of each `layer_types`, or of all under the name "".
+
+    fields: of `config.json`. transformers 5 writes rope_parameters, for all layers or by `layer_types`; earlier
+    releases wrote rope_scaling beside rope_theta. head_dim: of a head. theta: where the file has none.
+    """
     values: Any = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    return ConfigFields(fields.name, values)
+    own = {key: fields[key] for key in _ROPE_FIELDS if fields.get(key) is not None}
 
+    def one(values: Mapping[str, Any]) -> Rope:
+        return read_rope(
+            values,
+            theta=theta,
+            head_dim=head_dim,
+            max_positions=fields.size("max_position_embeddings"),
+            error=fields.error,
+        )
 
-def _rope_scaling(fields: ConfigFields) -> Llama3Rope | None:
-    rope = _rope(fields)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise fields.error(f"rope_type {kind!r} is not supported; supported: default, llama3")
-    return Llama3Rope(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
-    )
+    by_type = bool(values) and all(isinstance(each, dict) for each in values.values())
+    return {name: one(each) for name, each in values.items()} if by_type else {"": one({**values, **own})}

@@ -89,7 +89,7 @@ class Executor:
         self._progress = progress
         self._compiles = CompileCounter()
         progress(f"rank {rank} of {processes}: opening the model")
-        self._cfg = load_config(config.model_path)
+        self._cfg = load_config(config.model_path).for_context(config.max_context)
         self._mesh = make_mesh(config.fsdp, config.tensor, config.expert)
         config = replace(config, fsdp=self.fsdp, dtype=settle_dtype(config.dtype))
         self.plan = plan_group(self._cfg, config)  # before the weights are read, which may take minutes

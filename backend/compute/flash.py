@@ -37,15 +37,17 @@ _GPU_WARPS = 8
 _GPU_LEAST = 16  # of the head dimension: a tile of the tensor cores
 
 
-def flash_attention(mesh: Mesh, tokens: int, *, interpret: bool = False) -> Kernel | None:
+def flash_attention(mesh: Mesh, tokens: int, window: int | None = None, *, interpret: bool = False) -> Kernel | None:
     """The kernel for rows of `tokens` tokens on the platform that programs are made for; None where there is none.
 
-    mesh: rows and heads are split over it. interpret: compute with plain operations, for tests without the device.
+    mesh: rows and heads are split over it. window: how many tokens a query sees, None = all before it. interpret:
+    compute with plain operations, for tests without the device. The kernel for GPUs has no windows: one as long as a
+    row is none, others are computed without it.
     """
-    chosen = platform()
+    chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:
-        return partial(_by_device, mesh, partial(_splash, interpret))
-    if chosen is CUDA:
+        return partial(_by_device, mesh, partial(_splash, interpret, window))
+    if chosen is CUDA and window is None:
         return partial(_by_device, mesh, partial(_triton, interpret))
     return None
 
@@ -63,11 +65,14 @@ def _by_device(mesh: Mesh, kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Ar
 
 
 # ------------------------------------------------------------------ TPU
-def _splash(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+def _splash(
+    interpret: bool, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
+) -> jax.Array:
     _, T, H, d = q.shape
     block = min(_TPU_BLOCK, T)
+    mask: Any = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
     kernel = splash.make_splash_mha(
-        masks.MultiHeadMask([masks.CausalMask((T, T))] * H),
+        masks.MultiHeadMask([mask] * H),
         block_sizes=splash.BlockSizes(
             block_q=block,
             block_kv=block,

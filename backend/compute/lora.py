@@ -251,7 +251,7 @@ def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
     for name, pair in pairs.items():
         projection = projections(cfg)[name]
         for place in np.ndindex(projection.stack):
-            module = _PEFT + projection.module.format(*place)
+            module = _PEFT + projection.name(place)
             named[f"{module}.lora_A.weight"] = np.array(pair.A[place])
             named[f"{module}.lora_B.weight"] = np.ascontiguousarray(pair.B[place].T)
     return named
@@ -263,7 +263,7 @@ def from_peft(
     """The inverse of `to_peft`: `read(name, shape)` gives each tensor, and raises when it has none of that shape."""
 
     def pair(projection: Projection) -> LoraPair:
-        modules = [_PEFT + projection.module.format(*place) for place in np.ndindex(projection.stack)]
+        modules = [_PEFT + projection.name(place) for place in np.ndindex(projection.stack)]
         rank = matrix_rank(spec, projection)
         A_shape, B_shape = (rank, projection.inputs), (projection.outputs, rank)
         both = [(read(f"{m}.lora_A.weight", A_shape), read(f"{m}.lora_B.weight", B_shape).T) for m in modules]

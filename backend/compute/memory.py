@@ -357,7 +357,8 @@ def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStru
 def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What a page of the KV cache takes of the device that holds it."""
     heads = _share(cfg.kv_heads, config.tensor)
-    return 2 * cfg.layers * heads * cfg.head_dim * jnp.dtype(config.dtype).itemsize * PAGE
+    layers = len(cfg.numbers("attention"))
+    return 2 * layers * heads * cfg.head_dim * jnp.dtype(config.dtype).itemsize * PAGE
 
 
 def _host_bytes() -> int:

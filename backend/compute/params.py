@@ -24,11 +24,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.decoder import LayerTensor, Projection
-from tinkerflow.backend.compute.families import family_of
+from tinkerflow.backend.compute.families import family_of, layers_with
+from tinkerflow.backend.compute.layers import LayerParams
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, sharding
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight, rounded, scales
-from tinkerflow.backend.compute.transformer import LayerParams, Params
+from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.weight_files import StoredTensor, open_tensors
 from tinkerflow.backend.errors import UserError
 
@@ -130,27 +131,30 @@ class _Loader:
 
     def layer_tensors(self, tensor: LayerTensor) -> jax.Array:
         """A norm, a bias or a router of every layer, stacked [L, ...]."""
-        each = [self._tensor(tensor.tensor.format(layer), tensor.shape) for layer in range(self.cfg.layers)]
+        numbers = range(self.cfg.layers) if tensor.layers is None else tensor.layers
+        each = [self._tensor(tensor.tensor.format(number), tensor.shape) for number in numbers]
         axes = (TENSOR if tensor.split else None, *(None for _ in tensor.shape[1:]))
-        return self._stack(tensor.shape, axes, self.dtype, lambda out, layer, *where: _copy(out, each[layer], *where))
+        shape = (len(each), *tensor.shape)
+        return self._stack(shape, axes, self.dtype, lambda out, layer, *where: _copy(out, each[layer], *where))
 
     def matrices(self, matrix: Projection, row_parallel: bool) -> Weight:
         """A matrix of every layer, stacked [L, o, i], or of every layer and expert, [L, E, i, o]."""
         shape, axes = (matrix.outputs, matrix.inputs), (FSDP, TENSOR) if row_parallel else (TENSOR, FSDP)
         each = np.empty(matrix.stack, object)
         for place in np.ndindex(matrix.stack):
-            each[place] = self._tensor(f"{matrix.module.format(*place)}.weight", shape)
+            each[place] = self._tensor(f"{matrix.name(place)}.weight", shape)
 
         def stacked(part: Part, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any) -> jax.Array:
             if len(matrix.stack) == 1:
-                return self._stack(shape, axes, dtype, lambda out, layer, *where: part(out, each[layer], *where))
+                place = (len(each), *shape)
+                return self._stack(place, axes, dtype, lambda out, layer, *where: part(out, each[layer], *where))
 
             # Grouped matmuls take [i, o], so an expert's matrix is transposed.
             def fill(out: Array, layer: int, experts: slice, *where: slice) -> None:
                 for own, tensor in zip(out, each[layer, experts], strict=True):
                     part(own.T, tensor, *where[::-1])
 
-            return self._stack((matrix.stack[1], *shape[::-1]), (EXPERT, *axes[::-1]), dtype, fill)
+            return self._stack((*matrix.stack, *shape[::-1]), (EXPERT, *axes[::-1]), dtype, fill)
 
         if self.int8:
             values = stacked(self._values, shape, axes, jnp.int8)
@@ -174,13 +178,16 @@ class _Loader:
         return tensor
 
     def _stack(self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, part: Part) -> jax.Array:
-        """[L, *shape]; part(out, layer, *slices of shape) writes a device's part of a layer into `out`."""
+        """An array of `shape`, L first; part(out, layer, *slices) writes a device's part of a layer into `out`.
+
+        axes: split the dimensions after L.
+        """
 
         def fill(out: Array, layers: slice, *where: slice) -> None:
-            numbers = range(self.cfg.layers)[layers]
+            numbers = range(shape[0])[layers]
             self._all(lambda place: part(out[place], numbers[place], *where), range(len(numbers)))
 
-        return self._place((self.cfg.layers, *shape), (None, *axes), dtype, fill)
+        return self._place(shape, (None, *axes), dtype, fill)
 
     def _all(self, do: Callable[[int], None], numbers: range) -> None:
         """`do` of each number, in threads: copies of large arrays do not hold the interpreter's lock."""
@@ -240,7 +247,7 @@ def _convert(out: Array, source: Array) -> None:
         out[...] = source
 
 
-def by_layer(params: Params) -> Params:
+def by_layer(cfg: ModelConfig, params: Params) -> Params:
     """The same weights with separate arrays for each layer. On CPU devices they are views of the stacked arrays.
 
     XLA:CPU copies a layer out of the stack before it multiplies by it, which takes most of a decode step's time
@@ -263,8 +270,11 @@ def by_layer(params: Params) -> Params:
         inner = NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
         return jax.make_array_from_single_device_arrays(array.shape[1:], inner, parts)
 
-    number = len(next(iter(stacked.values())))
-    layers = tuple({name: one(array, layer) for name, array in stacked.items()} for layer in range(number))
+    places = [
+        {name: numbers.index(layer) for name, numbers in layers_with(cfg).items() if layer in numbers}
+        for layer in range(cfg.layers)
+    ]
+    layers = tuple({name: one(stacked[name], place) for name, place in layer.items()} for layer in places)
     return replace(params, layers=layers)
 
 

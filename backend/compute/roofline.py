@@ -108,17 +108,18 @@ def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
     """Flops for a token that forward_backward cannot do without; MFU is of these (Chowdhery et al., "PaLM", 2022).
 
     A matrix of the base model takes part in two products (its result, and the gradient of its input), those of an
-    adapter in three (that of the matrix, too). Attention is causal: half of the keys; its backward pass has twice the
+    adapter in three (that of the matrix, too). Attention is causal: half of the keys, fewer with a window; its backward pass has twice the
     products of its forward pass. Nothing that is computed again counts.
 
     cfg: the model. spec: of the adapter; None: without one. length: tokens of an example.
     """
-    total = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * length
+    windows = (min(length, kind.window or length) for kind in cfg.layer_kinds if kind.mixer == "attention")
+    total = 6.0 * cfg.heads * cfg.head_dim * sum(window * (2 - window / length) for window in windows)
     adapted = targets(cfg, spec) if spec else ()
     for name, matrix in projections(cfg).items():
         rank = matrix_rank(spec, matrix) if spec and name in adapted else 0
         each = 4 * matrix.inputs * matrix.outputs + 6 * rank * (matrix.inputs + matrix.outputs)
-        total += each * (matrix.per_token * cfg.layers if matrix.stack else 1)
+        total += each * (matrix.per_token * matrix.stack[0] if matrix.stack else 1)
     return total
 
 

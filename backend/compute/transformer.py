@@ -2,16 +2,21 @@
 
 Training, prefill and decode share one layer, `block`. They differ in two arguments: `attend` (which keys a query sees,
 and where keys and values are kept) and `lora_apply` (one adapter for all rows, or one for each row). `block` is called
-by `forward` here and by `sampler.decode.layers`, and nowhere else: a family with other layers brings its own there.
+by `forward` here and by `sampler.decode.layers`, and nowhere else.
+
+Layers may differ (`ModelConfig.kinds`): in their window, their rotary embedding, and the mixer that they are made of.
+`layers.over_layers` calls `block` with the layer's kind, which is known when it is traced. A family whose layers have
+other matrices gives each `Projection` and `LayerTensor` the numbers of the layers that have it, and a layer is given
+those alone. What a mixer keeps for each layer (pages of keys, states) is stacked over the layers with that mixer
+(`ModelConfig.numbers`), and the layer's place in it comes with its weights.
 
 Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head dimension, F mlp, V vocabulary, L layers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -19,16 +24,26 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.config import LayerKind, ModelConfig
 from tinkerflow.backend.compute.experts import mixture
+from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul, product
 from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.compute.rope import Rope, rope_frequencies
 
-# attend(q_BTHd, k_BTGd, v_BTGd) -> o_BTHd; keys and queries are rotated already, and scores are still to be scaled.
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
-Carry = TypeVar("Carry")
+RopeTables = Mapping[Rope, tuple[jax.Array, jax.Array]]
+
+
+class Attend(Protocol):
+    """attend(q_BTHd, k_BTGd, v_BTGd, window=…) -> o_BTHd; queries and keys are rotated, scores are still to be scaled.
+
+    window: how many tokens a query sees, itself included; None = all earlier ones.
+    """
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, /, *, window: int | None) -> jax.Array:
+        """What each query has seen, [B, T, H, d]."""
+
 
 # What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; attention.py and
 # flash.py name `attended` and `log_totals`). Keeping everything took twice the memory, and on CPU more time too, for
@@ -43,7 +58,7 @@ class Params:
     layers, each stacked [L, ...]: q [H*d, D], k and v [G*d, D], o [D, H*d], gate and up [F, D], down [D, F],
     attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d], with qkv_bias q_bias [H*d], k_bias and v_bias
     [G*d]; with experts gate and up are [E, D, F], down is [E, F, D], and there is router [E, D]. The matrices may be
-    `quantized.Int8`. Or a tuple of layers (`params.by_layer`).
+    `quantized.Int8`. Or a tuple of layers (`params.by_layer`). A matrix that some layers lack is stacked over the rest.
     """
 
     embed_VD: jax.Array
@@ -89,21 +104,28 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return weight * wide.astype(x.dtype)
 
 
-def rope_frequencies(cfg: ModelConfig) -> tuple[float, ...]:
-    """The d/2 angular frequencies (radians per position) of the rotary embedding, Llama 3's scaling included."""
-    plain = [cfg.rope_theta ** (-2 * i / cfg.head_dim) for i in range(cfg.head_dim // 2)]
-    return tuple(_stretched(cfg, frequency) for frequency in plain)
+def rope_tables(cfg: ModelConfig, positions_BT: jax.Array) -> RopeTables:
+    """cos and sin [B, T, dims/2] in float32 for `rotate`, by embedding; made once, outside of the scan over layers."""
+
+    def tables(rope: Rope) -> tuple[jax.Array, jax.Array]:
+        angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope), jnp.float32)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return (cos, sin) if rope.attention == 1 else (cos * rope.attention, sin * rope.attention)
+
+    return {rope: tables(rope) for rope in dict.fromkeys(kind.rope for kind in cfg.layer_kinds) if rope}
 
 
-def rope_tables(cfg: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, d/2] in float32 for `rotate`; the same for all layers, so made once outside their scan."""
-    angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(cfg), jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+def rotate(x_BTHd: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    """Rotary position embedding, first half of d against second half (as in Hugging Face's weights).
 
-
-def rotate(x_BTHd: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary position embedding, first half of d against second half (as in Hugging Face's weights)."""
+    tables: for the first dimensions of d, the others stay; None = all stay.
+    """
+    if tables is None:
+        return x_BTHd
     cos, sin = (table[:, :, None, :] for table in tables)
+    dims = 2 * cos.shape[-1]
+    if dims < x_BTHd.shape[-1]:
+        return jnp.concatenate([rotate(x_BTHd[..., :dims], tables), x_BTHd[..., dims:]], axis=-1)
     first, second = jnp.split(x_BTHd.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BTHd.dtype)
@@ -112,18 +134,19 @@ def rotate(x_BTHd: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
 def block(
     cfg: ModelConfig,
     mesh: Mesh,
+    kind: LayerKind,
     layer_params: LayerParams,
     layer_lora: Mapping[str, LoraPair],
     x_BTD: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
+    rope: RopeTables,
     attend: Attend,
     lora_apply: LoraApply,
 ) -> jax.Array:
     """One layer: hidden states in, hidden states out, [B, T, D] in the dtype of the weights.
 
-    cfg: its flags say what the layer is made of. mesh: for the experts, which are split over it. layer_params: the
-    layer's weights, as in `Params.layers` without L. layer_lora: the adapter pairs of this layer by projection; it may
-    lack some or all. x_BTD: hidden states. rope: from `rope_tables`. attend: the attention; it keeps its cache itself.
+    cfg: its flags say what the layers are made of. mesh: for the experts, which are split over it. kind: what this
+    layer has of its own. layer_params: its weights, as in `Params.layers` without L. layer_lora: the adapter pairs of
+    this layer by projection; it may lack some or all. x_BTD: hidden states. rope: from `rope_tables`. attend: the attention; it keeps its cache itself.
     lora_apply: computes the adapters' updates.
     """
     B, T, _ = x_BTD.shape
@@ -145,7 +168,8 @@ def block(
     if cfg.qk_norm:
         q_BTHd = rms_norm(q_BTHd, layer_params["q_norm"], cfg.norm_eps)
         k_BTGd = rms_norm(k_BTGd, layer_params["k_norm"], cfg.norm_eps)
-    o_BTHd = attend(rotate(q_BTHd, rope), rotate(k_BTGd, rope), v_BTGd)
+    tables = rope[kind.rope] if kind.rope else None
+    o_BTHd = attend(rotate(q_BTHd, tables), rotate(k_BTGd, tables), v_BTGd, window=kind.window)
     (o_BTD,) = project(o_BTHd.reshape(B, T, cfg.heads * cfg.head_dim), "o")
     x_BTD = x_BTD + o_BTD
 
@@ -155,28 +179,6 @@ def block(
     gate_BTF, up_BTF = project(y_BTD, "gate", "up")
     (down_BTD,) = project(jax.nn.silu(gate_BTF) * up_BTF, "down")
     return x_BTD + down_BTD
-
-
-def over_layers(
-    layer: Callable[[Carry, tuple[Any, LayerParams, Mapping[str, LoraPair]]], tuple[Carry, None]],
-    carry: Carry,
-    params: Params,
-    lora: Lora,
-    layers: int,
-) -> Carry:
-    """The carry after layer(carry, (number, weights, adapter pairs)) of every layer.
-
-    layer: returns the next carry, and None. carry: what the first layer is given. params: stacked weights are looped
-    over in one program; weights by layer are computed one after the other. lora: stacked or by layer, as `params` are.
-    layers: how many there are.
-    """
-    if isinstance(params.layers, tuple):
-        for number, weights in enumerate(params.layers):
-            pairs = {name: LoraPair(A=pair.A[number], B=pair.B[number]) for name, pair in lora.layers.items()}
-            carry, _ = layer(carry, (number, weights, pairs))
-        return carry
-    numbers = jnp.arange(layers, dtype=jnp.int32)
-    return jax.lax.scan(layer, carry, (numbers, params.layers, lora.layers))[0]
 
 
 def forward(
@@ -192,30 +194,21 @@ def forward(
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     remat: bool = False,
 ) -> jax.Array:
-    """Final hidden states [B, T, D] for training, in the dtype of the weights: a scan over the layers.
+    """Final hidden states [B, T, D] for training, in the dtype of the weights: a loop over the layers.
 
     cfg, mesh, params: the base model and its devices. lora: one adapter, float32 A and B. tokens_BT int32: token ids.
-    positions_BT int32: each token's place in its own sequence, from 0. attend: the attention, the same in all layers.
+    positions_BT int32: each token's place in its own sequence, from 0. attend: the attention.
     lora_apply: computes the adapter's updates. constrain: pins the sharding of [B, T, D] activations between layers.
     remat: for a backward pass keep only each layer's input, not `KEPT`, and compute the rest again.
     """
     rope = rope_tables(cfg, positions_BT)
 
-    def layer(x_BTD: jax.Array, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> tuple[jax.Array, None]:
+    def layer(kind: LayerKind, x_BTD: jax.Array, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> jax.Array:
         _, layer_params, layer_lora = stacked
-        return constrain(block(cfg, mesh, layer_params, layer_lora, x_BTD, rope, attend, lora_apply)), None
+        return constrain(block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, attend, lora_apply))
 
-    kept = () if remat else KEPT
-    body: Any = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
-    return final_hidden(cfg, params, over_layers(body, constrain(embed(params, tokens_BT)), params, lora, cfg.layers))
-
-
-def _stretched(cfg: ModelConfig, frequency: float) -> float:
-    """Llama 3: keep fast frequencies, divide slow ones by `factor`, blend those between."""
-    scaling = cfg.rope_scaling
-    if scaling is None:
-        return frequency
-    turns = scaling.original_max_positions * frequency / (2 * math.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = min(1.0, max(0.0, blend))
-    return frequency * (blend + (1 - blend) / scaling.factor)
+    kept = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
+    body: Any = jax.checkpoint(layer, policy=kept, static_argnums=0)
+    return final_hidden(
+        cfg, params, over_layers(cfg, body, constrain(embed(params, tokens_BT)), params.layers, lora.layers)
+    )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.compute.config import Llama3Rope
 from tinkerflow.backend.compute.families import load_config, parse_config
+from tinkerflow.backend.compute.rope import Llama3Rope
 from tinkerflow.backend.errors import UserError
 
 FIELDS: dict[str, Any] = {

@@ -66,10 +66,11 @@ def test_a_tensor_that_does_not_fit_is_named(qwen3, tmp_path):
 
 
 def test_layers_of_their_own_are_views_of_the_stack(qwen3):
+    config = load_config(qwen3.folder)
     params = load(qwen3.folder)
-    split = by_layer(params)
+    split = by_layer(config, params)
     assert isinstance(split.layers, tuple)
-    assert by_layer(split) is split
+    assert by_layer(config, split) is split
     for number, layer in enumerate(split.layers):
         for name, stacked in params.layers.items():
             whole = np.asarray(stacked)

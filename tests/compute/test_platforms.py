@@ -71,7 +71,7 @@ def steps(model: Reference, base_weights: str) -> Iterator[tuple[str, tuple[Call
     """Every jitted function of training and sampling, and arguments for it."""
     cfg, mesh = load_config(model.folder), make_mesh(1, 1, 1)
     params = load_params(cfg, str(model.folder), mesh, "bfloat16", lambda line: None, base_weights=base_weights)
-    assert by_layer(params) is params, "views of a stack are for XLA:CPU"
+    assert by_layer(cfg, params) is params, "views of a stack are for XLA:CPU"
     lora, batch, whole = adapter_like(cfg, mesh, LoraSpec(32)), batch_like(mesh, 4, LENGTH), replicated(mesh)
     training = make_steps(cfg, mesh, kept_bytes=2**30)
     yield "forward_backward", (training.backward, (params, lora, lora, batch))

@@ -105,7 +105,9 @@ def test_a_matrix_takes_a_quarter_and_counts_as_before(qwen3):
         assert held.values.nbytes * 4 == was.nbytes
         assert held.scale.shape == was.shape[:2]
     assert small.embed_VD.dtype == plain.embed_VD.dtype == "float32"
-    assert by_layer(small) is small  # written out, its layers would be floats, all at once, while it decodes
+    assert (
+        by_layer(load_config(qwen3.folder), small) is small
+    )  # written out, its layers would be floats, all at once, while it decodes
 
 
 def shifted(example):

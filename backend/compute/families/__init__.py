@@ -54,6 +54,14 @@ def projections(cfg: ModelConfig) -> dict[str, Projection]:
     return family_of(cfg).projections(cfg)
 
 
+@cache
+def layers_with(cfg: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """The numbers of the layers that have each matrix and each other tensor, by our names, as it is stacked."""
+    family, every = family_of(cfg), tuple(range(cfg.layers))
+    parts: dict[str, Projection | LayerTensor] = {**family.projections(cfg), **family.tensors(cfg)}
+    return {name: every if part.layers is None else part.layers for name, part in parts.items() if name != "unembed"}
+
+
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelConfig:
     """A config from the fields of a Hugging Face `config.json`; UserError, if not, calls the model `name`."""
     fields, families = ConfigFields(name, values), registered()

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.layers import over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraPair
 from tinkerflow.backend.compute.mesh import FSDP, Array, replicated, sharding
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
-from tinkerflow.backend.compute.transformer import Params, block, embed, final_hidden, over_layers, rope_tables, unembed
+from tinkerflow.backend.compute.transformer import Params, block, embed, final_hidden, rope_tables, unembed
 
 
 @flax.struct.dataclass
@@ -123,20 +124,20 @@ def layers(
     rope = rope_tables(cfg, positions_SQ)
     apply = stack_apply(columns_S2, width_of(lora))
 
-    def layer(state: tuple[KVCache, jax.Array], stacked: Any) -> tuple[tuple[KVCache, jax.Array], None]:
+    def layer(kind: LayerKind, state: tuple[KVCache, jax.Array], stacked: Any) -> tuple[KVCache, jax.Array]:
         cache, x_SQD = state
-        number, layer_params, layer_lora = stacked
+        place, layer_params, layer_lora = stacked
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
             nonlocal cache
-            cache, o = attend_cached(mesh, cache, number, tables_SW, start_S, q, k, v)
+            cache, o = attend_cached(mesh, cache, place, tables_SW, start_S, q, k, v, window=window)
             return o
 
-        x_SQD = block(cfg, mesh, layer_params, layer_lora, x_SQD, rope, attend, apply)
-        return (cache, _by_rows(mesh, x_SQD)), None
+        x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, attend, apply)
+        return cache, _by_rows(mesh, x_SQD)
 
     start = (cache, _by_rows(mesh, embed(params, tokens_SQ)))
-    cache, x_SQD = over_layers(layer, start, params, lora, cfg.layers)
+    cache, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers)
     return cache, final_hidden(cfg, params, x_SQD)
 
 

@@ -69,7 +69,8 @@ def empty_cache(cfg: ModelConfig, mesh: Mesh, pages: int, page: int, dtype: str,
 
     def part(*inner: int) -> jax.Array | tuple[jax.Array, ...]:
         size = (inner[0], inner[1])
-        return tuple(zeros(1, size) for _ in range(cfg.layers)) if by_layer else zeros(cfg.layers, size)
+        layers = len(cfg.numbers("attention"))
+        return tuple(zeros(1, size) for _ in range(layers)) if by_layer else zeros(layers, size)
 
     return KVCache(k=part(cfg.head_dim, page), v=part(page, cfg.head_dim))
 
@@ -130,10 +131,13 @@ def attend_cached(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    *,
+    window: int | None = None,
 ) -> tuple[KVCache, jax.Array]:
     """Write k and v into a layer of the cache, then attend: the new cache, and o [S, Q, H, d].
 
-    Causal: query i of a row sees positions 0 .. start_S + i. With Q > 1 all rows start together, at start_S[0].
+    Causal: query i of a row sees positions 0 .. start_S + i, and with a window the last `window` of these; pages that
+    no row's window reaches are not read. With Q > 1 all rows start together, at start_S[0].
 
     mesh: pages and rows are split over fsdp, heads over tensor. cache: updated in place. layer: its number, an int if
     the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's own shard; 0 = none, and what
@@ -142,15 +146,16 @@ def attend_cached(
     """
     if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
         own_k, own_v = cache.k[layer], cache.v[layer]
-        new_k, new_v, o = _attend_stacked(mesh, own_k, own_v, jnp.int32(0), tables_SW, start_S, q, k, v)
+        new_k, new_v, o = _attend_stacked(mesh, window, own_k, own_v, jnp.int32(0), tables_SW, start_S, q, k, v)
         before, after = slice(0, layer), slice(layer + 1, None)
         return KVCache(k=(*cache.k[before], new_k, *cache.k[after]), v=(*cache.v[before], new_v, *cache.v[after])), o
-    new_k, new_v, o = _attend_stacked(mesh, cache.k, cache.v, layer, tables_SW, start_S, q, k, v)
+    new_k, new_v, o = _attend_stacked(mesh, window, cache.k, cache.v, layer, tables_SW, start_S, q, k, v)
     return KVCache(k=new_k, v=new_v), o
 
 
 def _attend_stacked(
     mesh: Mesh,
+    window: int | None,
     cache_k: Any,
     cache_v: Any,
     layer: Any,
@@ -165,7 +170,7 @@ def _attend_stacked(
     rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, axis, None)
     held = PartitionSpec(None, FSDP, axis, None, None)
     local = jax.shard_map(
-        _attend_local,
+        functools.partial(_attend_local, window),
         mesh=mesh,
         in_specs=(held, held, PartitionSpec(), rows, rows, heads, heads, heads),
         out_specs=(held, held, heads),
@@ -178,6 +183,7 @@ def _attend_stacked(
 
 
 def _attend_local(
+    window: int | None,
     cache_k: jax.Array,
     cache_v: jax.Array,
     layer: jax.Array,
@@ -202,7 +208,9 @@ def _attend_local(
         k_SGdP = cache_k.at[layer, here_S].get(mode="promise_in_bounds")
         v_SGPd = cache_v.at[layer, here_S].get(mode="promise_in_bounds")
         scores = jnp.einsum("sgqd,sgdp->sgqp", q, k_SGdP, preferred_element_type=jnp.float32)
-        scores = jnp.where(i * P + jnp.arange(P) <= seen, scores, _MASKED)
+        places = i * P + jnp.arange(P)
+        within = places <= seen if window is None else (places <= seen) & (places > seen - window)
+        scores = jnp.where(within, scores, _MASKED)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - higher)
         shrink = jnp.exp(top - higher)
@@ -215,7 +223,9 @@ def _attend_local(
         jnp.zeros(q.shape, jnp.float32),
     )
     pages = jnp.minimum((jnp.max(start_S) + Q - 1) // P + 1, tables_SW.shape[1])
-    _, total, out = jax.lax.fori_loop(0, pages, page, state)
+    # A page before a row's window, read for another row, adds weights of exp(0) that the row's first page in it undoes.
+    first = 0 if window is None else jnp.maximum(jnp.min(start_S) - window + 1, 0) // P
+    _, total, out = jax.lax.fori_loop(first, pages, page, state)
     o = (out / total).astype(q_SQHd.dtype)
     return cache_k, cache_v, o.reshape(S, G, H // G, Q, d).transpose(0, 3, 1, 2, 4).reshape(S, Q, H, d)
 

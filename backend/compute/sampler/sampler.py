@@ -78,7 +78,7 @@ class Sampler:
         positions of a page, a multiple of 32. prefill_budget: prompt tokens, padding included, that one step prefills.
         """
         self._cfg, self._config, self._prefill_budget = cfg, config, prefill_budget
-        params, dtype = by_layer(params), params.embed_VD.dtype
+        params, dtype = by_layer(cfg, params), params.embed_VD.dtype
         shards = mesh.shape[FSDP]
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, rows_are_dear=on_cpu())
         self._pool = PagePool(plan.pages, shards=shards, page=page)

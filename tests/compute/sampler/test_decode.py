@@ -28,7 +28,7 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> Non
         uniform_CS=np.zeros((chunk, slots), np.float32),
         choice=greedy_choice(slots),
     )
-    params = by_layer(qwen.params) if apart else qwen.params
+    params = by_layer(qwen.cfg, qwen.params) if apart else qwen.params
     assert params.apart == apart
     cache = empty_cache(qwen.cfg, qwen.mesh, pages, PAGE, "float32", apart)
     stack = empty_stack(qwen.cfg, qwen.mesh, (32, 32), "float32", apart)

@@ -1,0 +1,129 @@
+"""The loop over the layers of a model, alike or not.
+
+Layers of one kind are computed by one loop. Where kinds alternate (three layers with a window, one without), the loop
+goes over what repeats, and computes the layers of a period one after the other. A matrix is stacked over those layers
+that have it (`families.layers_with`), so layers with other matrices take no room in each other's stacks.
+
+Letters: L layers that have a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from tinkerflow.backend.compute.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.families import layers_with
+from tinkerflow.backend.compute.lora import LoraPair
+
+LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
+LayerPairs = Mapping[str, LoraPair]
+Carry = TypeVar("Carry")
+# layer(kind, carry, (place, weights, adapter pairs)) -> the next carry
+Layer = Callable[[LayerKind, Carry, tuple[Any, LayerParams, LayerPairs]], Carry]
+
+
+def over_layers(
+    cfg: ModelConfig,
+    layer: Layer[Carry],
+    carry: Carry,
+    params: LayerParams | tuple[LayerParams, ...],
+    lora: LayerPairs,
+) -> Carry:
+    """The carry after `layer` of every layer.
+
+    cfg: has the kinds. layer: is given its kind, the carry, and (place, weights, adapter pairs) of the layer. Its place
+    is the number among the layers with the same mixer. The kind is known when it is traced, the place only if the
+    weights are by layer. carry: what the first layer is given. params: stacked weights are looped over; weights by
+    layer are computed one after the other. lora: stacked or by layer, as `params` are.
+    """
+    kinds = cfg.layer_kinds
+    if isinstance(params, tuple):
+        homes = layers_with(cfg)
+        for number, (kind, weights) in enumerate(zip(kinds, params, strict=True)):
+            places = {name: homes[name].index(number) for name in lora if number in homes[name]}
+            pairs = {name: LoraPair(A=lora[name].A[place], B=lora[name].B[place]) for name, place in places.items()}
+            carry = layer(kind, carry, (cfg.numbers(kind.mixer).index(number), weights, pairs))
+        return carry
+    for start, period, repeats in runs(kinds):
+        if period == 1 and repeats == cfg.layers:
+            return _scanned(partial(layer, kinds[0]), carry, (jnp.arange(repeats, dtype=jnp.int32), params, lora))
+        carry = _run(cfg, layer, carry, params, lora, start=start, period=period, repeats=repeats)
+    return carry
+
+
+def runs(kinds: tuple[LayerKind, ...]) -> Iterator[tuple[int, int, int]]:
+    """(start, period, repeats) of what repeats, in order: layers from `start`, `period` of them, `repeats` times.
+
+    From the first layer on, each run is the one that holds the most layers, and of these the one with the shortest
+    period.
+    """
+    start = 0
+    while start < len(kinds):
+        period, repeats = 1, 1
+        for length in range(1, (len(kinds) - start) // 2 + 1):
+            times = 1
+            while kinds[start + times * length :][:length] == kinds[start:][:length]:
+                times += 1
+            if times > 1 and times * length > period * repeats:
+                period, repeats = length, times
+        yield start, period, repeats
+        start += period * repeats
+
+
+def _run(
+    cfg: ModelConfig,
+    layer: Layer[Carry],
+    carry: Carry,
+    params: LayerParams,
+    lora: LayerPairs,
+    *,
+    start: int,
+    period: int,
+    repeats: int,
+) -> Carry:
+    """The carry after one of `runs`."""
+    homes, kinds = layers_with(cfg), cfg.layer_kinds
+    numbers = range(start, start + period)
+
+    def each(of: tuple[int, ...]) -> int:
+        """How many of a period's layers are among these."""
+        return sum(number in of for number in numbers)
+
+    def own(name: str) -> slice:
+        first = sum(number < start for number in homes[name])
+        return slice(first, first + repeats * each(homes[name]))
+
+    def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
+        step, pairs = stacked
+        for number in numbers:
+            mixer = cfg.numbers(kinds[number].mixer)
+            # A weight is taken out of the whole stack: a part of a stack would be a copy.
+            weights = {
+                name: jax.tree.map(partial(_at, place=homes[name].index(number) + step * each(homes[name])), stack)
+                for name, stack in params.items()
+                if number in homes[name]
+            }
+            places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
+            here = {name: LoraPair(A=pairs[name].A[place], B=pairs[name].B[place]) for name, place in places.items()}
+            carry = layer(kinds[number], carry, (mixer.index(number) + step * each(mixer), weights, here))
+        return carry
+
+    def split(name: str, stack: Any) -> jax.Array:
+        return stack[own(name)].reshape(repeats, each(homes[name]), *stack.shape[1:])
+
+    names = [name for name in lora if each(homes[name])]
+    pairs = {name: LoraPair(A=split(name, lora[name].A), B=split(name, lora[name].B)) for name in names}
+    return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), pairs))
+
+
+def _at(stack: jax.Array, *, place: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+
+
+def _scanned(once: Callable[[Carry, Any], Carry], carry: Carry, stacked: Any) -> Carry:
+    return jax.lax.scan(lambda carry, one: (once(carry, one), None), carry, stacked)[0]

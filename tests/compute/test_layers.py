@@ -1,0 +1,75 @@
+"""Loops over layers that are not alike compute each of them once, in order, with its own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tinkerflow.backend.compute import layers
+from tinkerflow.backend.compute.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.layers import over_layers, runs
+from tinkerflow.backend.compute.lora import LoraPair
+
+KINDS = {"f": LayerKind(None), "s": LayerKind(None, 4), "d": LayerKind(None, mixer="delta")}
+
+
+def model(pattern: str) -> ModelConfig:
+    kinds = tuple(KINDS[letter] for letter in pattern)
+    return ModelConfig("llama", 8, 4, len(kinds), 1, 1, 4, 8, 1e-6, 1e4, None, 64, True, kinds=kinds)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("ffff", [(0, 1, 4)]),
+        ("f", [(0, 1, 1)]),
+        ("sf", [(0, 1, 1), (1, 1, 1)]),
+        ("sfsfsf", [(0, 2, 3)]),
+        ("dddfdddf", [(0, 4, 2)]),
+        ("dfff", [(0, 1, 1), (1, 1, 3)]),
+        ("sssssfsssssfss", [(0, 6, 2), (12, 1, 2)]),
+    ],
+)
+def test_runs_hold_the_most_layers(pattern, expected):
+    assert list(runs(model(pattern).kinds)) == expected
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "by layer"])
+@pytest.mark.parametrize("pattern", ["ffff", "sfsfsf", "dddfdddf", "dddfdddfdd", "dfff"])
+def test_each_layer_has_its_own_weights_and_place(monkeypatch, pattern, apart):
+    cfg = model(pattern)
+    homes = {"all": tuple(range(cfg.layers))} | {
+        kind.mixer: cfg.numbers(kind.mixer) for kind in cfg.kinds if len(cfg.numbers(kind.mixer)) < cfg.layers
+    }
+    monkeypatch.setattr(layers, "layers_with", lambda _: homes)
+    stacks = {name: jnp.asarray(numbers, jnp.float32) for name, numbers in homes.items()}
+    pairs: dict[str, LoraPair] = {name: LoraPair(A=stack, B=stack) for name, stack in stacks.items()}
+    seen = []
+
+    def layer(kind, carry, own):
+        place, weights, lora = own
+        seen.append(sorted(weights))
+        assert isinstance(weights, Mapping)
+        assert set(weights) == set(lora) == {name for name in ("all", kind.mixer) if name in homes}
+        number, done = jnp.int32(weights["all"]), carry[0]
+        facts = [weights["all"], lora["all"].A, weights.get(kind.mixer, weights["all"]), place, kind.window or 0]
+        return done + 1, carry[1].at[done].set(jnp.stack([jnp.float32(fact) for fact in facts])), carry[2] + number
+
+    params = stacks
+    if apart:
+        params = tuple(
+            {name: stacks[name][homes[name].index(number)] for name in homes if number in homes[name]}
+            for number in range(cfg.layers)
+        )
+    start = (jnp.int32(0), jnp.zeros((cfg.layers, 5)), jnp.int32(0))
+    _, found, _ = over_layers(cfg, layer, start, params, pairs)
+    expected = [
+        (number, number, number, cfg.numbers(kind.mixer).index(number), kind.window or 0)
+        for number, kind in enumerate(cfg.kinds)
+    ]
+    np.testing.assert_array_equal(found, np.array(expected, np.float32))
+    if not apart:
+        assert len(seen) <= sum(period for _, period, _ in runs(cfg.kinds)) + 1  # a program for each of a period
