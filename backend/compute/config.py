@@ -33,7 +33,10 @@ class ModelConfig:
     longest sequence in tokens. tied: the embedding is the unembedding, too. qk_norm: RMS norms on each head of q and k
     (Qwen3). qkv_bias: q, k and v have biases (Qwen2.5). experts: 0 in a dense model; else each token goes to
     `experts_per_token` of them (Qwen3-MoE), `mlp` is the width of one, and `norm_topk` makes their shares sum to 1.
-    rotary_dims: how many of a head's dimensions turn, 0 = all. kinds: of every layer, if they are not all alike.
+    rotary_dims: how many of a head's dimensions turn, 0 = all. qk_norm_whole: RMS norms on all heads of q, and of k,
+    together (OLMo 2). fused: one matrix for q, k and v, and one for gate and up (Phi-3). gelu: of the MLP, its tanh
+    approximation in place of SiLU (Gemma). norm_plus_one: norms multiply by 1 + weight (Gemma). embed_scale: of
+    embeddings. query_scale: of queries, beside 1 / sqrt(head_dim). kinds: of every layer, if they are not all alike.
     """
 
     architecture: str
@@ -55,6 +58,12 @@ class ModelConfig:
     experts_per_token: int = 0
     norm_topk: bool = False
     rotary_dims: int = 0
+    qk_norm_whole: bool = False
+    fused: bool = False
+    gelu: bool = False
+    norm_plus_one: bool = False
+    embed_scale: float = 1.0
+    query_scale: float = 1.0
     kinds: tuple[LayerKind, ...] = ()
 
     @property

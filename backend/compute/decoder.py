@@ -5,14 +5,17 @@ A family that is built alike takes these functions as they are, or changes what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
+from tinkerflow.backend.compute.config import ConfigFields, LayerKind, ModelConfig
 from tinkerflow.backend.compute.rope import Rope, read_rope
 
 _ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # outside of the rope's own
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+POST_NORMS = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,19 @@ def decoder_config(
     mlp: str = "intermediate_size",
     qk_norm: bool = False,
     qkv_bias: bool = False,
+    rope_theta: float = 10_000.0,
+    computed: Collection[str] = (),
 ) -> ModelConfig:
     """The config of a dense decoder, its architecture the field `model_type`.
 
-    mlp: the field with the MLP's width. qk_norm and qkv_bias: as in ModelConfig. UserError names a field that is
-    missing, or the value of one that asks for something this decoder does not compute.
+    fields: of `config.json`. mlp: the field with the MLP's width. qk_norm and qkv_bias: as in ModelConfig. rope_theta:
+    where the file has none. computed: fields that the family sees to, so that no value of theirs is refused here.
+    UserError names a field that is missing, or the value of one that asks for something this decoder does not compute.
     """
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     head_dim = fields.size("head_dim", hidden // heads)
-    rope = read_ropes(fields, head_dim)[""]
+    ropes = read_ropes(fields, head_dim, rope_theta)
+    rope = ropes.get("") or ropes.get(FULL) or next(iter(ropes.values()))
     config = ModelConfig(
         architecture=fields["model_type"],
         vocab=fields.size("vocab_size"),
@@ -90,13 +97,30 @@ def decoder_config(
         qkv_bias=qkv_bias,
         rotary_dims=0 if rope.dims == head_dim else rope.dims,
     )
-    fields.refuse_others(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
+    plain = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+    fields.refuse_others(**{key: value for key, value in plain.items() if key not in computed})
     if config.heads % config.kv_heads or config.head_dim % 2:
         raise fields.error(
             f"{config.heads} heads, {config.kv_heads} key-value heads, head_dim {config.head_dim}; "
             "key-value heads must divide heads and head_dim must be even"
         )
     return config
+
+
+def windowed(fields: ConfigFields, cfg: ModelConfig, layer_types: Sequence[str]) -> ModelConfig:
+    """The config with a window of `sliding_window` tokens in the layers that have one.
+
+    fields: of `config.json`; its own `layer_types` go before `layer_types`, one of SLIDING and FULL for each layer.
+    UserError names a type that we do not compute, or a wrong number of them.
+    """
+    types = fields.get("layer_types") or layer_types
+    if len(types) != cfg.layers or not set(types) <= {SLIDING, FULL}:
+        raise fields.error(f"layer_types {list(types)}; must be {cfg.layers} of {SLIDING!r} and {FULL!r}")
+    window = fields.size("sliding_window") if SLIDING in types else cfg.max_positions
+    if window >= cfg.max_positions:
+        return cfg
+    kinds = {SLIDING: LayerKind(cfg.rope, window), FULL: LayerKind(cfg.rope)}
+    return replace(cfg, kinds=tuple(kinds[each] for each in types))
 
 
 def decoder_projections(cfg: ModelConfig, layer: str = "model.layers.{}.") -> dict[str, Projection]:
@@ -112,6 +136,15 @@ def decoder_projections(cfg: ModelConfig, layer: str = "model.layers.{}.") -> di
         module, stack = f"{layer}mlp.experts.{{}}.{name}_proj", (cfg.layers, cfg.experts)
         return Projection(module, inputs, outputs, "train_mlp", stack, per_token=cfg.experts_per_token)
 
+    unembed = Projection("lm_head", cfg.hidden, cfg.vocab, "train_unembed", ())
+    if cfg.fused:
+        return {
+            "qkv": attention("qkv", cfg.hidden, queries + 2 * keys),
+            "o": attention("o", queries, cfg.hidden),
+            "gate_up": mlp("gate_up", cfg.hidden, 2 * cfg.mlp),
+            "down": mlp("down", cfg.mlp, cfg.hidden),
+            "unembed": unembed,
+        }
     return {
         "q": attention("q", cfg.hidden, queries),
         "k": attention("k", cfg.hidden, keys),
@@ -120,16 +153,23 @@ def decoder_projections(cfg: ModelConfig, layer: str = "model.layers.{}.") -> di
         "gate": mlp("gate", cfg.hidden, cfg.mlp),
         "up": mlp("up", cfg.hidden, cfg.mlp),
         "down": mlp("down", cfg.mlp, cfg.hidden),
-        "unembed": Projection("lm_head", cfg.hidden, cfg.vocab, "train_unembed", ()),
+        "unembed": unembed,
     }
 
 
-def decoder_tensors(cfg: ModelConfig, layer: str = "model.layers.{}.") -> dict[str, LayerTensor]:
-    """Norms, biases and the router by the name that `transformer` uses. layer: as in `decoder_projections`."""
-    tensors = {
-        "attn_norm": LayerTensor(f"{layer}input_layernorm.weight", (cfg.hidden,)),
-        "mlp_norm": LayerTensor(f"{layer}post_attention_layernorm.weight", (cfg.hidden,)),
-    }
+def decoder_tensors(
+    cfg: ModelConfig, layer: str = "model.layers.{}.", norms: Mapping[str, str] = PRE_NORMS
+) -> dict[str, LayerTensor]:
+    """Norms, biases and the router by the name that `transformer` uses.
+
+    cfg: the model. layer: as in `decoder_projections`. norms: Hugging Face's name of each norm of width `hidden`.
+    """
+    tensors = {name: LayerTensor(f"{layer}{module}.weight", (cfg.hidden,)) for name, module in norms.items()}
+    if cfg.qk_norm_whole:
+        sizes = {"q": cfg.heads * cfg.head_dim, "k": cfg.kv_heads * cfg.head_dim}
+        tensors |= {
+            f"{name}_norm": LayerTensor(f"{layer}self_attn.{name}_norm.weight", (size,)) for name, size in sizes.items()
+        }
     if cfg.qk_norm:
         tensors |= {
             f"{name}_norm": LayerTensor(f"{layer}self_attn.{name}_norm.weight", (cfg.head_dim,)) for name in "qk"

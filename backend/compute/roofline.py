@@ -108,8 +108,8 @@ def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
     """Flops for a token that forward_backward cannot do without; MFU is of these (Chowdhery et al., "PaLM", 2022).
 
     A matrix of the base model takes part in two products (its result, and the gradient of its input), those of an
-    adapter in three (that of the matrix, too). Attention is causal: half of the keys, fewer with a window; its backward pass has twice the
-    products of its forward pass. Nothing that is computed again counts.
+    adapter in three (that of the matrix, too). Attention is causal: half of the keys, fewer with a window; its backward
+    pass has twice the products of its forward pass. Nothing that is computed again counts.
 
     cfg: the model. spec: of the adapter; None: without one. length: tokens of an example.
     """

@@ -38,7 +38,8 @@ class Llama3Rope:
 class YarnRope:
     """YaRN (arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, those between are blended.
 
-    attention: what cos and sin are multiplied by. truncate: the blend begins and ends at whole dimensions.
+    attention: what cos and sin are multiplied by. truncate: the blend begins and ends at whole dimensions. query_beta:
+    queries at position p are multiplied by 1 + query_beta * log(1 + floor(p / original_max_positions)) (Llama 4).
     """
 
     factor: float
@@ -47,6 +48,7 @@ class YarnRope:
     beta_slow: float
     original_max_positions: int
     truncate: bool
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,10 @@ def read_rope(
                 beta_slow=number("beta_slow", 1.0) or 1.0,
                 original_max_positions=original,
                 truncate=bool(values.get("truncate", True)),
+                query_beta=number("llama_4_scaling_beta", 0.0),
             )
+            if scaling.query_beta and rope.dims < head_dim:
+                raise error("llama_4_scaling_beta is not supported with a partial_rotary_factor")
             return replace(rope, scaling=scaling)
     reason = "its frequencies change while a sequence grows; " if kind == "dynamic" else ""
     raise error(f"rope_type {kind!r} is not supported; {reason}supported: {', '.join(_SUPPORTED)}")

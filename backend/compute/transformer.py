@@ -30,9 +30,10 @@ from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul, product
 from tinkerflow.backend.compute.mesh import Array
-from tinkerflow.backend.compute.rope import Rope, rope_frequencies
+from tinkerflow.backend.compute.rope import Rope, YarnRope, rope_frequencies
 
-RopeTables = Mapping[Rope, tuple[jax.Array, jax.Array]]
+Turns = tuple[jax.Array, jax.Array]  # cos and sin
+RopeTables = Mapping[Rope, tuple[Turns, Turns]]  # of queries, and of keys
 
 
 class Attend(Protocol):
@@ -48,16 +49,17 @@ class Attend(Protocol):
 # What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; attention.py and
 # flash.py name `attended` and `log_totals`). Keeping everything took twice the memory, and on CPU more time too, for
 # writing it out.
-KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low")
+KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low", "qkv", "gate_up")
 
 
 @flax.struct.dataclass
 class Params:
     """Frozen base weights in the dtype of the activations. `unembed_VD` is None when the embedding is tied.
 
-    layers, each stacked [L, ...]: q [H*d, D], k and v [G*d, D], o [D, H*d], gate and up [F, D], down [D, F],
-    attn_norm and mlp_norm [D]; with qk_norm also q_norm and k_norm [d], with qkv_bias q_bias [H*d], k_bias and v_bias
-    [G*d]; with experts gate and up are [E, D, F], down is [E, F, D], and there is router [E, D]. The matrices may be
+    layers, each stacked [L, ...]: q [H*d, D], k and v [G*d, D], o [D, H*d], gate and up [F, D], down [D, F]; with
+    `fused` qkv and gate_up for five of these. [D], as the family has them: attn_norm and mlp_norm before attention and
+    MLP, attn_out_norm and mlp_out_norm behind. q_norm and k_norm [d], or of all heads. Biases of any, as q_bias. With
+    experts gate and up are [E, D, F], down is [E, F, D], and there is router [E, D]. The matrices may be
     `quantized.Int8`. Or a tuple of layers (`params.by_layer`). A matrix that some layers lack is stacked over the rest.
     """
 
@@ -77,9 +79,10 @@ class Params:
         return isinstance(self.layers, tuple)
 
 
-def embed(params: Params, tokens_BT: Array) -> jax.Array:
-    """x_BTD, in the dtype of the weights."""
-    return params.embed_VD[tokens_BT]
+def embed(cfg: ModelConfig, params: Params, tokens_BT: Array) -> jax.Array:
+    """x_BTD, scaled, in the dtype of the weights."""
+    x_BTD = params.embed_VD[tokens_BT]
+    return x_BTD if cfg.embed_scale == 1 else x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
 
 
 def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
@@ -94,34 +97,40 @@ def unembed_pullback(params: Params, d_logits_BTV: jax.Array) -> jax.Array:
 
 def final_hidden(cfg: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     """What the unembedding (and its adapter) is applied to: the last layer's output, normalised."""
-    return rms_norm(x_BTD, params.final_norm_D, cfg.norm_eps)
+    return rms_norm(cfg, x_BTD, params.final_norm_D)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x over its root mean square along the last axis, in float32, times weight; dtype of x."""
+def rms_norm(cfg: ModelConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x over its root mean square along the last axis, in float32, times weight (or 1 + weight); dtype of x."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + cfg.norm_eps)
+    if cfg.norm_plus_one:
+        return (wide * (1 + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * wide.astype(x.dtype)
 
 
 def rope_tables(cfg: ModelConfig, positions_BT: jax.Array) -> RopeTables:
-    """cos and sin [B, T, dims/2] in float32 for `rotate`, by embedding; made once, outside of the scan over layers."""
+    """cos and sin [B, T, dims/2] in float32 for `rotate`, by embedding; made once, outside of the loop over layers."""
 
-    def tables(rope: Rope) -> tuple[jax.Array, jax.Array]:
+    def tables(rope: Rope) -> tuple[Turns, Turns]:
         angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope), jnp.float32)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
-        return (cos, sin) if rope.attention == 1 else (cos * rope.attention, sin * rope.attention)
+        if rope.attention != 1:
+            cos, sin = cos * rope.attention, sin * rope.attention
+        if not (isinstance(rope.scaling, YarnRope) and rope.scaling.query_beta):
+            return (cos, sin), (cos, sin)
+        periods_BT = (positions_BT // rope.scaling.original_max_positions).astype(jnp.float32)
+        longer = 1 + rope.scaling.query_beta * jnp.log1p(periods_BT)[..., None]
+        return (cos * longer, sin * longer), (cos, sin)
 
     return {rope: tables(rope) for rope in dict.fromkeys(kind.rope for kind in cfg.layer_kinds) if rope}
 
 
-def rotate(x_BTHd: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+def rotate(x_BTHd: jax.Array, tables: Turns) -> jax.Array:
     """Rotary position embedding, first half of d against second half (as in Hugging Face's weights).
 
-    tables: for the first dimensions of d, the others stay; None = all stay.
+    tables: for the first dimensions of d; the others stay.
     """
-    if tables is None:
-        return x_BTHd
     cos, sin = (table[:, :, None, :] for table in tables)
     dims = 2 * cos.shape[-1]
     if dims < x_BTHd.shape[-1]:
@@ -146,8 +155,8 @@ def block(
 
     cfg: its flags say what the layers are made of. mesh: for the experts, which are split over it. kind: what this
     layer has of its own. layer_params: its weights, as in `Params.layers` without L. layer_lora: the adapter pairs of
-    this layer by projection; it may lack some or all. x_BTD: hidden states. rope: from `rope_tables`. attend: the attention; it keeps its cache itself.
-    lora_apply: computes the adapters' updates.
+    this layer by projection; it may lack some or all. x_BTD: hidden states. rope: from `rope_tables`. attend: the
+    attention; it keeps its cache itself. lora_apply: computes the adapters' updates.
     """
     B, T, _ = x_BTD.shape
 
@@ -156,29 +165,46 @@ def block(
         deltas = dict(zip(adapted, lora_apply(x, tuple(layer_lora[name] for name in adapted)), strict=True))
         plain = {name: matmul(x, layer_params[name]) for name in names}
         sums = {name: plain[name] + deltas[name] if name in deltas else plain[name] for name in names}
-        return tuple(checkpoint_name(sums[name], name) for name in names)
+        named = {name: checkpoint_name(sums[name], name) for name in names}
+        return tuple(
+            x + layer_params[f"{name}_bias"] if f"{name}_bias" in layer_params else x for name, x in named.items()
+        )
 
-    y_BTD = rms_norm(x_BTD, layer_params["attn_norm"], cfg.norm_eps)
-    q, k, v = project(y_BTD, "q", "k", "v")
-    if cfg.qkv_bias:
-        q, k, v = (x + layer_params[f"{name}_bias"] for name, x in (("q", q), ("k", k), ("v", v)))
+    def norm(x: jax.Array, name: str) -> jax.Array:
+        return rms_norm(cfg, x, layer_params[name]) if name in layer_params else x
+
+    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+    y_BTD = norm(x_BTD, "attn_norm")
+    if cfg.fused:
+        q, k, v = jnp.split(project(y_BTD, "qkv")[0], (queries, queries + keys), axis=-1)
+    else:
+        q, k, v = project(y_BTD, "q", "k", "v")
+    if cfg.qk_norm_whole:
+        q, k = norm(q, "q_norm"), norm(k, "k_norm")
     q_BTHd = q.reshape(B, T, cfg.heads, cfg.head_dim)
     k_BTGd = k.reshape(B, T, cfg.kv_heads, cfg.head_dim)
     v_BTGd = v.reshape(B, T, cfg.kv_heads, cfg.head_dim)
     if cfg.qk_norm:
-        q_BTHd = rms_norm(q_BTHd, layer_params["q_norm"], cfg.norm_eps)
-        k_BTGd = rms_norm(k_BTGd, layer_params["k_norm"], cfg.norm_eps)
-    tables = rope[kind.rope] if kind.rope else None
-    o_BTHd = attend(rotate(q_BTHd, tables), rotate(k_BTGd, tables), v_BTGd, window=kind.window)
-    (o_BTD,) = project(o_BTHd.reshape(B, T, cfg.heads * cfg.head_dim), "o")
-    x_BTD = x_BTD + o_BTD
+        q_BTHd, k_BTGd = norm(q_BTHd, "q_norm"), norm(k_BTGd, "k_norm")
+    if kind.rope:
+        of_queries, of_keys = rope[kind.rope]
+        q_BTHd, k_BTGd = rotate(q_BTHd, of_queries), rotate(k_BTGd, of_keys)
+    if cfg.query_scale != 1:
+        q_BTHd = q_BTHd * jnp.asarray(cfg.query_scale, q_BTHd.dtype)
+    o_BTHd = attend(q_BTHd, k_BTGd, v_BTGd, window=kind.window)
+    (o_BTD,) = project(o_BTHd.reshape(B, T, queries), "o")
+    x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
 
-    y_BTD = rms_norm(x_BTD, layer_params["mlp_norm"], cfg.norm_eps)
+    y_BTD = norm(x_BTD, "mlp_norm")
     if cfg.experts:
         return x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
-    gate_BTF, up_BTF = project(y_BTD, "gate", "up")
-    (down_BTD,) = project(jax.nn.silu(gate_BTF) * up_BTF, "down")
-    return x_BTD + down_BTD
+    if cfg.fused:
+        gate_BTF, up_BTF = jnp.split(project(y_BTD, "gate_up")[0], 2, axis=-1)
+    else:
+        gate_BTF, up_BTF = project(y_BTD, "gate", "up")
+    gated_BTF = jax.nn.gelu(gate_BTF, approximate=True) if cfg.gelu else jax.nn.silu(gate_BTF)
+    (down_BTD,) = project(gated_BTF * up_BTF, "down")
+    return x_BTD + norm(down_BTD, "mlp_out_norm")
 
 
 def forward(
@@ -210,5 +236,5 @@ def forward(
     kept = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
     body: Any = jax.checkpoint(layer, policy=kept, static_argnums=0)
     return final_hidden(
-        cfg, params, over_layers(cfg, body, constrain(embed(params, tokens_BT)), params.layers, lora.layers)
+        cfg, params, over_layers(cfg, body, constrain(embed(cfg, params, tokens_BT)), params.layers, lora.layers)
     )

@@ -53,8 +53,40 @@ LLAMA3 = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.1,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 6.0],
+}
+ALTERNATING = {"num_hidden_layers": 5, "sliding_window": 12}
+
 # What the tiny model of a family has beside SHAPE. A family whose defaults do has no row.
-FAMILY_SHAPE: dict[str, dict[str, Any]] = {"llama": {"rope_parameters": LLAMA3}, "qwen3_moe": EXPERTS}
+FAMILY_SHAPE: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3},
+    "qwen3_moe": EXPERTS,
+    "mistral": {"sliding_window": 12},
+    "ministral3": {"rope_parameters": YARN},
+    "smollm3": {"no_rope_layer_interval": 2, "num_hidden_layers": 4, "pad_token_id": None},
+    "olmo2": {"pad_token_id": None},
+    "olmo3": {**ALTERNATING, "pad_token_id": None},
+    "phi3": {
+        "rope_parameters": {**LONG, "partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 512,
+        "pad_token_id": None,
+        "head_dim": 8,
+    },
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}
 
 
 @dataclass(frozen=True)
@@ -79,8 +111,8 @@ class Reference:
 
 def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
     torch.manual_seed(3)
-    shape = {**SHAPE, "tie_word_embeddings": tied}
-    config = transformers.AutoConfig.for_model(architecture, **shape, **FAMILY_SHAPE.get(architecture, {}))
+    shape = {**SHAPE, "tie_word_embeddings": tied, **FAMILY_SHAPE.get(architecture, {})}
+    config = transformers.AutoConfig.for_model(architecture, **shape)
     model = transformers.AutoModelForCausalLM.from_config(config)
     biases_are_not_zero(model)
     model.eval().save_pretrained(folder)

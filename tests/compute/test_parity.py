@@ -1,18 +1,50 @@
-"""Logprobs, and the adapter's effect and gradients, against Hugging Face transformers and PEFT in torch."""
+"""Every family against Hugging Face transformers and PEFT in torch: a new one joins by a row in `FAMILY_SHAPE`.
+
+Logprobs, the adapter's effect, its gradients and its steps; tokens through the real sampler; packed rows.
+"""
 
 from __future__ import annotations
+
+import contextlib
 
 import numpy as np
 import peft
 import pytest
 import safetensors.numpy
 import torch
-from tests.compute.closeness import close_logprobs
+from tests.compute.closeness import close, close_logprobs
+from tests.compute.conftest import VOCAB, build
 
-from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec
+from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec, OptimStep, PublishSnapshot
+from tinkerflow.backend.compute.families import load_config, registered
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 
 LENGTHS = (1, 7, 33, 60)
+ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module", params=registered())
+def family(request, tmp_path_factory):
+    """A model of every family, its executor, and the parts that PEFT adapts module by module.
+
+    PEFT adapts experts, which transformers fuses, in its own way: tests/compute/test_experts.py has these.
+    """
+    model = build(tmp_path_factory.mktemp(request.param), request.param, tied=False)
+    return model, model.executor(), {"train_mlp": not load_config(model.folder).experts, "train_unembed": False}
+
+
+@contextlib.contextmanager
+def in_peft(model, executor, adapter_id, folder):
+    """The adapter in torch; the base model is as before when it ends."""
+    state = executor.execute(ExportAdapter(adapter_id, optimizer=False))
+    (folder / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
+    safetensors.numpy.save_file(dict(state.weights), folder / ADAPTER)
+    adapted = peft.PeftModel.from_pretrained(model.model, str(folder), is_trainable=True)
+    try:
+        yield adapted
+    finally:
+        adapted.unload()
 
 
 def test_logprobs_of_the_base_model(reference, examples, forward):
@@ -35,30 +67,80 @@ def test_adapter_and_its_gradients_as_peft_has_them(
     base = request.getfixturevalue(model)
     executor = base.executor()
     adapter(executor, "a", **parts)
-    state = executor.execute(ExportAdapter("a", optimizer=False))
-    (tmp_path / ADAPTER_CONFIG).write_bytes(adapter_config("base", state.spec, state.weights))
-    safetensors.numpy.save_file(dict(state.weights), tmp_path / ADAPTER)
-    model = peft.PeftModel.from_pretrained(base.model, str(tmp_path), is_trainable=True)
-    try:
-        data = examples(LENGTHS, targets=2)
+    data = examples(LENGTHS, targets=2)
+    with in_peft(base, executor, "a", tmp_path) as by_torch:
         result = forward(executor, "a", data, backward=True)
         loss = torch.zeros(())
         for example, found in zip(data, result.logprobs, strict=True):
-            logits = model(torch.tensor(example.tokens_T[None].astype(np.int64))).logits[0]
-            scored = torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
+            scored = scores(by_torch, example)
             close_logprobs(found, scored.detach().numpy())
             loss = loss - (scored * torch.tensor(example.weights_TK)).sum()
         assert result.loss_sum == pytest.approx(float(loss.detach()), rel=1e-4)
         loss.backward()
-        expected = {
-            n.replace(".default.", "."): p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None
-        }
-        found = gradients(executor, "a")
-        assert sorted(found) == sorted(expected)
-        for name, gradient in expected.items():
-            assert np.abs(found[name] - gradient).max() < 2e-3 * max(1.0, np.abs(gradient).max()), name
-    finally:
-        model.unload()
+        same_gradients(gradients(executor, "a"), by_torch)
+
+
+def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forward, gradients):
+    base, executor, parts = family
+    adapter(executor, "steps", **parts)
+    with in_peft(base, executor, "steps", tmp_path) as by_torch:
+        trained = {named(name): each for name, each in by_torch.named_parameters() if each.requires_grad}
+        rule = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+        for step in range(2):
+            data = examples(LENGTHS, seed=step)
+            rule.zero_grad()
+            loss = -sum((scores(by_torch, one) * torch.tensor(one.weights_TK)).sum() for one in data)
+            loss.backward()
+            result = forward(executor, "steps", data, backward=True)
+            assert result.loss_sum == pytest.approx(float(loss.detach()), rel=1e-4)
+            same_gradients(gradients(executor, "steps"), by_torch)
+            rule.step()
+            executor.execute(OptimStep("steps", ADAM))
+            weights = executor.execute(ExportAdapter("steps", optimizer=False)).weights
+            for name, wanted in trained.items():
+                close(weights[name], wanted.detach().numpy(), ulps=2**14)
+
+
+def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):
+    base, executor, parts = family
+    adapter(executor, "tokens", **parts)
+    executor.execute(PublishSnapshot("tokens", "tokens"))
+    prompt = np.random.default_rng(5).integers(0, VOCAB, 150).tolist()
+    asked = [ask(name, prompt, 64, snapshot_id="tokens") for name in ("first", "second")]
+    (first,), (second,) = (run_all(executor, one)[one.request_id].sequences for one in asked)
+    with in_peft(base, executor, "tokens", tmp_path) as by_torch, torch.no_grad():
+        ids = torch.tensor([prompt])
+        wanted = by_torch.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0
+        )
+    assert first.tokens_T.tolist() == second.tokens_T.tolist() == wanted[0, len(prompt) :].tolist()
+    np.testing.assert_array_equal(first.logprobs_T, second.logprobs_T)
+
+
+def test_examples_in_one_row_are_as_alone(family, examples, adapter, forward):
+    _, executor, parts = family
+    adapter(executor, "packed", **parts)
+    data = examples((60, 33, 7, 20))
+    together = forward(executor, "packed", data).logprobs
+    for found, example in zip(together, data, strict=True):
+        close_logprobs(found, forward(executor, "packed", (example,)).logprobs[0])
+
+
+def scores(by_torch, example):
+    """Logprobs [T, K] of the example's targets, with their graph."""
+    logits = by_torch(torch.tensor(example.tokens_T[None].astype(np.int64))).logits[0]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
+
+
+def named(parameter: str) -> str:
+    return parameter.replace(".default.", ".")
+
+
+def same_gradients(found, by_torch):
+    expected = {named(name): each.grad.numpy() for name, each in by_torch.named_parameters() if each.grad is not None}
+    assert sorted(found) == sorted(expected)
+    for name, gradient in expected.items():
+        assert np.abs(found[name] - gradient).max() < 1e-3 * max(1.0, np.abs(gradient).max()), name
 
 
 def test_bfloat16_is_close(qwen3, examples, forward):

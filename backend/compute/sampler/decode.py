@@ -136,7 +136,7 @@ def layers(
         x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, attend, apply)
         return cache, _by_rows(mesh, x_SQD)
 
-    start = (cache, _by_rows(mesh, embed(params, tokens_SQ)))
+    start = (cache, _by_rows(mesh, embed(cfg, params, tokens_SQ)))
     cache, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers)
     return cache, final_hidden(cfg, params, x_SQD)
 
