@@ -164,8 +164,8 @@ def read_rope(
         case "linear":
             return replace(rope, scaling=LinearRope(number("factor")))
         case "llama3":
-            factors_of = (number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-            return replace(rope, scaling=Llama3Rope(*factors_of, original_max_positions=original))
+            factor, low, high = (number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+            return replace(rope, scaling=Llama3Rope(factor, low, high, original))
         case "proportional":
             return replace(rope, scaling=ProportionalRope(number("factor", 1.0), share))
         case "longrope" | "su":
