@@ -97,12 +97,33 @@ class PromptWishes:
 
 
 @dataclass(frozen=True)
+class Adjustments:
+    """How a request's logits are changed before a token is drawn; logprobs are those of the logits before.
+
+    bias: what is added to a token's logit, by token. presence, frequency: taken from the logit of a token that was
+    generated before, once and for each time. repetition: the positive logits of tokens in the prompt or generated are
+    divided by it, the negative ones multiplied; 1 = off.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what was generated counts."""
+        return self.presence != 0 or self.frequency != 0 or self.repetition != 1
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One prompt to continue `num_samples` times. `snapshot_id` None samples the base model.
 
     owner: the project. Cached pages of a prompt serve requests of the same owner only.
     seed: 64 bits; sample i of a request uses a key derived from (seed, i), so a result never depends on the batch.
     stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
+    min_p: the least probability a token may have, as a share of the most likely token's. adjustments: None = none.
     """
 
     request_id: str
@@ -120,6 +141,8 @@ class SampleRequest:
     prompt_logprobs: bool = False
     prompt: PromptWishes | None = None
     topk_sample: int = 0  # candidates listed for each sampled token, 0 = off
+    min_p: float = 0.0  # 0 = off
+    adjustments: Adjustments | None = None
 
 
 @dataclass(frozen=True)

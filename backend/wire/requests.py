@@ -412,6 +412,8 @@ class SamplingParams(Body):
     """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: all that the context holds.
 
     stop_token_ids: tokens that end a sequence beside those of `stop`.
+    From min_p on, fields are beyond the SDK's: their names, bounds and formulas are those of OpenAI's API and vLLM.
+    logit_bias is read by `wire/sample.py`, which knows the vocabulary.
     """
 
     seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
@@ -421,6 +423,11 @@ class SamplingParams(Body):
     top_p: Annotated[float, number(0.0, 1.0)] = 1.0
     max_tokens: Annotated[int | None, whole(1, 2**31 - 1)] = None
     temperature: Annotated[float, number(0.0)] = 1.0
+    min_p: Annotated[float, number(0.0, 1.0)] = 0.0
+    presence_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
+    repetition_penalty: Annotated[float, number(0.01, 100.0)] = 1.0
+    logit_bias: Object = None
 
 
 class NumSamples(Body):

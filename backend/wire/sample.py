@@ -8,7 +8,7 @@ sparse_col_indices. It is answered in the layout of the question.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import orjson
 
 from tinkerflow.backend.commands import (
+    Adjustments,
     Candidates,
     Float32,
     Int32,
@@ -27,11 +28,14 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.requests import MAX_LISTED, SampleBody, TargetTensor
+from tinkerflow.backend.wire.requests import MAX_LISTED, SampleBody, SamplingParams, TargetTensor
 
 MAX_STOPS = 256  # stop tokens or stop strings of one request
 MAX_STOP_CHARACTERS = 1024  # of one stop string
+MAX_BIASES = 1024  # tokens in logit_bias
+MOST_BIAS = 100.0  # of one token, either way
 _SEED_BITS = 64
+_DIGITS = 10  # of a token id, fewer than that
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 _TARGETS = "target_prompt_logprobs"
 _Int64 = npt.NDArray[np.int64]
@@ -90,6 +94,8 @@ def sample_request(
         prompt_logprobs=body.prompt_logprobs,
         prompt=_prompt_wishes(body, len(prompt_T), vocab_size),
         topk_sample=_listed("topk_sample_logprobs", body.topk_sample_logprobs, vocab_size),
+        min_p=params.min_p,
+        adjustments=_adjustments(params, vocab_size),
     )
 
 
@@ -236,6 +242,34 @@ def _stops(stop: Any, vocab_size: int, eos: Sequence[int]) -> tuple[tuple[int, .
     if all(isinstance(item, int) and not isinstance(item, bool) for item in stop):
         return tuple(_token_array(stop, name, vocab_size).tolist()), ()
     raise broken(name, stop, "non-empty strings only, or token ids only")
+
+
+def _adjustments(params: SamplingParams, vocab_size: int) -> Adjustments | None:
+    made = Adjustments(
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        repetition=params.repetition_penalty,
+        bias=_biases(params.logit_bias or {}, vocab_size),
+    )
+    return None if made == Adjustments() else made
+
+
+def _biases(given: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """The biases by token, in the order of tokens. JSON has names of fields only: a token is a decimal number."""
+    name = "sampling_params.logit_bias"
+    if len(given) > MAX_BIASES:
+        raise UserError(f"{name} has {len(given)} tokens: must have at most {MAX_BIASES}")
+    biases: dict[int, float] = {}
+    for key, value in given.items():
+        token = int(key) if key.isascii() and key.isdecimal() and len(key) < _DIGITS else -1
+        if not 0 <= token < vocab_size:
+            raise broken(f"a key of {name}", key, f"a token id, >= 0 and < {vocab_size}, the model's vocabulary")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -MOST_BIAS <= value <= MOST_BIAS:
+            raise broken(f"{name}[{key!r}]", value, f"a number from {-MOST_BIAS:g} to {MOST_BIAS:g}")
+        if token in biases:
+            raise UserError(f"{name} names token {token} twice: must name a token once")
+        biases[token] = float(value)
+    return tuple(sorted((token, bias) for token, bias in biases.items() if bias))
 
 
 # ------------------------------------------------------------------ target_prompt_logprobs

@@ -35,6 +35,7 @@ digests = st.builds(c.Digest, st.integers(0, c.BLOCK), texts, texts.map(lambda t
 stored = st.builds(
     c.StoredState, specs, st.integers(0, 2**31), texts, texts, st.dictionaries(texts, digests, max_size=3)
 )
+biases = st.lists(st.tuples(st.integers(0, 2**31), numbers), max_size=3).map(tuple)
 sample_requests = st.builds(
     c.SampleRequest,
     request_id=texts,
@@ -50,6 +51,8 @@ sample_requests = st.builds(
     stop_tokens=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
     stop_strings=st.lists(texts, max_size=3).map(tuple),
     prompt_logprobs=st.booleans(),
+    min_p=numbers,
+    adjustments=st.none() | st.builds(c.Adjustments, numbers, numbers, numbers, biases),
 )
 sequences = st.builds(c.SampledSequence, ints32, floats32, st.sampled_from(["stop", "length"]))
 sample_results = st.builds(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import PromptWishes, SampleRequest
+from tinkerflow.backend.commands import Adjustments, PromptWishes, SampleRequest
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.wire import NumSamples, SampleBody, parse, sample_request, with_seed
 
@@ -111,7 +111,37 @@ def test_wishes_for_the_prompt() -> None:
     assert not SampleBody.decode(body()).record_stability_info
 
 
+def test_what_is_asked_beyond_the_sdk() -> None:
+    plain = decode(body())
+    assert (plain.min_p, plain.adjustments) == (0.0, None)
+    for nothing in ({"min_p": None, "logit_bias": {}}, {"presence_penalty": 0, "logit_bias": {"3": 0}}):
+        assert decode(body(nothing)).adjustments is None
+    asked = {"presence_penalty": 1, "frequency_penalty": -2, "repetition_penalty": 1.5, "logit_bias": {"9": 1, "3": -4}}
+    request = decode(body({"min_p": 0.25, **asked}))
+    assert request.min_p == 0.25
+    assert request.adjustments == Adjustments(1.0, -2.0, 1.5, ((3, -4.0), (9, 1.0)))
+
+
 WRONG = [
+    (body({"min_p": 1.5}), "sampling_params.min_p is 1.5: must be a finite number >= 0 and <= 1"),
+    (
+        body({"presence_penalty": 2.5}),
+        "sampling_params.presence_penalty is 2.5: must be a finite number >= -2 and <= 2",
+    ),
+    (body({"frequency_penalty": "x"}), "sampling_params.frequency_penalty is 'x': must be a finite number >= -2"),
+    (body({"repetition_penalty": 0}), "sampling_params.repetition_penalty is 0: must be a finite number >= 0.01"),
+    (body({"logit_bias": [1]}), "sampling_params.logit_bias is [1]: must be a JSON object"),
+    (
+        body({"logit_bias": {"100": 1}}),
+        "a key of sampling_params.logit_bias is '100': must be a token id, >= 0 and < 100",
+    ),
+    (body({"logit_bias": {"-1": 1}}), "a key of sampling_params.logit_bias is '-1': must be a token id"),
+    (body({"logit_bias": {"²": 1}}), "a key of sampling_params.logit_bias is '²': must be a token id"),
+    (body({"logit_bias": {"7" * 9999: 1}}), "must be a token id"),
+    (body({"logit_bias": {"7": 101}}), "sampling_params.logit_bias['7'] is 101: must be a number from -100 to 100"),
+    (body({"logit_bias": {"7": None}}), "sampling_params.logit_bias['7'] is None: must be a number from -100 to 100"),
+    (body({"logit_bias": {"7": 1, "07": 1}}), "sampling_params.logit_bias names token 7 twice"),
+    (body({"logit_bias": {str(i): 1 for i in range(1025)}}), "logit_bias has 1025 tokens: must have at most 1024"),
     (body(num_samples=0), "num_samples is 0: must be a whole number from 1 to 1024"),
     (body(num_samples=1025), "num_samples is 1025: must be"),
     (body(num_samples=True), "num_samples is True: must be"),

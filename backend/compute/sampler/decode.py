@@ -17,6 +17,7 @@ from tinkerflow.backend.compute.config import LayerKind, ModelConfig
 from tinkerflow.backend.compute.layers import over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraPair
 from tinkerflow.backend.compute.mesh import FSDP, Array, replicated, sharding
+from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
@@ -29,7 +30,8 @@ class Rows:
 
     tokens_S int32: the last token, not yet in the cache. positions_S int32: where it stands in its sequence.
     tables_SW int32: its pages, as numbers in the slot's own shard of the cache. columns_S2 int32: its adapter's columns
-    of the stack. uniform_CS float32: a random number for every token to come.
+    of the stack. uniform_CS float32: a random number for every token to come. adjusted: how logits are changed, None =
+    no slot asks for it.
     """
 
     tokens_S: Array
@@ -38,6 +40,7 @@ class Rows:
     columns_S2: Array
     uniform_CS: Array
     choice: Choice
+    adjusted: AdjustedRows | None = None
 
 
 @flax.struct.dataclass
@@ -71,8 +74,8 @@ def decode(
     rest are 0.
     """
 
-    def step(i: jax.Array, state: tuple[KVCache, jax.Array, Decoded]) -> Any:
-        cache, last_S, decoded = state
+    def step(i: jax.Array, state: tuple[KVCache, jax.Array, AdjustedRows | None, Decoded]) -> Any:
+        cache, last_S, adjust, decoded = state
         positions_S = i + rows.positions_S
         tokens_S1, columns_S2 = last_S[:, None], rows.columns_S2
         cache, x_S1D = layers(
@@ -81,7 +84,9 @@ def decode(
         logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
         logits_SV = jax.lax.with_sharding_constraint(logits_SV, sharding(mesh, logits_SV.shape, FSDP))
-        next_S, logprob_S = sample(logits_SV, rows.choice, rows.uniform_CS[i])
+        wanted_SV = logits_SV if adjust is None else adjusted(logits_SV, adjust)
+        next_S, logprob_S = sample(logits_SV, rows.choice, rows.uniform_CS[i], wanted_SV)
+        adjust = None if adjust is None else generated(adjust, next_S)
         found = Decoded(next_S, logprob_S)
         if top:
             values_Sk, top_Sk = jax.lax.top_k(logits_SV, top)
@@ -89,7 +94,7 @@ def decode(
             spread_S = chosen_S - logprob_S  # so that a listed token has the very logprob that it has when sampled
             found = Decoded(next_S, logprob_S, top_Sk.astype(jnp.int32), values_Sk - spread_S[:, None])
         decoded = jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), decoded, found)
-        return cache, next_S, decoded
+        return cache, next_S, adjust, decoded
 
     S = rows.tokens_S.shape[0]
     room = Decoded(
@@ -98,7 +103,7 @@ def decode(
         jnp.zeros((chunk, S, top), jnp.int32) if top else None,
         jnp.zeros((chunk, S, top), jnp.float32) if top else None,
     )
-    cache, _, decoded = jax.lax.fori_loop(0, steps, step, (cache, rows.tokens_S, room))
+    cache, _, _, decoded = jax.lax.fori_loop(0, steps, step, (cache, rows.tokens_S, rows.adjusted, room))
     return pin_cache(cfg, mesh, cache), jax.lax.with_sharding_constraint(decoded, replicated(mesh))
 
 

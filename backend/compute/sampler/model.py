@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.mesh import to_host
+from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
 from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, copy_pages, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
@@ -121,6 +122,7 @@ class SamplerModel:
             columns_S2=np.zeros((S, 2), np.int32),
             uniform_CS=np.zeros((self.chunk, S), np.float32),
             choice=greedy_choice(S),
+            adjusted=adjusted_rows(self.mesh, self.cfg.vocab, S, held),
         )
         for slot, sequence in held:
             request, columns = sequence.parent.request, self.snapshots.columns(sequence.parent.snapshot)
@@ -130,4 +132,5 @@ class SamplerModel:
             rows.choice.temperature_S[slot] = normal_temperature(request.temperature)
             rows.choice.top_k_S[slot] = min(request.top_k, self.cfg.vocab)
             rows.choice.top_p_S[slot] = normal_top_p(request.top_p)
+            rows.choice.min_p_S[slot] = request.min_p
         return rows

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.compute.sampler.adjustments import warm_rows
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import COPIES, copied, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool
@@ -73,6 +74,9 @@ class SamplerPrograms:
                 name = f"decode, {slots} slots, {width} columns"
                 yield Program(name, _distance(distance, width), partial(self._decode, slots, width))
         yield Program("copies of pages", 0, self._copies)
+        for distance, slots in enumerate(self.shapes.slots):
+            name = f"decode with adjusted logits, {slots} slots"
+            yield Program(name, _distance(distance, _WIDTHS[-1]), partial(self._decode, slots, RANK_COLUMNS, True))
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
         """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
@@ -95,7 +99,7 @@ class SamplerPrograms:
         )
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
 
-    def _decode(self, S: int, width: int) -> None:
+    def _decode(self, S: int, width: int, adjusted: bool = False) -> None:
         rows = Rows(
             tokens_S=np.zeros(S, np.int32),
             positions_S=np.zeros(S, np.int32),
@@ -103,6 +107,7 @@ class SamplerPrograms:
             columns_S2=np.zeros((S, 2), np.int32),
             uniform_CS=np.zeros((self.chunk, S), np.float32),
             choice=greedy_choice(S),
+            adjusted=warm_rows(self.mesh, S, self.cfg.vocab) if adjusted else None,
         )
         stack, cache = self._stack(width), self._cache()
         decode.lower(self.cfg, self.mesh, self.chunk, 0, self.params, stack, cache, rows, np.int32(1)).compile()

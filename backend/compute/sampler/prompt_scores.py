@@ -135,6 +135,7 @@ def _drawn(logits_BcV: jax.Array, uniform_BcA: jax.Array, temperature_B: Array) 
         temperature_S=jnp.repeat(temperature_B, c),
         top_k_S=jnp.full(B * c, -1, jnp.int32),
         top_p_S=jnp.ones(B * c, jnp.float32),
+        min_p_S=jnp.zeros(B * c, jnp.float32),
     )
     uniform_AS = jnp.moveaxis(uniform_BcA, 2, 0).reshape(-1, B * c)
     tokens_AS = jax.lax.map(lambda uniform_S: sample(rows, choice, uniform_S)[0], uniform_AS)

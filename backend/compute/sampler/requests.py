@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -51,6 +52,11 @@ class ParentRequest:
     def scope(self) -> PrefixScope:
         """The requests with which it may share what is computed of its prompt."""
         return PrefixScope(self.request.owner, self.snapshot)
+
+    @cached_property
+    def prompt_tokens(self) -> Int32:
+        """The tokens of the prompt, each once."""
+        return np.unique(self.request.prompt_T)
 
     def result(self) -> SampleResult | None:
         """The request's result when all of its sequences are done."""

@@ -31,12 +31,16 @@ _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 class Choice:
     """How each row draws: temperature_S float32, 0 = greedy; top_k_S int32, -1 = off; top_p_S float32, 1 = off.
 
+    min_p_S float32, 0 = off: the least probability a token may have, as a share of the most likely token's (Nguyen et
+    al., arXiv 2407.01082).
+
     A temperature above 0 and a top_p are normal numbers: see `normal_temperature` and `normal_top_p`.
     """
 
     temperature_S: Array
     top_k_S: Array
     top_p_S: Array
+    min_p_S: Array
 
 
 class UniformStream:
@@ -78,23 +82,29 @@ def greedy_choice(rows: int) -> Choice:
         temperature_S=np.zeros(rows, np.float32),
         top_k_S=np.full(rows, -1, np.int32),
         top_p_S=np.ones(rows, np.float32),
+        min_p_S=np.zeros(rows, np.float32),
     )
 
 
-def sample(logits_SV: jax.Array, choice: Choice, uniform_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32 [S] and their logprobs float32 [S], the latter of the full untempered softmax.
+def sample(
+    logits_SV: jax.Array, choice: Choice, uniform_S: jax.Array, wanted_SV: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens int32 [S] and their logprobs float32 [S], the latter of the full untempered softmax of `logits_SV`.
 
-    Temperature comes first, then top-k, then top-p of what top-k has left.
+    Temperature comes first, then min-p, then top-k, then top-p of what these have left. choice: how each row draws.
+    uniform_S: its random number. wanted_SV: the logits to draw from, None = `logits_SV`.
     """
     logits_SV = logits_SV.astype(jnp.float32)
+    wanted_SV = logits_SV if wanted_SV is None else wanted_SV.astype(jnp.float32)
     top_S = jnp.max(logits_SV, axis=-1, keepdims=True)
-    most_likely_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
+    best_S = jnp.max(wanted_SV, axis=-1, keepdims=True)
+    most_likely_S = jnp.argmax(wanted_SV, axis=-1).astype(jnp.int32)
 
     def drawn() -> jax.Array:
         temperature_S = jnp.where(choice.temperature_S > 0, choice.temperature_S, 1.0)
         # The maximum goes before the division: a tiny temperature must not make inf - inf.
-        weights_SV = jnp.exp((logits_SV - top_S) / temperature_S[:, None])
-        filters = jnp.any((choice.top_k_S >= 0) | (choice.top_p_S < 1))
+        weights_SV = jnp.exp((wanted_SV - best_S) / temperature_S[:, None])
+        filters = jnp.any((choice.top_k_S >= 0) | (choice.top_p_S < 1) | (choice.min_p_S > 0))
         weights_SV = jax.lax.cond(filters, lambda w: filtered(w, choice), lambda w: w, weights_SV)
         total_S = _total(_fold(weights_SV))
         return jnp.where(choice.temperature_S > 0, invert(weights_SV, uniform_S * total_S), most_likely_S)
@@ -106,16 +116,16 @@ def sample(logits_SV: jax.Array, choice: Choice, uniform_S: jax.Array) -> tuple[
 
 
 def filtered(weights_SV: jax.Array, choice: Choice) -> jax.Array:
-    """Weights in [0, 1] with 0 outside the top k, then outside the smallest set that holds top_p of what is left.
+    """Weights with 0 below min_p, then outside the top k, then outside the smallest set that holds top_p of the rest.
 
-    Weights equal to the last one kept are kept too.
+    weights_SV: in [0, 1], 1 of the most likely token. Weights equal to the last one kept are kept too.
     """
     k_S = jnp.where(choice.top_k_S >= 0, choice.top_k_S, 2**31 - 1)
 
     def enough_tokens(kept: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sum(kept.astype(jnp.int32), axis=1), axis=-1) >= k_S
 
-    weights_Src = _fold(weights_SV)
+    weights_Src = _fold(jnp.where(weights_SV >= choice.min_p_S[:, None], weights_SV, 0))
     weights_Src = _keep(weights_Src, _highest_threshold(weights_Src, enough_tokens))
     wanted_S = choice.top_p_S * _total(weights_Src)
 

@@ -17,9 +17,10 @@ ROWS, VOCAB = 4096, 300
 jitted_sample, jitted_filter, jitted_invert = jax.jit(sample), jax.jit(filtered), jax.jit(invert)
 
 
-def reference(logits_V: Any, temperature: float, top_k: int, top_p: float) -> Any:
+def reference(logits_V: Any, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> Any:
     """The distribution in float64, by sorting."""
     weights = np.exp((logits_V.astype(np.float64) - logits_V.max()) / temperature)
+    weights[weights < min_p] = 0
     order = np.argsort(-weights, kind="stable")
     if top_k > 0:
         weights[order[top_k:]] = 0
@@ -29,22 +30,34 @@ def reference(logits_V: Any, temperature: float, top_k: int, top_p: float) -> An
     return weights / weights.sum()
 
 
-def choice(rows: int, temperature: float, top_k: int = -1, top_p: float = 1.0) -> Choice:
+def choice(rows: int, temperature: float, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> Choice:
     made = greedy_choice(rows)
-    made.temperature_S[:], made.top_k_S[:], made.top_p_S[:] = temperature, top_k, top_p
+    made.temperature_S[:], made.top_k_S[:] = temperature, top_k
+    made.top_p_S[:], made.min_p_S[:] = top_p, min_p
     return made
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, -1, 1.0), (0.5, -1, 1.0), (2.0, -1, 1.0), (1.0, 7, 1.0), (1.0, -1, 0.8), (1.3, 20, 0.7), (1.0, 1, 1.0)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, -1, 1.0, 0.0),
+        (0.5, -1, 1.0, 0.0),
+        (2.0, -1, 1.0, 0.0),
+        (1.0, 7, 1.0, 0.0),
+        (1.0, -1, 0.8, 0.0),
+        (1.3, 20, 0.7, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, -1, 1.0, 0.1),
+        (1.5, 50, 0.9, 0.05),
+        (1.0, -1, 1.0, 1.0),
+    ],
 )
-def test_tokens_are_drawn_as_often_as_they_should(temperature: float, top_k: int, top_p: float) -> None:
+def test_tokens_are_drawn_as_often_as_they_should(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits_V = np.random.default_rng(0).normal(size=VOCAB, scale=2).astype(np.float32)
-    expected_V = reference(logits_V, temperature, top_k, top_p)
+    expected_V = reference(logits_V, temperature, top_k, top_p, min_p)
     uniform_S = np.concatenate([UniformStream(seed, 0).take(1) for seed in range(ROWS)])
     tokens_S, logprobs_S = jitted_sample(
-        np.tile(logits_V, (ROWS, 1)), choice(ROWS, temperature, top_k, top_p), uniform_S
+        np.tile(logits_V, (ROWS, 1)), choice(ROWS, temperature, top_k, top_p, min_p), uniform_S
     )
     counts_V = np.bincount(np.asarray(tokens_S), minlength=VOCAB)
     assert not counts_V[expected_V == 0].any()
@@ -78,18 +91,20 @@ def test_a_tiny_temperature_is_greedy_and_stays_finite() -> None:
     seed=st.integers(0, 2**32 - 1),
     top_k=st.one_of(st.just(-1), st.integers(1, 2 * VOCAB)),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.0001, 1.0, width=32)),
     scale=st.sampled_from([0.1, 1.0, 10.0]),
 )
-def test_filters_keep_what_sorting_would(seed: int, top_k: int, top_p: float, scale: float) -> None:
+def test_filters_keep_what_sorting_would(seed: int, top_k: int, top_p: float, min_p: float, scale: float) -> None:
     logits_V = np.random.default_rng(seed).normal(size=VOCAB, scale=scale).astype(np.float32)
     weights_V = np.exp(logits_V - logits_V.max())
-    kept_V = np.asarray(jitted_filter(weights_V[None], choice(1, 1.0, top_k, top_p)))[0]
+    kept_V = np.asarray(jitted_filter(weights_V[None], choice(1, 1.0, top_k, top_p, min_p)))[0]
     kept = kept_V > 0
     np.testing.assert_array_equal(kept_V[kept], weights_V[kept])
-    expected_V = reference(logits_V, 1.0, top_k, top_p)
+    expected_V = reference(logits_V, 1.0, top_k, top_p, min_p)
     different = np.flatnonzero(kept != (expected_V > 0))
     # float32 sums may put the border of top_p one token further; no more than that
-    assert len(different) <= (top_p < 1)
+    # and another rounding of a weight, whether it is above min_p
+    assert len(different) <= (top_p < 1) + (min_p > 0)
 
 
 def test_ties_at_the_border_are_all_kept() -> None:

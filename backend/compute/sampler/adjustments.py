@@ -1,0 +1,145 @@
+"""Logits as a request wants them changed before a token is drawn: biases, penalties, and tokens that are not allowed.
+
+Bias comes first, then repetition, frequency and presence, then what is not allowed: the order of vLLM's V1 sampler
+(`vllm/v1/sample/sampler.py`). Frequency and presence are those of OpenAI's API, over the generated tokens. Repetition
+is that of CTRL (Keskar et al., arXiv 1909.05858, section 4.1) as vLLM and Hugging Face have it, over the prompt and
+the generated tokens. Logprobs that are reported are those of the logits before all of this.
+
+A batch in which nobody asks for any of it has no tables, and its program has nothing of this.
+
+Letters: S slots, V vocabulary, W words of 32 bits, N entries of a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh
+
+from tinkerflow.backend.compute.mesh import FSDP, Array, sharding
+from tinkerflow.backend.compute.warming import result_of
+
+if TYPE_CHECKING:  # the scheduler imports what decodes
+    from tinkerflow.backend.compute.sampler.scheduler import Held
+
+_ENTRIES = 4096  # of a table, written at once
+_PROMPT, _GENERATED = 1, 2  # what a token counts in `seen_SV`: an odd number is also in the prompt
+
+
+@flax.struct.dataclass
+class AdjustedRows:
+    """What is changed in each row's logits. A row that asks for nothing has 0, 0 and 1, and tables of zeros.
+
+    presence_S, frequency_S, repetition_S float32: the penalties. seen_SV int32: twice how often the row has generated
+    the token, and 1 more if its prompt has it. bias_SV float32: added to the logits.
+    """
+
+    presence_S: Array
+    frequency_S: Array
+    repetition_S: Array
+    seen_SV: Array
+    bias_SV: Array
+
+
+def adjusted(logits_SV: jax.Array, rows: AdjustedRows) -> jax.Array:
+    """The logits float32 [S, V] to draw from. A row that asks for nothing keeps its own, bit for bit."""
+    seen_SV = rows.seen_SV
+    logits_SV = logits_SV + rows.bias_SV
+    repetition_SV = jnp.where(seen_SV > 0, rows.repetition_S[:, None], 1)
+    logits_SV = jnp.where(logits_SV > 0, logits_SV / repetition_SV, logits_SV * repetition_SV)
+    count_SV = seen_SV // _GENERATED
+    logits_SV = logits_SV - rows.frequency_S[:, None] * count_SV.astype(jnp.float32)
+    return logits_SV - jnp.where(count_SV > 0, rows.presence_S[:, None], 0)
+
+
+def generated(rows: AdjustedRows, tokens_S: jax.Array) -> AdjustedRows:
+    """The rows after each has generated its token of tokens_S."""
+    place_S = jnp.arange(tokens_S.shape[0])
+    return replace(rows, seen_SV=jnp.asarray(rows.seen_SV).at[place_S, tokens_S].add(_GENERATED))
+
+
+def adjusted_rows(mesh: Mesh, vocab: int, S: int, held: Held) -> AdjustedRows | None:
+    """What the sequences in their slots ask for; None when none of them asks for anything.
+
+    mesh: the devices that the tables are for. vocab: V. S: slots.
+    """
+    asking = [(slot, one, asked) for slot, one in held if (asked := one.parent.request.adjustments) is not None]
+    if not asking:
+        return None
+    presence_S, frequency_S = np.zeros(S, np.float32), np.zeros(S, np.float32)
+    repetition_S = np.ones(S, np.float32)
+    rows: list[npt.NDArray[np.int32]] = []
+    tokens: list[npt.NDArray[np.int32]] = []
+    seen: list[npt.NDArray[np.int32]] = []
+    biases: list[npt.NDArray[np.float32]] = []
+
+    def enter(slot: int, these: npt.NDArray[np.int32], counted: int, bias: npt.NDArray[np.float32] | float) -> None:
+        rows.append(np.full(len(these), slot, np.int32))
+        tokens.append(these)
+        seen.append(np.full(len(these), counted, np.int32))
+        biases.append(np.broadcast_to(np.float32(bias), these.shape))
+
+    for slot, sequence, asked in asking:
+        presence_S[slot], frequency_S[slot] = asked.presence, asked.frequency
+        repetition_S[slot] = asked.repetition
+        if asked.repetition != 1:
+            enter(slot, sequence.parent.prompt_tokens, _PROMPT, 0.0)
+        if asked.penalises:
+            enter(slot, np.asarray(sequence.tokens, np.int32), _GENERATED, 0.0)
+        if asked.bias:
+            names, values = zip(*asked.bias, strict=True)
+            enter(slot, np.asarray(names, np.int32), 0, np.asarray(values, np.float32))
+    seen_SV, bias_SV = empty_tables(mesh, S, vocab)
+    whole = [np.concatenate(parts) for parts in (rows, tokens, seen, biases)]
+    for start in range(0, len(whole[0]), _ENTRIES):
+        seen_SV, bias_SV = entered(mesh, seen_SV, bias_SV, *(_padded(part[start : start + _ENTRIES]) for part in whole))
+    return AdjustedRows(presence_S, frequency_S, repetition_S, seen_SV, bias_SV)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def empty_tables(mesh: Mesh, S: int, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """`seen_SV` and `bias_SV` of zeros, with their rows split as the logits' are."""
+    return _pinned(mesh, jnp.zeros((S, vocab), jnp.int32)), _pinned(mesh, jnp.zeros((S, vocab), jnp.float32))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def entered(
+    mesh: Mesh,
+    seen_SV: jax.Array,
+    bias_SV: jax.Array,
+    rows_N: Array,
+    tokens_N: Array,
+    seen_N: Array,
+    bias_N: Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The tables with entries added to them, in place. mesh: their devices. rows_N, tokens_N int32: where.
+
+    seen_N int32, bias_N float32: how much is added.
+    """
+    seen_SV = seen_SV.at[rows_N, tokens_N].add(seen_N)
+    return _pinned(mesh, seen_SV), _pinned(mesh, bias_SV.at[rows_N, tokens_N].add(bias_N))
+
+
+def warm_rows(mesh: Mesh, S: int, vocab: int) -> AdjustedRows:
+    """Rows without tables' values, whose programs are then compiled. mesh, S, vocab: as in `adjusted_rows`."""
+    entries, biases = np.zeros(_ENTRIES, np.int32), np.zeros(_ENTRIES, np.float32)
+    tables = result_of(empty_tables, mesh, S, vocab)
+    tables = result_of(entered, mesh, *tables, entries, entries, entries, biases)
+    numbers_S = np.zeros(S, np.float32)
+    return AdjustedRows(numbers_S, numbers_S, numbers_S, *tables)
+
+
+def _pinned(mesh: Mesh, table_SV: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(table_SV, sharding(mesh, table_SV.shape, FSDP))
+
+
+def _padded(entries: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """Filled up with zeros: nothing is added to token 0 of row 0."""
+    return np.pad(entries, (0, _ENTRIES - len(entries)))

@@ -1,0 +1,144 @@
+"""Biases and penalties: the formulas against NumPy, over several chunks, for whoever asks and for nobody else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinkerflow.backend.commands import Adjustments, SampleStep
+from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
+from tinkerflow.backend.compute.sampler.decode import decode
+
+VOCAB = 40
+WISHES = {
+    "bias": Adjustments(bias=((3, 50.0), (7, -100.0))),
+    "presence": Adjustments(presence=2.0),
+    "frequency": Adjustments(frequency=1.5),
+    "repetition": Adjustments(repetition=1.7),
+    "negative": Adjustments(presence=-1.0, frequency=-0.5, repetition=0.6),
+    "all": Adjustments(presence=0.5, frequency=0.4, repetition=1.3, bias=((5, 3.0), (300, -2.0))),
+}
+
+
+def expected(logits_V: Any, asked: Adjustments, prompt: list[int], tokens: list[int]) -> Any:
+    """What one row's logits become."""
+    logits_V = logits_V.astype(np.float64)
+    for token, bias in asked.bias:
+        logits_V[token] += bias
+    for token in {*prompt, *tokens}:
+        logits_V[token] *= 1 / asked.repetition if logits_V[token] > 0 else asked.repetition
+    for token, count in Counter(tokens).items():
+        logits_V[token] -= asked.frequency * count + asked.presence
+    return logits_V
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    presence=st.floats(-2, 2, width=32),
+    frequency=st.floats(-2, 2, width=32),
+    repetition=st.floats(0.125, 8, width=32),
+    bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=4),
+)
+def test_logits_are_changed_as_the_formulas_say(
+    seed: int, presence: float, frequency: float, repetition: float, bias: dict[int, float]
+) -> None:
+    generator = np.random.default_rng(seed)
+    logits_SV = generator.normal(size=(2, VOCAB), scale=5).astype(np.float32)
+    prompt, tokens = (generator.integers(0, VOCAB, 12).tolist() for _ in range(2))
+    asked = Adjustments(presence, frequency, repetition, tuple(bias.items()))
+    rows = AdjustedRows(
+        *(np.float32([value, off]) for value, off in ((presence, 0), (frequency, 0), (repetition, 1))),
+        seen_SV=np.zeros((2, VOCAB), np.int32),
+        bias_SV=np.zeros((2, VOCAB), np.float32),
+    )
+    rows.seen_SV[0, prompt] = 1
+    rows.bias_SV[0, list(bias)] = list(bias.values())
+    rows = jax.tree.map(jax.numpy.asarray, rows)
+    for token in tokens:
+        rows = generated(rows, np.asarray([token, 0]))
+    found_SV = np.asarray(adjusted(logits_SV, rows))
+    np.testing.assert_allclose(found_SV[0], expected(logits_SV[0], asked, prompt, tokens), rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(found_SV[1], logits_SV[1], "a row that asks for nothing keeps its own")
+
+
+@pytest.mark.parametrize("name", ["bias", "presence", "frequency", "negative"])
+def test_every_token_of_an_answer_is_the_best_of_the_changed_logits(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, name: str
+) -> None:
+    tokens, vocab, asked = prompt(20), qwen.cfg.vocab, replace(WISHES[name], repetition=1.0)
+    sampler = qwen.sampler(decode_chunk=4)  # the counts go on from chunk to chunk
+    (found,) = run_all(sampler, ask("a", tokens, 30, topk_sample=vocab, adjustments=asked))["a"].sequences
+    said = found.tokens_T.tolist()
+    for place, token in enumerate(said):
+        logprobs_V = np.empty(vocab, np.float32)
+        logprobs_V[found.top.tokens_Nk[place]] = found.top.logprobs_Nk[place]
+        changed_V = expected(logprobs_V, asked, tokens, said[:place])
+        assert changed_V[token] >= changed_V.max() - 1e-4
+        np.testing.assert_allclose(found.logprobs_T[place], logprobs_V[token], atol=1e-5)  # of the logits before
+    (plain,) = run_all(sampler, ask("b", tokens, 30))["b"].sequences
+    assert plain.tokens_T.tolist() != said
+
+
+def test_repetition_counts_the_prompt(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    tokens = prompt(20)
+    sampler = qwen.sampler()
+    (plain,) = run_all(sampler, ask("a", tokens, 1))["a"].sequences
+    first = int(plain.tokens_T[0])
+    asked = Adjustments(repetition=100.0)
+    (kept,) = run_all(sampler, ask("b", [*tokens, first], 1, adjustments=asked))["b"].sequences
+    (free,) = run_all(sampler, ask("c", [*tokens, first], 1))["c"].sequences
+    assert int(kept.tokens_T[0]) not in {*tokens, first} or int(free.tokens_T[0]) == int(kept.tokens_T[0])
+    (long,) = run_all(sampler, ask("d", tokens, 60, adjustments=asked))["d"].sequences
+    assert len(set(long.tokens_T.tolist())) == 60, "nothing is said twice"
+
+
+def test_others_in_the_batch_change_nothing(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    """A row that asks has the same tokens alone and among others; one that does not has its own bit for bit."""
+    sampler = qwen.sampler(decode_chunk=4)
+    requests = [ask("plain", prompt(9), 25, temperature=1.0, seed=8), ask("greedy", prompt(40), 25)]
+    requests += [
+        ask(name, prompt(12), 25, num_samples=2, temperature=0.9, seed=3, min_p=0.02, adjustments=asked)
+        for name, asked in WISHES.items()
+    ]
+    together = run_all(sampler, *requests)
+    for request in requests:
+        (alone,) = run_all(sampler, request).values()
+        for one, other in zip(alone.sequences, together[request.request_id].sequences, strict=True):
+            assert one.tokens_T.tolist() == other.tokens_T.tolist(), request.request_id
+            if request.adjustments is None:
+                np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
+
+
+def test_a_sequence_that_had_to_wait_goes_on_with_its_counts(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    requests = [ask(f"r{i}", prompt(30, i), 60, adjustments=WISHES["all"]) for i in range(4)]
+    roomy, tight = qwen.sampler(page=32), qwen.sampler(page=32, pages=9)
+    free, pressed = run_all(roomy, *requests), run_all(tight, *requests)
+    for request in requests:
+        (one,), (other,) = (results[request.request_id].sequences for results in (free, pressed))
+        assert one.tokens_T.tolist() == other.tokens_T.tolist()
+
+
+def test_who_asks_for_nothing_needs_no_other_program(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
+    sampler = qwen.sampler()
+    run_all(sampler, ask("a", prompt(9), 12, num_samples=3))
+    run_all(sampler, ask("b", prompt(9), 12, num_samples=3, adjustments=WISHES["all"]))
+    known = decode._cache_size()
+    run_all(sampler, ask("c", prompt(9), 12, num_samples=3, min_p=0.1, temperature=1.0))
+    run_all(sampler, ask("d", prompt(5), 9, num_samples=3, adjustments=WISHES["presence"]))
+    assert decode._cache_size() == known
+
+
+def test_an_empty_step_after_all_of_this_has_nothing_left(qwen: Any, ask: Any, prompt: Any) -> None:
+    sampler = qwen.sampler()
+    progress = sampler.step(SampleStep(admit=(ask("a", prompt(9), 1, adjustments=WISHES["frequency"]),)))
+    while progress.active or progress.waiting:
+        progress = sampler.step(SampleStep())
+    assert not sampler.decoding
