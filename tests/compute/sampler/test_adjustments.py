@@ -109,12 +109,14 @@ def test_others_in_the_batch_change_nothing(qwen: Any, ask: Any, run_all: Any, p
         for name, asked in WISHES.items()
     ]
     together = run_all(sampler, *requests)
+    unadjusted = run_all(sampler, *(replace(request, adjustments=None, min_p=0.0) for request in requests))
     for request in requests:
         (alone,) = run_all(sampler, request).values()
         for one, other in zip(alone.sequences, together[request.request_id].sequences, strict=True):
             assert one.tokens_T.tolist() == other.tokens_T.tolist(), request.request_id
-            if request.adjustments is None:
-                np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
+    for name in ("plain", "greedy"):  # the same slots, and the other program
+        (one,), (other,) = together[name].sequences, unadjusted[name].sequences
+        np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
 
 
 def test_a_sequence_that_had_to_wait_goes_on_with_its_counts(qwen: Any, ask: Any, run_all: Any, prompt: Any) -> None:
