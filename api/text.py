@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from tinkerflow.backend.errors import ServerError
@@ -14,6 +15,8 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode part of a ch
 _MOST_HELD_BACK = (
     16  # tokens held back as parts of one character at most: bytes that are no text must not stop a stream
 )
+_WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how it writes a byte that is no character
 _SHORT = 2000  # characters that are tokenised at once on the event loop: under a millisecond
 
 
@@ -47,6 +50,17 @@ class Tokenizer:
         """The text of a single token, special ones included; what is no whole character is a replacement character."""
         return self.decode([token], special=True)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, also where they are only a part of a character."""
+        text, name = self.token_text(token), self._tokenizer.id_to_token(token) or ""
+        if _UNFINISHED not in text:
+            # Decoders of SentencePiece drop the space before a first word.
+            return text.encode() if not name.startswith(_WORD) or text.startswith(" ") else b" " + text.encode()
+        if (byte := _BYTE.fullmatch(name)) is not None:
+            return bytes([int(byte[1], 16)])
+        known = _bytes_of_characters()
+        return bytes(known[char] for char in name) if all(char in known for char in name) else text.encode()
+
     def id_of(self, token: str) -> int | None:
         """The id of a token by its own name in the vocabulary, as `<|im_end|>`; None when there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
@@ -57,6 +71,14 @@ class Tokenizer:
         """The special tokens, which `decode` leaves out."""
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
+
+
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    """What byte-level tokenizers write for each byte: itself where it can be seen, else a character from U+0100 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 class Tokenizers:

@@ -26,8 +26,17 @@ VOCAB = 1024
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 128, 4, 4, 2, 32, 384
 MAX_POSITIONS = 8192
 EOT, START, END, PAD = SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")  # ids 0, 1, 2, 3
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+CHAT_TEMPLATE = (  # reasoning and tools as Qwen3 has them
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n{% endif %}"
+    'Tools, called by <tool_call>{"name": …, "arguments": {…}}</tool_call>:'
+    "{% for tool in tools %}\n{{ tool['function'] | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "<|im_start|>{{ message['role'] }}\n{% if message['reasoning_content'] %}"
+    "<think>\n{{ message['reasoning_content'] }}\n</think>\n\n{% endif %}{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
+    '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import threading
@@ -395,6 +396,8 @@ def lettered(journal: Journal, tmp_path: Path) -> ModelCard:
     folder = tmp_path / "bigram"
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     card = replace(ModelCard.from_json(card_json()), path=str(folder))
     journal.base_models.register([(BASE, card.to_json())])
     return card

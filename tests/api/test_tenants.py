@@ -127,12 +127,24 @@ def of_checkpoint(body: Body, *kinds: str, follow: bool = False) -> list[Probe]:
     return [Probe(kind, body, follow=follow) for kind in kinds or CHECKPOINTS]
 
 
+def of_model(path: str) -> list[Probe]:
+    more = {"max_tokens": 1} if path != "/v1/messages/count_tokens" else {}
+    messages = [{"role": "user", "content": "b"}]
+    return [
+        Probe(kind, lambda it, me: {"model": it, "messages": messages, **more})
+        for kind in ("weights", "sampler_weights", "model")
+    ]
+
+
 # ------------------------------------------------------------------ the tables
 IN_BODY: dict[str, list[Probe]] = {
     "/v1/completions": [
         Probe(kind, lambda it, me: {"model": it, "prompt": [2], "max_tokens": 1})
         for kind in ("weights", "sampler_weights", "model")
     ],
+    "/v1/chat/completions": of_model("/v1/chat/completions"),
+    "/v1/messages": of_model("/v1/messages"),
+    "/v1/messages/count_tokens": of_model("/v1/messages/count_tokens"),
     "retrieve_future": [
         Probe(kind, lambda it, me: {"request_id": it}) for kind in ("request", "sample", "loss_request")
     ],

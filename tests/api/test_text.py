@@ -86,3 +86,11 @@ def test_a_tokenizer_is_loaded_once_and_tried_again_after_a_failure(tokenizer: T
                 await tokenizers.load(card(tmp_path))
 
     asyncio.run(scene())
+
+
+def test_every_token_has_its_bytes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_tiny(tmp_path / "tiny"))
+    text = "Ein Bär 🐻 sagt: «hm»\n"
+    tokens = asyncio.run(tokenizer.encode(text))
+    assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
+    assert any("\ufffd" in tokenizer.token_text(token) for token in tokens)

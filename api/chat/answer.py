@@ -1,0 +1,71 @@
+"""Sampled tokens become an answer: text, without the tokens that only structure it, through the family's parser."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Literal
+
+from tinkerflow.api.chat.conversation import Prompt
+from tinkerflow.api.chat.events import Event, Said
+from tinkerflow.api.generation import Piece
+from tinkerflow.api.models import Target
+from tinkerflow.api.text import Detokenizer
+
+Finish = Literal["stop", "length", "calls"]
+_ID = string.ascii_letters + string.digits
+
+
+def call_id() -> str:
+    """An id for a call: nine letters or digits, because Mistral's chat templates refuse any other."""
+    return "".join(secrets.choice(_ID) for _ in range(9))
+
+
+class AnswerReader:
+    """Reads one sample as its tokens come. said: what it amounts to so far."""
+
+    def __init__(
+        self, target: Target, prompt: Prompt, stops: Sequence[str], *, special: bool = False, one_call: bool = False
+    ) -> None:
+        """Read a sample that follows `prompt`.
+
+        target: what is sampled. stops: stop strings, which end the answer and are no part of it. special: show all
+        special tokens. one_call: the answer ends after its first call.
+        """
+        tokenizer = target.tokenizer
+        self._ends = frozenset({*target.card.eos_token_ids, *prompt.ends})
+        marks = {tokenizer.id_of(mark) for mark in (*prompt.spec.marks, *(prompt.spec.think or ()))}
+        self._hidden = self._ends | (frozenset() if special else tokenizer.special_ids - marks)
+        self._text = Detokenizer(tokenizer, stops, special=True)
+        self._parser = prompt.parser()
+        self._one_call = one_call
+        self.said = Said()
+        self._reason: str | None = None
+
+    def feed(self, piece: Piece) -> list[Event]:
+        """Take new tokens: the events that they decide."""
+        shown = [token for token in piece.tokens if token not in self._hidden]
+        events = self._parser.feed(self._text.feed(shown))
+        if piece.stop_reason is not None:
+            self._reason = piece.stop_reason
+            events += [*self._parser.feed(self._text.finish()), *self._parser.end()]
+        taken: list[Event] = []
+        for event in events:
+            if self._one_call and self.said.calls:
+                break
+            self.said.add(event)
+            taken.append(event)
+        return taken
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._text.stopped
+
+    @property
+    def finish(self) -> Finish:
+        """Why a finished answer ended."""
+        if self.said.calls:
+            return "calls"
+        return "length" if self._reason == "length" else "stop"

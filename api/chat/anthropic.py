@@ -1,0 +1,149 @@
+"""Anthropic's form of messages: an answer in blocks, and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeAlias
+
+from tinkerflow.api.chat.answer import AnswerReader, call_id
+from tinkerflow.api.chat.conversation import Prompt
+from tinkerflow.api.chat.events import (
+    ArgumentsDelta,
+    CallBegins,
+    CallBreaks,
+    CallEnds,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCall,
+)
+from tinkerflow.api.generation import Generation, collected
+from tinkerflow.api.sse import event as sse
+from tinkerflow.backend.commands import SampleResult
+
+Json: TypeAlias = dict[str, Any]
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
+# The field of a block's text, the type of its delta, and the field of that.
+_TEXTS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
+
+
+class MessageAnswer:
+    """The answer to one request, whole or in events."""
+
+    def __init__(self, generation: Generation, prompt: Prompt, reader: AnswerReader) -> None:
+        """generation: one sample of `prompt`. reader: reads it."""
+        self._generation = generation
+        self._prompt = prompt
+        self._reader = reader
+        self._open: str | None = None  # the type of the block that deltas go to
+        self._index = -1  # of the newest block
+        self._call: ToolCall | None = None  # one that is not whole yet
+
+    def whole(self, result: SampleResult) -> Json:
+        """The answer when the sample is done."""
+        for piece in collected(result):
+            self._reader.feed(piece)
+        said = self._reader.said
+        content: list[Json] = []
+        if said.reasoning:
+            content.append({"type": "thinking", "thinking": said.reasoning, "signature": self._generation.id})
+        if said.content or not said.calls:
+            content.append({"type": "text", "text": said.content})
+        content += [_tool_use(call.name) | {"input": call.values} for call in said.calls]
+        return {**self._message(content), **self._ending(), "usage": self._usage(result)}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as a stream of events, in Anthropic's order."""
+        async with self._generation as generation:
+            usage = {"input_tokens": len(self._prompt.tokens), "output_tokens": 0}
+            message = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
+            yield _event("message_start", message=message)
+            yield _event("ping")
+            async for piece in generation:
+                for event in self._reader.feed(piece):
+                    for part in self._parts(event):
+                        yield part
+            for part in self._close():
+                yield part
+            result = await generation.result()
+            yield _event("message_delta", delta=self._ending(), usage=self._usage(result))
+            yield _event("message_stop")
+
+    def _message(self, content: Sequence[Json]) -> Json:
+        name, model = self._generation.id, self._generation.target.name
+        return {"id": name, "type": "message", "role": "assistant", "model": model, "content": content}
+
+    def _ending(self) -> Json:
+        stopped = self._reader.stopped
+        reason = _REASONS[self._reader.finish]
+        return {
+            "stop_reason": "stop_sequence" if stopped is not None and reason == "end_turn" else reason,
+            "stop_sequence": stopped,
+        }
+
+    def _usage(self, result: SampleResult) -> Json:
+        cached = result.prompt_cache_hit_tokens
+        return {
+            "input_tokens": len(self._prompt.tokens) - cached,
+            "output_tokens": sum(len(sequence.tokens_T) for sequence in result.sequences),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+        }
+
+    # -------------------------------------------------------------- a stream's blocks
+    def _parts(self, event: Event) -> list[bytes]:
+        """The events of the wire. A call is sent when it is whole: clients fail with one that turns out to be none."""
+        match event:
+            case ReasoningDelta(text):
+                return self._text("thinking", text)
+            case ContentDelta(text):
+                return self._text("text", text)
+            case CallBreaks(text):
+                self._call = None
+                return self._text("text", text)
+            case CallBegins(name):
+                self._call = ToolCall(name)
+                return []
+            case ArgumentsDelta(text):
+                assert self._call is not None
+                self._call.arguments += text
+                return [_event("ping")]
+            case CallEnds():
+                assert self._call is not None
+                call, self._call = self._call, None
+                parts = self._begin("tool_use", _tool_use(call.name))
+                return [*parts, self._delta("input_json_delta", partial_json=call.arguments)]
+
+    def _text(self, kind: str, text: str) -> list[bytes]:
+        name, field = _TEXTS[kind]
+        begin = [] if self._open == kind else self._begin(kind, {"type": kind, field: "", **_signed(kind)})
+        return [*begin, self._delta(name, **{field: text})]
+
+    def _begin(self, kind: str, block: Json) -> list[bytes]:
+        closed = self._close()
+        self._open = kind
+        self._index += 1
+        return [*closed, _event("content_block_start", index=self._index, content_block=block)]
+
+    def _close(self) -> list[bytes]:
+        if self._open is None:
+            return []
+        signed = self._open == "thinking"
+        self._open = None
+        signature = [self._delta("signature_delta", signature=self._generation.id)] if signed else []
+        return [*signature, _event("content_block_stop", index=self._index)]
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse({"type": kind, **fields}, kind)
+
+
+def _signed(kind: str) -> Json:
+    return {"signature": ""} if kind == "thinking" else {}
+
+
+def _tool_use(name: str) -> Json:
+    return {"type": "tool_use", "id": f"toolu_{call_id()}", "name": name, "input": {}}

@@ -1,0 +1,131 @@
+"""A conversation that is to be answered: what OpenAI's and Anthropic's requests have in common, and its prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinkerflow.api.chat.parsers import PARSERS, Parser, ParserSpec, parser_for
+from tinkerflow.api.chat.reader import Tools
+from tinkerflow.api.chat.template import load_template
+from tinkerflow.api.models import Target
+from tinkerflow.backend.errors import UserError
+
+# How turns end in chat templates. Weights that learnt a template end their answers so, also where the base model's own
+# end of a text is another token.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
+_JSON = "llama"  # the parser of a call that is JSON without a mark before it
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that the model may call. parameters: the JSON schema of its arguments."""
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any]
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.parameters}}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """messages: in OpenAI's form, with contents as texts and arguments as objects. tools: those that may be called.
+
+    must_call: the answer is a call of one of these. schema: the answer is JSON of this schema. options: variables of
+    the chat template. prefill: how the answer begins.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Tool] = ()
+    must_call: Sequence[Tool] = ()
+    schema: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prefill: str = ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and how what follows it is read.
+
+    spec: the parser. tools: those that may be called. thinks: reasoning is kept apart. opened: the prompt without
+    `begun` ends inside of reasoning. begun: the end of the prompt that the parser reads, because it is the beginning of
+    the answer. schema: the sampled text is JSON of this schema. ends: tokens that end the answer beside the base
+    model's own.
+    """
+
+    tokens: list[int]
+    spec: ParserSpec
+    tools: Tools
+    thinks: bool
+    opened: bool
+    begun: str
+    schema: Mapping[str, Any] | None
+    ends: tuple[int, ...]
+
+    def parser(self) -> Parser:
+        """A parser for one answer, up to where sampling begins."""
+        parser = Parser(self.spec, self.tools, thinks=self.thinks, opened=self.opened)
+        parser.feed(self.begun)
+        return parser
+
+
+async def prompt_of(target: Target, conversation: Conversation) -> Prompt:
+    """The prompt of a conversation by the model's own chat template.
+
+    UserError: the model has none, or it refuses the conversation, or the request's tools.
+    """
+    model, tokenizer = target.card.name, target.tokenizer
+    template = await asyncio.to_thread(load_template, tokenizer.folder, model)
+    if template is None:
+        rule = "must have a chat template to take messages; /v1/completions takes text"
+        raise UserError(f"model is {target.name!r}, and {model} has no chat template: {rule}")
+    source = template.with_tools if conversation.tools else template.text
+    spec = parser_for(source)
+    if conversation.tools and (spec.parse is None or "tools" not in source):
+        raise UserError(f"tools: the chat template of {model} takes none: must be left out")
+    tools = [tool.shown() for tool in conversation.tools]
+    text = await asyncio.to_thread(template.render, conversation.messages, tools, conversation.options)
+    thinks = spec.thinks(source)
+    opened = thinks and spec.think is not None and text.rstrip().endswith(spec.think[0])
+    begun, schema = "", conversation.schema
+    if opened and spec.think is not None and (conversation.must_call or schema is not None or conversation.prefill):
+        begun = f"\n{spec.think[1]}\n\n"  # what must follow is no reasoning
+    if conversation.must_call:
+        schema = _call_schema(conversation.must_call)
+        begun += spec.opening
+        spec = spec if spec.opening else PARSERS[_JSON]
+    if schema is not None:
+        raise UserError(
+            "an answer of a given form, or a required call of a tool: must be left out, it is not built yet"
+        )
+    ends = {end for token in _TURN_ENDS if token in source and (end := tokenizer.id_of(token)) is not None}
+    return Prompt(
+        tokens=await tokenizer.encode(text + begun + conversation.prefill, special=False),
+        spec=spec,
+        tools={tool.name: tool.parameters for tool in conversation.tools},
+        thinks=thinks,
+        opened=opened,
+        begun=begun,
+        schema=schema,
+        ends=tuple(sorted(ends - {*target.card.eos_token_ids})),
+    )
+
+
+def _call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
+    """The JSON schema of a call of one of these tools."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": tool.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}

@@ -1,0 +1,165 @@
+"""OpenAI's form of chat completions: an answer, and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tinkerflow.api.chat.answer import AnswerReader, call_id
+from tinkerflow.api.chat.conversation import Prompt
+from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallBreaks, ContentDelta, Event, ReasoningDelta
+from tinkerflow.api.generation import Generation, Piece, collected
+from tinkerflow.api.openai import usage
+from tinkerflow.api.sse import event as sse
+from tinkerflow.api.text import Tokenizer
+from tinkerflow.backend.commands import SampleResult
+
+Json: TypeAlias = dict[str, Any]
+_REASONS = {"stop": "stop", "length": "length", "calls": "tool_calls"}
+_LOWEST = -9999.0  # JSON has no infinity; OpenAI's own value
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an answer shows beside its text.
+
+    logprobs: of each token, with `top` most likely ones. token_ids: those of prompt and answer. usage: at the end of a
+    stream. created: seconds since 1970. named_by_id: tokens are `token_id:<n>`.
+    """
+
+    created: int
+    logprobs: bool = False
+    token_ids: bool = False
+    usage: bool = False
+    named_by_id: bool = False
+
+
+class ChatAnswer:
+    """The answer to one request, whole or in chunks."""
+
+    def __init__(
+        self, generation: Generation, prompt: Prompt, wanted: Wanted, reader: Callable[[], AnswerReader]
+    ) -> None:
+        """generation: its samples, of `prompt`. reader: makes a reader for one of them."""
+        self._generation = generation
+        self._prompt = prompt
+        self._wanted = wanted
+        self._reader = reader
+        self._tokenizer: Tokenizer = generation.target.tokenizer
+        self._frame = {"id": generation.id, "created": wanted.created, "model": generation.target.name}
+
+    def whole(self, result: SampleResult) -> Json:
+        """The answer when all samples are done."""
+        choices = [self._choice(piece) for piece in collected(result)]
+        return {
+            **self._frame,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage([self._prompt.tokens], [result]),
+            **({"prompt_token_ids": self._prompt.tokens} if self._wanted.token_ids else {}),
+        }
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The answer as a stream of events."""
+        readers: dict[int, _Deltas] = {}
+        async with self._generation as generation:
+            async for piece in generation:
+                first = piece.index not in readers
+                deltas = readers.setdefault(piece.index, _Deltas(self._reader()))
+                for choice in self._chunk(deltas, piece, first=first):
+                    chunk = {**self._frame, "object": "chat.completion.chunk", "choices": [choice]}
+                    if self._wanted.token_ids and len(readers) == 1 and first:
+                        chunk["prompt_token_ids"] = self._prompt.tokens
+                        first = False
+                    yield sse({**chunk, "usage": None} if self._wanted.usage else chunk)
+            if self._wanted.usage:
+                said = usage([self._prompt.tokens], [await generation.result()])
+                yield sse({**self._frame, "object": "chat.completion.chunk", "choices": [], "usage": said})
+            yield sse(b"[DONE]")
+
+    def _choice(self, piece: Piece) -> Json:
+        reader = self._reader()
+        reader.feed(piece)
+        said = reader.said
+        message: Json = {"role": "assistant", "content": said.content or (None if said.calls else ""), "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [
+                {"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in said.calls
+            ]
+        return {
+            "index": piece.index,
+            "message": message,
+            **self._tokens(piece),
+            "finish_reason": _REASONS[reader.finish],
+            "stop_reason": reader.stopped,
+        }
+
+    def _chunk(self, deltas: _Deltas, piece: Piece, *, first: bool) -> list[Json]:
+        """The parts of a choice for new tokens; what is known of the tokens is in the first of them."""
+        parts = deltas.of(deltas.reader.feed(piece))
+        if first:
+            parts = [{"role": "assistant", "content": ""}, *parts]
+        tokens = self._tokens(piece)
+        if not parts and (tokens["logprobs"] is not None or "token_ids" in tokens):
+            parts = [{}]
+        choices: list[Json] = [
+            {"index": piece.index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
+        ]
+        if choices and piece.tokens:
+            choices[0] |= tokens
+        if piece.stop_reason is not None:
+            reason = {"finish_reason": _REASONS[deltas.reader.finish], "stop_reason": deltas.reader.stopped}
+            choices.append({"index": piece.index, "delta": {}, "logprobs": None, **reason})
+        return choices
+
+    def _tokens(self, piece: Piece) -> Json:
+        """Logprobs and ids of the tokens, as far as they are wanted."""
+        shown: Json = {"logprobs": None}
+        if self._wanted.logprobs:
+            tops = piece.top or [[]] * len(piece.tokens)
+            shown["logprobs"] = {
+                "content": [
+                    {**self._token(token, logprob), "top_logprobs": [self._token(*one) for one in top]}
+                    for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
+                ],
+                "refusal": None,
+            }
+        if self._wanted.token_ids:
+            shown["token_ids"] = piece.tokens
+        return shown
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text = f"token_id:{token}" if self._wanted.named_by_id else self._tokenizer.token_text(token)
+        return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(self._tokenizer.token_bytes(token))}
+
+
+class _Deltas:
+    """Events of one sample as the deltas of its message. Calls are numbered as they begin."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self.reader = reader
+        self._calls = 0
+
+    def of(self, events: Sequence[Event]) -> list[Json]:
+        return [delta for event in events for delta in self._delta(event)]
+
+    def _delta(self, event: Event) -> list[Json]:
+        match event:
+            case ReasoningDelta(text):
+                return [{"reasoning_content": text}]
+            case ContentDelta(text) | CallBreaks(text):
+                return [{"content": text}]
+            case CallBegins(name):
+                self._calls += 1
+                return [self._call({"name": name, "arguments": ""}, id=call_id(), type="function")]
+            case ArgumentsDelta(text):
+                return [self._call({"arguments": text})]
+            case _:
+                return []
+
+    def _call(self, function: Mapping[str, str], **more: str) -> Json:
+        return {"tool_calls": [{"index": self._calls - 1, **more, "function": function}]}

@@ -1,0 +1,263 @@
+"""OpenAI's chat completions (`/v1/chat/completions`), with the fields that vLLM adds for token ids and templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi.responses import Response
+from pydantic import Field
+
+from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict
+from tinkerflow.api.chat.answer import AnswerReader
+from tinkerflow.api.chat.conversation import Conversation, Tool, prompt_of
+from tinkerflow.api.chat.openai import ChatAnswer, Wanted
+from tinkerflow.api.generation import generate, until_gone
+from tinkerflow.api.models import resolve
+from tinkerflow.api.openai import MAX_TOP, SamplingFields
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.sse import EventStream
+from tinkerflow.backend.errors import UserError, broken
+
+router = Router(busy=6, at=OPEN_API)
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class ToolFunction(Strict):
+    """A function that the model may call. strict: is accepted; arguments follow the schema where a call is required."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class GivenTool(Strict):
+    """A tool of a request."""
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class NamedFunction(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class CalledFunction(Strict):
+    """What was called. arguments: a JSON object as text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(Strict):
+    """A call in an earlier answer. index: as streams number it."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    """A message. content: a text, or a list of parts of the type text.
+
+    Fields that OpenAI's answers have and requests repeat are accepted, and change nothing.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class JsonSchema(Strict):
+    """A schema by OpenAI's name for it. strict: is accepted; the schema always holds."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of the answer: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def schema_of(self) -> Mapping[str, Any] | None:
+        """The schema that the answer must fit; None for text."""
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise broken("response_format.json_schema", None, "given with the type json_schema")
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class ChatCompletion(SamplingFields):
+    """A request. max_completion_tokens: as max_tokens; absent: all that the context has left.
+
+    top_logprobs: needs logprobs. chat_template_kwargs: variables of the model's chat template. reasoning_effort:
+    another such variable; `none` and `minimal` also set enable_thinking to false. metadata, store, service_tier,
+    safety_identifier, prompt_cache_key and modalities are accepted where they ask for what is done anyway.
+    """
+
+    model: str
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    tools: list[GivenTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+@router.post("/chat/completions", openapi_extra=takes(ChatCompletion))
+async def chat_completions(call: Authorised) -> Response:
+    """Answer a conversation `n` times."""
+    body = await call.parsed(ChatCompletion)
+    wanted = Wanted(
+        created=int(call.services.clock.now().timestamp()),
+        logprobs=body.logprobs,
+        token_ids=body.return_token_ids,
+        usage=body.wants_usage,
+        named_by_id=body.return_tokens_as_token_ids,
+    )
+    if body.top_logprobs and not body.logprobs:
+        raise broken("top_logprobs", body.top_logprobs, "left out without logprobs")
+    target = await resolve(call, body.model)
+    prompt = await prompt_of(target, _conversation(body))
+    params = body.params(target, body.max_completion_tokens or body.max_tokens)
+    if not body.ignore_eos:
+        params["stop_token_ids"] += prompt.ends
+    if prompt.schema is not None:
+        params["constraint"] = {"type": "json_schema", "schema": prompt.schema}
+    generation = await generate(
+        call, target, prompt.tokens, params, body.n, stream=body.stream, top_logprobs=body.top_logprobs or 0
+    )
+
+    def reader() -> AnswerReader:
+        one_call = not body.parallel_tool_calls
+        return AnswerReader(target, prompt, body.stops, special=not body.skip_special_tokens, one_call=one_call)
+
+    answer = ChatAnswer(generation, prompt, wanted, reader)
+    if body.stream:
+        await until_gone(call.request, generation.begin())
+        return EventStream(call.request, answer.chunks())
+    async with generation:
+        result = await until_gone(call.request, generation.result())
+        return Response(orjson.dumps(answer.whole(result)), media_type="application/json")
+
+
+# ------------------------------------------------------------------ from the wire
+def _conversation(body: ChatCompletion) -> Conversation:
+    tools = [
+        Tool(
+            one.function.name, one.function.description, one.function.parameters or {"type": "object", "properties": {}}
+        )
+        for one in (body.tools or ())
+    ]
+    choice = body.tool_choice
+    must_call: Sequence[Tool] = ()
+    if choice == "required":
+        must_call = tools
+    elif isinstance(choice, NamedTool):
+        must_call = [tool for tool in tools if tool.name == choice.function.name]
+    if choice not in (None, "none", "auto") and not must_call:
+        value = choice if isinstance(choice, str) else choice and choice.function.name
+        raise broken("tool_choice", value, "auto, none, or a call of one of the tools")
+    schema = None if body.response_format is None else body.response_format.schema_of()
+    if schema is not None and must_call:
+        raise UserError("response_format is given: must be left out when a call is required by tool_choice")
+    return Conversation(
+        messages=_messages(body.messages),
+        tools=() if choice == "none" else tools,
+        must_call=must_call,
+        schema=schema,
+        options=_options(body),
+    )
+
+
+def _options(body: ChatCompletion) -> dict[str, Any]:
+    effort = body.reasoning_effort
+    options: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort in ("none", "minimal"):
+        options |= {"enable_thinking": False, "thinking": False}
+    return {**options, **(body.chat_template_kwargs or {})}
+
+
+def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    called: dict[str, str] = {}  # the names of the tools that were called, by the ids of the calls
+    messages = []
+    for i, one in enumerate(given):
+        message: dict[str, Any] = {"role": "system" if one.role == "developer" else one.role}
+        message["content"] = text_of(one.content, f"messages[{i}].content")
+        if one.name is not None:
+            message["name"] = one.name
+        if one.reasoning_content is not None:
+            # Templates differ in their name for it.
+            message |= {"reasoning_content": one.reasoning_content, "thinking": one.reasoning_content}
+        if one.tool_calls:
+            message["tool_calls"] = [
+                _call(call, f"messages[{i}].tool_calls[{number}]") for number, call in enumerate(one.tool_calls)
+            ]
+            called |= {call.id: call.function.name for call in one.tool_calls}
+        if one.role == "tool":
+            if one.tool_call_id is None:
+                raise broken(f"messages[{i}].tool_call_id", None, "the id of the call that this message answers")
+            message |= {"tool_call_id": one.tool_call_id, "name": one.name or called.get(one.tool_call_id, "")}
+        messages.append(message)
+    return messages
+
+
+def _call(call: CalledTool, field: str) -> dict[str, Any]:
+    given = call.function.arguments
+    try:
+        arguments = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise broken(f"{field}.function.arguments", given, "a JSON object as text")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str:
+    """A message's content as one text, its parts one a line. UserError for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for i, part in enumerate(content):
+        kind, text = part.get("type"), part.get("text")
+        if kind != "text":
+            raise broken(f"{field}[{i}].type", kind, "text; models here take no images, sounds or files")
+        if not isinstance(text, str):
+            raise broken(f"{field}[{i}].text", text, "a text")
+    return "\n".join(part["text"] for part in content)

@@ -1,0 +1,254 @@
+"""Anthropic's messages (`/v1/messages`) and the number of their tokens (`/v1/messages/count_tokens`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from fastapi.responses import Response
+from pydantic import Field
+
+from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict, Wire
+from tinkerflow.api.chat.answer import AnswerReader
+from tinkerflow.api.chat.anthropic import MessageAnswer
+from tinkerflow.api.chat.conversation import Conversation, Prompt, Tool, prompt_of
+from tinkerflow.api.generation import generate, until_gone
+from tinkerflow.api.models import Target, resolve
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.routes.chat import ToolName, text_of
+from tinkerflow.api.sse import EventStream
+from tinkerflow.backend.errors import UserError, broken
+
+router = Router(busy=6, at=OPEN_API)
+
+Blocks = str | list[dict[str, Any]]
+
+
+class AnthropicTool(Strict):
+    """A tool that the model may call.
+
+    strict, cache_control: are accepted. Arguments follow the schema where a call is required, and prompts are cached
+    anyway.
+    """
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class ToolChoice(Strict):
+    """Whether the model calls a tool: as it likes, one of them (any), the one that is named, or none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Strict):
+    """Whether the model reasons before it answers, where its chat template leaves that open.
+
+    budget_tokens: the template's variable thinking_budget; few models know it. display: is accepted.
+    """
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized"] | None = None
+
+
+class JsonFormat(Strict):
+    """The answer is JSON of this schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """How the answer is. effort: the template's variable reasoning_effort. format: the answer's form."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class AnthropicMessage(Strict):
+    """A message. content: a text, or blocks of the types text, thinking, tool_use and tool_result."""
+
+    role: Literal["user", "assistant"]
+    content: Blocks
+
+
+class Counting(Strict):
+    """What is counted: the fields of a request that its prompt is made of. cache_control: is accepted."""
+
+    model: str
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: Blocks | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesBody(Counting):
+    """A request. metadata and service_tier are accepted, and change nothing."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+class Counted(Wire):
+    """How many tokens the prompt of a request has."""
+
+    input_tokens: int
+
+
+@router.post("/messages", openapi_extra=takes(MessagesBody))
+async def messages(call: Authorised) -> Response:
+    """Answer a conversation."""
+    body = await call.parsed(MessagesBody)
+    target, prompt = await _prompt(call, body)
+    stops = [text for text in body.stop_sequences or () if text]
+    params: dict[str, Any] = {
+        "max_tokens": body.max_tokens,
+        "stop": stops,
+        "stop_token_ids": [*target.card.eos_token_ids, *prompt.ends],
+    }
+    params |= {name: given for name in ("temperature", "top_k", "top_p") if (given := getattr(body, name)) is not None}
+    if prompt.schema is not None:
+        params["constraint"] = {"type": "json_schema", "schema": prompt.schema}
+    generation = await generate(call, target, prompt.tokens, params, stream=body.stream)
+    one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+    answer = MessageAnswer(generation, prompt, AnswerReader(target, prompt, stops, one_call=one_call))
+    if body.stream:
+        await until_gone(call.request, generation.begin())
+        return EventStream(call.request, answer.events(), error_name="error")
+    async with generation:
+        result = await until_gone(call.request, generation.result())
+        return Response(json.dumps(answer.whole(result)), media_type="application/json")
+
+
+@router.post("/messages/count_tokens", openapi_extra=takes(Counting))
+async def count_tokens(call: Authorised) -> Counted:
+    """How many tokens the prompt of a request has."""
+    _, prompt = await _prompt(call, await call.parsed(Counting))
+    return Counted(input_tokens=len(prompt.tokens))
+
+
+# ------------------------------------------------------------------ from the wire
+async def _prompt(call: Call, body: Counting) -> tuple[Target, Prompt]:
+    target = await resolve(call, body.model)
+    return target, await prompt_of(target, _conversation(body))
+
+
+def _conversation(body: Counting) -> Conversation:
+    tools = [Tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
+    choice = body.tool_choice or ToolChoice(type="auto")
+    must_call: Sequence[Tool] = ()
+    if choice.type in ("any", "tool"):
+        must_call = [tool for tool in tools if choice.type == "any" or tool.name == choice.name]
+        if not must_call:
+            raise broken("tool_choice", choice.name or choice.type, "a call of one of the tools")
+    given: list[dict[str, Any]] = []
+    if body.system:
+        given.append({"role": "system", "content": text_of(body.system, "system")})
+    called: dict[str, str] = {}
+    for i, message in enumerate(body.messages):
+        given += _messages(message, f"messages[{i}].content", called)
+    form = body.output_config and body.output_config.format
+    schema = form.schema_ if form else None
+    if schema is not None and must_call:
+        raise UserError("output_config.format is given: must be left out when tool_choice requires a call")
+    prefill = ""
+    if body.messages[-1].role == "assistant":
+        if "tool_calls" in given[-1]:
+            raise UserError("messages: the last one calls a tool: must be followed by its result")
+        prefill = given.pop()["content"].rstrip()
+    return Conversation(
+        messages=given,
+        tools=() if choice.type == "none" else tools,
+        must_call=must_call,
+        schema=schema,
+        options=_options(body.thinking, body.output_config),
+        prefill=prefill,
+    )
+
+
+def _options(thinking: Thinking | None, output: OutputConfig | None) -> dict[str, Any]:
+    """Without `thinking` there is none, as at Anthropic. Templates differ in their name for it."""
+    thinks = thinking is not None and thinking.type != "disabled"
+    budget = thinking.budget_tokens if thinking is not None and thinks else None
+    options: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
+    effort = output and output.effort
+    more = {"thinking_budget": budget, "reasoning_effort": effort}
+    return options | {name: value for name, value in more.items() if value is not None}
+
+
+def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> list[dict[str, Any]]:
+    """The messages of a chat template that this one is: results of tools are messages of their own.
+
+    called: the names of the tools that were called, by the ids of the calls; those of this message are added.
+    """
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts: list[Mapping[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for i, block in enumerate(message.content):
+        match (message.role, block.get("type")):
+            case ("assistant", "thinking"):
+                thoughts.append(_text(block, "thinking", f"{field}[{i}]"))
+            case ("assistant", "redacted_thinking"):
+                pass
+            case ("assistant", "tool_use"):
+                calls.append(_call(block, f"{field}[{i}]"))
+                called[block["id"]] = block["name"]
+            case ("user", "tool_result"):
+                results.append(_result(block, f"{field}[{i}]", called))
+            case (_, "text"):
+                texts.append(block)
+            case (role, kind):
+                takes_too = "thinking or tool_use" if role == "assistant" else "tool_result"
+                raise broken(f"{field}[{i}].type", kind, f"text, {takes_too}; models here take no images or files")
+    if results and not texts:
+        return results
+    made: dict[str, Any] = {"role": message.role, "content": text_of(texts, field)}
+    if thoughts:
+        made |= {"reasoning_content": "\n".join(thoughts), "thinking": "\n".join(thoughts)}
+    if calls:
+        made["tool_calls"] = calls
+    return [*results, made]
+
+
+def _text(block: Mapping[str, Any], name: str, field: str) -> str:
+    given = block.get(name)
+    if not isinstance(given, str):
+        raise broken(f"{field}.{name}", given, "a text")
+    return given
+
+
+def _call(block: Mapping[str, Any], field: str) -> dict[str, Any]:
+    name, arguments = _text(block, "name", field), block.get("input")
+    if not isinstance(arguments, dict):
+        raise broken(f"{field}.input", arguments, "an object")
+    return {"id": _text(block, "id", field), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _result(block: Mapping[str, Any], field: str, called: Mapping[str, str]) -> dict[str, Any]:
+    wanted, content = _text(block, "tool_use_id", field), block.get("content")
+    if content is not None and not isinstance(content, (str, list)):
+        raise broken(f"{field}.content", content, "a text or blocks")
+    if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
+        raise broken(f"{field}.content", content, "a list of blocks")
+    said = text_of(content, f"{field}.content")
+    return {"role": "tool", "tool_call_id": wanted, "name": called.get(wanted, ""), "content": said}

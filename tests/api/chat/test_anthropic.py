@@ -1,0 +1,153 @@
+"""Messages through Anthropic's own client: answers, streams, tools, thinking, counting, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import pytest
+from tests.api.chat.conftest import END, Speaker
+from tests.api.chat.test_openai import CALL
+from tests.api.conftest import BASE
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+TOOLS: Any = [{"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
+ASKED: Any = {"model": BASE, "messages": HI, "max_tokens": 50}
+TEXT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}{END}"
+
+
+def test_an_answer(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+    speaker.says(f"Hello 🐻{END}")
+    done = claude.messages.create(
+        **ASKED,
+        system=[{"type": "text", "text": "Be."}],
+        stop_sequences=["!"],
+        extra_body={"temperature": 0.5, "top_k": 3},
+    )
+    assert [block.to_dict() for block in done.content] == [{"type": "text", "text": "Hello 🐻"}]
+    assert (done.role, done.stop_reason, done.stop_sequence, done.model) == ("assistant", "end_turn", None, BASE)
+    assert done.usage.input_tokens + (done.usage.cache_read_input_tokens or 0) == len(speaker.tokens)
+    assert speaker.prompt == f"<|im_start|>system\nBe.{END}\n<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
+    assert (speaker.params.temperature, speaker.params.top_k, speaker.params.stop) == (0.5, 3, ["!"])
+    speaker.says("a!b")
+    stopped = claude.messages.create(**ASKED, stop_sequences=["!"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "!")
+    speaker.says("a", reason="length")
+    assert claude.messages.create(**ASKED).stop_reason == "max_tokens"
+
+
+def test_thinking_and_calls_are_blocks_whole_and_streamed(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+    speaker.says(TEXT)
+    done = claude.messages.create(**ASKED, tools=TOOLS, thinking={"type": "enabled", "budget_tokens": 1024})
+    thinking, text, call = done.content
+    assert (thinking.type, text.type, call.type, done.stop_reason) == ("thinking", "text", "tool_use", "tool_use")
+    assert (thinking.thinking, text.text, call.name, call.input) == ("hm", "Let me see.", "weather", {"city": "Köln"})
+    speaker.says(TEXT)
+    with claude.messages.stream(**ASKED, tools=TOOLS) as stream:
+        again = stream.get_final_message()
+    shown = [block.model_dump(exclude={"id", "signature", "parsed_output"}) for block in again.content]
+    assert shown == [block.model_dump(exclude={"id", "signature"}) for block in done.content]
+    assert (again.stop_reason, again.usage.output_tokens) == ("tool_use", done.usage.output_tokens)
+
+
+def test_the_events_of_a_stream_have_anthropics_order(post: Callable[..., Any], speaker: Speaker) -> None:
+    speaker.says(TEXT)
+    answer = post("messages", {**ASKED, "tools": TOOLS, "stream": True})
+    parts = [part.split("\n") for part in answer.text.split("\n\n") if part]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in parts]
+    assert [name.removeprefix("event: ") for name, _ in parts] == [event["type"] for event in events]
+    kinds = [event["type"] for event in events if event["type"] != "ping"]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    signed = ["content_block_start", "content_block_delta", "content_block_delta", "content_block_stop"]
+    assert kinds == ["message_start", *signed, *block, *block, "message_delta", "message_stop"]
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [(event["index"], event["content_block"]["type"]) for event in starts] == [
+        (0, "thinking"),
+        (1, "text"),
+        (2, "tool_use"),
+    ]
+
+
+def test_blocks_of_earlier_turns_are_part_of_the_prompt(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+    speaker.says(f"Rain.{END}")
+    messages: Any = [
+        *HI,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "So", "cache_control": {"type": "ephemeral"}},
+                {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Köln"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "wet"}]},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+        {"role": "assistant", "content": "It is "},
+    ]
+    done = claude.messages.create(model=BASE, max_tokens=9, messages=messages, tools=TOOLS)
+    assert done.content[0].text == "Rain."  # type: ignore[union-attr]
+    assert f"<|im_start|>assistant\n<think>\nhm\n</think>\n\nSo{CALL}{END}" in speaker.prompt
+    assert speaker.prompt.endswith(f"tool\nwet{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\nIt is")
+
+
+def test_counting_gives_the_tokens_that_the_answer_reports(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+    speaker.says(f"x{END}")
+    claude.messages.create(**ASKED, tools=TOOLS)
+    counted = claude.messages.count_tokens(model=BASE, messages=HI, tools=TOOLS)
+    assert counted.input_tokens == len(speaker.tokens)
+
+
+def test_a_call_that_breaks_is_text(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+    for stream in (False, True):
+        speaker.says(CALL[:45], reason="length")
+        if stream:
+            with claude.messages.stream(**ASKED, tools=TOOLS) as events:
+                done: Any = events.get_final_message()
+        else:
+            done = claude.messages.create(**ASKED, tools=TOOLS)
+        assert [(block.type, block.text) for block in done.content] == [("text", CALL[:45])]
+        assert done.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"frobnicate": 1}, "frobnicate is not supported"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no images"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is None"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": 3}]}
+                ]
+            },
+            "input is 3",
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+        ({"temperature": 2}, "temperature"),
+    ],
+)
+def test_wrong_fields_are_refused_by_name_in_anthropics_form(
+    post: Callable[..., Any], speaker: Speaker, body: Any, says: str
+) -> None:
+    answer = post("messages", {**ASKED, **body})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert says in answer.json()["error"]["message"]
+
+
+def test_unknown_models_and_keys_raise_the_clients_own_errors(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(**(ASKED | {"model": "nobody"}))
+    with pytest.raises(anthropic.AuthenticationError):
+        claude.with_options(api_key="wrong").messages.create(**ASKED)

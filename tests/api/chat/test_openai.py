@@ -1,0 +1,204 @@
+"""Chat completions through OpenAI's own client: answers, streams, tools, logprobs, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from tests.api.chat.conftest import END, Speaker
+from tests.api.conftest import BASE
+
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import Outcome, Pending
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "now",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+def streamed(stream: Any) -> tuple[str, str, list[dict[str, str]], str, list[Any]]:
+    """What the chunks of a stream amount to: content, reasoning, calls, finish reason; and the chunks."""
+    content, reasoning, calls, finish, chunks = "", "", [], "", []
+    for chunk in stream:
+        chunks.append(chunk)
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                if call.id:
+                    assert call.index == len(calls)
+                    calls.append({"name": call.function.name, "arguments": ""})
+                calls[call.index]["arguments"] += call.function.arguments
+            finish = choice.finish_reason or finish
+    return content, reasoning, calls, finish, chunks
+
+
+def test_an_answer(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(f"Hello 🐻{END}")
+    done = gpt.chat.completions.create(
+        model=BASE, messages=[{"role": "developer", "content": "Be."}, *HI], temperature=0.5, max_tokens=9
+    )
+    (choice,) = done.choices
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == ("Hello 🐻", "assistant", "stop")
+    assert choice.message.tool_calls is None
+    assert speaker.prompt == f"<|im_start|>system\nBe.{END}\n<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
+    assert (speaker.params.temperature, speaker.params.max_tokens) == (0.5, 9)
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.prompt_tokens_details.cached_tokens) == (len(speaker.tokens), 2)  # type: ignore[union-attr]
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+
+
+def test_reasoning_and_calls_are_kept_apart_whole_and_streamed(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    text = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}\n{CALL}{END}"
+    asked: Any = {"model": BASE, "messages": HI, "tools": TOOLS}
+    speaker.says(text)
+    done = gpt.chat.completions.create(**asked)
+    message = done.choices[0].message
+    assert (message.content, message.reasoning_content) == ("Let me see.", "hm")  # type: ignore[attr-defined]
+    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or []]  # type: ignore[union-attr]
+    assert calls == [{"name": "weather", "arguments": '{"city": "Köln"}'}] * 2
+    assert len({call.id for call in message.tool_calls or []}) == 2
+    assert done.choices[0].finish_reason == "tool_calls"
+    speaker.says(text)
+    said = streamed(gpt.chat.completions.create(**asked, stream=True))
+    assert said[:4] == ("Let me see.", "hm", calls, "tool_calls")
+    speaker.says(text)
+    once = gpt.chat.completions.create(**asked, parallel_tool_calls=False)
+    assert len(once.choices[0].message.tool_calls or []) == 1
+
+
+def test_calls_and_results_of_tools_are_part_of_the_prompt(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(f"Rain.{END}")
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Köln"}'}}
+    messages: Any = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": [], "audio": None},
+        {
+            "role": "tool",
+            "tool_call_id": "1",
+            "content": [{"type": "text", "text": "wet"}, {"type": "text", "text": "cold"}],
+        },
+    ]
+    gpt.chat.completions.create(model=BASE, messages=messages, tools=TOOLS)
+    assert '{"name": "weather", "description": "now"' in speaker.prompt
+    assert (
+        f'assistant\n<tool_call>\n{{"name": "weather", "arguments": {{"city": "Köln"}}}}\n</tool_call>{END}'
+        in speaker.prompt
+    )
+    assert f"<|im_start|>tool\nwet\ncold{END}" in speaker.prompt
+    speaker.says(f"{CALL}{END}")
+    none = gpt.chat.completions.create(model=BASE, messages=HI, tools=TOOLS, tool_choice="none")
+    assert none.choices[0].message.content == CALL
+    assert "weather" not in speaker.prompt
+
+
+def test_tokens_and_logprobs_are_exact_whole_and_streamed(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    text = f"a 🐻{END}"
+    tokens = speaker.tokenizer.encode(text, add_special_tokens=False).ids
+    asked: Any = {"model": BASE, "messages": HI, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    speaker.says(text)
+    done = gpt.chat.completions.create(**asked)
+    assert done.prompt_token_ids == speaker.tokens  # type: ignore[attr-defined]
+    assert done.choices[0].token_ids == tokens  # type: ignore[attr-defined]
+    entries = done.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert [entry.logprob for entry in entries] == [-(n + 1) / 8 for n in range(len(tokens))]  # type: ignore[union-attr]
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries or ()) == text.encode()
+    speaker.says(text)
+    *_, chunks = streamed(gpt.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert [
+        token for chunk in chunks for choice in chunk.choices for token in getattr(choice, "token_ids", ())
+    ] == tokens
+    assert [
+        entry for chunk in chunks for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content
+    ] == entries
+    assert chunks[0].prompt_token_ids == speaker.tokens
+    assert (chunks[-1].choices, chunks[-1].usage) == ([], done.usage)
+
+
+def test_many_samples_and_stop_strings(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says("one. two", f"three{END}")
+    done = gpt.chat.completions.create(model=BASE, messages=HI, n=2, stop=[". "], seed=3)
+    assert [choice.message.content for choice in done.choices] == ["one", "three"]
+    assert speaker.params.stop == [". "] and speaker.params.stop_token_ids == [2]
+    speaker.says("cut sho", reason="length")
+    cut = gpt.chat.completions.create(model=BASE, messages=HI)
+    assert cut.choices[0].finish_reason == "length"
+
+
+def test_what_the_model_did_not_finish_as_a_call_is_content(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(CALL[:40], reason="length")
+    done = gpt.chat.completions.create(model=BASE, messages=HI, tools=TOOLS)
+    assert done.choices[0].message.content == CALL[:40]
+    assert (done.choices[0].finish_reason, done.choices[0].message.tool_calls) == ("length", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        ({"frobnicate": 1}, "frobnicate", "not supported"),
+        ({"messages": []}, "messages", "at least 1"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+            "images",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages", "not supported"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}
+                ]
+            },
+            "messages",
+            "JSON object",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs", "without logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
+        ({"tool_choice": "required"}, "tool_choice", "one of the tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "tool_choice",
+            "one of the tools",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be given"),
+        ({"temperature": -1}, "temperature", ">= 0"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "left out"),
+        ({"max_tokens": 100_000}, "max_tokens", "at most"),
+    ],
+)
+def test_wrong_fields_are_refused_by_name(
+    post: Callable[..., Any], speaker: Speaker, body: Any, field: str, says: str
+) -> None:
+    answer = post("chat/completions", {"model": BASE, "messages": HI, **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert field in error["message"] and says in error["message"], error
+    assert error["type"] == "invalid_request_error"
+
+
+def test_unknown_models_and_keys_raise_the_clients_own_errors(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        gpt.chat.completions.create(model="nobody", messages=HI)
+    with pytest.raises(openai.AuthenticationError):
+        gpt.with_options(api_key="sk-wrong").chat.completions.create(model=BASE, messages=HI)
+
+
+def test_an_error_before_the_first_token_is_an_answer_of_its_own(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    def fails(request: Pending) -> Outcome:
+        return request.failed(ServerError("the devices are gone"))
+
+    speaker.engine.next_outcome = fails
+    with pytest.raises(openai.InternalServerError, match="the devices are gone"):
+        gpt.chat.completions.create(model=BASE, messages=HI, stream=True)
