@@ -10,7 +10,7 @@ from typing import Literal
 from fastapi import Depends, FastAPI
 
 from tinkerflow import __version__
-from tinkerflow.api import errors, links, page, routes
+from tinkerflow.api import console, errors, links, routes
 from tinkerflow.api.call import API, Authenticator, Counted, Holds, Services, Wire, authorised
 from tinkerflow.api.metrics import Metrics
 from tinkerflow.api.samplers import Samplers
@@ -69,7 +69,8 @@ def create_app(
     for module in modules:
         if hasattr(module, "link_router"):
             app.include_router(module.link_router, prefix=API)
-    app.include_router(page.router)
+    for router in console.routers():
+        app.include_router(router)
     return app
 
 

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import zstandard
@@ -193,10 +193,10 @@ class Authenticator:
         self._remember(shown, identity, now, seconds)
         return identity
 
-    def token(self, identity: Identity) -> str:
+    def token(self, identity: Identity, lifetime: timedelta = TOKEN_LIFETIME) -> str:
         """A token for this identity. A token that is exchanged for a new one does not live longer through that."""
         now = self._clock.now()
-        until = now + TOKEN_LIFETIME
+        until = now + lifetime
         expires = until if identity.expires is None else min(until, identity.expires)
         claims = Claims(identity.key_id, identity.owner, identity.name, expires)
         return sign_token(claims, self._secret, now)

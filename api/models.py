@@ -75,6 +75,13 @@ async def list_models(call: Call) -> Sequence[Listed]:
     return await asyncio.to_thread(_list, call)
 
 
+def champions_of(call: Call, path: str) -> list[str]:
+    """The names of the champions whose weights are those of the checkpoint at `path`."""
+    work = _work(call)
+    newest = {name: newest_champion(work, name) for name in champion_names(work)}
+    return [name for name, champion in newest.items() if champion is not None and champion["weights"] == path]
+
+
 def _list(call: Call) -> list[Listed]:
     listed, work = _base_models(call), _work(call)
     known = {model.name for model in listed}

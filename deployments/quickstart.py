@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 STEPS = 30
 LEARNING_RATE = 5e-3
 RANK = 32
+SAVED = "pig-latin"  # the checkpoint of what was learnt
 SHOWN_SECONDS = 60.0  # how long the flow run may take to be seen in Prefect
 
 
@@ -74,6 +75,10 @@ def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> tuple
             console.print(f"step {step + 1:3d}/{steps}  loss {losses[-1]:9.4f}", highlight=False)
         after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         console.print(_table(before, after))
+        trainer.save_weights_for_sampler(SAVED).result()
+        console.print(
+            f"the run in the console: {api_url}/training_runs/{trainer.model_id}", highlight=False, soft_wrap=True
+        )
         page = _flow_run_page(prefect_url, trainer.model_id)
         shown = f"the run in Prefect, with its batches: {page}" if page else "this run has no page (Prefect is off)"
         console.print(shown, highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from tinkerflow.backend.ids import CheckpointKind as CheckpointKind
 from tinkerflow.backend.journal.audit import AuditView as AuditView
 from tinkerflow.backend.journal.audit import Event as Event
 from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
+from tinkerflow.backend.journal.base_models import BaseModelView as BaseModelView
 from tinkerflow.backend.journal.checkpoints import CheckpointView as CheckpointView
 from tinkerflow.backend.journal.checkpoints import access_hash as access_hash
 from tinkerflow.backend.journal.curves import Curve as Curve
@@ -30,6 +31,7 @@ from tinkerflow.backend.journal.effects import Used as Used
 from tinkerflow.backend.journal.journal import Journal as Journal
 from tinkerflow.backend.journal.keys import KeyView as KeyView
 from tinkerflow.backend.journal.leases import LEASE_SECONDS as LEASE_SECONDS
+from tinkerflow.backend.journal.leases import Beat as Beat
 from tinkerflow.backend.journal.losses import NewCustomLoss as NewCustomLoss
 from tinkerflow.backend.journal.migrate import NoTablesError as NoTablesError
 from tinkerflow.backend.journal.migrate import migrate as migrate
@@ -66,4 +68,5 @@ from tinkerflow.backend.journal.tables import SessionState as SessionState
 from tinkerflow.backend.journal.tables import UsageKind as UsageKind
 from tinkerflow.backend.journal.upkeep import Retention as Retention
 from tinkerflow.backend.journal.usage import StoredUsage as StoredUsage
+from tinkerflow.backend.journal.usage import TotalUsage as TotalUsage
 from tinkerflow.backend.journal.usage import Usage as Usage

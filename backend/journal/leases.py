@@ -28,6 +28,17 @@ class Held:
     beat_at: datetime
 
 
+@dataclass(frozen=True)
+class Beat:
+    """A part of the service: `engine` or `api`. began_at: since when it beats without a pause, or holds its lease."""
+
+    name: str
+    holder: str
+    epoch: int
+    began_at: datetime
+    beat_at: datetime
+
+
 class Leases(Aggregate):
     """The engine's lease, and the API's heartbeats."""
 
@@ -84,6 +95,10 @@ class Leases(Aggregate):
         """
         with self._read() as connection:
             return answering_since(connection, self._now())
+
+    def beats(self) -> list[Beat]:
+        """The last heartbeats of the engine and of the API, as far as they ever ran. One statement."""
+        return self._views(Beat, sa.select(Process).order_by(col(Process.name)))
 
     def _check_held(self) -> int:
         if self._database.epoch is None:

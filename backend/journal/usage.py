@@ -50,6 +50,20 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class TotalUsage:
+    """What all sessions of a project used of one kind in the hour from bucket_start on.
+
+    owner: the tenant. project: the label of the sessions inside it, or the owner when they have none.
+    """
+
+    bucket_start: datetime
+    owner: str
+    project: str
+    kind: UsageKind
+    quantity: int
+
+
+@dataclass(frozen=True)
 class StoredUsage:
     """What checkpoints of a base model took up in the hour from bucket_start on, in byte-hours."""
 
@@ -89,6 +103,19 @@ class UsageReports(Aggregate):
             .order_by(bucket, col(UsageBucket.quantity).desc(), col(UsageBucket.session_id), col(UsageBucket.kind))
         )
         return self._views(Usage, statement)
+
+    def totals(self, owner: str | None, start: datetime, end: datetime) -> list[TotalUsage]:
+        """What projects used in the hours that begin in [start, end), by hour. One statement."""
+        bucket, kind = col(UsageBucket.bucket_start), col(UsageBucket.kind)
+        quantity = sa.cast(sa.func.sum(col(UsageBucket.quantity)), sa.BigInteger).label("quantity")
+        statement = (
+            sa.select(bucket, col(Session.owner), PROJECT.label("project"), kind, quantity)
+            .join(Session, col(Session.id) == col(UsageBucket.session_id))
+            .where(bucket >= start, bucket < end, *owned_by(Session, owner))
+            .group_by(bucket, col(Session.owner), PROJECT, kind)
+            .order_by(bucket, col(Session.owner), PROJECT, kind)
+        )
+        return self._views(TotalUsage, statement)
 
     def stored(self, owner: str | None, start: datetime, end: datetime) -> list[StoredUsage]:
         """Byte-hours of checkpoints in each hour of [start, end), which are whole hours, up to now. One statement.

@@ -17,6 +17,7 @@ from tests.api.conftest import BASE, Running
 from tests.api.test_auth import routes_of
 from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
 
+from tinkerflow.api import console
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
@@ -293,9 +294,14 @@ def people(server: Running, engine: Any, journal: Any, lettered: Any) -> tuple[P
 
 
 def cells(server: Running) -> list[Try]:
-    """The whole matrix; what ends things comes last, a session last of all."""
+    """The whole matrix; what ends things comes last, a session last of all. Pages have their own (console/)."""
     prefix = "/api/v1/"
-    routes = [(method, path.removeprefix(prefix)) for method, path, by_link in routes_of(server.app) if not by_link]
+    pages = {route.path for router in console.routers() for route in router.routes} - {"/"}
+    routes = [
+        (method, path.removeprefix(prefix))
+        for method, path, by_link in routes_of(server.app)
+        if not by_link and path not in pages
+    ]
     found = [one for method, path in sorted(routes) for one in tries(method, path)]
     ends = {"finish": 3, "DELETE training_runs/{run_id}/checkpoints/{kind}/{name} ": 2, "cancel_future": 1}
     return sorted(found, key=lambda one: max(n * (word in str(one)) for word, n in ends.items()))

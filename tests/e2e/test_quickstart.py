@@ -38,6 +38,10 @@ def test_quickstart_teaches_pig_latin_and_its_run_can_be_seen_until_it_ends_and_
         assert len(losses) >= 10
         assert losses[-1] < 0.1 * losses[0]
         assert "all three answers learnt" in said
+        shown_at = re.search(r"the run in the console: (http://127\.0\.0\.1:\d+)/training_runs/(\S+:train:0)\n", said)
+        assert shown_at is not None
+        shown = httpx.get(f"{shown_at[1]}/training_runs/{shown_at[2]}", timeout=60)
+        assert shown.status_code == 200 and "steps measured" in shown.text and "sampler_weights/pig-latin" in shown.text
         page = re.search(r"(http://127\.0\.0\.1:\d+)/runs/flow-run/([0-9a-f-]{36})", said)
         assert page is not None
         assert httpx.get(f"{page[1]}/api/flow_runs/{page[2]}", timeout=60).is_success

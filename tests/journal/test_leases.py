@@ -58,3 +58,15 @@ def test_sessions_do_not_expire_for_a_server_that_was_away(scene, clock):
         clock.advance(10)
         scene.journal.leases.beat()
     assert scene.journal.sessions.expire(300) == [session]
+
+
+def test_the_last_heartbeats_are_shown(scene, clock):
+    assert scene.journal.leases.beats() == []
+    scene.journal.leases.beat()
+    began = clock.now()
+    clock.advance(5)
+    scene.journal.leases.acquire("us")
+    scene.journal.leases.beat()
+    api, engine = scene.journal.leases.beats()
+    assert (api.name, api.began_at, api.beat_at) == ("api", began, clock.now())
+    assert (engine.name, engine.holder, engine.epoch) == ("engine", "us", 1)

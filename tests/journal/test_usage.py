@@ -93,3 +93,20 @@ def test_what_failed_used_nothing(scene, clock):
     (request,) = scene.journal.requests.ready(model)
     scene.journal.results.finish([request.failed("no", "user", ModelEnded(model, ModelState.LOST, "gone"))])
     assert amounts(scene.journal, None, hour_of(clock.now())) == []
+
+
+def test_totals_are_added_up_by_hour_project_and_kind(scene, clock, as_owner):
+    start = hour_of(clock.now())
+    for one in (scene, scene, as_owner("other")):
+        session = one.session()
+        model = one.model(session)
+        one.submit(model, 1)
+        (request,) = one.journal.requests.ready(model)
+        one.journal.results.finish([request.done(b"", "proto", used(session, UsageKind.TRAINING, 10))])
+    found = scene.journal.usage.totals(None, start, start + HOUR)
+    assert [(one.bucket_start, one.owner, one.project, one.kind, one.quantity) for one in found] == [
+        (start, "local", "local", UsageKind.TRAINING, 20),
+        (start, "other", "other", UsageKind.TRAINING, 10),
+    ]
+    assert scene.journal.usage.totals("other", start, start + HOUR) == found[1:]
+    assert scene.journal.usage.totals(None, start + HOUR, start + 2 * HOUR) == []

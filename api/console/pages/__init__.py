@@ -1,0 +1,14 @@
+"""The pages of the console: one module for each subject, with a `router`. The folder is scanned."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+
+from fastapi import APIRouter
+
+
+def routers() -> list[APIRouter]:
+    """The routers of all pages."""
+    modules = (import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return [module.router for module in modules]

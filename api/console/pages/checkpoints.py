@@ -1,0 +1,122 @@
+"""`/checkpoints`: what was saved; one checkpoint with its lineage, and what can be done with it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from fastapi.responses import Response
+
+from tinkerflow.api import models
+from tinkerflow.api.call import PageOffset
+from tinkerflow.api.console.visit import Visit, Visiting, page_router
+from tinkerflow.api.routes.downloads import archive_link
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import CheckpointKind, CheckpointView
+from tinkerflow.backend.store import CheckpointPath
+
+PAGE = 50
+_ONE = "/checkpoints/{run_id}/{kind}/{name}"
+_TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([hd])")
+_UNITS = {"h": 3600.0, "d": 86400.0}
+router = page_router()
+
+
+@router.get("/checkpoints")
+async def checkpoints_page(visit: Visiting, offset: PageOffset = 0) -> Response:
+    """Checkpoints, newest first."""
+    page = await asyncio.to_thread(visit.journal.checkpoints.page, visit.owner, limit=PAGE, offset=offset)
+    return visit.page("checkpoints.html", page=page, offset=offset, size=PAGE)
+
+
+@router.get(_ONE)
+async def checkpoint_page(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
+    """One checkpoint: one's own, or a published one."""
+
+    def read() -> dict[str, object]:
+        saved = _get(visit, run_id, kind, name)
+        metadata = dict(saved.user_metadata)
+        lineage = {part: metadata.pop(part, "") for part in ("data", "pipeline", "run", "code", "parent")}
+        return {
+            "saved": saved,
+            "own": _is_own(visit, saved),
+            "run": _run(visit, saved),
+            "metadata": metadata,
+            "lineage": lineage,
+            "champions": models.champions_of(visit.call, saved.path),
+            "samplable": kind is not CheckpointKind.EXTERNAL_WEIGHTS,
+        }
+
+    return visit.page("checkpoint.html", **await asyncio.to_thread(read))
+
+
+@router.get(f"{_ONE}/download")
+async def download(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
+    """A tar of the adapter's files, by a link that lasts an hour."""
+    return await archive_link(run_id, kind, name, visit.call)
+
+
+@router.get(f"{_ONE}/delete")
+async def confirm_page(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
+    """What is lost when the checkpoint is deleted, and the button that does it."""
+    saved = await asyncio.to_thread(_own, visit, run_id, kind, name)
+    return visit.page(
+        "delete.html", saved=saved, champions=await asyncio.to_thread(models.champions_of, visit.call, saved.path)
+    )
+
+
+@router.post(f"{_ONE}/delete")
+async def delete(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
+    """Delete the checkpoint."""
+    await asyncio.to_thread(visit.journal.checkpoints.delete, str(CheckpointPath(run_id, kind, name)), visit.call.owner)
+    return visit.go("/checkpoints")
+
+
+@router.post(f"{_ONE}/publish")
+async def publish_from_page(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
+    """Let all keys read the checkpoint, or its own project alone again (field public: yes or no)."""
+    public = visit.fields.get("public", "")
+    if public not in ("yes", "no"):
+        raise UserError(f"public is {public!r}: must be yes or no")
+    path = CheckpointPath(run_id, kind, name)
+    await asyncio.to_thread(visit.journal.checkpoints.publish, str(path), visit.call.owner, public == "yes")
+    return visit.go(f"/checkpoints/{run_id}/{kind}/{name}")
+
+
+@router.post(f"{_ONE}/ttl")
+async def set_ttl_from_page(run_id: str, kind: CheckpointKind, name: str, visit: Visiting) -> Response:
+    """Let the checkpoint expire after the field `ttl`, as `12 h` or `30 d`; never when it is empty."""
+    given, seconds = visit.fields.get("ttl", "").strip(), None
+    if given:
+        found = _TTL.fullmatch(given)
+        seconds = 0.0 if found is None else float(found[1]) * _UNITS[found[2]]
+        if not 0 < seconds <= 10 * 365 * _UNITS["d"]:
+            raise UserError(
+                f"ttl is {given!r}: must be hours or days, as 12 h or 30 d, at most ten years; empty is never"
+            )
+    path = CheckpointPath(run_id, kind, name)
+    await asyncio.to_thread(visit.journal.checkpoints.set_ttl, str(path), visit.call.owner, seconds)
+    return visit.go(f"/checkpoints/{run_id}/{kind}/{name}")
+
+
+def _get(visit: Visit, run_id: str, kind: CheckpointKind, name: str) -> CheckpointView:
+    return visit.journal.checkpoints.get(str(CheckpointPath(run_id, kind, name)), visit.owner)
+
+
+def _own(visit: Visit, run_id: str, kind: CheckpointKind, name: str) -> CheckpointView:
+    saved = _get(visit, run_id, kind, name)
+    if not _is_own(visit, saved):
+        raise NotFoundError(f"checkpoint {saved.path!r} does not exist among yours")
+    return saved
+
+
+def _is_own(visit: Visit, saved: CheckpointView) -> bool:
+    return visit.call.owner == saved.owner  # an admin's key changes nothing of other projects, as in the API
+
+
+def _run(visit: Visit, saved: CheckpointView) -> object | None:
+    """The run it was saved from; None when that is another project's, or was made elsewhere."""
+    try:
+        return visit.journal.models.get(saved.run_id, visit.owner)
+    except NotFoundError:
+        return None

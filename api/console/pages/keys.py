@@ -1,0 +1,118 @@
+"""`/keys` and `/usage`: an admin makes, sees and revokes the keys of all projects; everybody sees what they used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from datetime import timedelta
+
+from fastapi.responses import Response
+
+from tinkerflow.api.call import Identity
+from tinkerflow.api.console.charts import LINES, Line, chart
+from tinkerflow.api.console.visit import Visit, Visiting, page_router
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal import KeyView, UsageKind
+
+_DAYS = 30
+_LONGEST = 128
+_NAMES = {
+    UsageKind.TRAINING: "trained",
+    UsageKind.PREFILL: "prompt",
+    UsageKind.CACHED_PREFILL: "prompt, cached",
+    UsageKind.SAMPLE: "sampled",
+    UsageKind.CHECKPOINT: "checkpoints",
+}
+router = page_router()
+
+
+@router.get("/keys")
+async def keys_page(visit: Visiting, new_key: bool = False, key_name: str = "") -> Response:
+    """The keys. new_key, key_name: as the SDK's link to this page fills them in."""
+    keys = await asyncio.to_thread(_visible, visit)
+    return visit.page(
+        "keys.html", keys=keys, key_name=key_name[:_LONGEST], opened=new_key, made=None, secret="", only=""
+    )
+
+
+@router.get("/keys/{key_id}")
+async def key_page(key_id: str, visit: Visiting) -> Response:
+    """One key, by its id or by the number that the SDK knows it by."""
+    keys = [key for key in await asyncio.to_thread(_visible, visit) if key_id in (key.id, str(_number(key)))]
+    if not keys:
+        raise NotFoundError(f"key {key_id!r} does not exist")
+    return visit.page("keys.html", keys=keys, key_name="", opened=False, made=None, secret="", only=key_id)
+
+
+@router.post("/keys")
+async def create_key(visit: Visiting) -> Response:
+    """Make a key. Its secret is on this page, and never again on another one."""
+    _only_admins(visit)
+    name, project = (visit.fields.get(field, "").strip() for field in ("name", "project"))
+    for field, value in (("name", name), ("project", project)):
+        if not 1 <= len(value) <= _LONGEST:
+            raise UserError(f"{field} is {value!r}: must have 1 to {_LONGEST} characters")
+    admin = visit.fields.get("admin") == "yes"
+    made, secret = await asyncio.to_thread(visit.journal.keys.create, name, project, admin=admin)
+    keys = await asyncio.to_thread(_visible, visit)
+    return visit.page("keys.html", keys=keys, key_name="", opened=False, made=made, secret=secret, only="")
+
+
+@router.post("/keys/{key_id}/revoke")
+async def revoke_key(key_id: str, visit: Visiting) -> Response:
+    """Revoke a key: any for an admin, one's own for everybody."""
+    if key_id != visit.call.key_id:
+        _only_admins(visit)
+    await asyncio.to_thread(visit.journal.keys.revoke, key_id)
+    visit.call.services.auth.forget(key_id)
+    return visit.go("/keys" if key_id != visit.call.key_id else "/")
+
+
+@router.get("/keys/{key_id}/revoke")
+async def confirm_revoke_page(key_id: str, visit: Visiting) -> Response:
+    """What ends with a key, and the button that does it."""
+    key = next((key for key in await asyncio.to_thread(_visible, visit) if key.id == key_id), None)
+    if key is None or key.revoked_at is not None:
+        raise NotFoundError(f"key {key_id!r} does not exist")
+    return visit.page("revoke.html", key=key)
+
+
+@router.get("/usage")
+async def usage_page(visit: Visiting) -> Response:
+    """What was used in the last thirty days, by day and by project."""
+    today = visit.call.services.clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
+    start, end = today - timedelta(days=_DAYS - 1), today + timedelta(days=1)
+
+    def read() -> dict[str, object]:
+        totals = visit.journal.usage.totals(visit.owner, start, end)
+        by_project: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(_NAMES.values(), 0))
+        by_day: dict[str, dict[int, int]] = defaultdict(lambda: dict.fromkeys(range(1 - _DAYS, 1), 0))
+        for used in totals:
+            by_project[used.project][_NAMES[used.kind]] += used.quantity
+            if used.kind is not UsageKind.CHECKPOINT:
+                by_day[_NAMES[used.kind]][(used.bucket_start - today) // timedelta(days=1)] += used.quantity
+        lines = [Line(name, list(days.items())) for name, days in by_day.items()][:LINES]
+        return {
+            "kinds": list(_NAMES.values()),
+            "projects": sorted(by_project.items()),
+            "figure": chart("Tokens by day", lines, across="days from now") if lines else None,
+            "stored": visit.journal.usage.stored_now(visit.owner),
+        }
+
+    return visit.page("usage.html", **await asyncio.to_thread(read))
+
+
+def _visible(visit: Visit) -> list[KeyView]:
+    """All keys for an admin, one's own for everybody else; the newest first, revoked ones last."""
+    keys = visit.journal.keys.all()
+    mine = [key for key in keys if visit.call.admin or key.id == visit.call.key_id]
+    return sorted(mine, key=lambda key: (key.revoked_at is not None, -key.created_at.timestamp()))
+
+
+def _number(key: KeyView) -> int:
+    return Identity(key.owner, key.id, key.admin).number
+
+
+def _only_admins(visit: Visit) -> None:
+    if not visit.call.admin:
+        raise NotFoundError("there is no such page for this key: an admin's key is needed")

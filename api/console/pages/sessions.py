@@ -1,0 +1,59 @@
+"""`/sessions`: clients' sessions, and one session with all that was made in it."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+from fastapi.responses import Response
+
+from tinkerflow.api.console.visit import Visiting, page_router
+from tinkerflow.api.links import link
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.journal import SessionQuery, plain_metadata
+
+_MOST_RUNS = 200  # of one session, shown
+router = page_router()
+
+
+@router.get("/sessions")
+async def sessions_page(visit: Visiting, after: str = "") -> Response:
+    """Sessions, newest first. after: `{created_at} {id}` of the last session of the page before."""
+    found, more = await asyncio.to_thread(
+        visit.journal.sessions.search, SessionQuery(after=_cursor(after), limit=50), visit.owner
+    )
+    last = found[-1].session if more else None
+    following = None if last is None else f"{last.created_at.isoformat()} {last.id}"
+    return visit.page("sessions.html", sessions=found, following=following, first=not after)
+
+
+@router.get("/sessions/{session_id}")
+async def session_page(session_id: str, visit: Visiting) -> Response:
+    """One session."""
+
+    def read() -> dict[str, object]:
+        journal = visit.journal
+        session = journal.sessions.get(session_id, visit.owner)
+        ids = journal.models.of_session(session_id)
+        return {
+            "session": session,
+            "metadata": plain_metadata(session.user_metadata),
+            "runs": [journal.models.run(run_id, visit.owner) for run_id in ids[-_MOST_RUNS:][::-1]],
+            "hidden": max(0, len(ids) - _MOST_RUNS),
+            "samplers": journal.samplers.of_session(session_id),
+        }
+
+    found = await asyncio.to_thread(read)
+    return visit.page("session.html", trace=link(visit.call, f"session_traces/{session_id}")[0], **found)
+
+
+def _cursor(after: str) -> tuple[datetime, str] | None:
+    if not after:
+        return None
+    moment, _, session_id = after.partition(" ")
+    try:
+        return datetime.fromisoformat(moment).astimezone(UTC), session_id
+    except ValueError:
+        raise UserError(
+            f"after is {after!r}: must be a time and a session's id, as the link to the next page has it"
+        ) from None

@@ -1,0 +1,85 @@
+"""Templates to HTML, and how the console writes times, sizes and numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from functools import cache
+from importlib import resources
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from tinkerflow import __version__
+from tinkerflow.backend.clock import SystemClock
+
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+NONE = "\N{EN DASH}"  # what stands for a value that there is not
+STATIC = {"console.css": "text/css", "console.js": "text/javascript"}
+
+
+def render(template: str, values: Mapping[str, object]) -> str:
+    """The HTML of a template of `templates/`. Every value in it is escaped, unless it is Markup."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def static_file(name: str) -> tuple[bytes, str]:
+    """The content of a file of `static/`, and a mark that changes with it."""
+    content = resources.files("tinkerflow.api.console").joinpath("static", name).read_bytes()
+    return content, hashlib.sha256(content).hexdigest()[:12]
+
+
+@cache
+def _environment() -> Environment:
+    loader = PackageLoader("tinkerflow.api.console")
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.filters |= {"when": when, "size": size, "number": number, "part": part, "seconds": seconds}
+    found.globals |= {"version": __version__, "marks": {name: static_file(name)[1] for name in STATIC}}
+    return found
+
+
+def when(moment: datetime | None) -> Markup | str:
+    """A moment: how long ago, with the time itself for machines and as a tooltip."""
+    if moment is None:
+        return NONE
+    away = SystemClock().now() - moment
+    text = f"in {seconds(-away)}" if away < timedelta() else f"{seconds(away)} ago"
+    exact = moment.strftime("%Y-%m-%d %H:%M:%S UTC")
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(moment.isoformat(), exact, text)
+
+
+def seconds(span: timedelta | float) -> str:
+    """A length of time in its largest unit."""
+    total = span.total_seconds() if isinstance(span, timedelta) else span
+    for unit, name in _UNITS:
+        if total >= unit:
+            return f"{total / unit:.0f} {name}"
+    return f"{total:.0f} s" if total >= 1 or total <= 0 else f"{total * 1000:.0f} ms"
+
+
+def size(count: float) -> str:
+    """A number of bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def number(value: float | None) -> str:
+    """A number for people: whole ones with separators, others with four digits."""
+    if value is None:
+        return NONE
+    if isinstance(value, int) or (float(value).is_integer() and 1 <= abs(value) < 1e15):
+        return f"{int(value):,}"
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def part(text: str) -> str:
+    """Text as one part of a URL's path."""
+    return quote(text, safe="")

@@ -1,0 +1,66 @@
+"""Samples as people read them: the texts of prompt and answers, as long as the journal has their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinkerflow.api.console.visit import Visit
+from tinkerflow.api.text import Tokenizer
+from tinkerflow.backend.errors import ServerError, UserError
+from tinkerflow.backend.journal import SampleView
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.wire import SampleBody, decode_sample
+
+_SHOWN = 400  # characters of a prompt's end and of an answer in a list
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample with its texts. answers: text, number of tokens, why it ended. note: why a text is missing."""
+
+    sample: SampleView
+    prompt: str | None
+    answers: Sequence[tuple[str, int, str]]
+    note: str = ""
+
+
+async def shown(visit: Visit, *, run_id: str | None = None, limit: int = 20) -> list[ShownSample]:
+    """The newest samples of the visitor's, or those of one run's weights."""
+    found = await asyncio.to_thread(visit.journal.samples.recent, visit.owner, run_id=run_id, limit=limit)
+    return [await read(visit, one, shorten=True) for one in found]
+
+
+async def read(visit: Visit, sample: SampleView, *, shorten: bool = False) -> ShownSample:
+    """One sample's texts. shorten: the end of the prompt, and the beginnings of the answers."""
+    if not sample.payload:
+        return ShownSample(sample, None, (), "its bytes were dropped: see result_ttl")
+    tokenizer = await _tokenizer(visit, sample.base_model)
+    if tokenizer is None:
+        return ShownSample(sample, None, (), f"{sample.base_model} is not served any more")
+    return await asyncio.to_thread(_read, sample, tokenizer, shorten)
+
+
+async def _tokenizer(visit: Visit, base_model: str) -> Tokenizer | None:
+    cards = await asyncio.to_thread(visit.journal.base_models.all)
+    card = next((row.card for row in cards if row.name == base_model), None)
+    try:
+        return None if card is None else await visit.call.services.tokenizers.load(ModelCard.from_json(card))
+    except ServerError:  # the API's machine has no such file: numbers are not shown as text
+        return None
+
+
+def _read(sample: SampleView, tokenizer: Tokenizer, shorten: bool) -> ShownSample:
+    try:
+        chunks = SampleBody.decode(sample.payload).prompt.chunks
+        tokens = [token for chunk in chunks for token in chunk.get("tokens", ())]
+        prompt = tokenizer.decode(tokens, special=True)
+    except (UserError, AttributeError, TypeError, OverflowError, ValueError):
+        return ShownSample(sample, None, (), "it was no good sample request")
+    answers = []
+    if sample.result is not None and sample.result_type == "proto":
+        for sequence in decode_sample(sample.id, sample.result).sequences:
+            text = tokenizer.decode(sequence.tokens_T.tolist(), special=True)
+            answers.append((text[:_SHOWN] if shorten else text, len(sequence.tokens_T), sequence.stop_reason))
+    return ShownSample(sample, prompt[-_SHOWN:] if shorten else prompt, answers)

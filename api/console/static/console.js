@@ -1,0 +1,153 @@
+// The console's only script: curves that move while a run trains, and values under the pointer.
+"use strict";
+
+// A part with `data-live` is fetched again and again. The server answers 204 while nothing has changed.
+function watch(part) {
+  const pause = Number(part.dataset.pause || 2000);
+  const look = async (wait) => {
+    await new Promise((done) => setTimeout(done, wait));
+    if (!part.isConnected) return;
+    if (document.hidden) return look(pause);
+    const began = performance.now();
+    try {
+      const url = `${part.dataset.live}${part.dataset.live.includes("?") ? "&" : "?"}seen=${encodeURIComponent(part.dataset.seen)}`;
+      const answer = await fetch(url, { headers: { accept: "text/html" } });
+      if (answer.status === 401 || answer.status === 404) return;
+      if (answer.status === 200) {
+        const fresh = document.createRange().createContextualFragment(await answer.text()).firstElementChild;
+        part.replaceWith(fresh);
+        if (fresh.dataset.live) watch(fresh);
+        return;
+      }
+    } catch (error) {
+      console.info("the console cannot be reached", error);
+    }
+    // What takes the server long is asked for less often.
+    look(Math.max(pause, 10 * (performance.now() - began)));
+  };
+  look(pause);
+}
+document.querySelectorAll("[data-live]").forEach(watch);
+
+// The values of a chart at the pointer's place.
+function at(points, x) {
+  let low = 0, high = points.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < x) low = middle + 1; else high = middle;
+  }
+  return low > 0 && x - points[low - 1][0] < points[low][0] - x ? points[low - 1] : points[low];
+}
+document.addEventListener("pointermove", (event) => {
+  const figure = event.target instanceof Element && event.target.closest("figure[data-chart]");
+  document.querySelectorAll("figure[data-chart] output:not([hidden])").forEach((shown) => {
+    if (shown.parentElement === figure) return;
+    shown.hidden = true;
+    shown.parentElement.querySelector(".cross").setAttribute("d", "");
+  });
+  if (!figure) return;
+  const data = JSON.parse(figure.dataset.chart);
+  const svg = figure.querySelector("svg"), place = svg.getBoundingClientRect();
+  const [left, top, right, bottom] = data.box;
+  const units = (event.clientX - place.left) / place.width * svg.viewBox.baseVal.width;
+  const x = data.x[0] + (Math.min(Math.max(units, left), right) - left) / (right - left) * (data.x[1] - data.x[0]);
+  const shown = data.lines.filter((line) => line.points.length).map((line) => [line.name, at(line.points, x)]);
+  if (!shown.length) return;
+  const nearest = shown[0][1][0];
+  const across = left + (nearest - data.x[0]) / (data.x[1] - data.x[0]) * (right - left);
+  figure.querySelector(".cross").setAttribute("d", `M${across} ${top}V${bottom}`);
+  const lines = shown.map(([name, point]) => `${name}  ${Number(point[1].toPrecision(5))}`);
+  const output = figure.querySelector("output");
+  output.textContent = [`${data.across} ${nearest}`, ...lines].join("\n");
+  output.hidden = false;
+});
+
+// The playground: one or two models answer the same message, each as its events come.
+const playground = document.getElementById("playground");
+if (playground) {
+  const field = (id) => playground.querySelector(`#${id}`);
+  const panes = [...playground.querySelectorAll(".chat > section")].map((section) => ({
+    model: section.querySelector(".model"), turns: section.querySelector(".turns"), messages: [],
+  }));
+  let stop = null;
+
+  const turn = (pane, kind, text) => {
+    const made = document.createElement("div");
+    made.className = `turn ${kind}`;
+    made.textContent = text;
+    pane.turns.append(made);
+    return made;
+  };
+  const percent = (p) => `${p >= 0.0995 ? (100 * p).toFixed(0) : (100 * p).toPrecision(2)} %`;
+  const shown = (text) => JSON.stringify(text).slice(1, -1);
+  const add = (made, bit) => {
+    const span = document.createElement("span");
+    span.textContent = bit.text;
+    const lowest = Math.min(1, ...bit.tokens.map((token) => token.p));
+    span.dataset.p = bit.tokens
+      .map((token) => `“${shown(token.text)}” ${percent(token.p)}: ${token.top.map(([text, p]) => `“${shown(text)}” ${percent(p)}`).join(", ")}`)
+      .join(" · ");
+    if (lowest < 0.05) span.className = "p0"; else if (lowest < 0.3) span.className = "p1";
+    made.append(span);
+  };
+
+  async function answer(pane, text, mode, signal) {
+    if (mode === "chat") pane.messages.push({ role: "user", content: text });
+    turn(pane, "person", text);
+    const made = turn(pane, "model", "");
+    const form = new URLSearchParams({
+      model: pane.model.value, mode, prompt: text, messages: JSON.stringify(pane.messages),
+      max_tokens: field("max_tokens").value, temperature: field("temperature").value, csrf: playground.dataset.csrf,
+    });
+    try {
+      const response = await fetch(playground.dataset.answer, { method: "POST", body: form, signal });
+      if (!(response.headers.get("content-type") || "").startsWith("text/event-stream")) {
+        const page = new DOMParser().parseFromString(await response.text(), "text/html");
+        throw new Error(page.querySelector("[role=alert]")?.textContent || `the server answered ${response.status}`);
+      }
+      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let rest = "", part; !(part = await reader.read()).done;) {
+        const events = (rest + part.value).split("\n\n");
+        rest = events.pop();
+        for (const one of events) {
+          const data = JSON.parse(one.replace(/^data: /, ""));
+          if (data.detail) throw new Error(data.detail);
+          if (data.text) add(made, data);
+          if (data.id) {
+            const note = document.createElement("small");
+            const link = document.createElement("a");
+            link.href = playground.dataset.sample + encodeURIComponent(data.id);
+            link.textContent = `${data.count} tokens`;
+            note.append(link, data.stop === "length" ? ", cut at the limit" : "");
+            note.className = "soft";
+            made.after(note);
+          }
+        }
+      }
+    } catch (error) {
+      const words = error.name === "AbortError" ? "stopped" : error.message;
+      turn(pane, "notice bad", words).setAttribute("role", "alert");
+    }
+    if (mode === "chat") pane.messages.push({ role: "assistant", content: made.textContent });
+  }
+
+  playground.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const text = field("say").value, mode = field("mode").value;
+    const asked = panes.filter((pane) => pane.model.value.trim());
+    if (stop || !asked.length) return;
+    stop = new AbortController();
+    field("stop").disabled = false;
+    field("say").value = "";
+    await Promise.all(asked.map((pane) => answer(pane, text, mode, stop.signal)));
+    stop = null;
+    field("stop").disabled = true;
+    field("say").focus();
+  });
+  field("stop").addEventListener("click", () => stop?.abort());
+  field("clear").addEventListener("click", () => panes.forEach((pane) => { pane.messages = []; pane.turns.replaceChildren(); }));
+  playground.addEventListener("pointerover", (event) => {
+    const word = event.target instanceof Element && event.target.closest("[data-p]");
+    if (word) field("probability").textContent = word.dataset.p;
+  });
+}

@@ -1,0 +1,200 @@
+"""One visit of a person's browser: who looks, what the visit may change, and the page that comes back.
+
+A person signs in with a key. The cookie holds a token that stands for it (api/tokens.py), so it ends with the key; a
+script cannot read the cookie, and no other site's request carries it. On a server that needs no key, visits from this
+machine need no signing in. A form that changes something must come from a page of ours: it repeats a mark that only
+our pages show, and the browser must not say that another site sent it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, urlsplit
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from fastapi.routing import APIRoute
+
+from tinkerflow.api.call import LOCAL, Call, Identity, Services, is_loopback, read_body
+from tinkerflow.api.console.render import render
+from tinkerflow.api.errors import status_of
+from tinkerflow.backend.errors import TinkerflowError
+from tinkerflow.backend.ids import KEY_PREFIX
+from tinkerflow.backend.journal import Journal
+
+COOKIE = "tinkerflow"
+SIGNED_IN = timedelta(hours=12)
+FORM_BYTES = 256 * 1024
+MARK = "csrf"
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+}
+
+
+class SignInError(Exception):
+    """The visitor must sign in first. reason: why what they showed is not good enough, "" when they showed nothing."""
+
+    def __init__(self, reason: str = "") -> None:
+        """Keep the reason."""
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One authorised visit. fields: of the form that was sent; empty unless the visit changes something."""
+
+    call: Call
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def journal(self) -> Journal:
+        """The journal."""
+        return self.call.journal
+
+    @property
+    def owner(self) -> str | None:
+        """Whose rows the visitor sees: their project's, or all (None)."""
+        return self.call.visible()
+
+    @property
+    def identity(self) -> Identity:
+        """The visitor."""
+        return self.call.identity
+
+    def page(self, template: str, **values: object) -> Response:
+        """The HTML of a template, which also gets what every page shows."""
+        return HTMLResponse(render(template, self._common() | values), 200, {"Cache-Control": "no-store"})
+
+    def go(self, path: str) -> Response:
+        """Send the browser to another page of ours."""
+        return RedirectResponse(base_of(self.call.services) + path, 303)
+
+    def _common(self) -> dict[str, object]:
+        return {
+            "base": base_of(self.call.services),
+            "path": self.call.request.scope["path"],
+            "me": self.identity,
+            "csrf": mark_of(self.call.services, self.identity),
+        }
+
+
+async def visiting(request: Request) -> Visit:
+    """The visit, when the visitor is signed in or needs not be; SignInError otherwise.
+
+    HTTPException 403 for a change that no page of ours has sent, 404 for a URL that no database has a name for.
+    """
+    services: Services = request.app.state.services
+    identity = await _identity(request, services)
+    if "\0" in request.scope["path"] or b"%00" in request.scope["query_string"]:
+        raise HTTPException(404, "the URL holds a NUL character (%00): there is no such page")
+    visit = Visit(Call(request, identity, services))
+    if request.method == "GET":
+        return visit
+    fields = await form(request)
+    shown = fields.pop(MARK, "") or request.headers.get("x-csrf", "")
+    if not hmac.compare_digest(shown.encode(), mark_of(services, identity).encode()):
+        raise HTTPException(403, "this form is not of a page of yours, or it is too old: go back and load it again")
+    return Visit(visit.call, fields)
+
+
+Visiting = Annotated[Visit, Depends(visiting)]
+
+
+async def form(request: Request) -> dict[str, str]:
+    """The fields of a form that one of our pages has sent; HTTPException 403 when another site did."""
+    services: Services = request.app.state.services
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
+    known = {request.headers.get("host", ""), urlsplit(services.settings.public_url).netloc} - {""}
+    if site not in ("same-origin", "none") or (origin is not None and urlsplit(origin).netloc not in known):
+        raise HTTPException(403, "this form comes from another site, and changes nothing here")
+    body = (await read_body(request, FORM_BYTES)).decode("utf-8", "replace")
+    return {name: value.replace("\0", "") for name, value in parse_qsl(body, keep_blank_values=True)}
+
+
+async def _identity(request: Request, services: Services) -> Identity:
+    if await services.auth.is_open():
+        # Another site could give its own name our address, and its scripts would then be our pages (DNS rebinding).
+        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        if is_loopback(host) or host == urlsplit(services.settings.public_url).hostname:
+            return LOCAL
+        raise HTTPException(403, f"this server is open to its own machine alone, and not under the name {host!r}")
+    token = request.cookies.get(COOKIE)
+    if not token:
+        raise SignInError
+    try:
+        return await services.auth.identity(token)
+    except HTTPException as error:
+        raise SignInError(str(error.detail)) from error
+
+
+def mark_of(services: Services, identity: Identity) -> str:
+    """What a form must repeat: it is the same for all pages of one sign-in, and nobody else can make it."""
+    whose = f"console\n{identity.key_id}\n{identity.expires}"
+    return hmac.new(services.link_secret, whose.encode(), hashlib.sha256).hexdigest()
+
+
+def base_of(services: Services) -> str:
+    """The prefix of our paths, where a proxy serves us below one (public_url says so)."""
+    return urlsplit(services.settings.public_url).path.rstrip("/")
+
+
+# ------------------------------------------------------------------ errors are pages, too
+class PageRoute(APIRoute):
+    """A route whose errors are pages, and whose answers carry the headers that keep other sites out."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, wrapped."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                response = await handler(request)
+            except SignInError as error:
+                response = sign_in_page(request, 401, error.reason)
+            except HTTPException as error:
+                response = _error_page(request, error.status_code, str(error.detail))
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                response = _error_page(request, 404, f"{first['loc'][-1]}: {first['msg']}")
+            except TinkerflowError as error:
+                response = _error_page(request, status_of(error), str(error))
+            response.headers.update(_HEADERS)
+            return response
+
+        return handle
+
+
+def page_router() -> APIRouter:
+    """A router for pages. They are for people: no page is in the OpenAPI document."""
+    return APIRouter(route_class=PageRoute, include_in_schema=False)
+
+
+def sign_in_page(request: Request, status: int, reason: str = "") -> Response:
+    """The page that asks for a key. It leads back to where the visitor wanted to go."""
+    services: Services = request.app.state.services
+    wanted = request.scope["path"] + (f"?{query}" if (query := request.scope["query_string"].decode("latin-1")) else "")
+    values = {
+        "base": base_of(services),
+        "reason": reason,
+        "next": wanted if request.method == "GET" else "/",
+        "service": services.settings.public_url.rstrip("/") or str(request.base_url).rstrip("/"),
+        "key_prefix": KEY_PREFIX,
+    }
+    return HTMLResponse(render("sign_in.html", values), status, {"Cache-Control": "no-store"})
+
+
+def _error_page(request: Request, status: int, text: str) -> Response:
+    values = {"base": base_of(request.app.state.services), "status": status, "text": text}
+    return HTMLResponse(render("error.html", values), status, {"Cache-Control": "no-store"})

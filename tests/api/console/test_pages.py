@@ -1,0 +1,213 @@
+"""Every page, empty and full, and what its forms do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from tests.api.console.conftest import of_checkpoint
+
+from tinkerflow.backend.champions import champion_key
+from tinkerflow.backend.store.blobs import open_blobs
+
+EMPTY = {
+    "/": "What to do next",
+    "/sessions": "No session yet",
+    "/training_runs": "No training run yet",
+    "/compare": "Pick two or more runs",
+    "/samples": "Nothing was sampled yet",
+    "/checkpoints": "No checkpoint yet",
+    "/pool": "No engine has run on this database yet",
+    "/usage": "Nothing was used yet",
+    "/keys": "No key has been made",
+}
+
+
+@pytest.mark.parametrize(("path", "text"), EMPTY.items())
+def test_an_empty_page_says_what_to_do_next(browser: Any, path: str, text: str) -> None:
+    page = browser.get(path)
+    assert page.status_code == 200 and text in page.text
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert "<script>" not in page.text and "style=" not in page.text and " onclick" not in page.text
+
+
+def test_every_list_leads_to_what_is_in_it(browser: Any, furnish: Any, lettered: Any) -> None:
+    things = furnish()
+    checkpoint = of_checkpoint(things.sampler_weights)
+    for path, link in {
+        "/": f"/training_runs/{things.run}",
+        "/sessions": f"/sessions/{things.session}",
+        f"/sessions/{things.session}": f"/training_runs/{things.run}",
+        "/training_runs": f"/training_runs/{things.run}",
+        f"/training_runs/{things.run}": checkpoint,
+        "/checkpoints": checkpoint,
+        checkpoint: f"/training_runs/{things.run}",
+        "/samples": f"/samples/{things.sample}",
+    }.items():
+        page = browser.get(path)
+        assert page.status_code == 200, (path, page.text)
+        assert f'href="{link}"' in page.text, path
+        assert browser.get(link).status_code == 200, link
+
+
+def test_a_sample_is_shown_as_text_until_its_bytes_are_dropped(browser: Any, furnish: Any, lettered: Any) -> None:
+    things = furnish()
+    page = browser.get(f"/samples/{things.sample}").text
+    assert "<pre>bc</pre>" in page and things.sampler_weights in page
+    assert "bc" in browser.get(f"/training_runs/{things.run}").text
+    for _ in range(2):
+        browser.server.journal.results.expire(-1)
+    assert "its bytes were dropped" in browser.get(f"/samples/{things.sample}").text
+
+
+def test_curves_are_there_and_change_only_when_there_is_something_new(
+    browser: Any, server: Any, engine: Any, put_steps: Any
+) -> None:
+    run = server.model()
+    assert "No step was made yet" in browser.get(f"/training_runs/{run}").text
+    put_steps(run, 5)
+    page = browser.get(f"/training_runs/{run}").text
+    for title in ("Loss per weight", "Gradient norm", "Learning rate", "KL(sampler, trainer)", "Tokens per second"):
+        assert f"<figcaption>{title}" in page
+    seen = page.split('data-seen="')[1].split('"')[0]
+    assert browser.get("/curves", params={"run": run, "seen": seen}).status_code == 204
+    put_steps(run, 1, first=6)
+    part = browser.get("/curves", params={"run": run, "seen": seen})
+    assert part.status_code == 200 and "6 steps measured" in part.text and "<html" not in part.text
+
+
+def test_runs_are_compared_in_the_same_charts(browser: Any, server: Any, engine: Any, put_steps: Any) -> None:
+    runs = [server.model(), server.model()]
+    for run in runs:
+        put_steps(run, 3)
+    page = browser.get("/compare", params={"run": runs}).text
+    assert page.count("<figure") == 5 and page.count('class="line line-1"') == 5
+    assert all(f"/training_runs/{run}" in page for run in runs)
+    assert browser.get("/compare", params={"run": [f"r{n}" for n in range(9)]}).status_code == 404
+
+
+def test_a_checkpoint_has_its_lineage_and_what_can_be_done(browser: Any, server: Any, furnish: Any) -> None:
+    things = furnish()
+    where = of_checkpoint(things.sampler_weights)
+    open_blobs(server.settings.pipelines_url).create(
+        champion_key("helpdesk", 1), b'{"weights": "%s"}' % things.sampler_weights.encode()
+    )
+    page = browser.get(where).text
+    assert "after 3 steps" in page and "helpdesk" in page and things.run in page
+    assert browser.send(f"{where}/publish", {"public": "yes"}, page=where).status_code == 303
+    assert server.journal.checkpoints.get(things.sampler_weights, "stranger").public
+    assert browser.send(f"{where}/publish", {"public": "no"}, page=where).status_code == 303
+    assert not server.journal.checkpoints.get(things.sampler_weights, None).public
+    assert browser.send(f"{where}/ttl", {"ttl": "12 h"}, page=where).status_code == 303
+    assert server.journal.checkpoints.get(things.sampler_weights, None).expires_at is not None
+    for wrong in ("soon", "0 h", "1e9 d"):
+        refused = browser.send(f"{where}/ttl", {"ttl": wrong}, page=where)
+        assert refused.status_code == 400 and "must be hours or days" in refused.text
+    assert browser.send(f"{where}/ttl", {"ttl": ""}, page=where).status_code == 303
+    assert server.journal.checkpoints.get(things.sampler_weights, None).expires_at is None
+    link = browser.get(f"{where}/download")
+    assert link.status_code == 302
+    assert browser.http.get(link.headers["location"]).content[257:262] == b"ustar"
+    confirm = browser.get(f"{where}/delete").text
+    assert "cannot be undone" in confirm and "the champion helpdesk" in confirm
+    assert browser.get(where).status_code == 200, "asking deletes nothing"
+    assert browser.send(f"{where}/delete", page=where).status_code == 303
+    assert browser.get(where).status_code == 404
+
+
+def test_the_pool_shows_parts_groups_memory_and_who_waits(browser: Any, server: Any, furnish: Any) -> None:
+    from tinkerflow.backend.commands import CompileStatus, GroupInfo
+
+    furnish()
+    journal = server.journal
+    journal.leases.beat()
+    journal.base_models.note_worker_group(
+        "tiny/bigram", GroupInfo(("cpu:0",), 7, 32, 1, 64, 128, "", 2, memory={"weights": 3 * 10**9, "kv_cache": 10**9})
+    )
+    journal.base_models.note_compile_status("tiny/bigram", CompileStatus(9, 4, 1, 2, 0))
+    journal.base_models.note_progress("tiny/bigram", "the group starts again")
+    for path in ("/pool", "/pool/now"):
+        page = browser.get(path).text
+        for text in ("alive", "cpu:0", "3 GB", "kv cache", "4 of 9 programs ready, 1 failed", "the group starts again"):
+            assert text in page, (path, text)
+
+
+def test_what_was_used_is_drawn_and_added_up(browser: Any, server: Any, furnish: Any) -> None:
+    from tinkerflow.backend.journal import UsageKind, Used
+
+    things = furnish()
+    server.post("optim_step", {"model_id": things.run, "seq_id": 99, "adam_params": {}})
+    engine_answers = [
+        Used(things.session, "tiny/bigram", kind, 1234) for kind in (UsageKind.TRAINING, UsageKind.SAMPLE)
+    ]
+    from tinkerflow.backend.journal.results import _add_usage
+
+    with server.journal.results._write() as connection:
+        _add_usage(connection, engine_answers, server.clock.now())
+    page = browser.get("/usage").text
+    assert "1,234" in page and "Tokens by day" in page and "Stored now" in page
+    assert "Tokens by hour" in browser.get("/samples").text
+    assert "local: 100 %" in browser.get("/pool").text
+
+
+def test_keys_are_made_shown_once_and_revoked(browser: Any, server: Any, browse: Any) -> None:
+    made = browser.send("/keys", {"name": "first", "project": "ops", "admin": "yes"})
+    secret = made.text.split('<pre id="secret">')[1].split("<")[0]
+    assert secret.startswith("tml-") and "needs a key" in made.text
+    server.clock.advance(2.0)
+    assert browser.get("/keys").status_code == 401, "the door is closed now"
+    assert browser.sign_in(secret).status_code == 303
+    page = browser.get("/keys").text
+    assert secret not in page and "first (admin)" in page
+    assert browser.send("/keys", {"name": "ann", "project": "team"}).status_code == 200
+    (ann,) = [key for key in server.journal.keys.all() if key.name == "ann"]
+    assert (ann.project, ann.admin) == ("team", False)
+    assert "Revoke for good" in browser.get(f"/keys/{ann.id}/revoke").text
+    assert browser.send(f"/keys/{ann.id}/revoke").status_code == 303
+    assert [key.id for key in server.journal.keys.all() if key.revoked_at] == [ann.id]
+    assert browser.send("/keys", {"name": "", "project": "x"}).status_code == 400
+    number = server.get("auth/apikey/me", secret).json()["key_id"]
+    assert "first (admin)" in browser.get(f"/keys/{number}").text, "as the SDK's link names it"
+    assert 'value="laptop"' in browser.get("/keys?new_key=true&key_name=laptop").text
+    assert browser.get("/keys/none").status_code == 404
+
+
+def test_pages_with_a_thousand_runs_and_a_long_run_take_few_statements(
+    browser: Any, server: Any, engine: Any, put_steps: Any
+) -> None:
+    import sqlalchemy as sa
+
+    run = server.model()
+    engine.paused = True
+    journal = server.journal
+    with journal.models._write() as connection:
+        table = sa.table("model", *(sa.column(name) for name in columns_of(connection)))
+        row = dict(connection.execute(sa.text("SELECT * FROM model WHERE id = :id"), {"id": run}).one()._mapping)
+        connection.execute(table.insert(), [row | {"id": f"{run}{n:04d}"} for n in range(1000)])
+    put_steps(run, 100_000)
+    made: list[str] = []
+
+    def note(_c: object, _cursor: object, statement: str, *_: object) -> None:
+        made.append(statement)
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", note)
+    try:
+        for path, most in (("/", 30), ("/training_runs", 10), ("/sessions", 10), (f"/training_runs/{run}", 20)):
+            made.clear()
+            began = time.perf_counter()
+            page = browser.get(path)
+            print(f"{path}: {1000 * (time.perf_counter() - began):.0f} ms, {len(page.content)} bytes, {len(made)}")
+            assert page.status_code == 200
+            assert len(made) <= most, (path, made)
+            assert len(page.content) < 600_000, path
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", note)
+    assert "1 to 50 of 1,001" in browser.get("/training_runs").text
+    assert "1,001 to 1,001 of 1,001" in browser.get("/training_runs?offset=1000").text
+
+
+def columns_of(connection: Any) -> list[str]:
+    import sqlalchemy as sa
+
+    return [column["name"] for column in sa.inspect(connection).get_columns("model")]
