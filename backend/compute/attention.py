@@ -38,25 +38,42 @@ def attend_segments(segments_BT: jax.Array, mesh: Mesh) -> Attend:
     mesh: rows and heads are split over it. On CPUs, and for rows that no kernel of `flash` takes, it is that of here.
     """
 
-    def attend(q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array, *, window: int | None = None) -> jax.Array:
+    def attend(
+        q_BTHd: jax.Array,
+        k_BTGd: jax.Array,
+        v_BTGd: jax.Array,
+        *,
+        window: int | None = None,
+        sinks_H: jax.Array | None = None,
+    ) -> jax.Array:
         kernel = flash_attention(mesh, segments_BT.shape[1], window)
         if kernel is not None:
-            return kernel(q_BTHd, k_BTGd, v_BTGd, segments_BT)
-        return _attend(window, q_BTHd, k_BTGd, v_BTGd, segments_BT)
+            return kernel(q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)
+        return _attend(window, q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)
 
     return attend
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    window: int | None, q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array, segments_BT: jax.Array
+    window: int | None,
+    q_BTHd: jax.Array,
+    k_BTGd: jax.Array,
+    v_BTGd: jax.Array,
+    segments_BT: jax.Array,
+    sinks_H: jax.Array | None,
 ) -> jax.Array:
     """softmax(q k / sqrt(d)) v over the keys seen; softmax in float32, result in the dtype of v."""
-    return _forward(window, q_BTHd, k_BTGd, v_BTGd, segments_BT)[0]
+    return _forward(window, q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)[0]
 
 
 def _forward(
-    window: int | None, q_BTHd: jax.Array, k_BTGd: jax.Array, v_BTGd: jax.Array, segments_BT: jax.Array
+    window: int | None,
+    q_BTHd: jax.Array,
+    k_BTGd: jax.Array,
+    v_BTGd: jax.Array,
+    segments_BT: jax.Array,
+    sinks_H: jax.Array | None,
 ) -> tuple[jax.Array, Residuals]:
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
     outputs, log_totals = [], []
@@ -67,6 +84,8 @@ def _forward(
         top = jnp.max(scores_BGmS, axis=-1, keepdims=True)
         weights = jnp.exp(scores_BGmS - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
+        if sinks_H is not None:
+            total = total + jnp.exp(_sinks(sinks_H, k_BTGd.shape[2], end - start) - top)
         o_BGmd = _product("bgms,bgsd->bgmd", weights.astype(v_BGSd.dtype), v_BGSd[:, :, first:end]) / total
         outputs.append(_ungrouped(o_BGmd.astype(v_BGSd.dtype), end - start))
         log_totals.append(checkpoint_name(top + jnp.log(total), "log_totals"))
@@ -74,7 +93,9 @@ def _forward(
     return o_BTHd, (q_BTHd, k_BTGd, v_BTGd, segments_BT, o_BTHd, tuple(log_totals))
 
 
-def _backward(window: int | None, kept: Residuals, d_o_BTHd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(
+    window: int | None, kept: Residuals, d_o_BTHd: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     q_BTHd, k_BTGd, v_BTGd, segments_BT, o_BTHd, log_totals = kept
     G = k_BTGd.shape[2]
     k_BGSd, v_BGSd = _heads_first(k_BTGd), _heads_first(v_BTGd)
@@ -86,6 +107,7 @@ def _backward(window: int | None, kept: Residuals, d_o_BTHd: jax.Array) -> tuple
         q_BGmd, o_BGmd, d_o_BGmd = (
             _grouped(x, G) for x in (_scaled(q_BTHd[:, here]), o_BTHd[:, here], d_o_BTHd[:, here])
         )
+        # With a sink these are the weights of all but the sink, which has no value: the slope is the same.
         weights = jnp.exp(_scores(window, q_BGmd, k, segments_BT, start, end) - log_total)
         # The slope of a softmax: its weights times what their gradients exceed their mean by; that mean is d_o . o.
         mean = jnp.sum(d_o_BGmd.astype(jnp.float32) * o_BGmd, axis=-1, keepdims=True)
@@ -98,10 +120,16 @@ def _backward(window: int | None, kept: Residuals, d_o_BTHd: jax.Array) -> tuple
         _heads_first(d_k).astype(k_BTGd.dtype),
         _heads_first(d_v).astype(v_BTGd.dtype),
         None,
+        None,
     )
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _sinks(sinks_H: jax.Array, G: int, queries: int) -> jax.Array:
+    """[G, m, 1]: the sink of each row of `_grouped`."""
+    return jnp.repeat(sinks_H.astype(jnp.float32).reshape(G, -1), queries, axis=1)[..., None]
 
 
 def _blocks(T: int) -> Iterator[tuple[int, int]]:

@@ -35,8 +35,9 @@ class ModelConfig:
     `experts_per_token` of them (Qwen3-MoE), `mlp` is the width of one, and `norm_topk` makes their shares sum to 1.
     rotary_dims: how many of a head's dimensions turn, 0 = all. qk_norm_whole: RMS norms on all heads of q, and of k,
     together (OLMo 2). fused: one matrix for q, k and v, and one for gate and up (Phi-3). gelu: of the MLP, its tanh
-    approximation in place of SiLU (Gemma). norm_plus_one: norms multiply by 1 + weight (Gemma). embed_scale: of
-    embeddings. query_scale: of queries, beside 1 / sqrt(head_dim). kinds: of every layer, if they are not all alike.
+    approximation in place of SiLU (Gemma). norm_plus_one: norms multiply by 1 + weight (Gemma). clamped: the bound of
+    the experts' clamped SwiGLU, 0 = plain SwiGLU (gpt-oss). embed_scale: of embeddings. query_scale: of queries, beside
+    1 / sqrt(head_dim). kinds: of every layer, if they are not all alike.
     """
 
     architecture: str
@@ -62,6 +63,7 @@ class ModelConfig:
     fused: bool = False
     gelu: bool = False
     norm_plus_one: bool = False
+    clamped: float = 0.0
     embed_scale: float = 1.0
     query_scale: float = 1.0
     kinds: tuple[LayerKind, ...] = ()

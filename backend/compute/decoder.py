@@ -67,13 +67,15 @@ def decoder_config(
     qk_norm: bool = False,
     qkv_bias: bool = False,
     rope_theta: float = 10_000.0,
+    tied: bool = False,
     computed: Collection[str] = (),
 ) -> ModelConfig:
     """The config of a dense decoder, its architecture the field `model_type`.
 
     fields: of `config.json`. mlp: the field with the MLP's width. qk_norm and qkv_bias: as in ModelConfig. rope_theta:
-    where the file has none. computed: fields that the family sees to, so that no value of theirs is refused here.
-    UserError names a field that is missing, or the value of one that asks for something this decoder does not compute.
+    where the file has none. tied: where the file does not say. computed: fields that the family sees to, so that no
+    value of theirs is refused here. UserError names a field that is missing, or the value of one that asks for
+    something this decoder does not compute.
     """
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     head_dim = fields.size("head_dim", hidden // heads)
@@ -92,7 +94,7 @@ def decoder_config(
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         max_positions=fields.size("max_position_embeddings"),
-        tied=bool(fields.get("tie_word_embeddings", False)),
+        tied=bool(fields.get("tie_word_embeddings", tied)),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         rotary_dims=0 if rope.dims == head_dim else rope.dims,
@@ -116,10 +118,9 @@ def windowed(fields: ConfigFields, cfg: ModelConfig, layer_types: Sequence[str])
     types = fields.get("layer_types") or layer_types
     if len(types) != cfg.layers or not set(types) <= {SLIDING, FULL}:
         raise fields.error(f"layer_types {list(types)}; must be {cfg.layers} of {SLIDING!r} and {FULL!r}")
-    window = fields.size("sliding_window") if SLIDING in types else cfg.max_positions
-    if window >= cfg.max_positions:
+    if SLIDING not in types:
         return cfg
-    kinds = {SLIDING: LayerKind(cfg.rope, window), FULL: LayerKind(cfg.rope)}
+    kinds = {SLIDING: LayerKind(cfg.rope, fields.size("sliding_window")), FULL: LayerKind(cfg.rope)}
     return replace(cfg, kinds=tuple(kinds[each] for each in types))
 
 

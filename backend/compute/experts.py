@@ -30,14 +30,20 @@ from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_part
 from tinkerflow.backend.compute.quantized import Int8, Weight
 
 MLP = ("gate", "up", "down")
+_STEEP = 1.702
 
 
-def route(cfg: ModelConfig, y_BTD: jax.Array, router_ED: jax.Array) -> tuple[jax.Array, jax.Array]:
+def route(
+    cfg: ModelConfig, y_BTD: jax.Array, router_ED: jax.Array, bias_E: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The experts of every token, int32 [B, T, k], and the share of each one's result, float32 [B, T, k].
 
     Softmax over all experts in float32, then the k largest; with `norm_topk` these are made to sum to 1.
     """
-    chances_BTE = jax.nn.softmax(matmul(y_BTD, router_ED).astype(jnp.float32), axis=-1)
+    scores_BTE = matmul(y_BTD, router_ED)
+    if bias_E is not None:
+        scores_BTE = scores_BTE + bias_E
+    chances_BTE = jax.nn.softmax(scores_BTE.astype(jnp.float32), axis=-1)
     shares_BTk, chosen_BTk = jax.lax.top_k(chances_BTE, cfg.experts_per_token)
     if cfg.norm_topk:
         shares_BTk = shares_BTk / jnp.sum(shares_BTk, axis=-1, keepdims=True)
@@ -55,29 +61,31 @@ def mixture(
     """The experts' results for y_BTD, summed by share: [B, T, D] in its dtype.
 
     cfg: how many experts a token goes to. mesh: experts are split over its `expert` axis. layer_params: `router`
-    [E, D], gate and up [E, D, F], down [E, F, D]. layer_lora: pairs [E, R, ...] for some or all of gate, up and down.
-    y_BTD: normalised hidden states. lora_apply: computes the adapters' updates.
+    [E, D], gate and up [E, D, F], down [E, F, D], and biases of any, as gate_bias [E, F]. layer_lora: pairs [E, R, ...]
+    for some or all of gate, up and down. y_BTD: normalised hidden states. lora_apply: computes the adapters' updates.
     """
-    chosen_BTk, shares_BTk = route(cfg, y_BTD, layer_params["router"])
+    chosen_BTk, shares_BTk = route(cfg, y_BTD, layer_params["router"], layer_params.get("router_bias"))
     weights = {name: layer_params[name] for name in MLP}
+    biases = {name: layer_params[f"{name}_bias"] for name in MLP if f"{name}_bias" in layer_params}
     pairs = {name: layer_lora[name] for name in MLP if name in layer_lora}
     inner = TENSOR if cfg.mlp % mesh.shape[TENSOR] == 0 else None
     moved = mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
     rows = PartitionSpec(ROWS) if moved else PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
     local = jax.shard_map(
-        functools.partial(_local, lora_apply, rows[0] is not None, moved, (inner,) if inner else ()),
+        functools.partial(_local, cfg.clamped, lora_apply, rows[0] is not None, moved, (inner,) if inner else ()),
         mesh=mesh,
         in_specs=(
             rows,
             rows,
             rows,
             {name: _weight_specs(name, weight, inner) for name, weight in weights.items()},
+            {name: PartitionSpec(EXPERT, None if name == "down" else inner) for name in biases},
             {name: _pair_specs(name, inner) for name in pairs},
         ),
         out_specs=rows,
         check_vma=False,
     )
-    mixed_BTD: jax.Array = local(y_BTD, chosen_BTk, shares_BTk, weights, pairs)
+    mixed_BTD: jax.Array = local(y_BTD, chosen_BTk, shares_BTk, weights, biases, pairs)
     return mixed_BTD
 
 
@@ -97,6 +105,7 @@ def _pair_specs(name: str, inner: str | None) -> LoraPair:
 
 
 def _local(
+    clamped: float,
     lora_apply: LoraApply,
     rows_are_split: bool,
     moved: bool,
@@ -105,6 +114,7 @@ def _local(
     chosen_BTk: jax.Array,
     shares_BTk: jax.Array,
     weights: Mapping[str, Weight],
+    biases: Mapping[str, jax.Array],
     pairs: Mapping[str, LoraPair],
 ) -> jax.Array:
     """The part that this device's experts, and its share of F, have in the result for its rows, then the sum of all.
@@ -134,6 +144,9 @@ def _local(
         updates = dict(zip(adapted, lora_apply(x_Mi, tuple(pairs[name] for name in adapted), groups), strict=True))
         plain = {name: groups.dot(x_Mi, weights[name]) for name in names}
         sums = {name: plain[name] + updates[name] if name in updates else plain[name] for name in names}
+        sums |= {
+            name: sums[name] + biases[name][groups.expert_M] for name in names if name in biases and name != "down"
+        }
         # Rows of no expert may hold anything: a grouped matmul need not write them.
         return tuple(checkpoint_name(jnp.where(mine_M1, sums[name], 0), name) for name in names)
 
@@ -142,13 +155,24 @@ def _local(
     gate_MF, up_MF = project(x_MD, "gate", "up")
     # A row's share is multiplied in before `down`, so that a backward pass does not need what comes out of that.
     share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
-    (down_MD,) = project(jax.nn.silu(gate_MF) * up_MF * share_M1, "down")
+    (down_MD,) = project(_gated(clamped, gate_MF, up_MF) * share_M1, "down")
+    if "down" in biases:  # once, though F is split over devices whose parts are summed
+        here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
+        down_MD = down_MD + jnp.where(mine_M1 & here, biases["down"][groups.expert_M] * share_M1, 0)
     parts_BTkD = _permuted(down_MD, place_M, order_M).reshape(B, T, k, D)
     mixed_BTD = jnp.sum(parts_BTkD, axis=2, dtype=jnp.float32)
     if moved:
         mixed_BTD = jax.lax.psum_scatter(mixed_BTD, EXPERT, tiled=True)
         return (jax.lax.psum(mixed_BTD, inner) if inner else mixed_BTD).astype(y_BTD.dtype)
     return jax.lax.psum(mixed_BTD, (EXPERT, *inner)).astype(y_BTD.dtype)
+
+
+def _gated(clamped: float, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
+    """SwiGLU; with `clamped` gpt-oss's: both parts are bounded, the gate is steeper, and up is moved by 1."""
+    if not clamped:
+        return jax.nn.silu(gate_MF) * up_MF
+    gate_MF, up_MF = jnp.minimum(gate_MF, clamped), jnp.clip(up_MF, -clamped, clamped)
+    return gate_MF * jax.nn.sigmoid(_STEEP * gate_MF) * (up_MF + 1)
 
 
 @jax.custom_vjp

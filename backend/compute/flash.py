@@ -9,6 +9,7 @@ Letters: B rows, T tokens, H query heads, G key-value heads, d head dimension, r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,8 +27,8 @@ from jax.sharding import Mesh, PartitionSpec
 from tinkerflow.backend.compute.mesh import ROWS, TENSOR, sharding
 from tinkerflow.backend.compute.platforms import CUDA, TPU, platform
 
-# (q_BTHd, k_BTGd, v_BTGd, segments_BT) -> o_BTHd
-Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H or None) -> o_BTHd
+Kernel = Callable[..., jax.Array]
 Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 _TPU_BLOCK = 512  # tokens; TPUs want multiples of 128
@@ -52,21 +53,39 @@ def flash_attention(mesh: Mesh, tokens: int, window: int | None = None, *, inter
     return None
 
 
-def _by_device(mesh: Mesh, kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+def _by_device(
+    mesh: Mesh,
+    kernel: Kernel,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
     """The kernel on each device's rows and heads. Heads stay whole where the tensor axis does not divide all."""
     heads = TENSOR if k.shape[2] % mesh.shape[TENSOR] == 0 else None
     rows = sharding(mesh, q.shape, ROWS).spec[0]
     cells = PartitionSpec(rows, None, heads, None)
     local = jax.shard_map(
-        kernel, mesh=mesh, in_specs=(cells, cells, cells, PartitionSpec(rows, None)), out_specs=cells, check_vma=False
+        kernel,
+        mesh=mesh,
+        in_specs=(cells, cells, cells, PartitionSpec(rows, None), PartitionSpec(heads)),
+        out_specs=cells,
+        check_vma=False,
     )
-    o_BTHd: jax.Array = local(q, k, v, segments)
+    o_BTHd: jax.Array = local(q, k, v, segments, sinks_H)
     return o_BTHd
 
 
 # ------------------------------------------------------------------ TPU
 def _splash(
-    interpret: bool, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
+    interpret: bool,
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    sinks_H: jax.Array | None,
 ) -> jax.Array:
     _, T, H, d = q.shape
     block = min(_TPU_BLOCK, T)
@@ -87,25 +106,42 @@ def _splash(
         interpret=interpret,
     )
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * d**-0.5, k, v))
-    o_BHTd: jax.Array = jax.vmap(kernel)(q, k, v, splash.SegmentIds(segments, segments))
+    with_sinks = kernel if sinks_H is None else partial(kernel, sinks=sinks_H.astype(jnp.float32))
+    o_BHTd: jax.Array = jax.vmap(with_sinks)(q, k, v, splash.SegmentIds(segments, segments))
     return jnp.swapaxes(o_BHTd, 1, 2)
 
 
 # ------------------------------------------------------------------ NVIDIA
-def _triton(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+def _triton(
+    interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks_H: jax.Array | None
+) -> jax.Array:
     d = q.shape[-1]
     wide = max(_GPU_LEAST, pl.next_power_of_2(d)) - d
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide))) if wide else x for x in (q, k, v))
-    return _attend(interpret, d**-0.5, q, k, v, segments)[..., :d]
+    return _attend(interpret, d**-0.5, q, k, v, segments, sinks_H)[..., :d]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(interpret: bool, scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-    return _forward(interpret, scale, q, k, v, segments)[0]
+def _attend(
+    interpret: bool,
+    scale: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
+    return _forward(interpret, scale, q, k, v, segments, sinks_H)[0]
 
 
 def _forward(
-    interpret: bool, scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
+    interpret: bool,
+    scale: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    sinks_H: jax.Array | None,
 ) -> tuple[jax.Array, Kept]:
     B, T, H, d = q.shape
     r, (block_q, block_k) = H // k.shape[2], (_block(most, q) for most in (_GPU_QUERIES, _GPU_KEYS))
@@ -121,6 +157,10 @@ def _forward(
         interpret=interpret,
         name="attention_forward",
     )(q, k, v, segments)
+    if sinks_H is not None:  # a sink is one more term of the denominator, whose logarithm is to base 2 here
+        more_BHT = jnp.exp2(sinks_H.astype(jnp.float32)[:, None] * math.log2(math.e) - log_totals)
+        o = (o / jnp.swapaxes(1 + more_BHT, 1, 2)[..., None]).astype(o.dtype)
+        log_totals = log_totals + jnp.log2(1 + more_BHT)
     o, log_totals = checkpoint_name(o, "attended"), checkpoint_name(log_totals, "log_totals")
     return o, (q, k, v, segments, o, log_totals)
 
@@ -164,7 +204,7 @@ def _backward(interpret: bool, scale: float, kept: Kept, d_o: jax.Array) -> tupl
         name="attention_backward",
     )(q, k, v, segments, o, d_o, log_totals, means)
     d_k, d_v = (jnp.sum(x.reshape(B, T, G, r, d), axis=3, dtype=jnp.float32).astype(k.dtype) for x in (d_k, d_v))
-    return d_q, d_k, d_v, None
+    return d_q, d_k, d_v, None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count as counter
@@ -30,10 +30,11 @@ from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback,
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight, rounded, scales
 from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.compute.weight_files import StoredTensor, open_tensors
+from tinkerflow.backend.compute.weight_files import StoredTensor, Tensor, open_tensors
 from tinkerflow.backend.errors import UserError
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
+_UNUSED = (".rotary_emb.inv_freq", ".masked_bias")  # buffers that old releases of transformers saved
 _ROW_PARALLEL = ("o", "down")  # the tensor axis splits their inputs, and their outputs are summed over it
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
@@ -61,7 +62,8 @@ def load_params(
     (`quantized`); the embedding and the unembedding are not, because their errors show in logprobs.
     """
     _check_expert_axis(cfg, folder, mesh)
-    stored = open_tensors(Path(folder), str(folder))
+    stored = family_of(cfg).unpack(cfg, open_tensors(Path(folder), str(folder)))
+    _check_surplus(cfg, folder, stored)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="weights") as threads:
         return _params(_Loader(cfg, folder, mesh, jnp.dtype(dtype), stored, base_weights == "int8", threads), progress)
 
@@ -110,7 +112,7 @@ class _Loader:
     folder: str | Path
     mesh: Mesh
     dtype: np.dtype[Any]
-    stored: dict[str, StoredTensor] | None
+    stored: Mapping[str, Tensor] | None
     int8: bool
     threads: ThreadPoolExecutor
 
@@ -161,7 +163,7 @@ class _Loader:
             return Int8(values, stacked(self._scales, shape[:1], axes[:1], self.dtype))
         return stacked(_copy, shape, axes, self.dtype)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if self.stored is None:
             return StoredTensor(shape, "", np.empty(0, np.uint8))
         tensor = self.stored.get(name)
@@ -207,15 +209,15 @@ class _Loader:
 
         return from_callback(shape, where, read)
 
-    def _values(self, out: Array, tensor: StoredTensor, o: slice, i: slice) -> None:
+    def _values(self, out: Array, tensor: Tensor, o: slice, i: slice) -> None:
         whole = _floats(tensor, o)  # the scale of a row is that of the whole row
         out[...] = rounded(whole[:, i], scales(whole, self.dtype))
 
-    def _scales(self, out: Array, tensor: StoredTensor, o: slice) -> None:
+    def _scales(self, out: Array, tensor: Tensor, o: slice) -> None:
         out[...] = scales(_floats(tensor, o), self.dtype)
 
 
-def _floats(tensor: StoredTensor, rows: slice) -> Array:
+def _floats(tensor: Tensor, rows: slice) -> Array:
     return np.asarray(tensor.view(_DTYPES[tensor.dtype])[rows], dtype=np.float32)
 
 
@@ -227,7 +229,7 @@ def _empty(shape: list[int], dtype: np.dtype[Any]) -> Array:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _copy(out: Array, tensor: StoredTensor, *where: slice) -> None:
+def _copy(out: Array, tensor: Tensor, *where: slice) -> None:
     """Copy a part of a stored tensor into `out`, in its dtype; as bits where these are the same, which is faster."""
     source = tensor.view(_DTYPES[tensor.dtype])[where]
     if out.flags.c_contiguous:
@@ -285,6 +287,22 @@ def count(params: Params) -> int:
 
 def _has_int8(layers: LayerParams) -> bool:
     return any(isinstance(weight, Int8) for weight in layers.values())
+
+
+def _check_surplus(cfg: ModelConfig, folder: str | Path, stored: Mapping[str, Tensor]) -> None:
+    """A tensor that nothing computes with means that the model is another one than the one that would be computed."""
+    family = family_of(cfg)
+    used = {family.embed, family.final_norm, "lm_head.weight"}  # an unembedding may be stored beside a tied embedding
+    for matrix in family.projections(cfg).values():
+        used |= {f"{matrix.name(place)}.weight" for place in np.ndindex(matrix.stack)}
+    for tensor in family.tensors(cfg).values():
+        used |= {tensor.tensor.format(layer) for layer in tensor.layers or range(cfg.layers)}
+    surplus = sorted(name for name in stored if name not in used and not name.endswith(_UNUSED))
+    if surplus:
+        more = f" ({len(surplus) - 1} others are not, either)" if surplus[1:] else ""
+        raise UserError(
+            f"base model {str(folder)!r}: tensor {surplus[0]!r} is not part of this {family.title} model{more}"
+        )
 
 
 def _check_expert_axis(cfg: ModelConfig, folder: str | Path, mesh: Mesh) -> None:

@@ -37,12 +37,15 @@ RopeTables = Mapping[Rope, tuple[Turns, Turns]]  # of queries, and of keys
 
 
 class Attend(Protocol):
-    """attend(q_BTHd, k_BTGd, v_BTGd, window=…) -> o_BTHd; queries and keys are rotated, scores are still to be scaled.
+    """attend(q_BTHd, k_BTGd, v_BTGd, window=…, sinks_H=…) -> o_BTHd; q and k are rotated, scores are to be scaled.
 
-    window: how many tokens a query sees, itself included; None = all earlier ones.
+    window: how many tokens a query sees, itself included; None = all earlier ones. sinks_H: a score of each head that
+    takes part in the softmax and has no value; None = without.
     """
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, /, *, window: int | None) -> jax.Array:
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, /, *, window: int | None, sinks_H: jax.Array | None
+    ) -> jax.Array:
         """What each query has seen, [B, T, H, d]."""
 
 
@@ -191,7 +194,7 @@ def block(
         q_BTHd, k_BTGd = rotate(q_BTHd, of_queries), rotate(k_BTGd, of_keys)
     if cfg.query_scale != 1:
         q_BTHd = q_BTHd * jnp.asarray(cfg.query_scale, q_BTHd.dtype)
-    o_BTHd = attend(q_BTHd, k_BTGd, v_BTGd, window=kind.window)
+    o_BTHd = attend(q_BTHd, k_BTGd, v_BTGd, window=kind.window, sinks_H=layer_params.get("sinks"))
     (o_BTD,) = project(o_BTHd.reshape(B, T, queries), "o")
     x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
 

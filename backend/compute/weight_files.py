@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,6 +32,28 @@ class StoredTensor:
         """Its elements as an array of `dtype`, NumPy's for its own. The file is read where the array is."""
         elements: npt.NDArray[Any] = self.raw.view(dtype)
         return elements.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class MadeTensor:
+    """A tensor that is made of others in the files when it is read: a part of a fused one, or quantised blocks.
+
+    make: called with NumPy's name of its dtype, gives its elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    make: Callable[[Any], npt.NDArray[Any]]
+
+    def view(self, dtype: Any) -> npt.NDArray[Any]:
+        """Its elements, of `dtype`, which must be NumPy's for its own."""
+        made = self.make(dtype)
+        assert made.shape == self.shape
+        assert made.dtype == np.dtype(dtype)
+        return made
+
+
+Tensor = StoredTensor | MadeTensor
 
 
 def open_tensors(folder: Path, name: str) -> dict[str, StoredTensor]:

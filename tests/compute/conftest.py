@@ -85,6 +85,32 @@ FAMILY_SHAPE: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "head_dim": 8,
     },
+    "gemma3_text": {
+        **ALTERNATING,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 12,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "sliding_window": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
 
@@ -123,7 +149,7 @@ def biases_are_not_zero(model: Any) -> None:
     """transformers begins them at zero, where they would show nothing."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith((".bias", "_bias", ".sinks")):
                 parameter.normal_(std=0.5)
 
 

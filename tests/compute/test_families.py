@@ -16,6 +16,7 @@ from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec
 from tinkerflow.backend.compute import families
 from tinkerflow.backend.compute.families import family_of, load_config, parse_config, projections, registered
 from tinkerflow.backend.compute.lora import targets
+from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import ModelCard
 
@@ -84,8 +85,9 @@ def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
     from tests.compute.conftest import build
 
     reference = build(tmp_path, model, tied=False)
-    cfg, stored = load_config(tmp_path), load_file(tmp_path / "model.safetensors")
+    cfg = load_config(tmp_path)
     family, wanted = family_of(cfg), {}
+    stored = family.unpack(cfg, open_tensors(tmp_path, model))
     for matrix in family.projections(cfg).values():
         for place in np.ndindex(matrix.stack):
             wanted[f"{matrix.module.format(*place)}.weight"] = (matrix.outputs, matrix.inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,15 +19,26 @@ from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
 B, H, G = 2, 4, 2
 
 
-@pytest.mark.parametrize(("target", "T", "d"), [(CUDA, 32, 8), (CUDA, 256, 64), (TPU, 128, 64)])
-def test_packed_rows_give_the_values_and_gradients_of_the_attention_of_cpus(target, T, d):
+@pytest.mark.parametrize(
+    ("target", "T", "d", "window", "sinks"),
+    [
+        (CUDA, 32, 8, None, None),
+        (CUDA, 256, 64, None, None),
+        (CUDA, 32, 8, 32, [1.0, 0.0, -2.0, 4.0]),
+        (TPU, 128, 64, None, None),
+        (TPU, 128, 64, 40, None),
+        (TPU, 128, 64, 40, [1.0, 0.0, -2.0, 4.0]),
+    ],
+)
+def test_packed_rows_give_the_values_and_gradients_of_the_attention_of_cpus(target, T, d, window, sinks):
     q, k, v, slope, segments = drawn(T, d)
-    mesh = make_mesh(1, 1)
+    mesh, sinks_H = make_mesh(1, 1), None if sinks is None else jnp.asarray(sinks)
     with compiling_for(target):
-        kernel = flash_attention(mesh, T, interpret=True)
+        kernel = flash_attention(mesh, T, window, interpret=True)
     assert kernel is not None
-    found, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, segments), q, k, v)
-    expected, pull_plain = jax.vjp(attend_segments(segments, mesh), q, k, v)
+    found, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, segments, sinks_H), q, k, v)
+    plain = partial(attend_segments(segments, mesh), window=window, sinks_H=sinks_H)
+    expected, pull_plain = jax.vjp(plain, q, k, v)
     close(found, expected, ulps=64)
     for a, b in zip(pull(slope), pull_plain(slope), strict=True):
         close(a, b, ulps=64)
@@ -47,6 +59,9 @@ def test_the_backward_pass_does_not_attend_again_where_its_result_is_kept(target
 def test_short_rows_have_no_kernel_on_tpus_and_none_has_one_on_cpus():
     mesh = make_mesh(1, 1)
     assert flash_attention(mesh, 4096) is None
+    with compiling_for(CUDA):
+        assert flash_attention(mesh, 256, 128) is None
+        assert flash_attention(mesh, 128, 128) is not None
     with compiling_for(TPU):
         assert flash_attention(mesh, 64) is None
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.mesh import make_mesh
@@ -63,6 +64,21 @@ def test_a_tensor_that_does_not_fit_is_named(qwen3, tmp_path):
         load(qwen3.folder, mlp=80)
     with pytest.raises(UserError, match="its safetensors cannot be read"):
         load_params(load_config(qwen3.folder), tmp_path, make_mesh(1, 1), "float32")
+
+
+def test_a_tensor_that_the_model_does_not_have_is_named(qwen3, tmp_path):
+    tensors = load_file(qwen3.folder / "model.safetensors")
+    (tmp_path / "config.json").write_text((qwen3.folder / "config.json").read_text())
+    bias = np.zeros(32, np.float32)
+    save_file(tensors | {"model.layers.1.self_attn.q_proj.bias": bias}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"'model\.layers\.1\.self_attn\.q_proj\.bias' is not part of this Qwen3 model"):
+        load(tmp_path)
+    buffers = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": bias,
+        "lm_head.weight": tensors["model.embed_tokens.weight"],
+    }
+    save_file(tensors | buffers, tmp_path / "model.safetensors")
+    assert same(load(tmp_path), load(qwen3.folder))
 
 
 def test_layers_of_their_own_are_views_of_the_stack(qwen3):

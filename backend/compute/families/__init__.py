@@ -16,6 +16,7 @@ from typing import Any
 
 from tinkerflow.backend.compute.config import ConfigFields, ModelConfig, read_object
 from tinkerflow.backend.compute.decoder import LayerTensor, Projection, decoder_projections, decoder_tensors
+from tinkerflow.backend.compute.weight_files import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Family:
 
     model_type: as `config.json` says it. title: as documentation says it. parse: from the fields of `config.json`; it
     raises UserError for what we do not compute. projections and tensors: what `transformer.Params` holds of each
-    layer, and the unembedding, by our names. embed and final_norm: Hugging Face's names of these two tensors.
+    layer, and the unembedding, by our names. unpack: the tensors of a folder by the names that these have, if its files
+    have others (fused or quantised). embed and final_norm: Hugging Face's names of these two tensors.
     """
 
     model_type: str
@@ -32,6 +34,7 @@ class Family:
     parse: Callable[[ConfigFields], ModelConfig]
     projections: Callable[[ModelConfig], dict[str, Projection]] = decoder_projections
     tensors: Callable[[ModelConfig], dict[str, LayerTensor]] = decoder_tensors
+    unpack: Callable[[ModelConfig, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda _, tensors: tensors
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
 

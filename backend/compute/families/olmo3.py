@@ -16,7 +16,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
     plain = parse_olmo(fields)
     config = windowed(fields, plain, [SLIDING if (layer + 1) % 4 else FULL for layer in range(plain.layers)])
     short = replace(config.rope, scaling=None)
-    return replace(config, kinds=tuple(replace(one, rope=short) if one.window else one for one in config.kinds))
+    return replace(config, kinds=tuple(replace(one, rope=short) if one.window else one for one in config.layer_kinds))
 
 
 FAMILY = Family(model_type="olmo3", title="OLMo 3", parse=_parse, tensors=olmo_tensors)

@@ -8,7 +8,7 @@ from tinkerflow.backend.compute.families import Family
 
 
 def _parse(fields: ConfigFields) -> ModelConfig:
-    config = decoder_config(fields, rope_theta=2_000_000.0, computed=("use_sliding_window",))
+    config = decoder_config(fields, rope_theta=2_000_000.0, tied=True, computed=("use_sliding_window",))
     interval = fields.size("no_rope_layer_interval", 4)
     rotary = fields.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(config.layers)]
     if len(rotary) < config.layers:

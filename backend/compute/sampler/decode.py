@@ -133,9 +133,10 @@ def layers(
         cache, x_SQD = state
         place, layer_params, layer_lora = stacked
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, sinks_H: Any) -> jax.Array:
             nonlocal cache
-            cache, o = attend_cached(mesh, cache, place, tables_SW, start_S, q, k, v, window=window)
+            how = {"window": window, "sinks_H": sinks_H}
+            cache, o = attend_cached(mesh, cache, place, tables_SW, start_S, q, k, v, **how)
             return o
 
         x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, attend, apply)

@@ -133,6 +133,7 @@ def attend_cached(
     v: jax.Array,
     *,
     window: int | None = None,
+    sinks_H: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
     """Write k and v into a layer of the cache, then attend: the new cache, and o [S, Q, H, d].
 
@@ -142,14 +143,16 @@ def attend_cached(
     mesh: pages and rows are split over fsdp, heads over tensor. cache: updated in place. layer: its number, an int if
     the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's own shard; 0 = none, and what
     is written there is dropped. start_S int32: where each row's first query stands. q [S, Q, H, d] and k [S, Q, G, d]:
-    rotated. v [S, Q, G, d].
+    rotated. v [S, Q, G, d]. sinks_H: a score of each head that takes part in the softmax and has no value.
     """
     if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
         own_k, own_v = cache.k[layer], cache.v[layer]
-        new_k, new_v, o = _attend_stacked(mesh, window, own_k, own_v, jnp.int32(0), tables_SW, start_S, q, k, v)
+        new_k, new_v, o = _attend_stacked(
+            mesh, window, own_k, own_v, jnp.int32(0), tables_SW, start_S, q, k, v, sinks_H
+        )
         before, after = slice(0, layer), slice(layer + 1, None)
         return KVCache(k=(*cache.k[before], new_k, *cache.k[after]), v=(*cache.v[before], new_v, *cache.v[after])), o
-    new_k, new_v, o = _attend_stacked(mesh, window, cache.k, cache.v, layer, tables_SW, start_S, q, k, v)
+    new_k, new_v, o = _attend_stacked(mesh, window, cache.k, cache.v, layer, tables_SW, start_S, q, k, v, sinks_H)
     return KVCache(k=new_k, v=new_v), o
 
 
@@ -164,6 +167,7 @@ def _attend_stacked(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    sinks_H: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
     axis = TENSOR if k.shape[2] % mesh.shape[TENSOR] == 0 else None
@@ -172,12 +176,12 @@ def _attend_stacked(
     local = jax.shard_map(
         functools.partial(_attend_local, window),
         mesh=mesh,
-        in_specs=(held, held, PartitionSpec(), rows, rows, heads, heads, heads),
+        in_specs=(held, held, PartitionSpec(), rows, rows, heads, heads, heads, PartitionSpec(axis)),
         out_specs=(held, held, heads),
         check_vma=False,
     )
     results: tuple[jax.Array, jax.Array, jax.Array] = local(
-        cache_k, cache_v, layer, jnp.asarray(tables_SW), start_S, q, k, v
+        cache_k, cache_v, layer, jnp.asarray(tables_SW), start_S, q, k, v, sinks_H
     )
     return results
 
@@ -192,6 +196,7 @@ def _attend_local(
     q_SQHd: jax.Array,
     k_SQGd: jax.Array,
     v_SQGd: jax.Array,
+    sinks_H: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     S, Q, H, d = q_SQHd.shape
     P, G = cache_v.shape[3], k_SQGd.shape[2]
@@ -225,7 +230,9 @@ def _attend_local(
     pages = jnp.minimum((jnp.max(start_S) + Q - 1) // P + 1, tables_SW.shape[1])
     # A page before a row's window, read for another row, adds weights of exp(0) that the row's first page in it undoes.
     first = 0 if window is None else jnp.maximum(jnp.min(start_S) - window + 1, 0) // P
-    _, total, out = jax.lax.fori_loop(first, pages, page, state)
+    top, total, out = jax.lax.fori_loop(first, pages, page, state)
+    if sinks_H is not None:
+        total = total + jnp.exp(jnp.repeat(sinks_H.astype(jnp.float32).reshape(G, -1), Q, axis=1)[..., None] - top)
     o = (out / total).astype(q_SQHd.dtype)
     return cache_k, cache_v, o.reshape(S, G, H // G, Q, d).transpose(0, 3, 1, 2, 4).reshape(S, Q, H, d)
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.compute.conftest import FAMILY_SHAPE
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
@@ -102,7 +103,9 @@ def _save(folder: Path, architecture: str) -> None:
         },
     }
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(architecture, **(shape | own.get(architecture, {})))
+    config = transformers.AutoConfig.for_model(
+        architecture, **(shape | own.get(architecture, {"hidden_size": 32, **FAMILY_SHAPE.get(architecture, {})}))
+    )
     model: Any = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
