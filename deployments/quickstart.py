@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import httpx
 from rich.console import Console
@@ -75,10 +76,12 @@ def teach(console: Console, api_url: str, prefect_url: str, steps: int) -> tuple
             console.print(f"step {step + 1:3d}/{steps}  loss {losses[-1]:9.4f}", highlight=False)
         after = _answers(trainer.save_weights_and_get_sampling_client().result(), tokenizer)
         console.print(_table(before, after))
-        trainer.save_weights_for_sampler(SAVED).result()
+        saved = trainer.save_weights_for_sampler(SAVED).result()
         console.print(
             f"the run in the console: {api_url}/training_runs/{trainer.model_id}", highlight=False, soft_wrap=True
         )
+        talk = f"{api_url}/playground?mode=checkpoint&checkpoint={quote(saved.path, safe='')}"
+        console.print(f"talk to it there: {talk}", highlight=False, soft_wrap=True)
         page = _flow_run_page(prefect_url, trainer.model_id)
         shown = f"the run in Prefect, with its batches: {page}" if page else "this run has no page (Prefect is off)"
         console.print(shown, highlight=False, soft_wrap=True)

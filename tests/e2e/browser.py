@@ -1,4 +1,4 @@
-"""A page of Prefect's UI in a headless Chromium, and waiting for things that happen elsewhere."""
+"""A page of a UI in a headless Chromium, and waiting for things that happen elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 class Page:
-    """A page of Prefect's UI in a headless Chromium."""
+    """A page of a UI in a headless Chromium."""
 
     def __init__(self, browser, pictures: Path | None) -> None:
         self._browser = browser
@@ -73,6 +73,63 @@ class Page:
                 time.sleep(0.2)
             where = "//*[contains(@class, 'p-modal')]"
         return time.monotonic()
+
+    def click(self, selector: str) -> None:
+        """Click the first element of a CSS selector, as soon as it is there."""
+        self._wait_for(selector).click()
+
+    def fill(self, selector: str, text: str) -> None:
+        """Write a text into a field, in place of what is there."""
+        field = self._wait_for(selector)
+        field.clear()
+        field.send_keys(text)
+
+    def point_at(self, selector: str) -> None:
+        """Move the pointer onto an element."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self._browser).move_to_element(self._wait_for(selector)).perform()
+
+    def run(self, script: str, *values: Any) -> Any:
+        """What a script returns that runs in the page; one that waits calls the last of its arguments."""
+        return self._browser.execute_script(script, *values)
+
+    def look(self, *, width: int = 1400, dark: bool = False) -> None:
+        """Be as wide as this, and light or dark."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def barriers(self) -> list[str]:
+        """What axe finds that keeps people from using the page, and is serious or critical."""
+        from importlib.resources import files
+
+        self._browser.execute_script(files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8"))
+        found = self._browser.execute_async_script("axe.run().then(arguments[0])")
+        assert found["passes"], "axe looked at nothing"
+        return [
+            f"{one['id']}: {node['html'][:200]}: {node['failureSummary']}"
+            for one in found["violations"]
+            if one["impact"] in ("serious", "critical")
+            for node in one["nodes"]
+        ]
+
+    def complaints(self) -> list[str]:
+        """What the browser has complained of since the last call: errors of scripts, and what our policy refused."""
+        said = self._browser.get_log("browser")
+        return [one["message"] for one in said if one["level"] == "SEVERE" and "favicon" not in one["message"]]
+
+    def forget(self) -> None:
+        """Drop all cookies."""
+        self._browser.delete_all_cookies()
+
+    def _wait_for(self, selector: str) -> Any:
+        deadline = time.monotonic() + 60
+        while not (found := self._browser.find_elements("css selector", selector)):
+            assert time.monotonic() < deadline, f"no {selector}; the page says:\n{self.text()}"
+            time.sleep(0.1)
+        return found[0]
 
     def picture(self, name: str) -> None:
         """Keep a picture of the page in the folder TEST_PICTURES, if there is one."""

@@ -1,0 +1,179 @@
+"""The console in a real browser: every page, empty and full, light and dark, on a phone, and what people click."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tests.api.console.conftest import of_checkpoint
+from tests.e2e.browser import Page, open_page
+
+pytestmark = pytest.mark.slow
+
+PAGES = (
+    *("/", "/sessions", "/training_runs", "/compare", "/samples"),
+    *("/checkpoints", "/playground", "/pool", "/usage", "/keys"),
+)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A page in a browser; tests that want one are skipped where there is none."""
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("no chromium and chromedriver on this machine")
+    with open_page(tmp_path_factory.mktemp("chromium")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(chromium: Page) -> Page:
+    """An empty page that nobody has signed in on."""
+    chromium.look()
+    chromium.forget()
+    chromium.complaints()
+    return chromium
+
+
+def inspect(page: Page, url: str) -> None:
+    """Open a page, and look for barriers in light and dark, for a phone that must be scrolled sideways, for errors."""
+    for dark, width in ((False, 1400), (True, 360)):
+        page.look(width=width, dark=dark)
+        page.open(url)
+        assert page.barriers() == [], url
+        assert page.run("return document.documentElement.scrollWidth") <= width, f"{url} is wider than {width}"
+        page.picture(f"console{urlsplit(url).path.replace('/', '-').replace(':', '')}-{width}")
+    assert page.complaints() == [], url
+
+
+def wait(condition: Callable[[], Any]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_every_page_of_an_empty_service(page: Page, server: Any) -> None:
+    for path in (*PAGES, "/training_runs/none"):
+        page.complaints()
+        page.open(server.url + path)
+        page.complaints()  # a 404 is one
+        inspect(page, server.url + path) if path in PAGES else None
+
+
+def test_every_page_of_a_service_in_use(
+    page: Page, server: Any, furnish: Any, put_steps: Any, lettered: Any, journal: Any
+) -> None:
+    things, other = furnish(), furnish()
+    put_steps(things.run, 700)
+    put_steps(other.run, 30)
+    journal.leases.beat()
+    for path in (
+        *PAGES,
+        f"/sessions/{things.session}",
+        f"/training_runs/{things.run}",
+        f"/compare?run={things.run}&run={other.run}",
+        f"/samples/{things.sample}",
+        of_checkpoint(things.weights),
+        f"{of_checkpoint(things.weights)}/delete",
+    ):
+        inspect(page, server.url + path)
+
+
+def test_the_curve_of_a_live_run_moves_and_says_its_values(
+    page: Page, server: Any, engine: Any, put_steps: Any
+) -> None:
+    run = server.model()
+    page.open(f"{server.url}/training_runs/{run}")
+    page.shows("No step was made yet")
+    put_steps(run, 2)
+    page.shows("2 steps measured")
+    line = "return document.querySelector('.line-0').getAttribute('d')"
+    before = page.run(line)
+    put_steps(run, 3, first=3)
+    page.shows("5 steps measured")
+    assert page.run(line) != before
+    page.point_at("figure.chart svg")
+    wait(
+        lambda: page.run("return document.querySelector('figure output').textContent").startswith(
+            "step 3\nvalue  3.3333"
+        )
+    )
+    assert page.complaints() == []
+
+
+def test_runs_are_picked_and_compared(page: Page, server: Any, engine: Any, put_steps: Any) -> None:
+    runs = [server.model(), server.model()]
+    for run in runs:
+        put_steps(run, 4)
+    page.open(f"{server.url}/training_runs")
+    for run in runs:
+        page.click(f"input[value='{run}']")
+    page.press("Compare the picked runs")
+    text = page.shows("Compare runs", *runs, "What they were made with")
+    assert "Last loss" in text
+    assert page.run("return document.querySelectorAll('path.line.line-1').length") == 5
+
+
+def test_a_checkpoint_is_published_and_deleted_after_a_question(page: Page, server: Any, furnish: Any) -> None:
+    path = furnish().weights
+    page.open(server.url + of_checkpoint(path))
+    page.press("Publish")
+    page.shows("all keys may read it")
+    assert server.journal.checkpoints.get(path, "stranger").public
+    page.press("Unpublish")
+    page.shows("its project may read it")
+    page.click("a.danger")
+    page.shows("Delete this checkpoint?", "cannot be undone")
+    page.click("main form a")
+    page.shows("Lineage")
+    assert server.journal.checkpoints.get(path, None), "kept"
+    page.click("a.danger")
+    page.press("Delete for good")
+    page.shows("Checkpoints")
+    assert server.journal.checkpoints.is_gone(path)
+
+
+def test_signing_in_with_a_bad_key_and_a_good_one(page: Page, server: Any, journal: Any) -> None:
+    _, secret = journal.keys.create("ann", "team")
+    server.clock.advance(2.0)
+    inspect(page, f"{server.url}/")
+    page.look()
+    page.open(f"{server.url}/pool")
+    page.shows("Sign in")
+    page.fill("#key", "tml-wrong")
+    page.press("Sign in")
+    page.shows("the API key is unknown or revoked")
+    page.fill("#key", secret)
+    page.press("Sign in")
+    page.shows("ann · team")
+    page.open(f"{server.url}/pool")
+    page.shows("Worker groups")
+    page.press("Sign out")
+    page.shows("Sign in")
+
+
+def test_two_models_answer_side_by_side_with_the_probabilities_of_their_tokens(
+    page: Page, server: Any, furnish: Any, lettered: Any
+) -> None:
+    things = furnish()
+    page.open(f"{server.url}/playground?mode=checkpoint&checkpoint={things.sampler_weights}")
+    page.fill("#model-1", lettered.name)
+    page.run("document.getElementById('mode').value = 'text'")
+    page.fill("#max_tokens", "5")
+    page.fill("#say", "bcd")
+    page.press("Send")
+    wait(lambda: page.run("return document.querySelectorAll('.turns small').length") == 2)
+    page.point_at(".turn.model span")
+    wait(lambda: "%" in page.run("return document.getElementById('probability').textContent"))
+    assert page.barriers() == []
+    page.fill("#model-1", "nobody")
+    page.fill("#say", "bcd")
+    page.press("Send")
+    page.shows("model 'nobody' does not exist")
+    page.press("Start anew")
+    assert page.run("return document.querySelectorAll('.turn').length") == 0
+    assert [one for one in page.complaints() if "404" not in one] == []
