@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OptimizerParams
 from tinkerflow.backend.spec.ranks import RankRule
 
@@ -117,13 +118,26 @@ class Adjustments:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What the text of an answer must be: JSON of a schema, a match of an expression, or a sentence of a grammar.
+
+    text: the schema as JSON, the expression, or the grammar in Lark's notation. ends: the tokens that end a text.
+    """
+
+    kind: ConstraintKind
+    text: str
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One prompt to continue `num_samples` times. `snapshot_id` None samples the base model.
 
     owner: the project. Cached pages of a prompt serve requests of the same owner only.
     seed: 64 bits; sample i of a request uses a key derived from (seed, i), so a result never depends on the batch.
     stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
-    min_p: the least probability a token may have, as a share of the most likely token's. adjustments: None = none.
+    min_p: the least probability a token may have, as a share of the most likely token's. adjustments, constraint:
+    None = none.
     """
 
     request_id: str
@@ -143,6 +157,7 @@ class SampleRequest:
     topk_sample: int = 0  # candidates listed for each sampled token, 0 = off
     min_p: float = 0.0  # 0 = off
     adjustments: Adjustments | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ MAX_SAMPLES = 1024  # sequences of one request
 MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alternatives
 MAX_SAMPLE_SEQ = 2**63 - 1  # copies of a sampling client count from their number times a billion
 DEFAULT_RANK = 32  # the SDK's own default
+CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar")  # kinds of
 _ACCESS = "weights_access_hash"  # stored by `hash_token` in place of the client's weights_access_token
 
 
@@ -408,12 +409,25 @@ class TargetTensor(Body):
     cols: Any = Field(default=None, alias="sparse_col_indices")
 
 
+def _constraint_kind(value: Any) -> str:
+    if value not in CONSTRAINTS:
+        raise ValueError(f"one of {', '.join(CONSTRAINTS)}")
+    return str(value)
+
+
+class ConstraintBody(Body):
+    """What the text of an answer must be. value: a schema (an object), an expression or a grammar (text)."""
+
+    type: Annotated[str, Rule(_constraint_kind, schemas.literal_schema(list(CONSTRAINTS)))] = GIVEN
+    value: Any = None
+
+
 class SamplingParams(Body):
     """How tokens are chosen. stop None: the model's end-of-text tokens. max_tokens None: all that the context holds.
 
     stop_token_ids: tokens that end a sequence beside those of `stop`.
     From min_p on, fields are beyond the SDK's: their names, bounds and formulas are those of OpenAI's API and vLLM.
-    logit_bias is read by `wire/sample.py`, which knows the vocabulary.
+    logit_bias and constraint are read by `wire/sample.py`, which knows the model.
     """
 
     seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
@@ -428,6 +442,7 @@ class SamplingParams(Body):
     frequency_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
     repetition_penalty: Annotated[float, number(0.01, 100.0)] = 1.0
     logit_bias: Object = None
+    constraint: ConstraintBody | None = None
 
 
 class NumSamples(Body):

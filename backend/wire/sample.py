@@ -18,6 +18,7 @@ import orjson
 from tinkerflow.backend.commands import (
     Adjustments,
     Candidates,
+    Constraint,
     Float32,
     Int32,
     PromptWishes,
@@ -26,9 +27,11 @@ from tinkerflow.backend.commands import (
     SampleResult,
 )
 from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
+from tinkerflow.backend.spec.constraints import check_constraint
 from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.requests import MAX_LISTED, SampleBody, SamplingParams, TargetTensor
+from tinkerflow.backend.wire.requests import MAX_LISTED, ConstraintBody, SampleBody, SamplingParams, TargetTensor
 
 MAX_STOPS = 256  # stop tokens or stop strings of one request
 MAX_STOP_CHARACTERS = 1024  # of one stop string
@@ -45,7 +48,11 @@ def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
     """`body`, whose values these are, with a seed when it has none. A replay of the stored body repeats the sample."""
     params = values.get("sampling_params", {})
     if isinstance(params, dict) and params.get("seed") is None:
-        return orjson.dumps({**values, "sampling_params": {**params, "seed": secrets.randbits(_SEED_BITS)}})
+        seeded = {**values, "sampling_params": {**params, "seed": secrets.randbits(_SEED_BITS)}}
+        try:
+            return orjson.dumps(seeded)
+        except orjson.JSONEncodeError as error:
+            raise UserError(f"the request body cannot be stored: {error}") from error
     return body
 
 
@@ -96,6 +103,7 @@ def sample_request(
         topk_sample=_listed("topk_sample_logprobs", body.topk_sample_logprobs, vocab_size),
         min_p=params.min_p,
         adjustments=_adjustments(params, vocab_size),
+        constraint=None if params.constraint is None else _constraint(params.constraint, eos),
     )
 
 
@@ -270,6 +278,31 @@ def _biases(given: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, float
             raise UserError(f"{name} names token {token} twice: must name a token once")
         biases[token] = float(value)
     return tuple(sorted((token, bias) for token, bias in biases.items() if bias))
+
+
+def _constraint(given: ConstraintBody, eos: Sequence[int]) -> Constraint:
+    name, value = "sampling_params.constraint.value", given.value
+    if not eos:
+        raise broken("sampling_params.constraint", given.type, "absent: the model names no end-of-text token")
+    kind: ConstraintKind = "json_schema"
+    if given.type == "json_object":
+        if value is not None:
+            raise broken(name, value, "absent, json_object is any JSON object")
+        text = '{"type":"object"}'
+    elif given.type == "json_schema":
+        if not isinstance(value, dict):
+            raise broken(name, value, "a JSON schema, an object")
+        try:
+            text = orjson.dumps(value).decode()
+        except orjson.JSONEncodeError as error:  # a TypeError: it is nested too deeply
+            raise UserError(f"{name} is no json_schema that can be obeyed: {error}") from error
+    else:
+        kind = "regex" if given.type == "regex" else "grammar"
+        if not isinstance(value, str) or not value:
+            raise broken(name, value, "a non-empty string")
+        text = value
+    check_constraint(name, kind, text)
+    return Constraint(kind, text, tuple(eos))
 
 
 # ------------------------------------------------------------------ target_prompt_logprobs

@@ -26,7 +26,7 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
 from tinkerflow.backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
-from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.context import INLINE_BYTES, ExecutionContext
 from tinkerflow.tasks.execution.crashes import attribute_crash
 from tinkerflow.tasks.execution.operation import failure
 from tinkerflow.tasks.execution.states import load_snapshot
@@ -238,7 +238,9 @@ class SampleBatch:
                 eos=card.eos_token_ids,
             )
 
-        wanted = await self._context.decode(len(request.payload), decode)
+        # A grammar takes longer to check than its bytes tell: never on the loop.
+        work = len(request.payload) if b'"constraint"' not in request.payload else INLINE_BYTES + 1
+        wanted = await self._context.decode(work, decode)
         sample.prompt = len(wanted.prompt_T)
         snapshot = sampler.snapshot_id  # None: the base model
         if sampler.model_path is not None:

@@ -53,6 +53,8 @@ sample_requests = st.builds(
     prompt_logprobs=st.booleans(),
     min_p=numbers,
     adjustments=st.none() | st.builds(c.Adjustments, numbers, numbers, numbers, biases),
+    constraint=st.none()
+    | st.builds(c.Constraint, st.sampled_from(["json_schema", "regex"]), texts, st.lists(seeds, max_size=2).map(tuple)),
 )
 sequences = st.builds(c.SampledSequence, ints32, floats32, st.sampled_from(["stop", "length"]))
 sample_results = st.builds(

@@ -91,6 +91,12 @@ def test_a_seed_is_drawn_once_where_there_is_none() -> None:
         decode(body({"seed": None}))
 
 
+def test_a_body_that_is_nested_too_deeply_is_no_server_error() -> None:
+    deep = b'{"sampling_params": {}, "x": ' + b"[" * 900 + b"]" * 900 + b"}"
+    with pytest.raises(UserError, match="the request body cannot be stored: Recursion limit reached"):
+        with_seed(deep, parse(deep))
+
+
 def test_the_count_is_read_without_the_rest() -> None:
     assert NumSamples.read({}).num_samples == 1
     assert NumSamples.read({"num_samples": 4}).num_samples == 4

@@ -1,9 +1,9 @@
 """Logits as a request wants them changed before a token is drawn: biases, penalties, and tokens that are not allowed.
 
-Bias comes first, then repetition, frequency and presence, then what is not allowed: the order of vLLM's V1 sampler
-(`vllm/v1/sample/sampler.py`). Frequency and presence are those of OpenAI's API, over the generated tokens. Repetition
-is that of CTRL (Keskar et al., arXiv 1909.05858, section 4.1) as vLLM and Hugging Face have it, over the prompt and
-the generated tokens. Logprobs that are reported are those of the logits before all of this.
+Bias comes first, then repetition, frequency and presence, as in vLLM's V1 sampler (`vllm/v1/sample/sampler.py`); what a
+constraint does not allow is never drawn. Frequency and presence are those of OpenAI's API, over the generated tokens.
+Repetition is that of CTRL (Keskar et al., arXiv 1909.05858, section 4.1) as vLLM and Hugging Face have it, over the
+prompt and the generated tokens. Logprobs that are reported are those of the logits before all of this.
 
 A batch in which nobody asks for any of it has no tables, and its program has nothing of this.
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.mesh import FSDP, Array, sharding
+from tinkerflow.backend.compute.sampler.constraints import everything
 from tinkerflow.backend.compute.warming import result_of
 
 if TYPE_CHECKING:  # the scheduler imports what decodes
@@ -38,7 +39,8 @@ class AdjustedRows:
     """What is changed in each row's logits. A row that asks for nothing has 0, 0 and 1, and tables of zeros.
 
     presence_S, frequency_S, repetition_S float32: the penalties. seen_SV int32: twice how often the row has generated
-    the token, and 1 more if its prompt has it. bias_SV float32: added to the logits.
+    the token, and 1 more if its prompt has it. bias_SV float32: added to the logits. allowed_SW uint32: a bit for each
+    token, 1 = it may be drawn.
     """
 
     presence_S: Array
@@ -46,6 +48,7 @@ class AdjustedRows:
     repetition_S: Array
     seen_SV: Array
     bias_SV: Array
+    allowed_SW: Array
 
 
 def adjusted(logits_SV: jax.Array, rows: AdjustedRows) -> jax.Array:
@@ -56,7 +59,10 @@ def adjusted(logits_SV: jax.Array, rows: AdjustedRows) -> jax.Array:
     logits_SV = jnp.where(logits_SV > 0, logits_SV / repetition_SV, logits_SV * repetition_SV)
     count_SV = seen_SV // _GENERATED
     logits_SV = logits_SV - rows.frequency_S[:, None] * count_SV.astype(jnp.float32)
-    return logits_SV - jnp.where(count_SV > 0, rows.presence_S[:, None], 0)
+    logits_SV = logits_SV - jnp.where(count_SV > 0, rows.presence_S[:, None], 0)
+    bits_SWb = jnp.asarray(rows.allowed_SW)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    S, V = logits_SV.shape
+    return jnp.where(bits_SWb.reshape(S, -1)[:, :V] > 0, logits_SV, -jnp.inf)
 
 
 def generated(rows: AdjustedRows, tokens_S: jax.Array) -> AdjustedRows:
@@ -71,8 +77,12 @@ def adjusted_rows(mesh: Mesh, vocab: int, S: int, held: Held) -> AdjustedRows | 
     mesh: the devices that the tables are for. vocab: V. S: slots.
     """
     asking = [(slot, one, asked) for slot, one in held if (asked := one.parent.request.adjustments) is not None]
-    if not asking:
+    matchers = [(slot, one.matcher) for slot, one in held if one.matcher is not None]
+    if not asking and not matchers:
         return None
+    allowed_SW = everything(S, vocab)
+    for slot, matcher in matchers:
+        allowed_SW[slot] = matcher.allowed
     presence_S, frequency_S = np.zeros(S, np.float32), np.zeros(S, np.float32)
     repetition_S = np.ones(S, np.float32)
     rows: list[npt.NDArray[np.int32]] = []
@@ -97,10 +107,10 @@ def adjusted_rows(mesh: Mesh, vocab: int, S: int, held: Held) -> AdjustedRows | 
             names, values = zip(*asked.bias, strict=True)
             enter(slot, np.asarray(names, np.int32), 0, np.asarray(values, np.float32))
     seen_SV, bias_SV = empty_tables(mesh, S, vocab)
-    whole = [np.concatenate(parts) for parts in (rows, tokens, seen, biases)]
-    for start in range(0, len(whole[0]), _ENTRIES):
+    whole = [np.concatenate(parts) for parts in (rows, tokens, seen, biases) if parts]
+    for start in range(0, len(whole[0]) if whole else 0, _ENTRIES):
         seen_SV, bias_SV = entered(mesh, seen_SV, bias_SV, *(_padded(part[start : start + _ENTRIES]) for part in whole))
-    return AdjustedRows(presence_S, frequency_S, repetition_S, seen_SV, bias_SV)
+    return AdjustedRows(presence_S, frequency_S, repetition_S, seen_SV, bias_SV, allowed_SW)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -131,9 +141,9 @@ def warm_rows(mesh: Mesh, S: int, vocab: int) -> AdjustedRows:
     """Rows without tables' values, whose programs are then compiled. mesh, S, vocab: as in `adjusted_rows`."""
     entries, biases = np.zeros(_ENTRIES, np.int32), np.zeros(_ENTRIES, np.float32)
     tables = result_of(empty_tables, mesh, S, vocab)
-    tables = result_of(entered, mesh, *tables, entries, entries, entries, biases)
+    seen_SV, bias_SV = result_of(entered, mesh, *tables, entries, entries, entries, biases)
     numbers_S = np.zeros(S, np.float32)
-    return AdjustedRows(numbers_S, numbers_S, numbers_S, *tables)
+    return AdjustedRows(numbers_S, numbers_S, numbers_S, seen_SV, bias_SV, everything(S, vocab))
 
 
 def _pinned(mesh: Mesh, table_SV: jax.Array) -> jax.Array:

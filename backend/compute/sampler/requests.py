@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from tinkerflow.backend.commands import Candidates, Int32, SampledSequence, SampleRequest, SampleResult
+from tinkerflow.backend.compute.sampler.constraints import Matcher
 from tinkerflow.backend.compute.sampler.pages import PageTable
 from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
@@ -74,7 +75,7 @@ class ActiveSequence:
     top: candidates at every token so far, k or more a token. table: its pages, while it decodes. source: the
     prompt's pages, if pages of `table` are copies of them, until a chunk is decoded: before, nobody knows whether they
     are finite. unproven: from this place in its table on, no chunk was decoded from its pages; None after a chunk.
-    preempted: it had to leave its slot before its end.
+    preempted: it had to leave its slot before its end. matcher: where it stands in the request's constraint, if any.
     """
 
     parent: ParentRequest
@@ -88,6 +89,7 @@ class ActiveSequence:
     source: PageTable = field(default_factory=lambda: PageTable(0))
     unproven: int | None = None
     preempted: bool = False
+    matcher: Matcher | None = None
 
     @property
     def remaining(self) -> int:

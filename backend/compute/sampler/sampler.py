@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import (
     Candidates,
+    Constraint,
     GroupConfig,
     LoraSpec,
     SampleProgress,
@@ -32,6 +33,7 @@ from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import FSDP
 from tinkerflow.backend.compute.params import by_layer
 from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
 from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
@@ -194,6 +196,7 @@ class Sampler:
         try:
             snapshot = None if request.snapshot_id is None else self.snapshots.find(request.snapshot_id)
             decoder = self._text if request.stop_strings else None
+            matcher = self._matcher(request.constraint)
         except UserError as error:
             self._failed.append(SampleResult(request.request_id, error=error.message))
             return
@@ -205,10 +208,14 @@ class Sampler:
             return
         limit = min(request.max_tokens, room)
         parent = ParentRequest(request, snapshot, limit, scores=prompt_scores(request, self._cfg.vocab))
-        stops = frozenset(request.stop_tokens)
+        stops = frozenset(request.stop_tokens).union(request.constraint.ends if request.constraint else ())
         sequences = [
             ActiveSequence(
-                parent, index, StopDetector(stops, request.stop_strings, decoder), UniformStream(request.seed, index)
+                parent,
+                index,
+                StopDetector(stops, request.stop_strings, decoder),
+                UniformStream(request.seed, index),
+                matcher=None if matcher is None else matcher.fresh(),
             )
             for index in range(request.num_samples)
         ]
@@ -217,6 +224,9 @@ class Sampler:
     @cached_property
     def _text(self) -> Decode:
         return load_decode(self._config.model_path)
+
+    def _matcher(self, constraint: Constraint | None) -> Matcher | None:
+        return None if constraint is None else new_matcher(self._config.model_path, self._cfg.vocab, constraint)
 
     def _cancel(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
@@ -268,6 +278,7 @@ class Sampler:
     def _decode(self) -> None:
         """One chunk of every sequence."""
         scheduler = self._scheduler
+        self._constrain()
         if not scheduler.busy:
             return
         steps = self._steps()
@@ -277,8 +288,25 @@ class Sampler:
         self.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
         self._hand_out(scheduler.decoding, steps)
 
+    def _constrain(self) -> None:
+        """Compute what each constrained sequence may say next; requests for which that is nothing are answered."""
+        for sequence in tuple(self._scheduler.decoding):
+            request_id = sequence.parent.request.request_id
+            if sequence.matcher is None or not self._scheduler.holds(request_id):
+                continue
+            try:
+                sequence.matcher.advance(sequence.tokens)
+            except UserError as error:
+                self._scheduler.remove(request_id)
+                self._failed.append(SampleResult(request_id, error=error.message))
+
     def _steps(self) -> int:
-        """How many tokens to decode: up to where the first sequence reaches its limit, but half a chunk to a whole."""
+        """How many tokens to decode: up to where the first sequence reaches its limit, but half a chunk to a whole.
+
+        One when a sequence is constrained: its last token decides which may be the next.
+        """
+        if any(sequence.matcher is not None for sequence in self._scheduler.decoding):
+            return 1
         remaining, chunk = [sequence.remaining for sequence in self._scheduler.decoding], self._config.decode_chunk
         return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))
 

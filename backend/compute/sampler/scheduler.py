@@ -112,8 +112,8 @@ class PrefillJob:
         return [Key(scope, digest) for digest in self.digests]
 
     def is_over_in(self, tokens: int) -> bool:
-        """Whether its sequences end within that many tokens."""
-        return all(sequence.remaining <= tokens for sequence in self.sequences)
+        """Whether its sequences end within that many tokens of one dispatch."""
+        return all(one.remaining <= tokens and one.matcher is None for one in self.sequences)
 
     def wants(self, start: int, end: int) -> bool:
         """Whether the request wants scores of what follows the prompt's tokens [start, end)."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tinkerflow.backend.commands import Adjustments, SampleStep
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
+from tinkerflow.backend.compute.sampler.constraints import everything
 from tinkerflow.backend.compute.sampler.decode import decode
 
 VOCAB = 40
@@ -58,6 +59,7 @@ def test_logits_are_changed_as_the_formulas_say(
         *(np.float32([value, off]) for value, off in ((presence, 0), (frequency, 0), (repetition, 1))),
         seen_SV=np.zeros((2, VOCAB), np.int32),
         bias_SV=np.zeros((2, VOCAB), np.float32),
+        allowed_SW=everything(2, VOCAB),
     )
     rows.seen_SV[0, prompt] = 1
     rows.bias_SV[0, list(bias)] = list(bias.values())

@@ -1,0 +1,90 @@
+"""The tokens that a constraint allows next: one `Matcher` a sequence, on the host, alike in every process of a group.
+
+A constraint decides token by token, so a chunk with a constrained sequence is one step long. The end-of-text token is
+allowed where the text may end, and where nothing else may follow it is the only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.backend.commands import Constraint
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.constraints import first_lines, grammar_of, limits, on_large_stack
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_WORD = 32  # tokens of one number of a mask
+
+
+class Matcher:
+    """Where one sequence stands in its constraint."""
+
+    def __init__(self, matcher: LLMatcher, vocab: int) -> None:
+        """At the beginning. vocab: of the model."""
+        self._matcher = matcher
+        self._taken = 0
+        self.allowed = np.zeros(words(vocab), np.uint32)  # bit v % 32 of number v // 32: token v may come next
+
+    def fresh(self) -> Matcher:
+        """Another one at the place of this one."""
+        return Matcher(self._matcher.deep_copy(), len(self.allowed) * _WORD)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Compute what may follow the sequence's tokens so far; UserError when that is nothing, or too much work."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        for token in tokens[self._taken :]:
+            self._matcher.consume_token(token)
+        self._taken = len(tokens)
+        fill_next_token_bitmask(self._matcher, self.allowed.view(np.int32)[None])
+        if self._matcher.is_error() or not self.allowed.any():
+            wrong = self._matcher.get_error()
+            told = "no text fulfils it" if "NoExtension" in wrong else first_lines(wrong.removesuffix("<non-verbose/>"))
+            raise UserError(f"sampling_params.constraint cannot be obeyed after {self._taken} tokens: {told}")
+
+
+def new_matcher(folder: str | Path, vocab: int, constraint: Constraint) -> Matcher:
+    """The matcher of a constraint for the tokenizer in a model's folder; UserError when there can be none.
+
+    vocab: of the model.
+    """
+    from llguidance import LLMatcher
+
+    def made() -> LLMatcher:
+        tokenizer = _tokenizer(str(folder), vocab, constraint.ends)
+        return LLMatcher(tokenizer, grammar_of(constraint.kind, constraint.text), limits=limits(), log_level=0)
+
+    matcher = on_large_stack(made)
+    if matcher.is_error():
+        raise UserError(f"sampling_params.constraint cannot be obeyed: {first_lines(matcher.get_error())}")
+    return Matcher(matcher, vocab)
+
+
+def words(vocab: int) -> int:
+    """The length of a mask."""
+    return -(-vocab // _WORD)
+
+
+def everything(rows: int, vocab: int) -> npt.NDArray[np.uint32]:
+    """Masks [rows, words] that allow every token."""
+    return np.full((rows, words(vocab)), 2**32 - 1, np.uint32)
+
+
+@cache
+def _tokenizer(folder: str, vocab: int, ends: tuple[int, ...]) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    path = Path(folder) / "tokenizer.json"
+    try:
+        return LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab, eos_token=list(ends))
+    except (OSError, ValueError) as error:
+        text = f"sampling_params.constraint needs the model's tokenizer, and {path} cannot be read: {error}"
+        raise UserError(text) from error

@@ -1,0 +1,151 @@
+"""Constrained answers: they parse, they end where they may, and nobody else notices but by the clock."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkerflow.backend.commands import Adjustments, Constraint
+from tinkerflow.backend.compute.sampler.constraints import everything, new_matcher, words
+from tinkerflow.backend.compute.sampler.decode import decode
+from tinkerflow.backend.errors import UserError
+
+END = 256  # behind a token for each byte
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ada", "Bo"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+JSON = Constraint("json_schema", json.dumps(SCHEMA), (END,))
+REGEX = Constraint("regex", r"[ab]{3,9}-\d\d", (END,))
+LARK = Constraint("grammar", 'start: "(" start ")" | "x"', (END,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    assert tokenizer.token_to_id("<end>") == END
+    made = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(made / "tokenizer.json"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def text(folder: Path) -> Any:
+    """text(sequence): what it says, without its end-of-text token, which it must have."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def read(sequence: Any) -> str:
+        tokens = sequence.tokens_T.tolist()
+        assert sequence.stop_reason == "stop" and tokens[-1] == END and END not in tokens[:-1]
+        return str(tokenizer.decode(tokens[:-1]))
+
+    return read
+
+
+def fits(found: Any) -> bool:
+    """Whether an object is one of SCHEMA."""
+    assert list(found) == ["name", "age", "tags"]
+    assert found["name"] in ("Ada", "Bo") and type(found["age"]) is int and 0 <= found["age"] <= 99
+    return len(found["tags"]) <= 3 and all(type(tag) is bool for tag in found["tags"])
+
+
+def test_answers_are_what_was_asked_and_others_stay_as_they_are(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, folder: Path, text: Any
+) -> None:
+    sampler = qwen.sampler(model_path=str(folder), decode_chunk=4)
+    asked = {"temperature": 1.0, "num_samples": 3, "stop_tokens": ()}
+    requests = [
+        ask("json", prompt(9), 400, seed=1, constraint=JSON, **asked),
+        ask("regex", prompt(20), 60, seed=2, constraint=REGEX, **asked),
+        ask("lark", prompt(12), 400, seed=3, constraint=LARK, **asked),
+        ask("greedy", prompt(5), 60, constraint=REGEX),
+        ask("biased", prompt(5), 60, constraint=REGEX, adjustments=Adjustments(bias=((97, 100.0),))),
+        ask("free", prompt(9), 40, temperature=1.0, seed=4),
+        ask("short", prompt(9), 2, constraint=REGEX),
+    ]
+    together = run_all(sampler, *requests)
+    assert not [result.error for result in together.values() if result.error]
+    assert all(fits(json.loads(text(one))) for one in together["json"].sequences)
+    for name in ("regex", "greedy", "biased"):
+        assert all(re.fullmatch(REGEX.text, text(one)) for one in together[name].sequences)
+    assert all(re.fullmatch(r"(\(*)x(\)*)", text(one)) for one in together["lark"].sequences)
+    (cut,) = together["short"].sequences
+    assert (cut.stop_reason, len(cut.tokens_T)) == ("length", 2)
+    known = decode._cache_size()
+    for request in requests[:2] + requests[3:4] + requests[5:6]:
+        (alone,) = run_all(sampler, request).values()
+        for one, other in zip(alone.sequences, together[request.request_id].sequences, strict=True):
+            assert one.tokens_T.tolist() == other.tokens_T.tolist(), request.request_id
+    run_all(sampler, ask("a", prompt(5), 9, constraint=REGEX), ask("b", prompt(5), 9, constraint=LARK))
+    assert decode._cache_size() <= known + 3, "a program for each number of slots, whatever the constraint"
+
+
+def test_what_cannot_be_obeyed_fails_alone(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, folder: Path, text: Any
+) -> None:
+    sampler = qwen.sampler(model_path=str(folder))
+    impossible = Constraint("regex", r"[^\s\S]", (END,))
+    broken = Constraint("grammar", 'start: "a" nobody', (END,))
+    results = run_all(
+        sampler,
+        ask("impossible", prompt(9), 20, num_samples=2, constraint=impossible),
+        ask("broken", prompt(9), 20, constraint=broken),
+        ask("good", prompt(9), 60, constraint=REGEX),
+        ask("free", prompt(9), 20),
+    )
+    assert "sampling_params.constraint cannot be obeyed after 0 tokens: no text" in results["impossible"].error
+    assert "nobody" in results["broken"].error
+    assert re.fullmatch(REGEX.text, text(results["good"].sequences[0]))
+    assert results["free"].error is None
+    nowhere = run_all(qwen.sampler(), ask("a", prompt(9), 20, constraint=REGEX))
+    assert "sampling_params.constraint needs the model's tokenizer" in nowhere["a"].error
+
+
+def test_the_end_is_allowed_only_where_the_text_may_end(folder: Path) -> None:
+    first = new_matcher(folder, 320, Constraint("regex", "ab?", (END,)))
+
+    def allowed(said: str) -> list[int]:
+        matcher = first.fresh()
+        matcher.advance([json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"][one] for one in said])
+        bits = np.unpackbits(matcher.allowed.view(np.uint8), bitorder="little")
+        return np.flatnonzero(bits).tolist()
+
+    assert END not in allowed("") and len(allowed("")) == 1
+    assert END in allowed("a") and len(allowed("a")) == 2
+    assert allowed("ab") == [END]
+
+
+def test_masks_have_a_bit_for_every_token() -> None:
+    assert (words(320), words(321)) == (10, 11)
+    assert np.unpackbits(everything(2, 33).view(np.uint8)).all()
+
+
+def test_work_is_limited(folder: Path) -> None:
+    """Of an ambiguous grammar every token costs more than the one before."""
+    matcher = new_matcher(folder, 320, Constraint("grammar", 'start: "a" | start start | start start start', (END,)))
+    letter = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["a"]
+    with pytest.raises(
+        UserError, match=r"sampling_params\.constraint cannot be obeyed after \d+ tokens: .*Current row has"
+    ):
+        for count in range(1000):
+            matcher.advance([letter] * count)

@@ -1,0 +1,105 @@
+"""Constraints as they come: what is one, what is none, and what would end the process that reads it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from tests.wire.test_sample import body, decode
+
+from tinkerflow.backend.commands import Constraint
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.constraints import on_large_stack
+
+
+def constrained(kind: Any, value: Any = None) -> bytes:
+    return body({"constraint": {"type": kind, "value": value}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "made"),
+    [
+        ("json_object", None, Constraint("json_schema", '{"type":"object"}', (9,))),
+        ("json_schema", {"type": "null"}, Constraint("json_schema", '{"type":"null"}', (9,))),
+        ("regex", "a|b", Constraint("regex", "a|b", (9,))),
+        ("grammar", 'start: "a"', Constraint("grammar", 'start: "a"', (9,))),
+    ],
+)
+def test_every_kind(kind: str, value: Any, made: Constraint) -> None:
+    assert decode(constrained(kind, value)).constraint == made
+    assert decode(body()).constraint is None
+
+
+VALUE = "sampling_params.constraint.value "
+WRONG = [
+    (body({"constraint": 3}), "sampling_params.constraint is 3: must be a JSON object"),
+    (body({"constraint": {}}), "sampling_params.constraint.type is None: must be one of json_schema, json_object,"),
+    (constrained("yaml"), "sampling_params.constraint.type is 'yaml': must be one of json_schema"),
+    (constrained(["regex"]), "sampling_params.constraint.type is ['regex']: must be one of json_schema"),
+    (constrained("json_object", {}), VALUE + "is {}: must be absent"),
+    (constrained("json_schema", "{}"), VALUE + "is '{}': must be a JSON schema, an object"),
+    (constrained("regex"), VALUE + "is None: must be a non-empty string"),
+    (constrained("grammar", ""), VALUE + "is '': must be a non-empty string"),
+    (constrained("regex", "a(b"), VALUE + "is no regex that can be obeyed"),
+    (constrained("grammar", "start: a"), VALUE + "is no grammar that can be obeyed"),
+    (
+        constrained("json_schema", {"type": "objct"}),
+        VALUE + "is no json_schema that can be obeyed: Invalid type: objct",
+    ),
+    (constrained("json_schema", {"$ref": "http://127.0.0.1:1/x"}), VALUE + "is no json_schema that can be obeyed"),
+    (constrained("json_schema", {"uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
+    (constrained("regex", "a" * 65_537), VALUE + "has 65537 characters: must have at most 65536"),
+]
+
+
+@pytest.mark.parametrize(("payload", "text"), WRONG, ids=[text[:60] for _, text in WRONG])
+def test_what_is_wrong_is_named(payload: bytes, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        decode(payload)
+    assert text in caught.value.message
+    assert len(caught.value.message) < 500
+
+
+def test_a_model_without_end_of_text_takes_none() -> None:
+    from tests.wire.test_sample import SampleBody, sample_request
+
+    read = SampleBody.decode(constrained("regex", "a"))
+    with pytest.raises(UserError, match="the model names no end-of-text token"):
+        sample_request(read, request_id="r", owner="o", snapshot_id="s", vocab_size=100, max_context=64, eos=())
+
+
+def chain(length: int) -> str:
+    """A grammar whose rules name each other in a line."""
+    return "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(length)) + f'\na{length}: "z"'
+
+
+HOSTILE = {
+    "chain of rules": ("grammar", chain(5_000)),
+    "chain of references": (
+        "json_schema",
+        {"$ref": "#/$defs/0", "$defs": {**{str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2_000)}, "2000": {}}},
+    ),
+    "parentheses": ("regex", "(" * 20_000 + "a" + ")" * 20_000),
+    "nested schema": ("json_schema", json.loads('{"allOf":[' * 400 + "{}" + "]}" * 400)),
+    "repetition": ("regex", "((a{1000}){1000}){1000}"),
+    "alternatives": ("regex", "|".join(f"(a|b{i})*" for i in range(4_000))),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_constraint_ends_the_process_that_reads_it(name: str) -> None:
+    kind, value = HOSTILE[name]
+    try:
+        assert decode(constrained(kind, value)).constraint is not None
+    except UserError as error:
+        assert VALUE in error.message and len(error.message) < 500
+
+
+def test_a_large_stack_is_one_threads_own() -> None:
+    before = threading.stack_size()
+    assert on_large_stack(lambda: threading.current_thread().name) == "constraint"
+    assert threading.stack_size() == before
+    with pytest.raises(ZeroDivisionError):
+        on_large_stack(lambda: 1 // 0)
