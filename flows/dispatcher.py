@@ -145,7 +145,8 @@ class Dispatcher:
             if served is None:
                 await self._give_up(model_id, self._not_served(model.base_model))
                 return
-            observers = self._mirror.training_run(model_id, model.base_model, self._adopted.get(model_id))
+            label = await asyncio.to_thread(self._journal.models.label, model_id)
+            observers = self._mirror.training_run(model_id, model.base_model, label, self._adopted.get(model_id))
             verb = "is created" if model.state is ModelState.CREATING else "goes on"
             for shown in observers:
                 shown.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")

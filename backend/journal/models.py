@@ -32,6 +32,7 @@ from tinkerflow.backend.journal.tables import (
     session_over,
 )
 
+_LABELS = ("name", "recipe_name")  # keys of metadata; the second one is the SDK cookbook's
 _REVIVABLE = (ModelState.LOST, ModelState.FAILED)  # what made them is kept until their session is over
 
 
@@ -108,6 +109,20 @@ class Models(Aggregate):
         """A model; NotFoundError when it is unknown or foreign."""
         with self._read() as connection:
             return as_view(ModelView, get_owned(connection, Model, model_id, owner))
+
+    def label(self, model_id: str) -> str:
+        """What its client calls a run, "" when it says nothing.
+
+        That is `name` or `recipe_name` in the metadata of the run or of its session, or else the session's name.
+        """
+        columns = (col(Model.user_metadata), col(Session.user_metadata), col(Session.display_name))
+        named = sa.select(*columns).join(Session, col(Session.id) == col(Model.session_id))
+        with self._read() as connection:
+            row = connection.execute(named.where(col(Model.id) == model_id)).one_or_none()
+        if row is None:
+            return ""
+        said = (metadata.get(key) for metadata in row[:2] for key in _LABELS)
+        return next((label for label in (*said, row[2]) if isinstance(label, str) and label.strip()), "").strip()
 
     def of_session(self, session_id: str) -> list[str]:
         """Ids of the session's models, in any state, oldest first."""

@@ -6,10 +6,12 @@ import asyncio
 import hashlib
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import httpx
 from prefect import get_client
@@ -39,6 +41,7 @@ LATE_SECONDS = 10.0  # a server that takes longer to answer is away; on a busy m
 END_SECONDS = 5.0
 # Prefect's loggers for what we log ourselves, once: a server that cannot be reached.
 _SAID_BY_US = ("prefect.events.clients", "prefect._internal.concurrency")
+_BANNED = str.maketrans(dict.fromkeys("/%&<>", "-"))  # Prefect's names of deployments have none of these
 _UNFINISHED = ("PENDING", "RUNNING", "PAUSED")  # controls.py ends the runs that are to be cancelled
 
 
@@ -52,10 +55,11 @@ def is_away(error: Exception) -> bool:
 class PrefectConnection:
     """Knows whether Prefect can be reached, and counts task runs and the operations that none shows."""
 
-    def __init__(self, api_url: str, deployment: str = "") -> None:
-        """`api_url`: the Prefect API, empty for none. `deployment`: what flow runs of this engine share.
+    def __init__(self, api_url: str, journal: str = "", title: str = "training runs") -> None:
+        """Prefect is taken for reachable until `watch` finds otherwise.
 
-        mark: the tag that says so.
+        api_url: the Prefect API, empty for none. journal: the URL of the journal; `mark` is the tag that all flow runs
+        of its engines have. title: the name of the deployment in Prefect that training runs are of.
         """
         self.api_url = api_url
         self._reachable = asyncio.Event()
@@ -63,7 +67,8 @@ class PrefectConnection:
             self._reachable.set()
         self.tracked = 0
         self.untracked = 0
-        self.mark = "tinkerflow:" + hashlib.sha256(deployment.encode()).hexdigest()[:8]
+        self.mark = "tinkerflow:" + hashlib.sha256(journal.encode()).hexdigest()[:8]
+        self.title = title
         self._beside: set[asyncio.Task[object]] = set()
         self._when_back: list[Callable[[], None]] = []
 
@@ -186,7 +191,7 @@ async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncI
         raise UserError("prefect is 'external': the variable PREFECT_API_URL must name the server to use")
     port = settings.prefect_port or free_port()
     url = {"off": "", "embedded": f"http://127.0.0.1:{port}/api", "external": os.environ.get("PREFECT_API_URL", "")}
-    connection = PrefectConnection(url[settings.prefect], settings.journal_url)
+    connection = PrefectConnection(url[settings.prefect], settings.journal_url, title_of(settings))
     with connection.settings():
         keeping: asyncio.Task[None] | None = None
         if settings.prefect == "embedded":
@@ -203,6 +208,13 @@ async def open_prefect(settings: Settings, say: Callable[[str], None]) -> AsyncI
             if keeping is not None:
                 keeping.cancel()
                 await asyncio.gather(keeping, return_exceptions=True)
+
+
+def title_of(settings: Settings) -> str:
+    """The name of the deployment that an engine's training runs are of: it says where their journal is."""
+    journal = urlsplit(settings.journal_url)
+    name = journal.path.strip("/") if journal.hostname else settings.data_dir.resolve().name
+    return f"training runs of {name.translate(_BANNED)} on {journal.hostname or socket.gethostname()}"
 
 
 async def _keep_server(data_dir: Path, port: int, first: asyncio.Future[bool]) -> None:

@@ -156,12 +156,11 @@ class FlowRunRecord:
         }
         if not heading.deployed:
             return (await client.create_flow_run(heading.flow, **how)).id
-        mark = self._connection.mark
         deployment = await client.create_deployment(
             await client.create_flow(heading.flow),
-            name=mark,
+            name=self._connection.title,
             description=_ABOUT,
-            tags=["tinkerflow", mark],
+            tags=["tinkerflow", self._connection.mark],
             enforce_parameter_schema=False,
         )
         return (await client.create_flow_run_from_deployment(deployment, idempotency_key=self._key, **how)).id

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Task runs of one flow run: with 500, its page takes more than six seconds to open (tests/benchmarks/RESULTS.md).
 MOST_TASK_RUNS = 150
+_LABEL = 60  # characters of a client's name for a run that the flow run's name shows
 _MOST_LINES = 200  # of logs that wait for a flow run
 _FINAL_STATES = {"Completed": Completed, "Failed": Failed, "Cancelled": Cancelled}
 
@@ -44,22 +45,29 @@ class Mirror:
         self.pacing = pacing
         self.most_task_runs = most_task_runs
 
-    def training_run(self, model_id: str, base_model: str, adopted: UUID | None = None) -> list[RunMirror]:
-        """Who shows one model's training run: nobody without Prefect. adopted: the flow run, retried, to go on in."""
+    def training_run(
+        self, model_id: str, base_model: str, label: str = "", adopted: UUID | None = None
+    ) -> list[RunMirror]:
+        """Who shows one model's training run: nobody without Prefect.
+
+        label: what its client calls it. adopted: the flow run, retried, to go on in.
+        """
         parameters = {"model_id": model_id, "base_model": base_model}
-        heading = Heading(training_run, model_id, parameters, self._tags(base_model), deployed=True)
+        name = " ".join((last_part(base_model), *label[:_LABEL].split(), model_id))
+        heading = Heading(training_run, name, parameters, self._tags(base_model), deployed=True)
         return self._shown(heading, short_name(model_id), adopted)
 
     def sampling(self, base_model: str) -> list[RunMirror]:
         """Who shows the sampling of one base model: nobody without Prefect."""
-        heading = Heading(sampling, f"sampling {base_model}", {"base_model": base_model}, self._tags(base_model))
-        return self._shown(heading, _last_part(base_model))
+        short = last_part(base_model)
+        heading = Heading(sampling, f"{short} sampling", {"base_model": base_model}, self._tags(base_model))
+        return self._shown(heading, short)
 
     def _shown(self, heading: Heading, short: str, adopted: UUID | None = None) -> list[RunMirror]:
         return [RunMirror(self, heading, short, adopted)] if self.connection.api_url else []
 
     def _tags(self, base_model: str) -> tuple[str, ...]:
-        return ("tinkerflow", tag_of(base_model), self.connection.mark)
+        return ("tinkerflow", last_part(base_model), self.connection.mark)
 
 
 class RunMirror:
@@ -241,13 +249,8 @@ def kind_name(kind: Kind) -> str:
     return "save_weights_for_sampler" if kind is Kind.SAVE_FOR_SAMPLER else kind.value
 
 
-def tag_of(base_model: str) -> str:
-    """The base model's name as a tag: a folder's last part, and a hub id as it is."""
-    is_folder = base_model.startswith(("/", ".", "~")) or base_model.count("/") > 1
-    return _last_part(base_model) if is_folder else base_model
-
-
-def _last_part(base_model: str) -> str:
+def last_part(base_model: str) -> str:
+    """A base model's short name: the last part of a hub id or of a folder's path."""
     return base_model.rstrip("/").rsplit("/", 1)[-1]
 
 

@@ -16,7 +16,7 @@ from tinker.lib.queue_state_logger import QueueStateLogger
 
 
 def flow_run(server, model_id: str) -> dict:
-    return server.ask_prefect("/flow_runs/filter", {"flow_runs": {"name": {"any_": [model_id]}}})[0]
+    return server.ask_prefect("/flow_runs/filter", {"flow_runs": {"name": {"like_": model_id}}})[0]
 
 
 def task_runs(server, run: dict) -> list[str]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkerflow.backend.journal import Kind, Pending
-from tinkerflow.flows.prefect.mirror import run_name, shared_name, short_name, tag_of
+from tinkerflow.flows.prefect.mirror import last_part, run_name, shared_name, short_name
 from tinkerflow.flows.runner import Batch, batches
 
 MODEL = "sess-abcdefgh1234ab12:train:0"
@@ -50,6 +50,6 @@ def test_names_are_for_people() -> None:
     assert shared_name(short, 17, 21) == "model-ab12-0/steps-000017-000021"
 
 
-def test_a_folder_s_tag_is_its_last_part_and_a_hub_id_stays() -> None:
-    assert tag_of("/data/models/tiny/") == "tiny"
-    assert tag_of("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+def test_a_short_name_is_the_last_part_of_a_folder_or_a_hub_id() -> None:
+    assert last_part("/data/models/tiny/") == "tiny"
+    assert last_part("Qwen/Qwen3-0.6B") == "Qwen3-0.6B"

@@ -80,6 +80,11 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
     return found
 
 
+def named(model: str) -> dict[str, Any]:
+    """The filter for the flow runs of a model: their names end with its id."""
+    return {"flow_runs": {"name": {"like_": model}}}
+
+
 class Runner:
     """A model's runner and its mirror, as the dispatcher puts them together."""
 
@@ -113,10 +118,11 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
         ]
 
     model = await serve(connection, context, client, work)
-    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
     assert flow_run["state_type"] == "COMPLETED"
     assert flow_run["state"]["message"] == "unloaded: its session is over"
-    assert {"tinkerflow", BASE} < set(flow_run["tags"])
+    assert flow_run["name"] == f"unigram {model}"
+    assert {"tinkerflow", "unigram"} < set(flow_run["tags"])
 
     found = await runs(connection.api_url, "task_runs", 6, flow_runs={"id": {"any_": [flow_run["id"]]}})
     short = f"model-{model.partition(':')[0][-4:]}-0"
@@ -142,7 +148,7 @@ async def test_above_the_rate_task_runs_are_shared(connection: PrefectConnection
         return [r for _ in range(steps) for r in (client.forward_backward(model, [1]), client.optim_step(model))]
 
     model = await serve(connection, context, client, work, rate=2.0)
-    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
     found: list[dict[str, Any]] = []
     async with asyncio.timeout(120):
         while not any(f"-{steps + 1:06d}" in run["name"] for run in found):  # the unload comes after them
@@ -161,7 +167,7 @@ async def test_samples_share_a_task_run(connection: PrefectConnection, context: 
     await client.results(*requests)
     runner.stop()
     await asyncio.wait_for(serving, 60)
-    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [f"sampling {BASE}"]}})
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": ["unigram sampling"]}})
     found = await runs(connection.api_url, "task_runs", 1, flow_runs={"id": {"any_": [flow_run["id"]]}})
     assert [(run["name"], run["state"]["message"]) for run in found] == [("unigram/sample-000001", "sample x3")]
 
@@ -177,7 +183,7 @@ async def test_a_training_run_goes_on_in_another_flow_run_after_so_many_task_run
         await client.result(submit_and_wake(client, runner, model))
     runner.stop()
     assert (await asyncio.wait_for(serving, 60)).why is Why.STOPPED
-    found = await runs(connection.api_url, "flow_runs", 2, flow_runs={"name": {"any_": [model]}})
+    found = await runs(connection.api_url, "flow_runs", 2, **named(model))
     said = sorted(run["state"]["message"] for run in found)
     assert said == ["it goes on in another flow run", "the engine was stopped"]
     ids = [run["id"] for run in found]
@@ -194,7 +200,7 @@ async def test_what_an_earlier_engine_left_running_is_said_to_have_crashed(serve
         assert left.flow_run is not None
         assert await PrefectConnection(server.url, "a third one").reconcile() == 0
         assert await PrefectConnection(server.url, "another deployment").reconcile() == 1
-        (run,) = await runs(server.url, "flow_runs", 1, flow_runs={"name": {"any_": ["left"]}})
+        (run,) = await runs(server.url, "flow_runs", 1, flow_runs={"name": {"any_": ["unigram left"]}})
         state = State.model_validate(run["state"])
         assert state.is_crashed() and "ended without a word" in str(state.message)
         await connection.close()
@@ -231,7 +237,7 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
         runner.wake()
         assert (await asyncio.wait_for(serving, 60)).why is Why.DONE
         watching.cancel()
-        (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+        (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
         assert flow_run["state_type"] == "COMPLETED"
     assert any("is back" in record.message for record in caplog.records)
 
@@ -278,10 +284,6 @@ def dispatcher_of(context: Any, client: Any, pool: Any, mirror: Mirror, tmp_path
     return Dispatcher(Settings(data_dir=tmp_path), client.journal, mirror, [served])
 
 
-def named(model: str) -> dict[str, Any]:
-    return {"flow_runs": {"name": {"any_": [model]}}}
-
-
 async def test_a_server_that_is_stopped_is_noticed(tmp_path: Path) -> None:
     server = await start_server(tmp_path, free_port())
     try:
@@ -308,7 +310,7 @@ async def test_what_began_untracked_gets_a_flow_run_when_prefect_is_back(
     runner.stop()
     assert (await asyncio.wait_for(serving, 60)).why is Why.STOPPED
     assert (connection.tracked, connection.untracked) == (1, 1)
-    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, flow_runs={"name": {"any_": [model]}})
+    (flow_run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))
     assert flow_run["state_type"] == "CANCELLED" and flow_run["state"]["message"] == "the engine was stopped"
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -97,14 +98,18 @@ class Scene:
     journal: Journal
     owner: str = OWNER
 
-    def session(self) -> str:
-        return self.journal.sessions.create(NewSession(self.owner, "0.38.0"))
+    def session(self, **said: Any) -> str:
+        return self.journal.sessions.create(NewSession(self.owner, "0.38.0", **said))
 
-    def model(self, session_id: str | None = None, n: int = 0, *, live: bool = True, base_model: str = "tiny") -> str:
+    def model(
+        self, session_id: str | None = None, n: int = 0, *, live: bool = True, base_model: str = "tiny", **said: Any
+    ) -> str:
         """A model, live unless told otherwise, whose creation (seq 0) is done."""
         session_id = session_id or self.session()
         name = model_id(session_id, n)
-        self.journal.models.create(NewModel(name, session_id, self.owner, base_model, rank=8), self.creation(name))
+        self.journal.models.create(
+            NewModel(name, session_id, self.owner, base_model, rank=8, **said), self.creation(name)
+        )
         if live:
             (creation,) = self.journal.requests.ready(name)
             self.journal.results.finish([creation.done(b"{}", "json", ModelLive(name))])

@@ -30,6 +30,17 @@ def test_a_pause_is_told_to_clients_until_it_ends(scene):
     assert scene.journal.queue.waits_for(request) == "restoring"
 
 
+def test_a_run_is_called_what_its_metadata_or_its_session_says(scene):
+    named = scene.session(user_metadata={"recipe_name": "sl_basic"}, display_name="my session")
+    assert scene.journal.models.label(scene.model(named)) == "sl_basic"
+    own = {"name": "pig latin", "recipe_name": "sl_basic"}
+    assert scene.journal.models.label(scene.model(named, n=1, user_metadata=own)) == "pig latin"
+    assert scene.journal.models.label(scene.model(scene.session(display_name="my session"))) == "my session"
+    odd = scene.session(user_metadata={"name": ["a", "list"], "recipe_name": "  "})
+    assert scene.journal.models.label(scene.model(odd)) == ""
+    assert scene.journal.models.label("sess-unknown:train:0") == ""
+
+
 @pytest.mark.parametrize("state", [ModelState.LOST, ModelState.FAILED])
 def test_a_model_that_ended_by_trouble_is_revived_while_its_session_goes_on(scene, state):
     session = scene.session()
