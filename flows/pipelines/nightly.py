@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from prefect import flow
@@ -12,6 +13,7 @@ from tinkerflow.flows.pipelines.evaluate import BASE, on_held_out, score_all, sh
 from tinkerflow.flows.pipelines.fine_tuning import cancellable
 from tinkerflow.flows.pipelines.registry import Pipeline
 from tinkerflow.flows.pipelines.sft import SftParameters, fine_tune
+from tinkerflow.tasks.pipelines.approval import approval
 from tinkerflow.tasks.pipelines.artifacts import RunArtifacts, cell
 from tinkerflow.tasks.pipelines.champions import Champion, champion, promote
 from tinkerflow.tasks.pipelines.data import DataCheckError, DataSource
@@ -27,6 +29,10 @@ class NightlyParameters(SftParameters):
     champion: str = Field(pattern=NAME, max_length=40, description="The name under which the best weights are kept.")
     metric: Metric = Field("loss", description="The score that decides.")
     margin: float = Field(0.0, ge=0, description="By how much the result must be better.")
+    approval_hours: float = Field(
+        0.0, ge=0, le=720, description="Hours in which a person must approve a better result, on the page of its "
+        "run; after them the champion stays. 0 = nobody is asked."
+    )  # fmt: skip
 
 
 class NightlyResult(BaseModel):
@@ -59,7 +65,13 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
     scores = await score_all(on_held_out(parameters), candidates)
     await show_scores(artifacts, scores)
     new, old = scores["new"], scores.get("champion", scores[BASE])
-    better = new.beats(old, parameters.metric, parameters.margin)
+    compared = (
+        f"{parameters.metric} {getattr(new, parameters.metric):.4g} against {getattr(old, parameters.metric):.4g}"
+    )
+    better, answered = new.beats(old, parameters.metric, parameters.margin), ""
+    if better and parameters.approval_hours:
+        question = f"Promote to champion `{parameters.champion}`: {cell(compared)}?"
+        better, answered = await _approved(question, scores, parameters.approval_hours)
     if better:
         after = Champion(
             number=before.number + 1 if before else 1,
@@ -71,13 +83,24 @@ async def nightly(parameters: NightlyParameters) -> NightlyResult:
             promoted_at=SystemClock().now(),
         )
         promote(work_url, parameters.champion, after)
-    compared = (
-        f"{parameters.metric} {getattr(new, parameters.metric):.4g} against {getattr(old, parameters.metric):.4g}"
-    )
-    verdict = f"{'promoted' if better else 'kept the champion'}: {compared}, margin {parameters.margin:g}"
+    verdict = f"{'promoted' if better else 'kept the champion'}: {compared}, margin {parameters.margin:g}{answered}"
     page = _page(parameters.champion, verdict, before, after if better else before)
     await artifacts.text("report", page, "report")
     return NightlyResult(outcome="promoted" if better else "kept", weights=trained.weights, scores=scores)
+
+
+async def _approved(question: str, scores: Mapping[str, Scores], hours: float) -> tuple[bool, str]:
+    """Whether a person approves, and what the report says of that. The form shows all candidates' first answers."""
+    rows = [
+        " | ".join(cell(text) for text in (first.prompt, *(one.samples[i].answer for one in scores.values())))
+        for i, first in enumerate(next(iter(scores.values())).samples)
+    ]
+    table = [" | ".join(("prompt", *scores)), "|".join(["---"] * (len(scores) + 1)), *rows]
+    answer = await approval("\n".join([question, "", *(f"| {row} |" for row in table)]), hours)
+    if answer is None:
+        return False, f"; nobody approved it within {hours:g} hours"
+    said = "approved" if answer.approve else "refused"
+    return answer.approve, f"; {said} by a person{': ' if answer.reason else ''}{answer.reason}"
 
 
 def _page(name: str, verdict: str, before: Champion | None, after: Champion | None) -> str:

@@ -8,23 +8,25 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prefect import get_client
+from prefect import flow, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
+from prefect.flow_runs import resume_flow_run
 from serving import serving
 
 from tinkerflow.deployments.run import example_file
 from tinkerflow.deployments.serve import AUTOMATION, ensure_automation
 from tinkerflow.flows.pipelines.evaluate import EvaluateParameters, evaluate
-from tinkerflow.flows.pipelines.nightly import NightlyResult
+from tinkerflow.flows.pipelines.nightly import NightlyParameters, NightlyResult, nightly
+from tinkerflow.tasks.pipelines.approval import approval
 from tinkerflow.tasks.pipelines.champions import champion
 
 pytestmark = pytest.mark.slow
 
 
-def night(pipelines, name: str, data: Path) -> dict:
-    """A small nightly deployment that is due every few seconds, one at a time."""
-    parameters = {
+def small(pipelines, name: str, data: Path) -> dict:
+    """Parameters of a small nightly fine-tune."""
+    return {
         "name": name,
         "champion": "colours",
         "work": pipelines.work,
@@ -34,10 +36,14 @@ def night(pipelines, name: str, data: Path) -> dict:
         "training": {"steps": 6, "segment_steps": 3, "batch_size": 8, "learning_rate": 0.005},
         "samples": {"rows": 1, "max_tokens": 8},
     }
+
+
+def night(pipelines, name: str, data: Path) -> dict:
+    """A small nightly deployment that is due every few seconds, one at a time."""
     return {
         "name": name,
         "entrypoint": "tinkerflow.flows.pipelines.nightly.nightly",
-        "parameters": {"parameters": parameters},
+        "parameters": {"parameters": small(pipelines, name, data)},
         "schedules": [{"interval": 10}],
         "concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"},
     }
@@ -101,3 +107,38 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
     assert scores["weights"].loss < scores["base model"].loss
     table = json.loads((await pipelines.artifacts("evaluate-nights-"))["evaluation"]["data"])
     assert [row["of"] for row in table] == ["weights", "champion", "base model"]
+
+
+@pytest.mark.parametrize("approve", [True, False])
+async def test_a_better_result_is_promoted_when_a_person_approves_it(pipelines, approve: bool):
+    name = f"asked-{approve}".lower()
+    values = small(pipelines, name, example_file("colours-train.jsonl")) | {"approval_hours": 1.0}
+    running = asyncio.create_task(nightly(NightlyParameters.model_validate(values)))
+    mine = FlowRunFilter.model_validate(
+        {"name": {"any_": [f"nightly {name}"]}, "state": {"type": {"any_": ["PAUSED"]}}}
+    )
+    async with get_client() as client:
+        while not (found := await client.read_flow_runs(flow_run_filter=mine)):
+            assert not running.done(), running.result()
+            await asyncio.sleep(0.5)
+        form = found[0].state.state_details.run_input_keyset
+        question = await client.read_flow_run_input(found[0].id, form["description"])
+    assert "Promote to champion `colours`: loss" in question
+    assert "| prompt | new | base model |" in json.loads(question)
+    await resume_flow_run(found[0].id, run_input={"approve": approve, "reason": "short answers"})
+    made = await running
+    best = champion(pipelines.work, "colours")
+    assert (made.outcome, best is not None) == (("promoted", True) if approve else ("kept", False))
+    report = (await pipelines.artifacts(f"nightly-{name}-"))["report"]["data"]
+    assert f"{'approved' if approve else 'refused'} by a person: short answers" in report
+
+
+@flow(name="asks")
+async def asks(hours: float) -> str:
+    return "nobody" if await approval("Promote **it**?", hours) is None else "somebody"
+
+
+async def test_a_run_that_nobody_answers_goes_on_without(pipelines):
+    state = await asks(2 / 3600, return_state=True)
+    assert state.is_completed()
+    assert await state.aresult() == "nobody"
