@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,10 @@ from tinkerflow.deployments.run import make_absolute
 if TYPE_CHECKING:
     from prefect import Flow
     from prefect.deployments.runner import RunnerDeployment
+    from prefect.events.schemas.automations import AutomationCore
     from prefect.schedules import Schedule
 
 HEARTBEAT_SECONDS = 30
-SILENT_SECONDS = 90
-AUTOMATION = "tinkerflow: flow runs without a heartbeat have crashed"
 RESULTS = "tinkerflow-results"
 
 
@@ -85,7 +84,7 @@ async def _serve(file: Path, results: str, limit: int) -> None:
     from prefect.runner import Runner
 
     os.environ |= await ensure_results(results)  # the processes of flow runs inherit it
-    await ensure_automation()
+    await ensure_automations(automations())
     await ensure_tag_limits(read_tag_limits(file))
     runner = Runner(limit=limit)
     for deployment in read_deployments(file):
@@ -107,34 +106,23 @@ async def _serve(file: Path, results: str, limit: int) -> None:
     print("stopped", flush=True)
 
 
-async def ensure_automation(name: str = AUTOMATION, *, silent: int = SILENT_SECONDS) -> bool:
-    """Make the automation that sets a run to Crashed when its heartbeats stop; whether it was new to Prefect.
+def automations() -> list[AutomationCore]:
+    """The automations of `automations.yaml`."""
+    from prefect.events.schemas.automations import AutomationCore
 
-    name: of the automation. silent: seconds without a heartbeat; a run sends one every HEARTBEAT_SECONDS.
-    """
-    from prefect.automations import Automation
+    file = resources.files("tinkerflow.deployments") / "automations.yaml"
+    return [AutomationCore.model_validate(one) for one in yaml.safe_load(file.read_text("utf-8"))["automations"]]
+
+
+async def ensure_automations(wanted: Sequence[AutomationCore]) -> list[str]:
+    """Make the automations whose names Prefect does not have yet; the names of those that were made."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.objects import StateType
-    from prefect.events.actions import ChangeFlowRunState
-    from prefect.events.schemas.automations import EventTrigger, Posture
-    from prefect.events.schemas.events import ResourceSpecification
 
     async with get_client() as client:
-        if await client.read_automations_by_name(name=name):
-            return False
-    ends = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended")
-    trigger = EventTrigger(
-        after={"prefect.flow-run.heartbeat"},
-        expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{state}" for state in ends)},
-        match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
-        for_each={"prefect.resource.id"},
-        posture=Posture.Proactive,
-        threshold=1,
-        within=timedelta(seconds=silent),
-    )
-    crashed = ChangeFlowRunState(state=StateType.CRASHED, message=f"its process was silent for {silent} seconds")
-    await Automation(name=name, trigger=trigger, actions=[crashed]).acreate()
-    return True
+        missing = [one for one in wanted if not await client.read_automations_by_name(name=one.name)]
+        for one in missing:
+            await client.create_automation(one)
+    return [one.name for one in missing]
 
 
 async def ensure_results(url: str) -> dict[str, str]:

@@ -324,7 +324,7 @@ class ModelRunner:
             self._schedule.restored(restored.steps, restored.last)
             self._copies = dict(restored.copies)
             for shown in self.observers:
-                shown.restored(self.model_id, generation, restored)
+                shown.restored(generation, restored)
         self._crashes = 0
         self._context = context
         return True

@@ -20,12 +20,14 @@ from uuid import UUID, uuid4
 import httpx
 from prefect import Flow, flow, get_client
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.actions import LogCreate
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate, LogCreate
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.states import Pending, Running
 
+from tinkerflow.backend.journal import AWAY
 from tinkerflow.flows.prefect.connection import PrefectConnection, is_away
+from tinkerflow.flows.prefect.report import Drawing
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class FlowRunRecord:
         self._events: list[dict[str, Any]] | None = []  # of task runs, until the flow run has an id
         self._lines: deque[LogCreate] = deque(maxlen=MOST_LINES)
         self._open = 0  # task runs
+        self._artifacts: dict[str, UUID] = {}
         self._final: State[None] | None = None
         self._send(self._begin)
 
@@ -103,6 +106,26 @@ class FlowRunRecord:
         self._lines.append(line)
         if len(self._lines) == 1:
             asyncio.get_running_loop().call_later(LOG_SECONDS, self._send, self._send_lines)
+
+    def draw(self, drawing: Drawing) -> None:
+        """Make the artifacts of the drawing as they are now, or bring those up to date that this flow run has."""
+
+        async def put(client: PrefectClient) -> None:
+            try:
+                drawn = await asyncio.to_thread(drawing.draw)
+            except AWAY as error:  # the next drawing shows it
+                log.info("flow run %s: its artifacts wait for the journal: %s", self._heading.name, error)
+                return
+            for one in drawn:
+                if (known := self._artifacts.get(one.name)) is not None:
+                    await client.update_artifact(known, ArtifactUpdate(data=one.data, description=one.title))
+                    continue
+                made = ArtifactCreate(
+                    key=drawing.key(one), type=one.kind, description=one.title, data=one.data, flow_run_id=self._created
+                )
+                self._artifacts[one.name] = (await client.create_artifact(made)).id
+
+        self._send(put)
 
     def finish(self, state: State[None]) -> None:
         """End the flow run with `state`, as soon as its task runs have ended."""

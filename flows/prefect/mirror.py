@@ -7,21 +7,24 @@ the story goes on in another flow run, and while Prefect is away operations are 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed, Paused, Running
 
-from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.clock import SystemClock
+from tinkerflow.backend.journal import Journal, Kind, Outcome
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, TaskRunRecord, sampling, training_run
 from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.flows.prefect.report import Drawing, RunReport
 from tinkerflow.flows.prefect.window import Window
 from tinkerflow.tasks.execution.operation import Operation
 from tinkerflow.tasks.execution.restore import Restored
@@ -39,9 +42,21 @@ _FINAL_STATES = {"Completed": Completed, "Failed": Failed, "Cancelled": Cancelle
 class Mirror:
     """What all runs share: the connection to Prefect, and the pace of task runs."""
 
-    def __init__(self, connection: PrefectConnection, pacing: Pacing, most_task_runs: int = MOST_TASK_RUNS) -> None:
-        """`most_task_runs`: how many task runs one flow run shows."""
+    def __init__(
+        self,
+        connection: PrefectConnection,
+        pacing: Pacing,
+        most_task_runs: int = MOST_TASK_RUNS,
+        journal: Journal | None = None,
+        api_url: str = "",
+    ) -> None:
+        """Nothing is shown yet.
+
+        connection, pacing: to Prefect, and of task runs. most_task_runs: how many one flow run shows. journal: what
+        the artifacts of training runs are drawn from; None: they have none. api_url: where our console is.
+        """
         self.connection = connection
+        self._journal, self._api_url = journal, api_url
         self.pacing = pacing
         self.most_task_runs = most_task_runs
 
@@ -55,7 +70,8 @@ class Mirror:
         parameters = {"model_id": model_id, "base_model": base_model}
         name = " ".join((last_part(base_model), *label[:_LABEL].split(), model_id))
         heading = Heading(training_run, name, parameters, self._tags(base_model), deployed=True)
-        return self._shown(heading, short_name(model_id), adopted)
+        drawing = self._journal and Drawing(self._journal, model_id, name, f"{self._api_url}/training_runs/{model_id}")
+        return self._shown(heading, short_name(model_id), adopted, model_id, drawing)
 
     def sampling(self, base_model: str) -> list[RunMirror]:
         """Who shows the sampling of one base model: nobody without Prefect."""
@@ -63,8 +79,8 @@ class Mirror:
         heading = Heading(sampling, f"{short} sampling", {"base_model": base_model}, self._tags(base_model))
         return self._shown(heading, short)
 
-    def _shown(self, heading: Heading, short: str, adopted: UUID | None = None) -> list[RunMirror]:
-        return [RunMirror(self, heading, short, adopted)] if self.connection.api_url else []
+    def _shown(self, heading: Heading, short: str, *of_model: Any) -> list[RunMirror]:
+        return [RunMirror(self, heading, short, *of_model)] if self.connection.api_url else []
 
     def _tags(self, base_model: str) -> tuple[str, ...]:
         return ("tinkerflow", last_part(base_model), self.connection.mark)
@@ -73,10 +89,19 @@ class Mirror:
 class RunMirror:
     """One runner's story, in as many flow runs as it takes. Every method returns immediately."""
 
-    def __init__(self, mirror: Mirror, heading: Heading, short: str, adopted: UUID | None = None) -> None:
+    def __init__(
+        self,
+        mirror: Mirror,
+        heading: Heading,
+        short: str,
+        adopted: UUID | None = None,
+        model_id: str = "",
+        drawing: Drawing | None = None,
+    ) -> None:
         """The first flow run begins now, or as soon as Prefect is back and there is something to show.
 
-        short: what the names of task runs begin with. adopted: the flow run to go on in.
+        mirror, heading: of the runner, and of its flow runs. short: what the names of task runs begin with. adopted:
+        the flow run to go on in. model_id, drawing: of a training run, and of its artifacts.
         """
         self._mirror = mirror
         self._connection = mirror.connection
@@ -91,6 +116,10 @@ class RunMirror:
         self._may_split = False
         self._operations = 0
         self._lines: deque[LogCreate] = deque(maxlen=_MOST_LINES)  # for the first flow run, until there is one
+        self._model_id, self._drawing = model_id, drawing
+        self._drawn = False
+        self._draw_next: asyncio.TimerHandle | None = None
+        self._report = RunReport(SystemClock(), self.log, self._tell)
         if adopted is not None or self._connection.reachable:
             self._begin_flow_run(adopted)
         self._connection.when_back(self._on_back)
@@ -104,6 +133,8 @@ class RunMirror:
     def started(self, batch: Batch, operations: Sequence[Operation]) -> None:
         """The operations of a batch of one model were started."""
         self._operations += len(operations)
+        for operation in operations:
+            operation.answered.add_done_callback(self._answered)
         if not self._shows():
             return
         pacing, window = self._mirror.pacing, self._window
@@ -150,7 +181,7 @@ class RunMirror:
         text = f"in worker group {generation}, from its last snapshot and the journal"
         self._show(Running(name="Restoring", message=text))
 
-    def restored(self, model_id: str, generation: int, restored: Restored) -> None:
+    def restored(self, generation: int, restored: Restored) -> None:
         """The model was restored."""
         snapshot, seconds = restored.snapshot, round(restored.seconds, 3)
         text = f"restored in worker group {generation}: {restored.requests} requests replayed"
@@ -159,11 +190,9 @@ class RunMirror:
         self.log(f"{text} ({restored.steps} optimizer steps) after {source}, in {seconds} s")
         for why in restored.unreadable:
             self.log(f"a newer snapshot cannot be read: {why}", logging.ERROR)
-            self._connection.tell("tinkerflow.snapshot.unreadable", model_id, of="model", why=why)
-        self._connection.tell(
+            self._tell("tinkerflow.snapshot.unreadable", why=why)
+        self._tell(
             "tinkerflow.model.restored",
-            model_id,
-            of="model",
             generation=generation,
             snapshot_at_request=None if snapshot is None else snapshot.seq_id,
             replayed_requests=restored.requests,
@@ -188,10 +217,32 @@ class RunMirror:
     def ended(self, state: str, text: str) -> None:
         """The runner has ended: `Completed`, `Failed` or `Cancelled`."""
         self._connection.forget(self._on_back)
+        self._report.close()
         self.log(
             f"ended after {self._operations} operations: {text}", logging.ERROR if state == "Failed" else logging.INFO
         )
+        if self._model_id:
+            self._tell("tinkerflow.run.finished", state=state, why=text, operations=self._operations)
         self._finish(_FINAL_STATES[state](message=text))
+
+    # ------------------------------------------------------------------ lines, events and artifacts
+    def _answered(self, answered: asyncio.Task[Outcome | None]) -> None:
+        if answered.cancelled() or answered.exception() is not None or (outcome := answered.result()) is None:
+            return
+        if self._report.answered(outcome) and self._drawing is not None and self._draw_next is None:
+            loop = asyncio.get_running_loop()
+            self._draw_next = loop.call_later(0.0 if not self._drawn else self._drawing.pause, self._draw)
+
+    def _draw(self) -> None:
+        if self._draw_next is not None:
+            self._draw_next.cancel()
+            self._draw_next = None
+        if self._drawing is not None and self._flow_run is not None:
+            self._drawn = True
+            self._flow_run.draw(self._drawing)
+
+    def _tell(self, event: str, **payload: object) -> None:
+        self._connection.tell(event, self._model_id, of="model", shown_in=self.flow_run, **payload)
 
     # ------------------------------------------------------------------ which flow run and which task run
     def _shows(self) -> bool:
@@ -240,6 +291,7 @@ class RunMirror:
         if self._window is not None:
             self._window.close()
         if self._flow_run is not None:
+            self._draw()
             self._flow_run.finish(state)
         self._window = self._flow_run = self._task_run = None
 

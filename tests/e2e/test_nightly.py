@@ -15,7 +15,7 @@ from prefect.flow_runs import resume_flow_run
 from serving import serving
 
 from tinkerflow.deployments.run import example_file
-from tinkerflow.deployments.serve import AUTOMATION, ensure_automation
+from tinkerflow.deployments.serve import automations, ensure_automations
 from tinkerflow.flows.pipelines.evaluate import EvaluateParameters, evaluate
 from tinkerflow.flows.pipelines.nightly import NightlyParameters, NightlyResult, nightly
 from tinkerflow.tasks.pipelines.approval import approval
@@ -90,11 +90,12 @@ async def test_a_schedule_fires_trains_and_promotes_and_poisoned_data_keeps_the_
     assert best.weights in found["report"]["data"]
     assert "curves" not in found  # nothing was trained
 
-    assert not await ensure_automation()  # serve has made it; once
+    assert await ensure_automations(automations()) == []  # serve has made them; once
     async with get_client() as client:
-        (automation,) = await client.read_automations_by_name(AUTOMATION)
-        # Every event of a flow run costs it a write in Prefect's SQLite file, and later tests share this server.
-        await client.delete_automation(automation.id)
+        for one in automations():
+            (automation,) = await client.read_automations_by_name(one.name)
+            # Every event of a flow run costs it a write in Prefect's SQLite file, and later tests share this server.
+            await client.delete_automation(automation.id)
 
     values = {
         "name": "nights", "champion": "colours", "work": pipelines.work, "weights": best.weights, "max_tokens": 8,

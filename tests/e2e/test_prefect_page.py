@@ -5,14 +5,19 @@ Asked from Prefect, and seen and clicked in a real browser.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import pytest
 import tinker
 from browser import wait_for
+from prefect import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from tinker import types
 from tinker.lib.queue_state_logger import QueueStateLogger
+
+from tinkerflow.deployments.serve import automations, ensure_automations
 
 
 def flow_run(server, model_id: str) -> dict:
@@ -56,6 +61,52 @@ def test_the_page_of_the_run_shows_its_batches(server, trained, page):
     with page.at(f"{server.prefect_url}/runs/flow-run/{flow_run(server, trained)['id']}"):
         text = page.shows("forward_backward", "optim_step", tab="task-runs")
     assert trained in text
+
+
+def test_the_page_of_the_run_tells_its_steps_and_draws_its_curves(server, trained, page):
+    run = flow_run(server, trained)
+    assert run["name"] == f"{server.base_model.rsplit('/', 1)[-1]} {trained}"
+    mine = {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}}
+
+    def current() -> dict[str, str]:
+        found = server.ask_prefect("/artifacts/filter", mine)
+        return {one["key"].rsplit("-", 1)[-1]: one["data"] for one in found}
+
+    wait_for(lambda: "/weights/seen`" in current().get("run", ""))
+    assert "**3** optimizer steps" in current()["run"]
+    assert f"/training_runs/{trained})" in current()["run"]
+    assert current()["curves"].startswith("data:image/svg+xml")
+    url = f"{server.prefect_url}/runs/flow-run/{run['id']}"
+    with page.at(url):
+        page.shows("step 1: loss", "gradient norm", "learning rate", "/weights/seen", tab="logs")
+        page.picture("training-run-logs")
+        page.shows("curves over steps", tab="artifacts")
+        page.picture("training-run-artifacts")
+    deployment = server.ask_prefect(f"/deployments/{run['deployment_id']}")
+    assert deployment["name"].startswith("training runs of ")
+
+
+async def test_a_run_whose_loss_is_not_a_number_is_suspended_where_the_automation_is_enabled(server, make_datum):
+    (wanted,) = [one for one in automations() if "not a number" in one.name]
+    wanted = wanted.model_copy(update={"name": "tinkerflow: test of nan", "enabled": True})
+    with temporary_settings({PREFECT_API_URL: f"{server.prefect_url}/api"}):
+        assert await ensure_automations([wanted]) == [wanted.name]
+        try:
+            await asyncio.to_thread(_diverge, server, make_datum([3, 1, 4, 1, 5, 9]))
+        finally:
+            async with get_client() as client:
+                (made,) = await client.read_automations_by_name(wanted.name)
+                await client.delete_automation(made.id)
+
+
+def _diverge(server, datum: tinker.Datum) -> None:
+    """Train with a learning rate that no model survives; return when the run is suspended."""
+    with server.client() as service:
+        client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
+        for _ in range(3):
+            client.forward_backward([datum], "cross_entropy").result()
+            client.optim_step(types.AdamParams(learning_rate=1e30)).result()
+        wait_for(lambda: flow_run(server, client.model_id)["state_type"] == "PAUSED")
 
 
 class Stepping:

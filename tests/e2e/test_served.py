@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from prefect.states import Running
 from serving import serving
 
 from tinkerflow.deployments.run import example_file, read_config
-from tinkerflow.deployments.serve import ensure_automation, ensure_tag_limits
+from tinkerflow.deployments.serve import automations, ensure_automations, ensure_tag_limits
 from tinkerflow.flows.pipelines.sft import SftParameters, sft
 from tinkerflow.tasks.pipelines.connection import TinkerflowConnection, connect
 from tinkerflow.tasks.pipelines.progress import RunProgress, SegmentRecord
@@ -147,8 +148,11 @@ def test_buttons_of_the_page_and_kill_9_and_it_ends_as_if_nothing_had_happened(p
 
 async def test_a_run_that_falls_silent_is_said_to_have_crashed_but_not_one_that_is_suspended(pipelines):
     name = "tinkerflow: test of silence"
-    assert await ensure_automation(name, silent=10)
-    assert not await ensure_automation(name, silent=10)  # it is there
+    (wanted,) = [one for one in automations() if "heartbeat" in one.name]
+    trigger = wanted.trigger.model_copy(update={"within": timedelta(seconds=10)})
+    wanted = wanted.model_copy(update={"name": name, "trigger": trigger})
+    assert await ensure_automations([wanted]) == [name]
+    assert await ensure_automations([wanted]) == []  # it is there
     async with get_client() as client:
         try:
             held, silent = [await client.create_flow_run(sft, name=name, state=Running()) for _ in range(2)]
@@ -170,7 +174,7 @@ async def test_a_run_that_falls_silent_is_said_to_have_crashed_but_not_one_that_
         finally:
             (made,) = await client.read_automations_by_name(name)
             await client.delete_automation(made.id)
-    assert "silent for 10 seconds" in found.state.message
+    assert "its process was silent" in found.state.message
 
 
 async def test_a_block_of_prefect_says_where_the_server_is(pipelines, monkeypatch):

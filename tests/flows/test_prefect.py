@@ -96,7 +96,8 @@ class Runner:
 async def serve(connection: PrefectConnection, context: Any, client: Any, work: Any, rate: float = 1000.0) -> str:
     """Create a model, let `work(model)` submit requests, answer all, unload it; the model's id."""
     model, created = client.submit_create()
-    runner = Runner(context, model, Mirror(connection, Pacing(rate, SystemClock())))
+    mirror = Mirror(connection, Pacing(rate, SystemClock()), journal=client.journal, api_url="http://here")
+    runner = Runner(context, model, mirror)
     serving = asyncio.create_task(runner.serve())
     await client.results(created, *work(model))
     client.journal.models.request_unload(model, "its session is over")
@@ -138,6 +139,13 @@ async def test_a_flow_run_per_model_and_a_readable_task_run_per_batch(
     assert by_name[f"{short}/step-000001/forward_backward"]["state"]["message"] == "forward_backward x2"
     failed = by_name[f"{short}/step-000002/forward_backward"]["state"]
     assert failed["type"] == "FAILED" and "data[0]" in failed["message"]
+    async with httpx.AsyncClient(timeout=60) as http:
+        mine = {"artifacts": {"flow_run_id": {"any_": [flow_run["id"]]}}}
+        drawn = {one["type"]: one for one in await post(http, f"{connection.api_url}/artifacts/filter", json=mine)}
+    assert drawn["markdown"]["key"] == f"{model.replace(':', '-')}-run"
+    assert f"(http://here/training_runs/{model})" in drawn["markdown"]["data"]
+    assert "**2** optimizer steps" in drawn["markdown"]["data"]
+    assert drawn["image"]["data"].startswith("data:image/svg+xml;base64,")
     assert all(run["tags"] == [] for run in found)  # a tag costs a round trip to the server before every task run
 
 

@@ -1,0 +1,157 @@
+"""What the page of a training run tells of its steps: lines of log, events, and artifacts that stay current.
+
+Lines and events come from what operations did. Artifacts are drawn from the journal, so they show the whole run, also
+after a restart of the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.journal import CheckpointSaved, Curve, Journal, LossMeasured, Outcome, StepMeasured
+from tinkerflow.backend.journal.checkpoints import CheckpointView
+from tinkerflow.backend.journal.curves import StepFigures
+from tinkerflow.tasks.pipelines.curves import data_url, picture
+
+LINE_SECONDS = 1.0  # between two lines about steps
+DRAW_SECONDS = 10.0  # between two drawings
+DRAW_SHARE = 30  # a drawing that took long is followed by a pause of so many times that
+MOST_CHECKPOINTS = 50  # of the page, the newest
+_CURVES = ("loss", "grad_norm", "learning_rate", "kl", "tokens_per_second")
+
+Say = Callable[[str, int], None]
+Tell = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The content of one artifact. kind: Prefect's type, `image` or `markdown`."""
+
+    name: str
+    kind: str
+    title: str
+    data: str
+
+
+class RunReport:
+    """Follows the answers of one run's operations."""
+
+    def __init__(self, clock: Clock, say: Say, tell: Tell) -> None:
+        """say: adds a line of a level to the run's logs. tell: emits an event with a payload."""
+        self._clock, self._say, self._tell = clock, say, tell
+        self._loss = self._weight = 0.0
+        self._tokens = 0
+        self._said_at = -math.inf
+        self._said_step = 0
+        self._unsaid = ""
+        self._failed_at: int | None = None  # the first of the latest steps whose loss or gradient is not finite
+
+    def answered(self, outcome: Outcome) -> bool:
+        """Take note of what an operation did; whether the artifacts are out of date now."""
+        news = False
+        for effect in outcome.effects:
+            match effect:
+                case LossMeasured():
+                    self._loss += effect.loss
+                    self._weight += effect.weight
+                    self._tokens += effect.tokens
+                case StepMeasured():
+                    self._step_made(effect)
+                    news = True
+                case CheckpointSaved():
+                    size = f"{effect.size_bytes / 2**20:.1f} MiB"
+                    self._say(f"step {effect.step}: saved {effect.path} ({effect.kind}, {size})", logging.INFO)
+                    self._tell(
+                        "tinkerflow.checkpoint.saved",
+                        path=effect.path,
+                        kind=effect.kind,
+                        step=effect.step,
+                        bytes=effect.size_bytes,
+                    )
+                    news = True
+        return news
+
+    def close(self) -> None:
+        """Say what was held back."""
+        if self._unsaid:
+            self._say(self._unsaid, logging.INFO)
+            self._unsaid = ""
+
+    def _step_made(self, made: StepMeasured) -> None:
+        loss = self._loss / self._weight if self._weight else self._loss
+        figures = {"loss": loss, "gradient norm": made.grad_norm, "learning rate": made.learning_rate}
+        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
+        first = min(self._said_step + 1, made.step)
+        steps = f"step {made.step}" if first == made.step else f"steps {first} to {made.step}, the last one"
+        line = f"{steps}: {text}, {self._tokens:,} tokens"
+        finite = math.isfinite(loss) and math.isfinite(made.grad_norm)
+        self._loss = self._weight = 0.0
+        self._tokens = 0
+        if finite:
+            self._failed_at = None
+        elif self._failed_at is None:  # one event, however long it lasts
+            self._failed_at = made.step
+            self._say(f"step {made.step}: {text}: not a finite number", logging.ERROR)
+            self._tell("tinkerflow.run.nan", step=made.step, loss=str(loss), grad_norm=str(made.grad_norm))
+        now = self._clock.monotonic()
+        self._unsaid = line
+        if now - self._said_at >= LINE_SECONDS:
+            self.close()
+            self._said_at = now
+        if not self._unsaid:
+            self._said_step = made.step
+
+
+# ------------------------------------------------------------------ artifacts
+class Drawing:
+    """Draws the artifacts of one run from the journal."""
+
+    def __init__(self, journal: Journal, run_id: str, about: str, console: str) -> None:
+        """about: the run in a line. console: the URL of the run's page in our console."""
+        self._journal, self._run_id, self._about, self._console = journal, run_id, about, console
+        self.pause = DRAW_SECONDS  # until the next drawing
+
+    def key(self, shown: Shown) -> str:
+        """Prefect's key of an artifact: it has small letters, digits and dashes."""
+        return re.sub("[^a-z0-9]+", "-", f"{self._run_id}-{shown.name}".lower())
+
+    def draw(self) -> list[Shown]:
+        """The artifacts as they are now. It reads the journal: call it in a thread."""
+        began = perf_counter()
+        curve = self._journal.curves.of_run(self._run_id, None)
+        saved = self._journal.checkpoints.page(None, run_id=self._run_id, limit=MOST_CHECKPOINTS, offset=0)
+        shown = [Shown("run", "markdown", self._about, _page(self._about, self._console, curve, saved.rows))]
+        if curve.points:
+            shown.append(Shown("curves", "image", "curves over steps", data_url(_curves(curve.points))))
+        self.pause = max(DRAW_SECONDS, DRAW_SHARE * (perf_counter() - began))
+        return shown
+
+
+def _curves(points: Sequence[StepFigures]) -> str:
+    lines = {
+        name: [(point.step, value) for point in points if (value := getattr(point, name)) is not None]
+        for name in _CURVES
+    }
+    return picture({name.replace("_", " "): {name: line} for name, line in lines.items() if line})
+
+
+def _page(about: str, console: str, curve: Curve, checkpoints: Sequence[CheckpointView]) -> str:
+    """The run as Markdown: how far it is, and its checkpoints."""
+    lines = [f"# {about}", "", f"[Open it in the console]({console})", "", f"**{curve.steps}** optimizer steps."]
+    if curve.points:
+        last = curve.points[-1]
+        figures = ((name.replace("_", " "), getattr(last, name)) for name in _CURVES)
+        lines += ["", "| the last step | |", "|---|---|"]
+        lines += [f"| {name} | {value:.4g} |" for name, value in figures if value is not None]
+    if checkpoints:
+        lines += ["", "| step | kind | checkpoint | MiB | saved |", "|---|---|---|---|---|"]
+        for one in checkpoints:
+            size, saved = f"{one.size_bytes / 2**20:.1f}", f"{one.created_at:%Y-%m-%d %H:%M}"
+            lines.append(f"| {one.step} | {one.kind} | `{one.path}` | {size} | {saved} |")
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""What a training run's page tells: a line a second, an event for what people automate on, and what is drawn."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from tinkerflow.backend.clock import ManualClock
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Effect, LossMeasured, Outcome, StepMeasured
+from tinkerflow.flows.prefect.report import LINE_SECONDS, RunReport
+
+RUN = "sess-ab12:train:0"
+
+
+class Told:
+    """A report, and what it has said and told."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.lines: list[tuple[int, str]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.report = RunReport(
+            self.clock,
+            lambda text, level: self.lines.append((level, text)),
+            lambda event, **payload: self.events.append((event, payload)),
+        )
+
+    def step(self, number: int, loss: float = 6.0, *, seconds: float = 0.0) -> None:
+        self.clock.advance(seconds)
+        assert not self.answered(LossMeasured(RUN, 4, 3.0, loss / 2))
+        assert not self.answered(LossMeasured(RUN, 4, 3.0, loss / 2))
+        assert self.answered(StepMeasured(RUN, 2 * number, number, 0.5, 1e-4))
+
+    def answered(self, *effects: Effect) -> bool:
+        return self.report.answered(Outcome(f"req-{id(effects)}", b"", "json", effects=effects))
+
+
+def test_steps_share_a_line_a_second() -> None:
+    told = Told()
+    told.step(1)
+    told.step(2)
+    told.step(3)
+    assert told.lines == [(logging.INFO, "step 1: loss 1, gradient norm 0.5, learning rate 0.0001, 8 tokens")]
+    told.step(4, 12.0, seconds=LINE_SECONDS)
+    assert told.lines[1][1].startswith("steps 2 to 4, the last one: loss 2,")
+    told.step(5)
+    told.report.close()
+    assert [text.split(":")[0] for _, text in told.lines[2:]] == ["step 5"]
+    told.report.close()
+    assert len(told.lines) == 3
+    assert told.events == []
+
+
+def test_a_loss_that_is_not_a_number_is_told_once_until_it_is_one_again() -> None:
+    told = Told()
+    for number, loss in enumerate((6.0, math.nan, math.inf, 6.0, math.nan), 1):
+        told.step(number, loss)
+    assert [(event, payload["step"]) for event, payload in told.events] == [
+        ("tinkerflow.run.nan", 2),
+        ("tinkerflow.run.nan", 5),
+    ]
+    assert [text.split(":")[0] for level, text in told.lines if level == logging.ERROR] == ["step 2", "step 5"]
+
+
+def test_a_checkpoint_is_said_and_told() -> None:
+    told = Told()
+    path = f"tinker://{RUN}/weights/seen"
+    saved = CheckpointSaved(path, RUN, CheckpointKind.WEIGHTS, "seen", "local", "tiny", 8, True, True, True, 3, 2**20)
+    assert told.answered(saved)
+    assert told.lines == [(logging.INFO, f"step 3: saved {path} (weights, 1.0 MiB)")]
+    assert told.events == [
+        ("tinkerflow.checkpoint.saved", {"path": path, "kind": "weights", "step": 3, "bytes": 2**20})
+    ]
