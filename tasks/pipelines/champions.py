@@ -6,6 +6,8 @@ from datetime import datetime
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import TaskRunContext
+from prefect.events import emit_event
 from pydantic import BaseModel
 
 from tinkerflow.backend.champions import champion_key, newest_champion
@@ -45,3 +47,7 @@ def promote(work_url: str, name: str, new: Champion) -> None:
         present = Champion.model_validate(read_json(open_work(work_url), key))
         if present.weights != new.weights:
             raise ConflictError(f"champion {name!r}: run {present.run} was promoted meanwhile; compare again") from None
+    if TaskRunContext.get() is not None:  # for automations
+        resource = {"prefect.resource.id": f"tinkerflow.champion.{name}", "prefect.resource.name": name}
+        payload = {"weights": new.weights, "state": new.state, "run": new.run, "number": new.number}
+        emit_event("tinkerflow.champion.promoted", resource, payload=payload)

@@ -130,6 +130,13 @@ async def test_a_better_result_is_promoted_when_a_person_approves_it(pipelines, 
     made = await running
     best = champion(pipelines.work, "colours")
     assert (made.outcome, best is not None) == (("promoted", True) if approve else ("kept", False))
+    if best is not None:
+        told = {"filter": {"event": {"name": ["tinkerflow.champion.promoted"]}}}
+        payloads: list[dict] = []
+        while best.weights not in [payload["weights"] for payload in payloads]:
+            await asyncio.sleep(0.5)
+            found = await asyncio.to_thread(pipelines.server.ask_prefect, "/events/filter", told)
+            payloads = [event["payload"] for event in found["events"]]
     report = (await pipelines.artifacts(f"nightly-{name}-"))["report"]["data"]
     assert f"{'approved' if approve else 'refused'} by a person: short answers" in report
 
