@@ -129,7 +129,7 @@ def _flow_run_page(prefect_url: str, model_id: str) -> str:
     """Prefect's page of the training run of `model_id`; the page of all runs if the run is untracked."""
     if not prefect_url:
         return ""
-    named = {"flow_runs": {"name": {"any_": [model_id]}}}
+    named = {"flow_runs": {"name": {"like_": model_id}}}
     deadline = time.monotonic() + SHOWN_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):  # on a busy machine Prefect may be late, or start anew

@@ -89,7 +89,7 @@ def recorded(http: httpx.Client, model: str) -> list[tuple[str, int]]:
     ended = time.monotonic()
     before, quiet = -1, 0
     while quiet < 4:
-        body = {"flow_runs": {"name": {"any_": [model]}}, "sort": "START_TIME_ASC"}
+        body = {"flow_runs": {"name": {"like_": model}}, "sort": "START_TIME_ASC"}
         runs = [run["id"] for run in http.post("/flow_runs/filter", json=body).raise_for_status().json()]
         open_ones = {"task_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}}
         counts = [(run, task_runs(http, run)) for run in runs]
