@@ -8,8 +8,9 @@ event loop. What the journal knows is read when the page is asked for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tinkerflow.backend.commands import CompileStatus
+from tinkerflow.backend.journal import BaseModelView, Observed, UsageKind
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -24,6 +26,10 @@ _WAITING = {
     "samples": "Sample requests that have no answer yet.",
     "models": "Models with an operation that can be executed now.",
 }
+_TOKENS = "Tokens of training, of prompts (computed, and found in the cache), and of samples."
+_UNSAVED = "Seconds since the last recovery snapshot of the model whose changes have waited longest for one."
+_GENERATION = "Number of the worker group that serves: one more than the groups before it that ended."
+_MEMORY = "Bytes of each device that are set aside, by use."
 # The fields of CompileStatus, counted since the worker group's start.
 _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
     "planned": (GaugeMetricFamily, "Programs that the warm-up compiles before they are needed."),
@@ -46,6 +52,20 @@ class Answered:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Known:
+    """What the journal knows, for one page of metrics.
+
+    bases: the base models that are served. waiting: how many `samples` and `models` wait. observed: the numbers of the
+    service at the time `now`.
+    """
+
+    bases: Sequence[BaseModelView]
+    waiting: Mapping[str, int]
+    observed: Observed
+    now: datetime
+
+
 class Metrics(Collector):
     """The metrics of one app."""
 
@@ -53,17 +73,12 @@ class Metrics(Collector):
         """Nothing is counted yet."""
         self.registry = CollectorRegistry()
         self.answered: dict[str, Answered] = {}
-        self._programs: Mapping[str, CompileStatus] = {}
-        self._waiting: Mapping[str, int] = dict.fromkeys(_WAITING, 0)
+        self._known: Known | None = None
         self.registry.register(self)
 
-    def page(self, programs: Mapping[str, CompileStatus], waiting: Mapping[str, int] | None = None) -> bytes:
-        """The page in the text format of Prometheus.
-
-        programs: by base model, what its worker group has compiled. waiting: how many `samples` and `models` wait.
-        """
-        self._programs = programs
-        self._waiting = waiting or self._waiting
+    def page(self, known: Known) -> bytes:
+        """The page in the text format of Prometheus."""
+        self._known = known
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -79,11 +94,52 @@ class Metrics(Collector):
             buckets = list(zip(bounds, accumulate(answered.took), strict=True))
             seconds.add_metric((operation,), buckets, answered.seconds)
         yield from (requests, seconds)
-        for name, meaning in _WAITING.items():
-            yield GaugeMetricFamily(f"tinkerflow_waiting_{name}", meaning, self._waiting[name])
-        for number in fields(CompileStatus):
-            family, meaning = _PROGRAMS[number.name]
-            metric = family(f"tinkerflow_programs_{number.name}", meaning, labels=("base_model",))
-            for base_model, programs in self._programs.items():
-                metric.add_metric((base_model,), getattr(programs, number.name))
-            yield metric
+        if self._known is not None:
+            yield from _of_journal(self._known)
+            yield from _of_groups(self._known)
+
+
+def _of_journal(known: Known) -> Iterable[Metric]:
+    for name, meaning in _WAITING.items():
+        yield GaugeMetricFamily(f"tinkerflow_waiting_{name}", meaning, known.waiting[name])
+    observed = known.observed
+    tokens = CounterMetricFamily("tinkerflow_tokens", _TOKENS, labels=("base_model", "kind"))
+    saved = CounterMetricFamily("tinkerflow_checkpoints_saved", "Checkpoints that were saved.", labels=("base_model",))
+    for (base_model, kind), count in observed.used.items():
+        if kind == UsageKind.CHECKPOINT:
+            saved.add_metric((base_model,), count)
+        else:
+            tokens.add_metric((base_model, kind), count)
+    yield from (tokens, saved)
+    live = GaugeMetricFamily("tinkerflow_models_live", "Models that take work.", labels=("base_model",))
+    for base_model, count in observed.live.items():
+        live.add_metric((base_model,), count)
+    yield live
+    unsaved = GaugeMetricFamily("tinkerflow_unsaved_seconds", _UNSAVED, labels=("base_model",))
+    for base_model, since in observed.unsaved_since.items():
+        unsaved.add_metric((base_model,), (known.now - since).total_seconds())
+    yield unsaved
+    beats = GaugeMetricFamily(
+        "tinkerflow_beat_age_seconds", "Seconds since a part last said that it works.", labels=("part",)
+    )
+    for part, at in observed.beats.items():
+        beats.add_metric((part,), (known.now - at).total_seconds())
+    yield beats
+
+
+def _of_groups(known: Known) -> Iterable[Metric]:
+    generation = GaugeMetricFamily("tinkerflow_worker_group_generation", _GENERATION, labels=("base_model",))
+    memory = GaugeMetricFamily("tinkerflow_device_memory_bytes", _MEMORY, labels=("base_model", "use"))
+    for base in known.bases:
+        if base.worker_group is not None:
+            generation.add_metric((base.name,), base.worker_group["generation"])
+            for use, size in base.worker_group.get("memory", {}).items():
+                memory.add_metric((base.name, use), size)
+    yield from (generation, memory)
+    for number in fields(CompileStatus):
+        family, meaning = _PROGRAMS[number.name]
+        metric = family(f"tinkerflow_programs_{number.name}", meaning, labels=("base_model",))
+        for base in known.bases:
+            if base.compile_status is not None:
+                metric.add_metric((base.name,), getattr(base.compile_status, number.name))
+        yield metric

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tinkerflow.api.call import Authorised, Router, Wire
+from tinkerflow.api.metrics import Known
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.tokens import TOKEN_PREFIX
 from tinkerflow.backend.ids import KEY_PREFIX
@@ -95,12 +96,10 @@ async def metrics(call: Authorised) -> Response:
 
     def read() -> bytes:
         journal = call.journal
-        programs = {
-            model.name: model.compile_status for model in journal.base_models.all() if model.compile_status is not None
-        }
         samples = sum(journal.queue.waiting_samples().values())
         waiting = {"samples": samples, "models": len(journal.queue.pending_models())}
-        return call.services.metrics.page(programs, waiting)
+        now = call.services.clock.now()
+        return call.services.metrics.page(Known(journal.base_models.all(), waiting, journal.observations.now(), now))
 
     return Response(await asyncio.to_thread(read), media_type=CONTENT_TYPE_LATEST)
 

@@ -41,6 +41,7 @@ from tinkerflow.backend.journal.models import RunView as RunView
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS as RECHECK_SECONDS
 from tinkerflow.backend.journal.notify import Notifier as Notifier
 from tinkerflow.backend.journal.notify import ResultSubscriptions as ResultSubscriptions
+from tinkerflow.backend.journal.observed import Observed as Observed
 from tinkerflow.backend.journal.recovery import Executed as Executed
 from tinkerflow.backend.journal.recovery import Recovery as Recovery
 from tinkerflow.backend.journal.recovery import SnapshotView as SnapshotView

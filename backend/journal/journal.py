@@ -22,6 +22,7 @@ from tinkerflow.backend.journal.losses import Losses
 from tinkerflow.backend.journal.migrate import check_revision
 from tinkerflow.backend.journal.models import Models
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS, Notifier, ResultSubscriptions
+from tinkerflow.backend.journal.observed import Observations
 from tinkerflow.backend.journal.queue import Queue
 from tinkerflow.backend.journal.recovery import Recovery
 from tinkerflow.backend.journal.requests import Requests
@@ -60,6 +61,7 @@ class Journal:
         self.audit = Audit(*parts)
         self.base_models = BaseModels(*parts)
         self.recovery = Recovery(*parts)
+        self.observations = Observations(*parts)
         self.leases = Leases(*parts)
 
     @classmethod

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tinkerflow.api.metrics import Metrics
+from tinkerflow.api.metrics import Known, Metrics
 from tinkerflow.backend.commands import CompileStatus
+from tinkerflow.backend.journal import BaseModelView, Observed
 
 
 def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> None:
-    programs = {"a/b": CompileStatus(9, 4, 1, 2, 3), 'odd "name"\\': CompileStatus(0, 0, 0, 5, 0)}
-    text = Metrics().page(programs).decode()
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    group = {"generation": 3, "memory": {"weights": 5, "kv_cache": 7}}
+    bases = [
+        BaseModelView("a/b", "", now, CompileStatus(9, 4, 1, 2, 3), group),
+        BaseModelView('odd "name"\\', "", now, CompileStatus(0, 0, 0, 5, 0)),
+        BaseModelView("new", "", now),
+    ]
+    used = {("a/b", "sample"): 12, ("a/b", "training"): 5, ("a/b", "checkpoint"): 2}
+    earlier = now - timedelta(seconds=90)
+    observed = Observed(used, {"a/b": 4}, {"a/b": earlier}, {"engine": now})
+    text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, now)).decode()
     lines = text.splitlines()
     assert 'tinkerflow_programs_planned{base_model="a/b"} 9.0' in lines
     assert 'tinkerflow_programs_late_total{base_model="a/b"} 3.0' in lines
     assert 'tinkerflow_programs_needed_total{base_model="odd \\"name\\"\\\\"} 5.0' in lines
     assert sum(line.startswith("# TYPE tinkerflow_programs_") for line in lines) == 5 and text.endswith("\n")
+    assert 'tinkerflow_tokens_total{base_model="a/b",kind="sample"} 12.0' in lines
+    assert 'tinkerflow_checkpoints_saved_total{base_model="a/b"} 2.0' in lines
+    assert 'tinkerflow_models_live{base_model="a/b"} 4.0' in lines
+    assert 'tinkerflow_unsaved_seconds{base_model="a/b"} 90.0' in lines
+    assert 'tinkerflow_beat_age_seconds{part="engine"} 0.0' in lines
+    assert 'tinkerflow_worker_group_generation{base_model="a/b"} 3.0' in lines
+    assert 'tinkerflow_device_memory_bytes{base_model="a/b",use="kv_cache"} 7.0' in lines
 
 
 def counts(server: Any, family: str, sample: str) -> dict[tuple[str, ...], float]:

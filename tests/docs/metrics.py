@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 
-from tinkerflow.api.metrics import Answered, Metrics
+from tinkerflow.api.metrics import Answered, Known, Metrics
 from tinkerflow.backend.commands import CompileStatus
+from tinkerflow.backend.journal import BaseModelView, Observed
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,10 @@ def families() -> list[Family]:
     """Every family of the page, in its order; without the times at which counters began, which nobody asks for."""
     metrics = Metrics()
     metrics.answered["x"] = Answered({200: 1})  # so that the page has lines of it
-    page = metrics.page({"a/b": CompileStatus(**{field.name: 1 for field in fields(CompileStatus)})}).decode()
+    now, status = datetime.now(UTC), CompileStatus(**{field.name: 1 for field in fields(CompileStatus)})
+    base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
+    observed = Observed({("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}, {"a/b": 1}, {"a/b": now}, {"engine": now})
+    page = metrics.page(Known([base], {"samples": 0, "models": 0}, observed, now)).decode()
     found = []
     for name, text in re.findall(r"^# HELP (\S+) (.*)$", page, re.M):
         if not name.endswith("_created"):

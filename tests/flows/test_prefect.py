@@ -266,15 +266,15 @@ async def test_the_end_of_a_group_and_the_recovery_are_seen(
             states = await ask(http, "GET", "/flow_run_states/", params={"flow_run_id": run["id"]})
             events = await post(http, "/events/filter", json={"filter": {"event": {"prefix": ["tinkerflow."]}}})
             told = {event["event"]: event for event in events["events"]}
-            return [state["name"] for state in states], dict(sorted(told.items()))
+            return [state["name"] for state in states], told
 
+        expected = {"tinkerflow.group.ended", "tinkerflow.group.serves", "tinkerflow.model.restored"}
         async with httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http, asyncio.timeout(120):
             while True:
                 states, events = await found()
-                if states[-2:] == ["Restoring", "Running"] and len(events) == 3:
+                if states[-2:] == ["Restoring", "Running"] and expected <= events.keys():
                     break
                 await asyncio.sleep(0.5)
-    assert list(events) == ["tinkerflow.group.ended", "tinkerflow.group.serves", "tinkerflow.model.restored"]
     told = events["tinkerflow.model.restored"]
     assert told["resource"] == {"prefect.resource.id": f"tinkerflow.model.{model}", "prefect.resource.name": model}
     assert told["payload"].pop("seconds") >= 0

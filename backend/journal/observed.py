@@ -1,0 +1,68 @@
+"""What the journal knows of the whole service, as numbers for its metrics. It tells nothing about any project."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.journal.database import Aggregate
+from tinkerflow.backend.journal.tables import Model, ModelState, Process, RecoverySnapshot, UsageBucket
+
+_USED = sa.select(
+    col(UsageBucket.base_model), col(UsageBucket.kind), sa.cast(sa.func.sum(col(UsageBucket.quantity)), sa.BigInteger)
+).group_by(col(UsageBucket.base_model), col(UsageBucket.kind))
+_LAST = (
+    sa.select(
+        col(RecoverySnapshot.model_id),
+        sa.func.max(col(RecoverySnapshot.seq_id)).label("seq_id"),
+        sa.func.max(col(RecoverySnapshot.created_at)).label("at"),
+    )
+    .where(col(RecoverySnapshot.snapshot_id).is_(None))
+    .group_by(col(RecoverySnapshot.model_id))
+    .subquery()
+)
+_OLDEST = (
+    sa.select(col(Model.base_model), sa.func.min(sa.func.coalesce(_LAST.c.at, col(Model.created_at))))
+    .outerjoin(_LAST, _LAST.c.model_id == col(Model.id))
+    .where(col(Model.state) == ModelState.LIVE, col(Model.next_seq) > sa.func.coalesce(_LAST.c.seq_id, 0) + 1)
+    .group_by(col(Model.base_model))
+)
+_LIVE = (
+    sa.select(col(Model.base_model), sa.func.count())
+    .where(col(Model.state) == ModelState.LIVE)
+    .group_by(col(Model.base_model))
+)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Numbers of the service.
+
+    used: by base model and kind, since the beginning; a kind is one of UsageKind. live: models in training by base
+    model. unsaved_since: by base model, when the newest recovery snapshot was taken of the model whose changes have
+    waited longest for one; absent when none has any. beats: when each part last said that it works.
+    """
+
+    used: Mapping[tuple[str, str], int]
+    live: Mapping[str, int]
+    unsaved_since: Mapping[str, datetime]
+    beats: Mapping[str, datetime]
+
+
+class Observations(Aggregate):
+    """Numbers of the whole service."""
+
+    def now(self) -> Observed:
+        """The numbers as they are. Four statements."""
+        beats = sa.select(col(Process.name), col(Process.beat_at))
+        with self._read() as connection:
+            return Observed(
+                {(base, kind): int(sum_) for base, kind, sum_ in connection.execute(_USED)},
+                {base: int(count) for base, count in connection.execute(_LIVE)},
+                {row[0]: row[1] for row in connection.execute(_OLDEST)},
+                {row.name: row.beat_at for row in connection.execute(beats)},
+            )

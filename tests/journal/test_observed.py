@@ -1,0 +1,29 @@
+"""The numbers of the whole service: what was used, what lives, and what no snapshot holds yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tinkerflow.backend.journal import SnapshotTaken, UsageKind, Used
+
+
+def test_a_model_is_unsaved_from_its_first_change_until_a_snapshot_holds_all(scene, clock):
+    model, idle = scene.model(), scene.model()
+    assert scene.journal.observations.now().unsaved_since == {}
+    made = clock.now()
+    clock.advance(60)
+    for seq in (1, 2):
+        scene.submit(model, seq)
+        (pending,) = scene.journal.requests.ready(model)
+        used = Used(pending.session_id, "tiny", UsageKind.TRAINING, 100)
+        scene.journal.results.finish([replace(pending.done(b"r", "proto", used), replays=True)])
+    found = scene.journal.observations.now()
+    assert found.unsaved_since == {"tiny": made}
+    assert found.live == {"tiny": 2}
+    assert found.used == {("tiny", "training"): 200}
+    taken = clock.now()
+    scene.journal.recovery.snapshot_taken(SnapshotTaken("snap-1", model, 1, 0, 10))
+    assert scene.journal.observations.now().unsaved_since == {"tiny": taken}
+    scene.journal.recovery.snapshot_taken(SnapshotTaken("snap-2", model, 2, 0, 10))
+    assert scene.journal.observations.now().unsaved_since == {}
+    assert idle
