@@ -50,7 +50,7 @@ class RunReport:
         self._said_at = -math.inf
         self._said_step = 0
         self._unsaid = ""
-        self._failed_at: int | None = None  # the first of the latest steps whose loss or gradient is not finite
+        self._finite = True  # whether the last loss was: one event, however many follow that are not
 
     def answered(self, outcome: Outcome) -> bool:
         """Take note of what an operation did; whether the artifacts are out of date now."""
@@ -61,6 +61,10 @@ class RunReport:
                     self._loss += effect.loss
                     self._weight += effect.weight
                     self._tokens += effect.tokens
+                    if self._finite and not math.isfinite(effect.loss):
+                        self._say(f"the loss is {effect.loss}, not a finite number", logging.ERROR)
+                        self._tell("tinkerflow.run.nan", loss=str(effect.loss))
+                    self._finite = math.isfinite(effect.loss)
                 case StepMeasured():
                     self._step_made(effect)
                     news = True
@@ -90,15 +94,8 @@ class RunReport:
         first = min(self._said_step + 1, made.step)
         steps = f"step {made.step}" if first == made.step else f"steps {first} to {made.step}, the last one"
         line = f"{steps}: {text}, {self._tokens:,} tokens"
-        finite = math.isfinite(loss) and math.isfinite(made.grad_norm)
         self._loss = self._weight = 0.0
         self._tokens = 0
-        if finite:
-            self._failed_at = None
-        elif self._failed_at is None:  # one event, however long it lasts
-            self._failed_at = made.step
-            self._say(f"step {made.step}: {text}: not a finite number", logging.ERROR)
-            self._tell("tinkerflow.run.nan", step=made.step, loss=str(loss), grad_norm=str(made.grad_norm))
         now = self._clock.monotonic()
         self._unsaid = line
         if now - self._said_at >= LINE_SECONDS:

@@ -103,9 +103,9 @@ def _diverge(server, datum: tinker.Datum) -> None:
     """Train with a learning rate that no model survives; return when the run is suspended."""
     with server.client() as service:
         client = service.create_lora_training_client(base_model=server.base_model, rank=4).result()
-        for _ in range(3):
-            client.forward_backward([datum], "cross_entropy").result()
-            client.optim_step(types.AdamParams(learning_rate=1e30)).result()
+        client.forward_backward([datum], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=1e30)).result()
+        client.forward_backward([datum], "cross_entropy").result()
         wait_for(lambda: flow_run(server, client.model_id)["state_type"] == "PAUSED")
 
 

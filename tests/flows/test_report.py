@@ -54,13 +54,13 @@ def test_steps_share_a_line_a_second() -> None:
 
 def test_a_loss_that_is_not_a_number_is_told_once_until_it_is_one_again() -> None:
     told = Told()
-    for number, loss in enumerate((6.0, math.nan, math.inf, 6.0, math.nan), 1):
-        told.step(number, loss)
-    assert [(event, payload["step"]) for event, payload in told.events] == [
-        ("tinkerflow.run.nan", 2),
-        ("tinkerflow.run.nan", 5),
+    for loss in (6.0, math.nan, math.inf, 6.0, math.inf):
+        told.answered(LossMeasured(RUN, 4, 3.0, loss))
+    assert told.events == [("tinkerflow.run.nan", {"loss": "nan"}), ("tinkerflow.run.nan", {"loss": "inf"})]
+    assert [text for level, text in told.lines if level == logging.ERROR] == [
+        "the loss is nan, not a finite number",
+        "the loss is inf, not a finite number",
     ]
-    assert [text.split(":")[0] for level, text in told.lines if level == logging.ERROR] == ["step 2", "step 5"]
 
 
 def test_a_checkpoint_is_said_and_told() -> None:
