@@ -54,6 +54,15 @@ class Settings(BaseSettings):
     """HOST:PORT at which workers of other hosts join; empty = all processes run on this machine"""
     group_secret_file: str = ""
     """file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret"""
+    launcher: str = ""
+    """what starts worker processes: local or ray; empty = local, or nothing if there is a group that they join by
+    themselves"""
+    process_devices: int = Field(0, ge=0)
+    """accelerators that a launcher asks for, for each worker process; 0 = it asks for none"""
+    spread_hosts: bool = False
+    """a launcher puts each worker process on a host of its own"""
+    ray_address: str = ""
+    """address of the Ray cluster of launcher ray, as ray.init takes it; empty = RAY_ADDRESS, or one on this machine"""
     tensor_parallel: int = Field(1, ge=1)
     """size of the tensor axis of the device mesh; the fsdp axis has the devices that tensor and expert axes leave"""
     expert_parallel: int = Field(1, ge=1)

@@ -59,6 +59,8 @@ def up(
     database_url: Annotated[str | None, setting("database_url")] = None,
     processes: Annotated[int | None, setting("processes")] = None,
     group: Annotated[str | None, setting("group")] = None,
+    launcher: Annotated[str | None, setting("launcher")] = None,
+    ray_address: Annotated[str | None, setting("ray_address")] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Start API, Prefect server, engine and workers; print a `ready:` line; SIGTERM or Ctrl-C stops all.
@@ -75,6 +77,8 @@ def up(
         database_url=database_url,
         processes=processes,
         group=group,
+        launcher=launcher,
+        ray_address=ray_address,
         data_dir=data_dir,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -6,14 +6,17 @@ lines stop when it has not called again for HUNG_SECONDS. A process that was sto
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+from typing import TextIO
 
 BEAT = "beat"
 READY = "ready"
 BEAT_SECONDS = 1.0
 HUNG_SECONDS = 60.0
+_KEPT: list[TextIO] = []  # by `keep_stdout`
 
 
 class Pulse:
@@ -41,5 +44,12 @@ class Pulse:
 
 def say(line: str) -> None:
     """Write a line to standard output, whole, from any thread."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    stream = _KEPT[-1] if _KEPT else sys.stdout
+    stream.write(line + "\n")
+    stream.flush()
+
+
+def keep_stdout() -> None:
+    """Keep this process's standard output for `say`: what anything else prints goes to standard error from now on."""
+    _KEPT.append(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)

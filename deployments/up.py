@@ -8,30 +8,27 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
 from tinkerflow.backend.errors import ServerError
-from tinkerflow.backend.joining import make_secret, parse_address
-from tinkerflow.backend.pool import HostConfig, serve_group
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.retry import Restarts
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments.keeper import Part
+from tinkerflow.deployments.launchers import launcher_of
+from tinkerflow.deployments.launching import Launcher, Plan
 
 log = logging.getLogger(__name__)
-
-_LONGEST_PAUSE = 0.1  # seconds between attempts to join the engine's group: the engine starts on this machine
 
 
 class Stack:
     """All parts of one deployment on this machine; a context manager that ends what it started.
 
-    A thread with an event loop starts the parts and looks after them. Without a group of other hosts, this machine is
-    the only host of the engine's group: the agent of the host runs in that thread, so its workers outlive an engine
-    that is killed, and end with this process however it ends.
+    A thread with an event loop starts the parts and looks after them. The launcher (`launchers/`) runs in that thread,
+    too: the workers that it starts outlive an engine that is killed.
 
     Raises ServerError when a part ends before the stack is ready, with the end of that part's log.
     """
@@ -39,9 +36,10 @@ class Stack:
     def __init__(self, settings: Settings, *, report: Callable[[str], None]) -> None:
         """Nothing starts yet. `report` gets what the parts say, about compilation for example, from other threads.
 
-        UserError when the file of the group's secret does not hold a secret.
+        UserError when there is no launcher of that name, or the file of the group's secret does not hold a secret.
         """
-        self.settings = _with_ports(settings)
+        self._launcher = launcher_of(settings)
+        self.settings = _with_ports(settings, self._launcher)
         self._report = report
         parent, environment = str(os.getpid()), os.environ | self.settings.environment()
         self._parts = [
@@ -55,7 +53,7 @@ class Stack:
             )
             for name in ("engine", "api")
         ]
-        self._host = None if settings.group else _this_host(self.settings)
+        self._plan = None if self._launcher is None else Plan.of(self.settings, os.environ)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._ready: Future[None] = Future()
@@ -123,7 +121,9 @@ class Stack:
                 self._ready.set_exception(error)
 
     async def _serve(self) -> None:
-        tasks = [] if self._host is None else [asyncio.create_task(self._serve_host(self._host))]
+        tasks = []
+        if self._launcher is not None and self._plan is not None:
+            tasks.append(asyncio.create_task(self._keep_workers(self._launcher, self._plan)))
         tasks += [asyncio.create_task(part.keep(self._ready.done)) for part in self._parts]
         stop = asyncio.create_task(self._stopping.wait())
         starting = asyncio.create_task(self._wait_until_ready())
@@ -150,71 +150,27 @@ class Stack:
             late = ", ".join(part.name for part in self._parts if not part.ready.done())
             raise ServerError(f"not ready in {self.settings.start_deadline:.0f} s (start_deadline): {late}") from None
 
-    async def _serve_host(self, host: HostConfig) -> None:
-        """Join the engine's group as soon as there is one, and again whenever there is another engine."""
+    async def _keep_workers(self, launcher: Launcher, plan: Plan) -> None:
+        """Have the launcher keep the group's processes, and begin again when it fails."""
         restarts = Restarts()
-        with _logged(host):
-            while True:
-                try:
-                    await serve_group(host, log.info)
-                except asyncio.CancelledError:
-                    log.info("stopped")
-                    raise
-                except Exception as error:
-                    pause = restarts.pause(steady=False)
-                    log.exception("the workers' host has failed")
-                    self._report(f"no workers can be started: {error}; trying again in {pause:.1f} s")
-                    await asyncio.sleep(pause)
+        while True:
+            try:
+                await launcher.keep(plan, self._report)
+            except Exception as error:
+                pause = restarts.pause(steady=False)
+                log.exception("launcher %s has failed", launcher.name)
+                self._report(f"no workers can be started: {error}; trying again in {pause:.1f} s")
+                await asyncio.sleep(pause)
 
 
-def _this_host(settings: Settings) -> HostConfig:
-    """The one host of the group at settings.group: room for a worker group for each base model.
-
-    Makes the group's secret. UserError when the secret's file is not one.
-    """
-    driver, port = parse_address(settings.group)
-    return HostConfig(
-        driver,
-        port,
-        make_secret(settings.group_secret_path),
-        settings.processes * max(1, len(settings.base_models)),
-        settings.data_dir / "logs",
-        compile_cache_dir="",
-        longest_pause=_LONGEST_PAUSE,
-        platform=settings.platform,
-    )
-
-
-@contextlib.contextmanager
-def _logged(host: HostConfig) -> Iterator[None]:
-    """Log what the host's agent does in the block to workers.log, and nowhere else."""
-    assert host.log_dir is not None
-    host.log_dir.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(host.log_dir / "workers.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    loggers = (log, logging.getLogger("tinkerflow.backend.pool"))
-    before = [(logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.setLevel(level)
-            logger.propagate = propagate
-        handler.close()
-
-
-def _with_ports(settings: Settings) -> Settings:
+def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:
     """The settings with every port 0 replaced by a free one, and the Prefect mode that the environment asks for."""
     changes: dict[str, object] = {}
     if settings.port == 0:
         changes["port"] = free_port()
-    if not settings.group:
-        changes["group"] = f"127.0.0.1:{free_port()}"
+    if launcher is not None and not settings.group:
+        address = launcher.address(settings)
+        changes["group"] = f"{address}:{free_port(address)}"
     if settings.prefect == "embedded" and os.environ.get("PREFECT_API_URL"):
         changes["prefect"] = "external"
     elif settings.prefect == "embedded" and settings.prefect_port == 0:

@@ -15,7 +15,7 @@ import signal
 import socket
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkerflow.backend.errors import UserError
@@ -63,7 +63,7 @@ class HostConfig:
 
     driver: str
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     processes: int
     log_dir: Path | None
     compile_cache_dir: str

@@ -1,0 +1,22 @@
+"""The launchers: each file of this folder is one way to start worker processes, declared by a `LAUNCHER`."""
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.registry import registered
+from tinkerflow.deployments.launching import Launcher
+
+LAUNCHERS = registered(__name__, "LAUNCHER", Launcher)
+
+
+def launcher_of(settings: Settings) -> Launcher | None:
+    """The launcher that the settings name. Without a name: this machine, unless workers are to join by themselves.
+
+    UserError when there is no launcher of that name.
+    """
+    name = settings.launcher or ("" if settings.group else "local")
+    if name and name not in LAUNCHERS:
+        raise UserError(f"launcher {name!r}: must be one of {', '.join(LAUNCHERS)}")
+    return LAUNCHERS[name] if name else None
+
+
+__all__ = ["LAUNCHERS", "launcher_of"]

@@ -1,0 +1,70 @@
+"""Worker processes on this machine: the agent of the host runs in this process.
+
+They outlive an engine that is killed, and end with this process however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from tinkerflow.backend.joining import parse_address
+from tinkerflow.backend.pool import HostConfig, serve_group
+from tinkerflow.deployments.launching import Launcher, Plan, Say
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 0.1  # seconds between attempts to join the engine's group: the engine starts on this machine
+
+
+async def _keep(plan: Plan, report: Say) -> None:
+    """Offer this machine's room as soon as there is an engine, and again whenever there is another one."""
+    driver, port = parse_address(plan.group)
+    logs = plan.data_dir / "logs"
+    host = HostConfig(
+        driver,
+        port,
+        plan.secret,
+        plan.processes,
+        logs,
+        compile_cache_dir="",
+        longest_pause=_LONGEST_PAUSE,
+        platform=plan.platform,
+    )
+    with _logged(logs):
+        try:
+            await serve_group(host, log.info)
+        except asyncio.CancelledError:
+            log.info("stopped")
+            raise
+        except Exception:
+            log.exception("the workers' host has failed")
+            raise
+
+
+@contextlib.contextmanager
+def _logged(folder: Path) -> Iterator[None]:
+    """Log what the host's agent does in the block to workers.log, and nowhere else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "workers.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = (log, logging.getLogger("tinkerflow.backend.pool"))
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+        handler.close()
+
+
+LAUNCHER = Launcher("local", _keep, lambda settings: "127.0.0.1")

@@ -1,0 +1,163 @@
+"""Worker processes in a Ray cluster: a placement group with a bundle for each process, and an actor in each bundle.
+
+An actor runs the agent of a host, which starts one worker. Ray places the bundles, and starts an actor again, on
+another node when its node is gone. What the agents and workers print is in the actors' logs, which Ray's dashboard
+shows. Ray's client runs in a process of its own, so that nothing that happens to Ray reaches `tinkerflow up`; when that
+process ends, Ray ends the actors. Only this module imports Ray (the extra `ray`), and only in that process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from tinkerflow.backend.clock import every_second
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.joining import parse_address
+from tinkerflow.backend.pool import HostConfig, serve_group
+from tinkerflow.backend.processes import die_with_parent
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.keeper import Part
+from tinkerflow.deployments.launching import Launcher, Plan, Say, own_address
+from tinkerflow.deployments.pulse import READY, Pulse, keep_stdout, say
+
+_PLACING_SECONDS = 15.0  # between two lines that say what is waited for
+_LEAVE_SECONDS = 15.0  # that actors may take to end their workers in order
+_RESOURCES = {"tpu": "TPU", "cpu": ""}  # of a bundle, by platform; GPU for the others
+
+
+class HostAgent:
+    """The actor: the agent of a host with room for one process."""
+
+    def __init__(self, host: HostConfig) -> None:
+        """It ends with its raylet: another node has the actor then. (Ray sees that only where init adopts orphans.)"""
+        die_with_parent(os.getppid())
+        self._host = host
+        self._serving: asyncio.Task[None] | None = None
+
+    async def serve(self) -> None:
+        """Offer the room to the group, until `leave`. Ray calls this again in an actor that it started again."""
+        self._serving = asyncio.create_task(serve_group(self._host, lambda line: print(line, flush=True)))
+        await asyncio.wait((self._serving,))
+        if not self._serving.cancelled():
+            self._serving.result()
+
+    async def leave(self) -> None:
+        """Give notice, and end the process."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait((self._serving,))
+
+
+async def _keep(plan: Plan, report: Say) -> None:
+    """Keep the process that holds the placement group."""
+    await Part(
+        "ray",
+        (sys.executable, "-c", f"from {__name__} import main; main()", str(os.getpid())),
+        environment={"RAY_USAGE_STATS_ENABLED": "0", **plan.environment},
+        log_dir=plan.data_dir / "logs",
+        silence=float(plan.environment["TINKERFLOW_HEARTBEAT_TIMEOUT"]),
+        report=report,
+    ).keep()
+
+
+def main() -> None:
+    """The process that holds the placement group; its argument is the pid of its parent."""
+    die_with_parent(int(sys.argv[1]))
+    keep_stdout()  # what Ray prints goes to the log
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    pulse = Pulse()
+    pulse.start()
+    try:
+        asyncio.run(_hold(Plan.of(Settings(), os.environ), pulse))
+    except UserError as error:
+        say(str(error))
+        sys.exit(1)
+
+
+async def _hold(plan: Plan, pulse: Pulse) -> None:
+    """Hold the placement group until SIGTERM."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    turning = asyncio.create_task(every_second(pulse.turns))
+    say(f"connecting to {plan.cluster or 'this machine'}")  # Ray tries an address where nobody listens for minutes
+    await asyncio.to_thread(_connect, plan.cluster)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)  # after Ray has set its own, which ends the process at once
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = bundle_of(plan)
+    strategy = "STRICT_SPREAD" if plan.spread else "PACK"
+    group = placement_group([bundle] * plan.processes, strategy=strategy)
+    make = ray.remote(max_restarts=-1, max_task_retries=-1)(HostAgent)
+    driver, port = parse_address(plan.group)
+    host = HostConfig(driver, port, plan.secret, 1, None, "", platform=plan.platform)
+    actors: list[Any] = [
+        make.options(
+            name=f"tinkerflow-{port}-{number}",
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            resources={"TPU": bundle["TPU"]} if "TPU" in bundle else None,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        ).remote(host)
+        for number in range(plan.processes)
+    ]
+    serving = [asyncio.ensure_future(_result(actor.serve.remote())) for actor in actors]
+    placed = asyncio.ensure_future(_result(group.ready()))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while not placed.done() and not stopping.done():
+            await asyncio.wait((placed, stopping), timeout=_PLACING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not placed.done():
+                say(f"waiting for Ray to place {plan.processes} bundle(s) of {bundle} ({strategy})")
+        if placed.done():
+            placed.result()
+            say(READY)
+        done, _ = await asyncio.wait((stopping, *serving), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        turning.cancel()
+        with contextlib.suppress(Exception):  # they end with this process in any case
+            leaving = [asyncio.ensure_future(_result(actor.leave.remote())) for actor in actors]
+            await asyncio.wait(leaving, timeout=_LEAVE_SECONDS)
+            remove_placement_group(group)
+        ray.shutdown()
+
+
+async def _result(reference: Any) -> None:
+    await reference
+
+
+def _connect(address: str) -> None:
+    """Connect to the cluster. UserError when Ray is not installed, or there is no cluster."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(f"launcher 'ray': Ray cannot be imported ({error}): install tinkerflow[ray]") from error
+    try:
+        ray.init(address or "auto", namespace="tinkerflow", log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"ray_address {address!r}" if address else "ray_address is empty, and no cluster runs on this machine"
+        raise UserError(f"{where}: cannot connect to Ray: {error}") from error
+
+
+def bundle_of(plan: Plan) -> dict[str, int]:
+    """The resources of one process in Ray. A process asks for a CPU, and for the plan's devices."""
+    kind = _RESOURCES.get(plan.platform, "GPU")
+    if plan.devices and not kind:
+        raise UserError(f"process_devices is {plan.devices}: must be 0 where platform is {plan.platform!r}")
+    return {"CPU": 1} | ({kind: plan.devices} if plan.devices else {})
+
+
+def _address(settings: Settings) -> str:
+    host = settings.ray_address.removeprefix("ray://").rpartition(":")[0]
+    return own_address(host)
+
+
+LAUNCHER = Launcher("ray", _keep, _address)

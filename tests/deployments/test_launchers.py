@@ -1,0 +1,100 @@
+"""Which launcher is chosen, and what it is asked for. With processes: tests/e2e, and tests/deployments/test_up.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.launchers import LAUNCHERS, launcher_of, ray
+from tinkerflow.deployments.launching import Plan, own_address
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def plan(folder: Path, **given: Any) -> Plan:
+    return Plan.of(Settings(data_dir=folder, **given), {"PATH": "/bin"})
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, "local"),
+        ({"group": "10.0.0.1:7000"}, None),
+        ({"group": "10.0.0.1:7000", "launcher": "local"}, "local"),
+        ({"launcher": "ray"}, "ray"),
+    ],
+)
+def test_who_names_a_group_and_no_launcher_starts_workers_by_hand(given: dict[str, str], name: str | None) -> None:
+    found = launcher_of(Settings(**given))
+    assert (found and found.name) == name
+
+
+def test_an_unknown_launcher_is_named_with_those_that_exist() -> None:
+    with pytest.raises(UserError, match=f"launcher 'nomad': must be one of {', '.join(LAUNCHERS)}"):
+        launcher_of(Settings(launcher="nomad"))
+
+
+def test_every_launcher_is_documented() -> None:
+    text = (DOCS / "operations.md").read_text()
+    assert [name for name in LAUNCHERS if f"\n| `{name}` |" not in text] == []
+    assert [
+        name for name in LAUNCHERS if name not in Settings.model_json_schema()["properties"]["launcher"]["description"]
+    ] == []
+
+
+def test_a_plan_has_a_process_for_each_rank_of_each_base_model(tmp_path: Path) -> None:
+    found = plan(tmp_path, processes=3, base_models=("a", "b"), process_devices=4)
+    assert (found.processes, found.devices, found.base_models) == (6, 4, ("a", "b"))
+    assert found.environment["TINKERFLOW_PROCESSES"] == "3" and found.environment["PATH"] == "/bin"
+    assert found.secret == found.secret_file.read_bytes().strip()
+
+
+def test_no_secret_is_in_what_is_logged_of_a_plan(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    assert found.secret.decode() not in repr(found)
+
+
+def test_this_host_has_an_address() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address().count(".") == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "bundle"),
+    [
+        ({"platform": "cpu"}, {"CPU": 1}),
+        ({}, {"CPU": 1}),
+        ({"process_devices": 2}, {"CPU": 1, "GPU": 2}),
+        ({"process_devices": 8, "platform": "cuda"}, {"CPU": 1, "GPU": 8}),
+        ({"process_devices": 4, "platform": "tpu"}, {"CPU": 1, "TPU": 4}),
+    ],
+)
+def test_what_ray_is_asked_for(tmp_path: Path, given: dict[str, Any], bundle: dict[str, int]) -> None:
+    assert ray.bundle_of(plan(tmp_path, **given)) == bundle
+
+
+def test_cpus_are_no_accelerators(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="process_devices is 2: must be 0 where platform is 'cpu'"):
+        ray.bundle_of(plan(tmp_path, platform="cpu", process_devices=2))
+
+
+def test_ray_is_loaded_by_nobody_else_and_its_lack_is_said() -> None:
+    code = """
+import sys
+import tinkerflow.deployments.up, tinkerflow.deployments.launchers.ray as launcher
+assert "ray" not in sys.modules
+sys.modules["ray"] = None  # as if it were not installed
+try:
+    launcher._connect("")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("UserError launcher 'ray': Ray cannot be imported")
+    assert "install tinkerflow[ray]" in done.stdout
