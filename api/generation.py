@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
@@ -25,9 +26,11 @@ from tinkerflow.api.call import Call
 from tinkerflow.api.models import Target
 from tinkerflow.api.routes.futures import content_hash, judged
 from tinkerflow.api.sse import left
-from tinkerflow.backend.commands import Candidates, SampledSequence, SampleResult
+from tinkerflow.backend.commands import Candidates, NewTokens, SampledSequence, SampleResult
 from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.journal import Kind, NewRequest, Result
+from tinkerflow.backend.journal.notify import Waiter
+from tinkerflow.backend.journal.streams import Listener, stream_name
 from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, decode_sample, sample_request, with_seed
 
 T = TypeVar("T")
@@ -59,7 +62,13 @@ class Generation:
     """A sample that was accepted. id: of its request, under which the journal knows tokens, logprobs and weights."""
 
     def __init__(
-        self, call: Call, target: Target, request_id: str, session_id: str, prompt_tokens: Sequence[int]
+        self,
+        call: Call,
+        target: Target,
+        request_id: str,
+        session_id: str,
+        prompt_tokens: Sequence[int],
+        listener: Listener | None,
     ) -> None:
         """Use `generate`."""
         self.id = request_id
@@ -67,6 +76,7 @@ class Generation:
         self.prompt_tokens = prompt_tokens
         self._call = call
         self._session_id = session_id
+        self._listener = listener
         self._result: SampleResult | None = None
 
     async def __aenter__(self) -> Self:
@@ -83,7 +93,14 @@ class Generation:
 
     async def begin(self) -> None:
         """Wait until the first tokens are there. Errors as of `result`: after that, few requests fail."""
-        await self.result()
+        if self._listener is None:
+            await self.result()
+            return
+        with self._call.services.subscriptions.request(self.id, self._listener):
+            if await self._look() is None:
+                await self._woken(self._listener)
+        if self._listener.answered:
+            await self.result()
 
     async def result(self) -> SampleResult:
         """All samples, when all are done. UserError or ServerError: what the request failed with."""
@@ -97,8 +114,20 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The samples piece by piece, those of different samples mixed. Errors as of `result`."""
-        for piece in collected(await self.result()):
-            yield piece
+        known: Counter[int] = Counter()
+        ended: set[int] = set()
+        try:
+            async for piece in self._streamed():
+                known[piece.index] += len(piece.tokens)
+                if piece.stop_reason is not None:
+                    ended.add(piece.index)
+                yield piece
+            result = await self.result()
+            for index, sequence in enumerate(result.sequences):
+                if index not in ended:
+                    yield _rest(index, sequence, known[index])
+        finally:
+            self.cancel()
 
     def cancel(self) -> None:
         """Give the request up, if it has no answer yet. It stops within one chunk; nobody waits for that."""
@@ -111,17 +140,34 @@ class Generation:
         await asyncio.to_thread(self._call.journal.requests.cancel, self.id, self._call.owner)
 
     async def _wait(self) -> SampleResult:
-        services, look = self._call.services, self._call.journal.results.get
-        with services.subscriptions.request(self.id) as answer:
-            found = await asyncio.to_thread(look, self.id, self._call.owner)
-            while found is None:
-                if await services.holds.hold(answer.wait(services.samplers.beat_seconds)):
-                    found = await asyncio.to_thread(look, self.id, self._call.owner)
-                elif services.holds.released:
-                    raise ServerError("the service is stopping: send the request again")
-                else:
-                    await services.samplers.beat(self._session_id)
+        with self._call.services.subscriptions.request(self.id) as answer:
+            while (found := await self._look()) is None:
+                await self._woken(answer)
         return _read(found)
+
+    async def _streamed(self) -> AsyncIterator[Piece]:
+        """The pieces that come before the result; it has the rest."""
+        listener = self._listener
+        if listener is None:
+            return
+        with self._call.services.subscriptions.request(self.id, listener):
+            if await self._look() is not None:
+                return
+            while not listener.answered:
+                await self._woken(listener)
+                for new in listener.take():
+                    yield _piece(new)
+
+    async def _look(self) -> Result | None:
+        return await asyncio.to_thread(self._call.journal.results.get, self.id, self._call.owner)
+
+    async def _woken(self, waiter: Waiter) -> None:
+        """Wait until the waiter is woken, however long; the session lives on meanwhile."""
+        services = self._call.services
+        while not await services.holds.hold(waiter.wait(services.samplers.beat_seconds)):
+            if services.holds.released:
+                raise ServerError("the service is stopping: send the request again")
+            await services.samplers.beat(self._session_id)
 
 
 async def generate(
@@ -152,14 +198,16 @@ async def generate(
         "topk_sample_logprobs": top_logprobs,
         "prompt_logprobs": prompt_logprobs,
         "topk_prompt_logprobs": top_prompt_logprobs,
+        "stream": stream,
     }
     if values["sampling_params"].get("seed") is None:
         values["sampling_params"]["seed"] = secrets.randbits(_SEED_BITS)
     await asyncio.to_thread(_check, target, values)
     session_id, sampler, seq_id = await call.services.samplers.address(call.identity, target)
     values |= {"sampling_session_id": sampler, "seq_id": seq_id}
+    listener = await call.services.subscriptions.tokens.listen(stream_name(sampler, seq_id)) if stream else None
     request_id = await asyncio.to_thread(submit_sample, call, orjson.dumps(values), values)
-    return Generation(call, target, request_id, session_id, prompt_tokens)
+    return Generation(call, target, request_id, session_id, prompt_tokens, listener)
 
 
 def submit_sample(call: Call, body: bytes, values: dict[str, Any]) -> str:
@@ -247,6 +295,11 @@ def _read(found: Result) -> SampleResult:
         raise (UserError if found.category == "user" else ServerError)(found.error.removeprefix(_PARAMS))
     assert found.result is not None, "asked for without a limit"
     return decode_sample(found.request_id, found.result)
+
+
+def _piece(new: NewTokens) -> Piece:
+    top = None if new.top is None else listed(new.top)
+    return Piece(new.index, new.tokens_T.tolist(), new.logprobs_T.tolist(), top, new.stop_reason)
 
 
 def _rest(index: int, sequence: SampledSequence, known: int) -> Piece:

@@ -158,6 +158,7 @@ class SampleRequest:
     min_p: float = 0.0  # 0 = off
     adjustments: Adjustments | None = None
     constraint: Constraint | None = None
+    stream: bool = False  # tokens are told as they are decoded, and again in the result
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,22 @@ class SampledSequence:
     logprobs_T: Float32
     stop_reason: Literal["stop", "length"]
     top: Candidates | None = None
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens [start, start + T) of sample `index` of a request that streams, with their logprobs as in its result.
+
+    stop_reason: None while the sample goes on; then these are its last tokens.
+    """
+
+    request_id: str
+    index: int
+    start: int
+    tokens_T: Int32
+    logprobs_T: Float32
+    top: Candidates | None = None
+    stop_reason: Literal["stop", "length"] | None = None
 
 
 @dataclass(frozen=True)
@@ -480,11 +497,15 @@ class SnapshotHeld:
 
 @dataclass(frozen=True)
 class SampleProgress:
-    """finished: results of requests that ended in this chunk; active/waiting: requests still in the batch / in line."""
+    """finished: results of requests that ended in this chunk; active/waiting: requests still in the batch / in line.
+
+    streamed: what was decoded in this chunk for requests that stream.
+    """
 
     finished: tuple[SampleResult, ...]
     active: int
     waiting: int
+    streamed: tuple[NewTokens, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,7 @@ class Dispatcher:
         for gap in journal.queue.gaps(settings.gap_timeout):
             journal.queue.skip_gap(gap)
         journal.results.expire(settings.result_ttl, _EXPIRED_AT_ONCE)
+        journal.streams.expire()
         return abandoned
 
     async def _drop_snapshots(self, model: ServedModel) -> None:

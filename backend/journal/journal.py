@@ -30,6 +30,7 @@ from tinkerflow.backend.journal.results import Results
 from tinkerflow.backend.journal.samplers import Samplers
 from tinkerflow.backend.journal.samples import Samples
 from tinkerflow.backend.journal.sessions import Sessions
+from tinkerflow.backend.journal.streams import Streams, TokenSubscriptions
 from tinkerflow.backend.journal.upkeep import Upkeep
 from tinkerflow.backend.journal.usage import UsageReports
 
@@ -46,6 +47,7 @@ class Journal:
         self.requests = Requests(*parts)
         self.queue = Queue(*parts)
         self.results = Results(*parts)
+        self.streams = Streams(*parts)
         self.sessions = Sessions(*parts)
         self.models = Models(*parts)
         self.samplers = Samplers(*parts)
@@ -82,7 +84,11 @@ class Journal:
     def result_subscriptions(self, *, recheck_seconds: float = RECHECK_SECONDS) -> ResultSubscriptions:
         """Wakes clients that wait for answers, for use as an async context manager; see ResultSubscriptions."""
         return ResultSubscriptions(
-            self.notifier, self.results.finished, self.results.last_completions, recheck_seconds=recheck_seconds
+            self.notifier,
+            self.results.finished,
+            self.results.last_completions,
+            TokenSubscriptions(self.streams.last, self.streams.after),
+            recheck_seconds=recheck_seconds,
         )
 
     def close(self) -> None:

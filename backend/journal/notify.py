@@ -7,6 +7,7 @@ A topic is a short text:
 - `session:<id>`: the session ended
 - `cancel:<request_id>`: nobody wants the sample any more
 - `done:<request_id>`: the request is answered
+- `tokens`: samples that stream have new tokens (streams.py)
 - `answered:<clone>:<sampler_id>`: a request of this clone of the sampler is answered; without a clone: of any clone
 
 A notification may be lost (a full buffer, a broken connection), so every subscriber also looks at the database once a
@@ -41,6 +42,7 @@ from tinkerflow.backend.journal.database import is_sqlite
 
 if TYPE_CHECKING:
     from tinkerflow.backend.journal.notify_postgres import PostgresTransport
+    from tinkerflow.backend.journal.streams import TokenSubscriptions
 
 log = logging.getLogger(__name__)
 
@@ -176,12 +178,16 @@ class Waiter:
         except TimeoutError:
             return False
         if self.clone is not None:
-            self._event.clear()
+            self.sleep()
         return True
 
     def wake(self) -> None:
         """End the wait: there is an answer."""
         self._event.set()
+
+    def sleep(self) -> None:
+        """The next wait lasts until the next `wake`."""
+        self._event.clear()
 
 
 class ResultSubscriptions:
@@ -200,16 +206,19 @@ class ResultSubscriptions:
         notifier: Notifier,
         finished: Callable[[Collection[str]], set[str]],
         last_completions: Callable[[Collection[str]], dict[str, int]],
+        tokens: TokenSubscriptions,
         *,
         recheck_seconds: float = RECHECK_SECONDS,
     ) -> None:
         """Use it as an async context manager.
 
-        notifier: publishes the topics `done:` and `answered:`.
+        notifier: publishes the topics `done:`, `answered:` and `tokens`.
         finished: which of these request ids are answered, in one query.
         last_completions: the number of each sampler's last answer, in one query.
+        tokens: who listens to samples that stream.
         recheck_seconds: between two looks at the database.
         """
+        self.tokens = tokens
         self._notifier = notifier
         self._finished = finished
         self._last_completions = last_completions
@@ -221,8 +230,9 @@ class ResultSubscriptions:
 
     async def __aenter__(self) -> Self:
         """Start listening."""
-        topics = await self._stack.enter_async_context(self._notifier.subscribe("done:", "answered:"))
-        self._tasks = [asyncio.create_task(self._listen(topics)), asyncio.create_task(self._check())]
+        topics = await self._stack.enter_async_context(self._notifier.subscribe("done:", "answered:", "tokens"))
+        running = (self._listen(topics), self._check(), self.tokens.run())
+        self._tasks = [asyncio.create_task(one) for one in running]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -232,9 +242,12 @@ class ResultSubscriptions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stack.aclose()
 
-    def request(self, request_id: str) -> AbstractContextManager[Waiter]:
-        """Inside, a waiter for the answer of one request. An id that does not exist is never answered."""
-        return _entered(self._requests, request_id, Waiter())
+    def request(self, request_id: str, waiter: Waiter | None = None) -> AbstractContextManager[Waiter]:
+        """Inside, a waiter for the answer of one request. An id that does not exist is never answered.
+
+        waiter: one that waits for something else too; None = a new one.
+        """
+        return _entered(self._requests, request_id, waiter or Waiter())
 
     def sampler(self, sampler_id: str, clone: int) -> AbstractContextManager[Waiter]:
         """Inside, a waiter for every answer to one clone's requests of a sampler."""
@@ -250,6 +263,9 @@ class ResultSubscriptions:
             if topic.startswith("done:"):
                 self._answered(topic.removeprefix("done:"))
                 continue
+            if topic == "tokens":
+                self.tokens.wake()
+                continue
             _, clone, sampler_id = topic.split(":", 2)
             for waiter in self._samplers.get(sampler_id, ()):
                 if clone in ("", waiter.clone):
@@ -258,6 +274,7 @@ class ResultSubscriptions:
     async def _check(self) -> None:
         while True:
             await asyncio.sleep(self._recheck_seconds)
+            self.tokens.wake()
             try:
                 if self._requests:
                     for request_id in await asyncio.to_thread(self._finished, list(self._requests)):

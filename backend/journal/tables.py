@@ -392,6 +392,20 @@ class WeightsShare(Table, table=True):
     revoked_at: datetime | None = Field(default=None, sa_type=UtcDateTime)
 
 
+class StreamedRow(Table, table=True):
+    """Tokens of samples that stream, as the engine wrote them between two writes (streams.py). Gone within a minute.
+
+    id: rises with every write, and none is used twice.
+    """
+
+    __tablename__ = "streamed_tokens"
+    __table_args__ = (sa.Index("ix_streamed_tokens_written_at", "written_at"), {"sqlite_autoincrement": True})
+
+    id: int | None = Field(default=None, primary_key=True, sa_type=sa.BigInteger().with_variant(sa.Integer(), "sqlite"))
+    written_at: datetime = Field(sa_type=UtcDateTime)
+    tokens: bytes
+
+
 class UsageBucket(Table, table=True):
     """How much of one kind a session used on a base model in one hour. Only ever added to."""
 

@@ -458,7 +458,10 @@ class Prompt(Body):
 
 
 class SampleBody(NumSamples):
-    """asample. The tokens are read by `wire/sample.py`, as arrays."""
+    """asample. The tokens are read by `wire/sample.py`, as arrays.
+
+    stream: tokens go to whoever listens as they are decoded (journal/streams.py). The SDK never asks for it.
+    """
 
     prompt: Prompt = Prompt()
     sampling_params: SamplingParams = SamplingParams()
@@ -469,6 +472,7 @@ class SampleBody(NumSamples):
     prompt_alt_tokens_k: Annotated[int, whole(0, MAX_LISTED)] = 0
     target_prompt_logprobs: TargetTensor | None = None
     record_stability_info: Flag = False
+    stream: Flag = False
 
 
 class TtlSeconds(Body):

@@ -104,6 +104,7 @@ def sample_request(
         min_p=params.min_p,
         adjustments=_adjustments(params, vocab_size),
         constraint=None if params.constraint is None else _constraint(params.constraint, eos),
+        stream=body.stream,
     )
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from tinkerflow.backend.commands import (
+    NewTokens,
     SampleProgress,
     SampleRequest,
     SampleResult,
@@ -24,7 +25,17 @@ from tinkerflow.backend.commands import (
     StabilityInfo,
 )
 from tinkerflow.backend.errors import GroupFailedError, NotFoundError, ServerError, StateLostError, SuspectError
-from tinkerflow.backend.journal import Outcome, Pending, SamplerLoaded, SamplerView, SequencesRecorded, UsageKind, Used
+from tinkerflow.backend.journal import (
+    AWAY,
+    Outcome,
+    Pending,
+    SamplerLoaded,
+    SamplerView,
+    SequencesRecorded,
+    UsageKind,
+    Used,
+)
+from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
 from tinkerflow.tasks.execution.context import INLINE_BYTES, ExecutionContext
 from tinkerflow.tasks.execution.crashes import attribute_crash
@@ -84,6 +95,8 @@ class SampleBatch:
         self._decoding: set[str] = set()  # in the decode batch
         self._suspects: set[str] = set()  # a group ended with them: they are decoded alone
         self._some = asyncio.Event()
+        self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
+        self._telling: asyncio.Task[None] | None = None
 
     @property
     def requests(self) -> frozenset[str]:
@@ -152,6 +165,7 @@ class SampleBatch:
             self._fail(self._samples, error)
             self._empty()
             return
+        self._tell(progress.streamed)
         for result in progress.finished:
             self._decoding.discard(result.request_id)
             if (finished := self._samples.get(result.request_id)) is not None:
@@ -159,6 +173,23 @@ class SampleBatch:
         if not progress.active and not progress.waiting:
             self._fail(self._decoding, ServerError("the sampler does not know this request any more"))
             self._decoding = set()
+
+    def _tell(self, streamed: Sequence[NewTokens]) -> None:
+        """Let whoever listens have new tokens. What is decoded during one write goes into the next."""
+        for tokens in streamed:
+            if (sample := self._samples.get(tokens.request_id)) is not None and not sample.stopped:
+                self._streamed.append(StreamedTokens(stream_name(sample.sampler.id, sample.request.seq_id), tokens))
+        if self._streamed and (self._telling is None or self._telling.done()):
+            self._telling = self._group.create_task(self._write_streamed(), name="stream tokens")
+
+    async def _write_streamed(self) -> None:
+        while self._streamed:
+            tokens, self._streamed = self._streamed, []
+            try:
+                await asyncio.to_thread(self._context.journal.streams.write, tokens)
+            except (ServerError, *AWAY):
+                # Nothing is lost: listeners get the rest with the result.
+                log.warning("tokens of %d samples were not streamed: the journal is away", len(tokens), exc_info=True)
 
     def _of(self, request_ids: Iterable[str]) -> list[_Sample]:
         """The samples of these requests, without those that are answered."""

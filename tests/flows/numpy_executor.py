@@ -27,6 +27,7 @@ from tinkerflow.backend.commands import (
     LoadSnapshot,
     LoraSpec,
     MoveSnapshot,
+    NewTokens,
     OptimResult,
     OptimStep,
     Ping,
@@ -132,7 +133,7 @@ class Unigram:
     def sample(self, command: SampleStep) -> SampleProgress:
         for request_id in command.cancel:
             self.batch.pop(request_id, None)
-        finished = []
+        finished, streamed = [], []
         for request in command.admit:
             bias = np.zeros((VOCAB, 1)) if request.snapshot_id is None else self.snapshots.get(request.snapshot_id)
             if bias is None:
@@ -140,11 +141,13 @@ class Unigram:
             else:
                 self.batch[request.request_id] = Decoding(request, bias)
         for request_id, decoding in tuple(self.batch.items()):
+            start = len(decoding.tokens)
             decoding.go_on()
+            streamed += decoding.since(start)
             if len(decoding.tokens) == decoding.request.max_tokens:
                 del self.batch[request_id]
                 finished.append(decoding.result())
-        return SampleProgress(tuple(finished), active=len(self.batch), waiting=0)
+        return SampleProgress(tuple(finished), len(self.batch), 0, tuple(streamed))
 
 
 @dataclass
@@ -161,6 +164,14 @@ class Decoding:
         count = min(CHUNK, self.request.max_tokens - len(self.tokens))
         self.tokens += [token] * count
         self.logprobs += [float(log_softmax(self.bias[:, 0])[token])] * count
+
+    def since(self, start: int) -> list[NewTokens]:
+        if not self.request.stream:
+            return []
+        tokens, logprobs = np.asarray(self.tokens[start:], np.int32), np.asarray(self.logprobs[start:], np.float32)
+        ended = "length" if len(self.tokens) == self.request.max_tokens else None
+        name, samples = self.request.request_id, self.request.num_samples
+        return [NewTokens(name, index, start, tokens, logprobs, None, ended) for index in range(samples)]
 
     def result(self) -> SampleResult:
         one = SampledSequence(np.asarray(self.tokens, np.int32), np.asarray(self.logprobs, np.float32), "length")

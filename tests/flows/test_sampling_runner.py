@@ -13,6 +13,7 @@ import pytest
 
 from tinkerflow.backend.commands import MoveSnapshot, SampleStep
 from tinkerflow.backend.journal import Kind, UsageKind
+from tinkerflow.backend.journal.streams import Listener
 from tinkerflow.backend.wire import SampleBody
 from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
@@ -355,3 +356,35 @@ async def test_a_request_that_waits_does_not_keep_its_parsed_body(
     pool.hold.set()
     assert (await client.result(waiting)).error is None
     assert kept == 0
+
+
+async def test_samples_that_stream_are_told_chunk_by_chunk_and_others_are_not(
+    sampling: Any, client: Any, pool: Any
+) -> None:
+    sampler = client.sampler(0)
+    seen = client.journal.streams.last()
+    streaming = client.sample(sampler, of={"stream": True, "num_samples": 2}, max_tokens=10)
+    silent = client.sample(sampler, max_tokens=10)
+    said = [tokens(result) for result in await client.results(streaming, silent)]
+    found, _ = client.journal.streams.after(seen)
+    assert {one.stream for one in found} == {f"{sampler}#0"}
+    for index in range(2):
+        mine = [one.new for one in found if one.new.index == index]
+        assert [one.start for one in mine] == [0, 4, 8], "the group decodes four at a time"
+        assert [token for one in mine for token in one.tokens_T.tolist()] == said[0][index]
+        assert [one.stop_reason for one in mine] == [None, None, "length"]
+
+
+async def test_after_a_crash_the_same_tokens_are_told_again(sampling: Any, client: Any, pool: Any, until: Any) -> None:
+    sampler, seen = client.sampler(0), client.journal.streams.last()
+    request = client.sample(sampler, of={"stream": True}, max_tokens=40)
+    await until(lambda: len(client.journal.streams.after(seen)[0]) >= 2)
+    pool.die()
+    assert (await client.result(request)).error is None
+    listener = Listener()
+    found = client.journal.streams.after(seen)[0]
+    assert [one.new.start for one in found].count(0) == 2, "it began again"
+    for one in found:
+        listener.put(one.new)
+    heard = [token for new in listener.take() for token in new.tokens_T.tolist()]
+    assert heard == tokens(client.journal.results.get(request, "local"))[0]

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from tinkerflow.backend.journal import Notifier, ResultSubscriptions
+from tinkerflow.backend.journal.streams import TokenSubscriptions
 
 ENGINE = """
 import sys, time
@@ -88,7 +89,10 @@ class Deaf:
 
     def subscriptions(self, notifier: Notifier | None = None, *, recheck_seconds: float = 0.2) -> ResultSubscriptions:
         last = self._journal.results.last_completions
-        return ResultSubscriptions(notifier or self.notifier, self.finished, last, recheck_seconds=recheck_seconds)
+        tokens = TokenSubscriptions(lambda: 0, lambda seen: ([], seen))
+        return ResultSubscriptions(
+            notifier or self.notifier, self.finished, last, tokens, recheck_seconds=recheck_seconds
+        )
 
     def finished(self, request_ids: Collection[str]) -> set[str]:
         self.asked.append(len(request_ids))

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tinkerflow.backend.commands import Candidates, Int32, SampledSequence, SampleRequest, SampleResult
+from tinkerflow.backend.commands import Candidates, Int32, NewTokens, SampledSequence, SampleRequest, SampleResult
 from tinkerflow.backend.compute.sampler.constraints import Matcher
 from tinkerflow.backend.compute.sampler.pages import PageTable
 from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
@@ -136,6 +136,22 @@ class ActiveSequence:
                 )
                 return True
         return False
+
+    def since(self, start: int, top: Candidates | None) -> NewTokens:
+        """The tokens from `start` on, for a request that streams. top: the candidates at these tokens, maybe more."""
+        ended, length = self.parent.done.get(self.index), len(self.tokens) - start
+        if top is not None:
+            k = self.parent.request.topk_sample
+            top = Candidates(top.tokens_Nk[:length, :k], top.logprobs_Nk[:length, :k])
+        return NewTokens(
+            self.parent.request.request_id,
+            self.index,
+            start,
+            np.asarray(self.tokens[start:], np.int32),
+            np.asarray(self.logprobs[start:], np.float32),
+            top,
+            None if ended is None else ended.stop_reason,
+        )
 
     def _candidates(self) -> Candidates | None:
         if not self.top:

@@ -23,6 +23,7 @@ from tinkerflow.backend.commands import (
     Constraint,
     GroupConfig,
     LoraSpec,
+    NewTokens,
     SampleProgress,
     SampleRequest,
     SampleResult,
@@ -101,6 +102,7 @@ class Sampler:
         self._served_short = False  # in the last step
         self._filling = 0  # steps in a row that only prefilled
         self._failed: list[SampleResult] = []
+        self._streamed: list[NewTokens] = []  # decoded in this step for requests that stream
 
     # ------------------------------------------------------------------ what it looks like
     @property
@@ -154,7 +156,7 @@ class Sampler:
     def clear(self) -> None:
         """Forget all snapshots, all requests and what was kept of their prompts; programs stay compiled."""
         self.snapshots.clear()
-        self._failed, self._served_short = [], False
+        self._failed, self._streamed, self._served_short = [], [], False
         self._scheduler.clear()
         self._model.clear()
         self._start_over()
@@ -185,10 +187,10 @@ class Sampler:
             self._failed += [SampleResult(name, error=text, category="server") for name in self._scheduler.clear()]
             self._model.clear()
         finished = (*self._failed, *self._scheduler.finish())
-        self._failed = []
+        streamed, self._failed, self._streamed = tuple(self._streamed), [], []
         if not (self._scheduler.active or self._scheduler.waiting):
             self._start_over()
-        return SampleProgress(finished, active=self._scheduler.active, waiting=self._scheduler.waiting)
+        return SampleProgress(finished, self._scheduler.active, self._scheduler.waiting, streamed)
 
     def _admit(self, request: SampleRequest) -> None:
         if self._scheduler.holds(request.request_id):
@@ -347,8 +349,12 @@ class Sampler:
                 top = Candidates(np.asarray(listed), np.asarray(their_logprobs))
             if not np.isfinite(logprobs_C).all():
                 self._fail(sequence.parent)
-            elif sequence.take(decoded.tokens_CS[:count, slot].tolist(), logprobs_C.tolist(), top):
+                continue
+            start = len(sequence.tokens)
+            if sequence.take(decoded.tokens_CS[:count, slot].tolist(), logprobs_C.tolist(), top):
                 self._scheduler.end(sequence, finite=bool(finite_S[slot]))
+            if sequence.parent.request.stream:
+                self._streamed.append(sequence.since(start, top))
 
     def _fail_unscored(self, group: PrefillGroup) -> None:
         for parent in dict.fromkeys(job.parent for job in group.jobs if job.sequences):  # else it is gone, or joined

@@ -402,3 +402,37 @@ def test_a_prompt_for_which_there_are_too_few_pages_is_refused_by_name(
     results = run_all(sampler, ask("long", prompt(256), 5), ask("fits", prompt(250), 50))
     assert results["long"].error == "prompt: 256 tokens; must be at most 255, so much the KV cache holds"
     assert len(results["fits"].sequences[0].tokens_T) == 6, "as many as there are positions for"
+
+
+def test_what_streams_is_the_result_in_pieces(qwen: Any, ask: Any, prompt: Any) -> None:
+    """Also of a request that is preempted, and of one that is served beside the batch."""
+    sampler = qwen.sampler(pages=8)
+    wishes = {"temperature": 1.0, "stream": True, "topk_sample": 3}
+    asked = [
+        *(ask(f"long {i}", prompt(20, i), 150, num_samples=2, seed=i, **wishes) for i in range(3)),
+        ask("short", prompt(5), 3, seed=3, **wishes),
+        ask("silent", prompt(7), 12, seed=4, temperature=1.0),
+    ]
+    progress = sampler.step(SampleStep(admit=tuple(asked)))
+    results, streamed = list(progress.finished), list(progress.streamed)
+    while progress.active or progress.waiting:
+        progress = sampler.step(SampleStep())
+        results += progress.finished
+        streamed += progress.streamed
+        for result in progress.finished:  # what streamed is told no later than the result
+            of = [new for new in streamed if new.request_id == result.request_id]
+            assert sum(new.stop_reason is not None for new in of) in (0, len(result.sequences))
+    assert {new.request_id for new in streamed} == {"long 0", "long 1", "long 2", "short"}
+    for result in results:
+        for index, sequence in enumerate(result.sequences):
+            mine = [new for new in streamed if (new.request_id, new.index) == (result.request_id, index)]
+            if result.request_id == "silent":
+                assert mine == []
+                continue
+            np.testing.assert_array_equal(np.concatenate([new.tokens_T for new in mine]), sequence.tokens_T)
+            np.testing.assert_array_equal(np.concatenate([new.logprobs_T for new in mine]), sequence.logprobs_T)
+            tops = [new.top.tokens_Nk for new in mine if new.top is not None]
+            assert sequence.top is not None
+            np.testing.assert_array_equal(np.concatenate(tops), sequence.top.tokens_Nk)
+            assert [new.start for new in mine] == [0, *np.cumsum([len(new.tokens_T) for new in mine])[:-1]]
+            assert [new.stop_reason for new in mine] == [None] * (len(mine) - 1) + [sequence.stop_reason]

@@ -1,0 +1,179 @@
+"""Streams over HTTP: tokens come before the result, each once, on several servers; who leaves or dawdles harms none."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.api.conftest import BASE, KEY, Running
+
+from tinkerflow.backend.commands import NewTokens, SampledSequence, SampleResult
+from tinkerflow.backend.journal import Journal, Pending
+from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
+from tinkerflow.backend.wire import encode_sample
+
+pytestmark = pytest.mark.usefixtures("lettered")
+TOKENS = [2 + n % 12 for n in range(40)]
+
+
+class Decoder:
+    """Decodes TOKENS for every request that streams, a chunk whenever it is told to."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.requests: dict[str, Pending] = {}
+
+    def take(self, count: int) -> None:
+        """Wait for so many requests."""
+        deadline = time.monotonic() + 60
+        while len(self.requests) < count:
+            assert time.monotonic() < deadline, f"{len(self.requests)} of {count} requests came"
+            taken = self.journal.requests.pending_samples(1000, exclude=list(self.requests))
+            self.requests |= {request.id: request for request in taken}
+            time.sleep(0.005)
+
+    def decode(self, start: int, end: int) -> None:
+        """Tell tokens [start, end) of every request."""
+        tokens = []
+        for request in self.requests.values():
+            some = np.array(TOKENS[start:end], np.int32)
+            new = NewTokens(request.id, 0, start, some, -some.astype(np.float32))
+            tokens.append(StreamedTokens(stream_name(str(request.sampler_id), request.seq_id), new))
+        self.journal.streams.write(tokens)
+
+    def answer(self, tokens: int = len(TOKENS)) -> None:
+        """Answer every request with so many tokens."""
+        some = np.array(TOKENS[:tokens], np.int32)
+        one = SampledSequence(some, -some.astype(np.float32), "length")
+        self.journal.results.finish(
+            [
+                request.done(encode_sample(SampleResult(request.id, (one,))), "proto")
+                for request in self.requests.values()
+            ]
+        )
+
+
+@pytest.fixture
+def decoder(journal: Journal) -> Decoder:
+    return Decoder(journal)
+
+
+class Reader(threading.Thread):
+    """Reads one stream. heard: its tokens, with when each part came."""
+
+    def __init__(self, server: Running, pause: float = 0.0) -> None:
+        super().__init__()
+        self.server, self.pause = server, pause
+        self.heard: list[int] = []
+        self.last = ""
+        self.left = threading.Event()
+
+    def run(self) -> None:
+        body = {"model": BASE, "prompt": "a", "max_tokens": len(TOKENS), "stream": True, "return_token_ids": True}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with self.server.http.stream("POST", f"{self.server.url}/v1/completions", json=body, headers=headers) as answer:
+            for line in answer.iter_lines():
+                if self.left.is_set():
+                    return
+                self.last = line or self.last
+                if line.startswith("data: {"):
+                    for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
+                        self.heard += choice["token_ids"]
+                time.sleep(self.pause)
+
+    def until(self, count: int) -> None:
+        """Wait until so many tokens were heard."""
+        deadline = time.monotonic() + 60
+        while len(self.heard) < count:
+            assert time.monotonic() < deadline, f"heard {len(self.heard)} of {count}"
+            time.sleep(0.005)
+
+
+def listening(server: Running, count: int, **more: Any) -> list[Reader]:
+    readers = [Reader(server, **more) for _ in range(count)]
+    for reader in readers:
+        reader.start()
+    return readers
+
+
+def test_tokens_come_before_the_result_and_none_twice_after_a_crash(server: Running, decoder: Decoder) -> None:
+    (reader,) = listening(server, 1)
+    decoder.take(1)
+    decoder.decode(0, 8)
+    reader.until(8)
+    decoder.decode(8, 16)
+    reader.until(16)
+    decoder.decode(0, 6)  # a worker was killed: the next one begins again, in other chunks
+    decoder.decode(6, 18)
+    reader.until(18)
+    decoder.decode(20, 24)  # a row between was lost
+    decoder.answer()
+    reader.join(60)
+    assert reader.heard == TOKENS
+    assert reader.last == "data: [DONE]"
+
+
+def test_64_streams_on_two_servers_lose_nothing(start: Callable[..., Running], decoder: Decoder) -> None:
+    readers = [reader for server in (start(), start()) for reader in listening(server, 32)]
+    decoder.take(64)
+    for begin in range(0, len(TOKENS), 4):
+        decoder.decode(begin, begin + 4)
+        for reader in readers:
+            reader.until(begin + 4)
+    decoder.answer()
+    for reader in readers:
+        reader.join(60)
+        assert reader.heard == TOKENS
+
+
+def test_a_request_that_fails_after_its_beginning_ends_with_an_event(server: Running, decoder: Decoder) -> None:
+    (reader,) = listening(server, 1)
+    decoder.take(1)
+    decoder.decode(0, 4)
+    reader.until(4)
+    (request,) = decoder.requests.values()
+    decoder.journal.results.finish([request.failed("the weights have diverged", "user")])
+    reader.join(60)
+    assert json.loads(reader.last.removeprefix("data: "))["error"]["message"] == "the weights have diverged"
+
+
+def test_who_goes_away_is_cancelled(server: Running, decoder: Decoder) -> None:
+    gone, stays = listening(server, 1), listening(server, 1)
+    decoder.take(2)
+    decoder.decode(0, 4)
+    for reader in (*gone, *stays):
+        reader.until(4)
+    gone[0].left.set()
+    decoder.decode(4, 8)  # it reads this line, and closes
+    deadline = time.monotonic() + 60
+    while len(decoder.journal.results.finished(list(decoder.requests))) < 1:
+        assert time.monotonic() < deadline, "nobody cancelled"
+        time.sleep(0.01)
+    decoder.answer()
+    stays[0].join(60)
+    assert stays[0].heard == TOKENS
+
+
+def test_a_slow_reader_slows_nobody(server: Running, decoder: Decoder) -> None:
+    """One that does not read at all: a socket whose buffers are full."""
+    body = json.dumps({"model": BASE, "prompt": "a", "max_tokens": 40, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.sendall(head.encode() + body)
+        readers = listening(server, 4)
+        decoder.take(5)
+        for begin in range(0, len(TOKENS), 4):
+            decoder.decode(begin, begin + 4)
+            for reader in readers:
+                reader.until(begin + 4)
+        decoder.answer()
+        for reader in readers:
+            reader.join(60)
+            assert reader.heard == TOKENS
