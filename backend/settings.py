@@ -90,6 +90,11 @@ class Settings(BaseSettings):
     """tokens that are decoded before the sampler looks for new requests, at most"""
     chunks_per_microbatch: float = Field(1.0, ge=0.01, le=100)
     """decoded chunks for each training micro-batch while both sampling and training wait"""
+    most_drift: float = Field(
+        default=0.1,
+        ge=0,
+        description="nats: a forward_backward whose kl_sample_train:mean is larger is logged as a warning; 0 = none",
+    )
     warm_up: bool = Field(
         default=True,
         description="compile programs while the service is idle; doctor and /metrics report progress and how "

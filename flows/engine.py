@@ -145,7 +145,9 @@ async def _run(
         served = []
         for card, pool in zip(cards, ready, strict=True):
             saves = Saves()
-            context = ExecutionContext(journal, pool, store, card, clock, answers, saves, Snapshots(saves))
+            context = ExecutionContext(
+                journal, pool, store, card, clock, answers, saves, Snapshots(saves), most_drift=settings.most_drift
+            )
             stack.callback(context.close)
             noting = asyncio.create_task(note_compile_status(journal, pool, card.name), name="compile status")
             stack.callback(noting.cancel)

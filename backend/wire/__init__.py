@@ -13,6 +13,7 @@ from tinkerflow.backend.wire.custom_losses import read_custom_loss as read_custo
 from tinkerflow.backend.wire.forward import ForwardHeader as ForwardHeader
 from tinkerflow.backend.wire.forward import ForwardRead as ForwardRead
 from tinkerflow.backend.wire.forward import decode_forward as decode_forward
+from tinkerflow.backend.wire.forward import drift_metrics as drift_metrics
 from tinkerflow.backend.wire.forward import encode_forward as encode_forward
 from tinkerflow.backend.wire.forward import forward_backward_header as forward_backward_header
 from tinkerflow.backend.wire.forward import read_forward as read_forward

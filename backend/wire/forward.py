@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 
 from tinkerflow.backend.commands import CustomLoss, Example, Float32, Forward, ForwardResult, Int32, StabilityInfo
 from tinkerflow.backend.errors import UserError, broken, shown
+from tinkerflow.backend.spec.drift import kl_sample_train
 from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_TARGETS, MODEL_CONTEXT
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.wire import tinker_pb2 as pb
@@ -133,6 +134,23 @@ def decode_forward(
         examples = [_attribute(example, datum, i, recorded or {}) for i, (example, datum) in both]
     backward = not request.forward_only
     return Forward(request.model_id, tuple(examples), loss.name, read.config, backward=backward, custom=custom)
+
+
+def drift_metrics(command: Forward, result: ForwardResult) -> dict[str, float]:
+    """`kl_sample_train` of a loss whose data came with the sampler's logprobs; nothing for other losses.
+
+    Tokens count that have a weight and an advantage: prompts have none.
+    """
+    spec = loss_named(command.loss)
+    if spec.traced or "logprobs" not in spec.read:
+        return {}
+
+    def read(example: Example, logprobs: Float32) -> tuple[Float32, Float32, npt.NDArray[np.bool_]]:
+        inputs = example.inputs
+        counted = (example.weights_TK != 0) & (inputs.get("advantages", example.weights_TK) != 0)
+        return inputs["logprobs"], logprobs.reshape(counted.shape), counted
+
+    return kl_sample_train(map(read, command.examples, result.logprobs))
 
 
 def encode_forward(result: ForwardResult) -> bytes:

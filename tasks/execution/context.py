@@ -46,6 +46,7 @@ class ExecutionContext:
     """One base model: its worker group, what is in it, and the journal, store and clock that all base models share.
 
     generation: the only worker group that may execute what is sent through this; None: whichever serves.
+    most_drift: the mean `kl_sample_train` above which a forward_backward is logged, 0 = none.
     """
 
     journal: Journal
@@ -57,6 +58,7 @@ class ExecutionContext:
     saves: Saves
     snapshots: Snapshots
     generation: int | None = None
+    most_drift: float = 0.0
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def bound_to(self, generation: int) -> ExecutionContext:

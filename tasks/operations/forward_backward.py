@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from tinkerflow.backend.commands import ForwardResult
 from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
-from tinkerflow.backend.wire import decode_forward, encode_forward, load_custom_loss, read_forward
+from tinkerflow.backend.spec.drift import KL_MEAN
+from tinkerflow.backend.wire import decode_forward, drift_metrics, encode_forward, load_custom_loss, read_forward
 from tinkerflow.tasks.execution.context import Execution
 
-KL_METRIC = "kl_sample_train"  # how the names of metrics begin that say how far the sampling policy is
+log = logging.getLogger(__name__)
 
 
 async def execute(execution: Execution) -> Outcome:
@@ -40,11 +42,22 @@ async def execute(execution: Execution) -> Outcome:
     async with execution.slot:
         reply = execution.send(replace(command, adapter_id=execution.model_id), ForwardResult)
     result = await reply
-    answer = await context.decode(sum(array.nbytes for array in result.logprobs), lambda: encode_forward(result))
+
+    def encode() -> tuple[bytes, dict[str, float]]:
+        drift = drift_metrics(command, result)
+        return encode_forward(replace(result, metrics={**result.metrics, **drift})), drift
+
+    answer, drift = await context.decode(sum(array.nbytes for array in result.logprobs), encode)
+    if 0 < context.most_drift < drift.get(KL_MEAN, 0.0):
+        found = ", ".join(f"{name} {value:.3g}" for name, value in drift.items())
+        log.warning(
+            "model %s trains on samples of another policy, of older weights or computed differently: %s",
+            execution.model_id,
+            found,
+        )
     tokens = sum(len(example.tokens_T) for example in command.examples)
     effects: list[Effect] = [Used(request.session_id, card.name, UsageKind.TRAINING, tokens)]
     if command.backward:
         weight = float(sum(example.weights_TK.sum(dtype=float) for example in command.examples))
-        kl = next((value for name, value in result.metrics.items() if name.startswith(KL_METRIC)), None)
-        effects.append(LossMeasured(execution.model_id, tokens, weight, result.loss_sum, kl))
+        effects.append(LossMeasured(execution.model_id, tokens, weight, result.loss_sum, drift.get(KL_MEAN)))
     return request.done(answer, "proto", *effects)

@@ -138,11 +138,12 @@ def test_stable_reinforce_weighs_by_what_was_recorded_at_sampling(server):
     recording = trainer.save_weights_and_get_sampling_client(record_stability_info=True).result()
     params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=3, stop=[])
     good, bad = recording.sample(PROMPT, 2, params).result().sequences
-    n, beta = len(TOKENS) - 1, 0.5
+    n, beta, drift = len(TOKENS) - 1, 0.5, []
 
     def loss(config):
         """The result of a pass over both, and of each sequence its logprobs now and then."""
         result = trainer.forward_backward([rollout(good, 1.0), rollout(bad, -1.0)], "stable_reinforce", config).result()
+        drift.append(result.metrics["kl_sample_train:mean"])
         now = [output["logprobs"].to_numpy()[n:].astype(np.float64) for output in result.loss_fn_outputs]
         return result.metrics["loss:sum"], zip(now, (np.array(one.logprobs) for one in (good, bad)), strict=True)
 
@@ -153,10 +154,11 @@ def test_stable_reinforce_weighs_by_what_was_recorded_at_sampling(server):
     assert moved.metrics["grad_norm"] > 0
     second, ((g, g_then), (b, b_then)) = loss({"kl_coeff": beta})
     assert g.sum() > g_then.sum() and b.sum() < b_then.sum(), "it learnt to say the good one and not the bad one"
+    k3 = [float((np.exp(now - then) - 1 - (now - then)).sum()) for now, then in ((g, g_then), (b, b_then))]
+    assert drift == pytest.approx([0.0, sum(k3) / 16], rel=1e-3, abs=1e-6), "a mean over what was sampled"
     taper = math.exp(min(0.0, float((b - b_then).sum())))
     assert taper < 0.9
-    k3 = sum(float((np.exp(now - then) - 1 - (now - then)).sum()) for now, then in ((g, g_then), (b, b_then)))
-    assert second == pytest.approx(taper * b.sum() - g.sum() + beta * k3, rel=2e-3, abs=0.05)
+    assert second == pytest.approx(taper * b.sum() - g.sum() + beta * sum(k3), rel=2e-3, abs=0.05)
 
     silent = trainer.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, params).result().sequences[0]
     stranger = server.client().create_sampling_client(base_model=server.base_model, record_stability_info=True)
