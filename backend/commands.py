@@ -23,6 +23,7 @@ Float32 = npt.NDArray[np.float32]
 
 LORA_ALPHA = 32.0
 Optimizer = str  # a name in spec.optimizers.OPTIMIZERS
+Priority = Literal["interactive", "batch"]
 Loss = str  # a name in spec.losses.LOSSES
 BLOCK = 4 * 2**20  # bytes of a stored file that are hashed together, so that a part of it can be read and verified
 NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes for an empty cell
@@ -137,7 +138,7 @@ class SampleRequest:
     seed: 64 bits; sample i of a request uses a key derived from (seed, i), so a result never depends on the batch.
     stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
     min_p: the least probability a token may have, as a share of the most likely token's. adjustments, constraint:
-    None = none.
+    None = none. priority: an interactive request goes before its owner's batch requests that wait.
     """
 
     request_id: str
@@ -158,6 +159,7 @@ class SampleRequest:
     min_p: float = 0.0  # 0 = off
     adjustments: Adjustments | None = None
     constraint: Constraint | None = None
+    priority: Priority = "interactive"
     stream: bool = False  # tokens are told as they are decoded, and again in the result
 
 

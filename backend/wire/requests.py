@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import core_schema as schemas
 
 from tinkerflow.backend.checkpoint_paths import CheckpointPath
-from tinkerflow.backend.commands import LoraSpec, Optimizer, OptimResult
+from tinkerflow.backend.commands import LoraSpec, Optimizer, OptimResult, Priority
 from tinkerflow.backend.encryption import check_recipients
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.ids import NAME_RULE, is_name
@@ -445,6 +445,12 @@ class SamplingParams(Body):
     constraint: ConstraintBody | None = None
 
 
+def _priority(value: Any) -> str:
+    if value not in ("interactive", "batch"):
+        raise ValueError("'interactive' or 'batch'")
+    return str(value)
+
+
 class NumSamples(Body):
     """How many sequences a sample request asks for."""
 
@@ -472,6 +478,7 @@ class SampleBody(NumSamples):
     prompt_alt_tokens_k: Annotated[int, whole(0, MAX_LISTED)] = 0
     target_prompt_logprobs: TargetTensor | None = None
     record_stability_info: Flag = False
+    priority: Annotated[Priority, Rule(_priority, schemas.literal_schema(["interactive", "batch"]))] = "interactive"
     stream: Flag = False
 
 

@@ -103,6 +103,7 @@ def sample_request(
         topk_sample=_listed("topk_sample_logprobs", body.topk_sample_logprobs, vocab_size),
         min_p=params.min_p,
         adjustments=_adjustments(params, vocab_size),
+        priority=body.priority,
         constraint=None if params.constraint is None else _constraint(params.constraint, eos),
         stream=body.stream,
     )

@@ -53,6 +53,7 @@ sample_requests = st.builds(
     prompt_logprobs=st.booleans(),
     min_p=numbers,
     adjustments=st.none() | st.builds(c.Adjustments, numbers, numbers, numbers, biases),
+    priority=st.sampled_from(["interactive", "batch"]),
     constraint=st.none()
     | st.builds(c.Constraint, st.sampled_from(["json_schema", "regex"]), texts, st.lists(seeds, max_size=2).map(tuple)),
 )

@@ -125,10 +125,13 @@ def test_what_is_asked_beyond_the_sdk() -> None:
     asked = {"presence_penalty": 1, "frequency_penalty": -2, "repetition_penalty": 1.5, "logit_bias": {"9": 1, "3": -4}}
     request = decode(body({"min_p": 0.25, **asked}))
     assert request.min_p == 0.25
+    assert (plain.priority, decode(body(priority="batch")).priority) == ("interactive", "batch")
     assert request.adjustments == Adjustments(1.0, -2.0, 1.5, ((3, -4.0), (9, 1.0)))
 
 
 WRONG = [
+    (body(priority="high"), "priority is 'high': must be 'interactive' or 'batch'"),
+    (body(priority=["batch"]), "priority is ['batch']: must be 'interactive' or 'batch'"),
     (body({"min_p": 1.5}), "sampling_params.min_p is 1.5: must be a finite number >= 0 and <= 1"),
     (
         body({"presence_penalty": 2.5}),

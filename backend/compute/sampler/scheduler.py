@@ -10,8 +10,11 @@ free, and keeps them. So no sequence is preempted twice.
 
 Owners (the projects that ask) share the slots by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). All
 sequences count alike: an owner that asks for many waits behind what other owners ask meanwhile. One owner's requests
-are served in the order they come, but a request for few tokens overtakes a busy batch. All decisions follow from
-commands and from what the devices answered, so every process of a group decides alike.
+are served in the order they come, but a request for few tokens overtakes a busy batch, and an interactive request
+overtakes those of its owner's batch requests that wait: it takes the place in line of the first, and they move back.
+None of them is overtaken by more than `_MOST_OVERTAKING` sequences, so none waits for ever, and no owner gets more than
+its share by calling its requests interactive. All decisions follow from commands and from what the devices answered, so
+every process of a group decides alike.
 
 Three schedulers share a worker group fairly, each at its own level. The pool (`CommandScheduler`) divides the devices
 between training and sampling, and training between models: a step of the sampler follows a micro-batch. The engine
@@ -40,6 +43,8 @@ from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRe
 from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece, prefill_pieces
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 
+_MOST_OVERTAKING = 256  # sequences that go before a batch request that came earlier
+
 Held = list[tuple[int, ActiveSequence]]  # (slot, the sequence in it), ascending
 
 
@@ -50,7 +55,7 @@ class PrefillJob:
     score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
     the number of sequences its owner may have been served before it, had all owners shared alike. page: positions of a
     page. table, row: its pages and its row in a group, once it is in one. known: how many tokens these pages held
-    before.
+    before. overtaken: sequences that went before it and came later.
     """
 
     parent: ParentRequest
@@ -62,6 +67,7 @@ class PrefillJob:
     table: PageTable = field(default_factory=lambda: PageTable(0))
     row: int = 0
     known: int = 0
+    overtaken: int = 0
 
     @property
     def length(self) -> int:
@@ -238,7 +244,28 @@ class Scheduler:
         self._next_start[request.owner] = start + len(sequences)
         scored, page = parent.scores is not None, self._pool.page
         job = PrefillJob(parent, tokens, deque(sequences), score=scored, page=page, start=start)
-        self._waiting.insert(bisect.bisect(self._waiting, start, key=lambda other: other.start), job)
+        if overtaken := self._overtaken_by(job):
+            job.start = overtaken[0].start
+            for other in overtaken:
+                other.start += len(sequences)
+                other.overtaken += len(sequences)
+            self._waiting = deque(sorted(self._waiting, key=lambda other: other.start))
+        self._waiting.insert(bisect.bisect(self._waiting, job.start, key=lambda other: other.start), job)
+
+    def _overtaken_by(self, job: PrefillJob) -> list[PrefillJob]:
+        """The waiting jobs behind which its owner's order would put an interactive job, and before which it goes."""
+        request, count = job.parent.request, len(job.sequences)
+        found: list[PrefillJob] = []
+        if request.priority == "interactive":
+            for other in reversed(self._waiting):
+                theirs = other.parent.request
+                if theirs.owner != request.owner:
+                    continue
+                begun = other.sequences[0].preempted
+                if theirs.priority != "batch" or begun or other.overtaken + count > _MOST_OVERTAKING:
+                    break
+                found.append(other)
+        return found[::-1]
 
     def remove(self, request_id: str, *, failed: bool = False) -> None:
         """Forget a request and free its slots and pages; unknown ids are fine.

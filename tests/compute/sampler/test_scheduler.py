@@ -90,6 +90,43 @@ def test_owners_share_and_one_owners_requests_keep_their_order(line: Scheduler, 
     assert served(line) == ["b0", "c0", "a1", "b1", "a2", "a3", "c1", "a4", "a5"]
 
 
+def test_interactive_requests_go_before_their_owners_batch_and_no_other(line: Scheduler, admit: Any) -> None:
+    for number in range(4):
+        admit(f"a{number}", 300, owner="a", priority="batch")
+        admit(f"b{number}", 300, owner="b")
+    assert advance(line)[0].parent.request.request_id == "a0"
+    admit("a4", 300, owner="a")
+    admit("a5", 300, owner="a", samples=2)
+    admit("a6", 300, owner="a", priority="batch")
+    admit("a7", 300, owner="a")
+    admit("b4", 300, owner="b", priority="batch")
+    line.end(line.decoding[0], finite=True)
+    names = served(line)
+    assert [name for name in names if name[0] == "a"] == ["a4", "a5", "a7", "a1", "a2", "a3", "a6"]
+    assert [name for name in names if name[0] == "b"] == ["b0", "b1", "b2", "b3", "b4"]
+    # The shares are what they were: 4 sequences of b by when 4 of a, after its first, are served.
+    assert names.index("b3") <= names.index("a7") + 1
+
+
+def test_a_batch_request_is_not_overtaken_for_ever(line: Scheduler, admit: Any) -> None:
+    admit("batch", 300, owner="a", priority="batch")
+    for number in range(300):
+        admit(f"i{number}", 300, owner="a")
+    order = [job.parent.request.request_id for job in line._waiting]
+    assert order.index("batch") == 256
+    assert order[:256] + order[257:] == [f"i{number}" for number in range(300)]
+    starts = [job.start for job in line._waiting]
+    assert starts == list(range(301))
+
+
+def test_one_that_was_preempted_is_not_overtaken(line: Scheduler, admit: Any) -> None:
+    (sequence,) = admit("batch", 5, owner="a", priority="batch")
+    advance(line)
+    line._preempt(sequence)
+    admit("interactive", 5, owner="a")
+    assert [job.parent.request.request_id for job in line._waiting] == ["batch", "interactive"]
+
+
 def test_who_gave_up_is_not_charged(line: Scheduler, admit: Any) -> None:
     admit("b0", 300, owner="b")
     for number in range(5):
