@@ -119,7 +119,8 @@ async def messages(call: Authorised) -> Response:
     target, prompt = await _prompt(call, body)
     stops = [text for text in body.stop_sequences or () if text]
     params: dict[str, Any] = {
-        "max_tokens": body.max_tokens,
+        # Agents ask for a constant; the answer ends at the end of the context anyway.
+        "max_tokens": max(1, min(body.max_tokens, target.card.max_context - len(prompt.tokens))),
         "stop": stops,
         "stop_token_ids": [*target.card.eos_token_ids, *prompt.ends],
     }

@@ -3,6 +3,8 @@
 Values are plain text. The tool's schema says which of them are numbers, lists or objects.
 """
 
+from collections.abc import Callable
+
 from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallEnds
 from tinkerflow.api.chat.parsers import ParserSpec
 from tinkerflow.api.chat.reader import Reader, Steps, Tools, as_json, typed
@@ -12,15 +14,19 @@ FUNCTION, END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def parse(reader: Reader, tools: Tools) -> Steps[None]:
-    """Content with calls in it. Some models leave out `<tool_call>`, or `</parameter>`."""
-    while (mark := (yield from reader.until((OPEN, FUNCTION)))) is not None:
-        taken = [mark]
-        if mark == OPEN and not (yield from reader.skip(FUNCTION, taken)):
-            yield from reader.refuse(taken)
-            continue
-        if (yield from _call(reader, tools, taken)):
-            yield from reader.skip(CLOSE)
+def calls_between(opening: str, closing: str) -> Callable[[Reader, Tools], Steps[None]]:
+    """A parser of content with calls in it. Some models leave out `opening`, or `</parameter>`."""
+
+    def parse(reader: Reader, tools: Tools) -> Steps[None]:
+        while (mark := (yield from reader.until((opening, FUNCTION)))) is not None:
+            taken = [mark]
+            if mark == opening and not (yield from reader.skip(FUNCTION, taken)):
+                yield from reader.refuse(taken)
+                continue
+            if (yield from _call(reader, tools, taken)):
+                yield from reader.skip(closing)
+
+    return parse
 
 
 def _call(reader: Reader, tools: Tools, taken: list[str]) -> Steps[bool]:
@@ -52,4 +58,4 @@ def _call(reader: Reader, tools: Tools, taken: list[str]) -> Steps[bool]:
     return True
 
 
-PARSER = ParserSpec("qwen_xml", signs=(OPEN, FUNCTION), marks=(OPEN, CLOSE), parse=parse)
+PARSER = ParserSpec("qwen_xml", signs=(OPEN, FUNCTION), marks=(OPEN, CLOSE), parse=calls_between(OPEN, CLOSE))

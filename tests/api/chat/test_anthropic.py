@@ -35,7 +35,8 @@ def test_an_answer(claude: anthropic.Anthropic, speaker: Speaker) -> None:
     stopped = claude.messages.create(**ASKED, stop_sequences=["!"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "!")
     speaker.says("a", reason="length")
-    assert claude.messages.create(**ASKED).stop_reason == "max_tokens"
+    assert claude.messages.create(**(ASKED | {"max_tokens": 5000})).stop_reason == "max_tokens"
+    assert speaker.params.max_tokens == 4096 - len(speaker.tokens)
 
 
 def test_thinking_and_calls_are_blocks_whole_and_streamed(claude: anthropic.Anthropic, speaker: Speaker) -> None:

@@ -1,0 +1,129 @@
+"""What was trained answers the clients of OpenAI and Anthropic: the same tokens and logprobs as the SDK's sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import tinker
+from tinker import types
+from transformers import PreTrainedTokenizerBase
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def gpt(server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.api_url}/v1", api_key="tml-test", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server: Any) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.api_url, api_key="tml-test", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def taught(server: Any, make_datum: Callable[..., tinker.Datum]) -> dict[str, str]:
+    """Weights by what they learnt to answer: a greeting, and a call of a tool."""
+    client = server.client()
+    return {name: teach(client, server.base_model, make_datum, *said) for name, said in LESSONS.items()}
+
+
+LESSONS: dict[str, tuple[str, list[Any]]] = {"greets": ("I am a helpful model.", []), "calls": (CALL, TOOLS)}
+
+
+def teach(client: Any, base_model: str, make_datum: Any, answer: str, tools: list[Any]) -> str:
+    trainer = client.create_lora_training_client(base_model=base_model, rank=8, seed=1).result()
+    tokenizer = trainer.get_tokenizer()
+    prompt = tokenized(tokenizer, tools)
+    tokens = prompt + tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False)
+    lesson = make_datum(tokens, [0.0] * (len(prompt) - 1) + [1.0] * (len(tokens) - len(prompt)))
+    for _ in range(30):
+        step = trainer.forward_backward([lesson], "cross_entropy")
+        trainer.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
+        step.result()
+    return str(trainer.save_weights_for_sampler("taught").result().path)
+
+
+def tokenized(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> list[int]:
+    """The prompt as transformers makes it."""
+    text = tokenizer.apply_chat_template(HI, tools=tools or None, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer.encode(str(text), add_special_tokens=False))
+
+
+def chat(gpt: openai.OpenAI, model: str, tools: list[Any]) -> Any:
+    more: Any = {"tools": tools} if tools else {}
+    return gpt.chat.completions.create(
+        model=model, messages=HI, temperature=0, max_tokens=LENGTH, logprobs=True,
+        extra_body={"return_token_ids": True}, **more,
+    )  # fmt: skip
+
+
+def facts(done: Any) -> tuple[list[int], list[int], list[float]]:
+    choice = done.choices[0]
+    return done.prompt_token_ids, choice.token_ids, [entry.logprob for entry in choice.logprobs.content]
+
+
+def test_greedy_tokens_and_logprobs_are_those_of_the_sampling_client(
+    server: Any, gpt: openai.OpenAI, taught: dict[str, str]
+) -> None:
+    client, expected, asked = server.client(), [], []
+    for model, tools in [(server.base_model, []), (taught["greets"], []), (taught["calls"], TOOLS)]:
+        named = {"base_model": model} if model == server.base_model else {"model_path": model}
+        sampler = client.create_sampling_client(**named).result()
+        prompt = tokenized(sampler.get_tokenizer(), tools)
+        params = types.SamplingParams(max_tokens=LENGTH, temperature=0.0)
+        (one,) = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences
+        expected.append((prompt, list(one.tokens), list(one.logprobs or [])))
+        asked.append((model, tools))
+    alone = [chat(gpt, *one) for one in asked]
+    assert [facts(done) for done in alone] == expected
+    with ThreadPoolExecutor(len(asked)) as threads:  # the base model and two adapters in one batch
+        together = list(threads.map(lambda one: chat(gpt, *one), asked))
+    assert [facts(done) for done in together] == expected
+
+
+def test_an_adapter_answers_otherwise_than_its_base_model(
+    server: Any, gpt: openai.OpenAI, claude: anthropic.Anthropic, taught: dict[str, str]
+) -> None:
+    base, greets = chat(gpt, server.base_model, []), chat(gpt, taught["greets"], [])
+    assert greets.choices[0].message.content == "I am a helpful model."
+    assert greets.choices[0].finish_reason == "stop"
+    assert base.choices[0].message.content != greets.choices[0].message.content
+    run = taught["greets"].removeprefix("tinker://").split("/")[0]
+    assert chat(gpt, run, []).choices[0].message.content == "I am a helpful model."
+    said = claude.messages.create(model=run, max_tokens=LENGTH, messages=HI, extra_body={"temperature": 0})
+    assert [block.to_dict() for block in said.content] == [{"type": "text", "text": "I am a helpful model."}]
+
+
+def test_a_tool_is_called_whole_and_in_streams_of_both_forms(
+    gpt: openai.OpenAI, claude: anthropic.Anthropic, taught: dict[str, str]
+) -> None:
+    whole = chat(gpt, taught["calls"], TOOLS).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert [(call.function.name, call.function.arguments) for call in whole.message.tool_calls] == [
+        ("weather", '{"city": "Rome"}')
+    ]
+    asked: Any = {"model": taught["calls"], "messages": HI, "tools": TOOLS, "temperature": 0}
+    with gpt.chat.completions.stream(**asked) as stream:
+        parsed = stream.get_final_completion().choices[0]
+    assert parsed.finish_reason == "tool_calls"
+    assert [call.function.arguments for call in parsed.message.tool_calls or []] == ['{"city": "Rome"}']
+    tools: Any = [{"name": "weather", "input_schema": {"type": "object"}}]
+    with claude.messages.stream(
+        model=taught["calls"], max_tokens=LENGTH, messages=HI, tools=tools, extra_body={"temperature": 0}
+    ) as events:
+        message = events.get_final_message()
+    assert [(block.name, block.input) for block in message.content if block.type == "tool_use"] == [
+        ("weather", {"city": "Rome"})
+    ]
+    assert message.stop_reason == "tool_use"
