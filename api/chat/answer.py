@@ -4,22 +4,53 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from tinkerflow.api.call import Call
 from tinkerflow.api.chat.conversation import Prompt
 from tinkerflow.api.chat.events import Event, Said
-from tinkerflow.api.generation import Piece
+from tinkerflow.api.generation import Generation, Piece, generate
 from tinkerflow.api.models import Target
 from tinkerflow.api.text import Detokenizer
+from tinkerflow.backend.errors import UserError
 
 Finish = Literal["stop", "length", "calls"]
+_SCHEMA = "constraint.value"  # the field of a schema in sampling_params
 _ID = string.ascii_letters + string.digits
 
 
 def call_id() -> str:
     """An id for a call: nine letters or digits, because Mistral's chat templates refuse any other."""
     return "".join(secrets.choice(_ID) for _ in range(9))
+
+
+async def sampled(
+    call: Call,
+    target: Target,
+    prompt: Prompt,
+    params: Mapping[str, Any],
+    num_samples: int = 1,
+    *,
+    stream: bool = False,
+    top_logprobs: int = 0,
+) -> Generation:
+    """Sample answers to a prompt, held to its schema. Arguments and errors as of `generate`.
+
+    prompt: of `prompt_of`. params: sampling_params without a constraint.
+    """
+    wanted = dict(params)
+    if prompt.schema is not None:
+        wanted["constraint"] = {"type": "json_schema", "value": prompt.schema}
+    try:
+        return await generate(
+            call, target, prompt.tokens, wanted, num_samples, stream=stream, top_logprobs=top_logprobs
+        )
+    except UserError as error:
+        if not error.message.startswith(_SCHEMA):
+            raise
+        # Clients of these endpoints know no constraint.
+        raise UserError(prompt.schema_field + error.message.removeprefix(_SCHEMA)) from error
 
 
 class AnswerReader:

@@ -37,14 +37,15 @@ class Tool:
 class Conversation:
     """messages: in OpenAI's form, with contents as texts and arguments as objects. tools: those that may be called.
 
-    must_call: the answer is a call of one of these. schema: the answer is JSON of this schema. options: variables of
-    the chat template. prefill: how the answer begins.
+    must_call: the answer is a call of one of these. schema: the answer is JSON of this schema. schema_field: where the
+    request has it. options: variables of the chat template. prefill: how the answer begins.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Tool] = ()
     must_call: Sequence[Tool] = ()
     schema: Mapping[str, Any] | None = None
+    schema_field: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     prefill: str = ""
 
@@ -55,8 +56,8 @@ class Prompt:
 
     spec: the parser. tools: those that may be called. thinks: reasoning is kept apart. opened: the prompt without
     `begun` ends inside of reasoning. begun: the end of the prompt that the parser reads, because it is the beginning of
-    the answer. schema: the sampled text is JSON of this schema. ends: tokens that end the answer beside the base
-    model's own.
+    the answer. schema: the sampled text is JSON of this schema, which the request has in schema_field. ends: tokens
+    that end the answer beside the base model's own.
     """
 
     tokens: list[int]
@@ -66,6 +67,7 @@ class Prompt:
     opened: bool
     begun: str
     schema: Mapping[str, Any] | None
+    schema_field: str
     ends: tuple[int, ...]
 
     def parser(self) -> Parser:
@@ -100,10 +102,6 @@ async def prompt_of(target: Target, conversation: Conversation) -> Prompt:
         schema = _call_schema(conversation.must_call)
         begun += spec.opening
         spec = spec if spec.opening else PARSERS[_JSON]
-    if schema is not None:
-        raise UserError(
-            "an answer of a given form, or a required call of a tool: must be left out, it is not built yet"
-        )
     ends = {end for token in _TURN_ENDS if token in source and (end := tokenizer.id_of(token)) is not None}
     return Prompt(
         tokens=await tokenizer.encode(text + begun + conversation.prefill, special=False),
@@ -113,6 +111,7 @@ async def prompt_of(target: Target, conversation: Conversation) -> Prompt:
         opened=opened,
         begun=begun,
         schema=schema,
+        schema_field="tools" if conversation.must_call else conversation.schema_field,
         ends=tuple(sorted(ends - {*target.card.eos_token_ids})),
     )
 

@@ -11,10 +11,10 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict
-from tinkerflow.api.chat.answer import AnswerReader
+from tinkerflow.api.chat.answer import AnswerReader, sampled
 from tinkerflow.api.chat.conversation import Conversation, Tool, prompt_of
 from tinkerflow.api.chat.openai import ChatAnswer, Wanted
-from tinkerflow.api.generation import generate, until_gone
+from tinkerflow.api.generation import until_gone
 from tinkerflow.api.models import resolve
 from tinkerflow.api.openai import MAX_TOP, SamplingFields
 from tinkerflow.api.openapi import takes
@@ -159,10 +159,8 @@ async def chat_completions(call: Authorised) -> Response:
     params = body.params(target, body.max_completion_tokens or body.max_tokens)
     if not body.ignore_eos:
         params["stop_token_ids"] += prompt.ends
-    if prompt.schema is not None:
-        params["constraint"] = {"type": "json_schema", "schema": prompt.schema}
-    generation = await generate(
-        call, target, prompt.tokens, params, body.n, stream=body.stream, top_logprobs=body.top_logprobs or 0
+    generation = await sampled(
+        call, target, prompt, params, body.n, stream=body.stream, top_logprobs=body.top_logprobs or 0
     )
 
     def reader() -> AnswerReader:
@@ -203,6 +201,7 @@ def _conversation(body: ChatCompletion) -> Conversation:
         tools=() if choice == "none" else tools,
         must_call=must_call,
         schema=schema,
+        schema_field="response_format",
         options=_options(body),
     )
 

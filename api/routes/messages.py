@@ -10,10 +10,10 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict, Wire
-from tinkerflow.api.chat.answer import AnswerReader
+from tinkerflow.api.chat.answer import AnswerReader, sampled
 from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Conversation, Prompt, Tool, prompt_of
-from tinkerflow.api.generation import generate, until_gone
+from tinkerflow.api.generation import until_gone
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.chat import ToolName, text_of
@@ -125,9 +125,7 @@ async def messages(call: Authorised) -> Response:
         "stop_token_ids": [*target.card.eos_token_ids, *prompt.ends],
     }
     params |= {name: given for name in ("temperature", "top_k", "top_p") if (given := getattr(body, name)) is not None}
-    if prompt.schema is not None:
-        params["constraint"] = {"type": "json_schema", "schema": prompt.schema}
-    generation = await generate(call, target, prompt.tokens, params, stream=body.stream)
+    generation = await sampled(call, target, prompt, params, stream=body.stream)
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     answer = MessageAnswer(generation, prompt, AnswerReader(target, prompt, stops, one_call=one_call))
     if body.stream:
@@ -179,6 +177,7 @@ def _conversation(body: Counting) -> Conversation:
         tools=() if choice.type == "none" else tools,
         must_call=must_call,
         schema=schema,
+        schema_field="output_config.format",
         options=_options(body.thinking, body.output_config),
         prefill=prefill,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,14 +43,14 @@ LESSONS: dict[str, tuple[str, list[Any]]] = {"greets": ("I am a helpful model.",
 
 
 def teach(client: Any, base_model: str, make_datum: Any, answer: str, tools: list[Any]) -> str:
-    trainer = client.create_lora_training_client(base_model=base_model, rank=8, seed=1).result()
+    trainer = client.create_lora_training_client(base_model=base_model, rank=32, seed=1).result()
     tokenizer = trainer.get_tokenizer()
     prompt = tokenized(tokenizer, tools)
     tokens = prompt + tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False)
     lesson = make_datum(tokens, [0.0] * (len(prompt) - 1) + [1.0] * (len(tokens) - len(prompt)))
     for _ in range(30):
         step = trainer.forward_backward([lesson], "cross_entropy")
-        trainer.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
+        trainer.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()
         step.result()
     return str(trainer.save_weights_for_sampler("taught").result().path)
 
@@ -89,7 +90,9 @@ def test_greedy_tokens_and_logprobs_are_those_of_the_sampling_client(
     assert [facts(done) for done in alone] == expected
     with ThreadPoolExecutor(len(asked)) as threads:  # the base model and two adapters in one batch
         together = list(threads.map(lambda one: chat(gpt, *one), asked))
-    assert [facts(done) for done in together] == expected
+    for done, (prompt, tokens, logprobs) in zip(together, expected, strict=True):
+        assert facts(done)[:2] == (prompt, tokens)
+        assert facts(done)[2] == pytest.approx(logprobs, abs=1e-5)  # a batch of four rows sums in another order
 
 
 def test_an_adapter_answers_otherwise_than_its_base_model(
@@ -127,3 +130,24 @@ def test_a_tool_is_called_whole_and_in_streams_of_both_forms(
         ("weather", {"city": "Rome"})
     ]
     assert message.stop_reason == "tool_use"
+
+
+def test_a_required_call_and_a_schema_hold_for_a_model_that_knows_neither(server: Any, gpt: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked: Any = {"model": server.base_model, "messages": HI, "max_tokens": 200, "seed": 1}
+    done = gpt.chat.completions.create(**asked, response_format=form)
+    assert 0 <= json.loads(done.choices[0].message.content or "")["answer"] <= 99
+    tools: Any = [{"type": "function", "function": {"name": "count", "parameters": schema}}, *TOOLS]
+    named: Any = {"type": "function", "function": {"name": "count"}}
+    done = gpt.chat.completions.create(**asked, tools=tools, tool_choice=named)
+    (call,) = done.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "count"
+    assert 0 <= json.loads(call.function.arguments)["answer"] <= 99
+    assert done.choices[0].finish_reason == "tool_calls"

@@ -173,6 +173,11 @@ def test_what_the_model_did_not_finish_as_a_call_is_content(gpt: openai.OpenAI, 
             "one of the tools",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must be given"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
+            "response_format",
+            "no json_schema that can be obeyed",
+        ),
         ({"temperature": -1}, "temperature", ">= 0"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "left out"),
         ({"max_tokens": 100_000}, "max_tokens", "at most"),
@@ -202,3 +207,22 @@ def test_an_error_before_the_first_token_is_an_answer_of_its_own(gpt: openai.Ope
     speaker.engine.next_outcome = fails
     with pytest.raises(openai.InternalServerError, match="the devices are gone"):
         gpt.chat.completions.create(model=BASE, messages=HI, stream=True)
+
+
+def test_a_required_call_and_a_schema_constrain_what_is_sampled(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says('{"name": "weather", "arguments": {"city": "Rome"}}')
+    done = gpt.chat.completions.create(model=BASE, messages=HI, tools=TOOLS, tool_choice="required")
+    assert [call.function.name for call in done.choices[0].message.tool_calls or []] == ["weather"]  # type: ignore[union-attr]
+    assert speaker.prompt.endswith("<|im_start|>assistant\n<tool_call>\n")
+    schema = speaker.params.constraint.value
+    assert schema["properties"]["name"] == {"const": "weather"}
+    assert schema["properties"]["arguments"] == TOOLS[0]["function"]["parameters"]
+    wanted: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted, "strict": True}}
+    speaker.says('{"a": 3}')
+    done = gpt.chat.completions.create(model=BASE, messages=HI, response_format=form)
+    assert done.choices[0].message.content == '{"a": 3}'
+    assert speaker.params.constraint.value == wanted
+    speaker.says("{}")
+    gpt.chat.completions.create(model=BASE, messages=HI, response_format={"type": "json_object"})
+    assert speaker.params.constraint.value == {"type": "object"}
