@@ -21,6 +21,8 @@ from jax.experimental.pallas import triton
 
 _LEAST = 16  # of a tile's side: what tensor cores multiply
 _MOST_ROWS, _MOST_OUT, _BYTES_IN = 128, 128, 128  # of a tile; _BYTES_IN: of one row of it
+_FEW_ROWS, _FEW_OUT = 64, 64  # of a tile where reading the matrix takes longer than multiplying by it
+_PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
 
 
 def product(
@@ -31,9 +33,40 @@ def product(
     x_Mi: rows sorted by expert. weight: [E, i, o], transposed [E, o, i], of any dtype; int8 is converted tile by tile.
     sizes_E: int32, rows of each expert. interpret: run the kernel on a CPU, for tests.
     """
-    M, i = x_Mi.shape
-    E, o = sizes_E.shape[0], weight.shape[1 if transposed else 2]
+    (M, i), E = x_Mi.shape, sizes_E.shape[0]
+    o = weight.shape[1 if transposed else 2]
     r, n, k = _rows(M, E), _side(o, _MOST_OUT), _side(i, _BYTES_IN // x_Mi.dtype.itemsize)
+    blocks = _blocks(sizes_E, r, pl.cdiv(M, r) + min(E, M))  # no fewer than there can be
+    return _product(x_Mi, weight, blocks, (r, n, k), transposed=transposed, interpret=interpret)
+
+
+def layer_product(x_Mi: jax.Array, stack_Loi: jax.Array, layer: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Few rows times the transpose of one layer's matrix, which is read in place: [M, o] in the dtype of x.
+
+    XLA:GPU copies a matrix out of a stack before it multiplies by it, which for few rows costs twice what the product
+    does. stack_Loi: the matrices of all L layers, of any dtype. layer: int32 scalar. interpret: as above.
+    """
+    (M, i), o = x_Mi.shape, stack_Loi.shape[1]
+    r = _side(M, _FEW_ROWS)
+    rows = pl.cdiv(M, r)
+    n = _side(pl.next_power_of_2(pl.cdiv(o * rows, _PROGRAMS)), _FEW_OUT)
+    k = _side(i, 2 * _BYTES_IN // x_Mi.dtype.itemsize)
+    start_b = jnp.arange(rows, dtype=jnp.int32) * r
+    blocks = jnp.full(rows, layer, jnp.int32), start_b, jnp.full(rows, M, jnp.int32)
+    return _product(x_Mi, stack_Loi, blocks, (r, n, k), transposed=True, interpret=interpret, name="layer_product")
+
+
+def _product(
+    x_Mi: jax.Array,
+    weight: jax.Array,
+    blocks: tuple[jax.Array, jax.Array, jax.Array],
+    tile: tuple[int, int, int],
+    *,
+    transposed: bool,
+    interpret: bool,
+    name: str = "grouped_product",
+) -> jax.Array:
+    (M, i), o, (r, n, k) = x_Mi.shape, weight.shape[1 if transposed else 2], tile
 
     def kernel(x_ref: Any, weight_ref: Any, expert_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any) -> None:
         block, column = pl.program_id(1), pl.program_id(0) * n
@@ -56,15 +89,14 @@ def product(
             there = out_ref.at[pl.ds(start, r), pl.ds(column, n)]
             triton.store(there, sums_rn.astype(out_ref.dtype), mask=rows[:, None] & outs[None])
 
-    blocks = pl.cdiv(M, r) + min(E, M)  # no fewer than there can be
     result: jax.Array = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((M, o), x_Mi.dtype),
-        grid=(pl.cdiv(o, n), blocks),
+        grid=(pl.cdiv(o, n), blocks[0].shape[0]),
         compiler_params=triton.CompilerParams(num_warps=8 if r * n >= 128 * 64 else 4, num_stages=3),
         interpret=interpret,
-        name="grouped_product",
-    )(x_Mi, weight, *_blocks(sizes_E, r, blocks))
+        name=name,
+    )(x_Mi, weight, *blocks)
     return result
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
 from tinkerflow.backend.compute.families import layers_with
 from tinkerflow.backend.compute.lora import LoraPair
+from tinkerflow.backend.compute.matmul import OfLayer
 
 LayerParams = Mapping[str, Any]  # arrays, and Weights where a matrix is multiplied
 LayerPairs = Mapping[str, LoraPair]
@@ -33,13 +34,15 @@ def over_layers(
     carry: Carry,
     params: LayerParams | tuple[LayerParams, ...],
     lora: LayerPairs,
+    in_place: frozenset[str] = frozenset(),
 ) -> Carry:
     """The carry after `layer` of every layer.
 
     cfg: has the kinds. layer: is given its kind, the carry, and (place, weights, adapter pairs) of the layer. Its place
     is the number among the layers with the same mixer. The kind is known when it is traced, the place only if the
     weights are by layer. carry: what the first layer is given. params: stacked weights are looped over; weights by
-    layer are computed one after the other. lora: stacked or by layer, as `params` are.
+    layer are computed one after the other. lora: stacked or by layer, as `params` are. in_place: the stacked matrices
+    of which `layer` is given `OfLayer`.
     """
     kinds = cfg.layer_kinds
     if isinstance(params, tuple):
@@ -51,8 +54,15 @@ def over_layers(
         return carry
     for start, period, repeats in runs(kinds):
         if period == 1 and repeats == cfg.layers:
-            return _scanned(partial(layer, kinds[0]), carry, (jnp.arange(repeats, dtype=jnp.int32), params, lora))
-        carry = _run(cfg, layer, carry, params, lora, start=start, period=period, repeats=repeats)
+            sliced = {name: stack for name, stack in params.items() if name not in in_place}
+
+            def once(carry: Carry, stacked: tuple[Any, LayerParams, LayerPairs]) -> Carry:
+                number, weights, pairs = stacked
+                whole = {name: OfLayer(params[name], number) for name in in_place}
+                return layer(kinds[0], carry, (number, {**weights, **whole}, pairs))
+
+            return _scanned(once, carry, (jnp.arange(repeats, dtype=jnp.int32), sliced, lora))
+        carry = _run(cfg, layer, carry, params, lora, in_place, start=start, period=period, repeats=repeats)
     return carry
 
 
@@ -81,6 +91,7 @@ def _run(
     carry: Carry,
     params: LayerParams,
     lora: LayerPairs,
+    in_place: frozenset[str],
     *,
     start: int,
     period: int,
@@ -103,10 +114,14 @@ def _run(
         for number in numbers:
             mixer = cfg.numbers(kinds[number].mixer)
             # A weight is taken out of the whole stack: a part of a stack would be a copy.
+            own_places = {
+                name: homes[name].index(number) + step * each(homes[name]) for name in params if number in homes[name]
+            }
             weights = {
-                name: jax.tree.map(partial(_at, place=homes[name].index(number) + step * each(homes[name])), stack)
-                for name, stack in params.items()
-                if number in homes[name]
+                name: OfLayer(params[name], place)
+                if name in in_place
+                else jax.tree.map(partial(_at, place=place), params[name])
+                for name, place in own_places.items()
             }
             places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
             here = {name: LoraPair(A=pairs[name].A[place], B=pairs[name].B[place]) for name, place in places.items()}

@@ -5,19 +5,44 @@ Letters: M rows, i inputs, o outputs.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
+from tinkerflow.backend.compute import grouped_gpu
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight
 
 _FEW = 32  # rows; with 64 there is no gain, and a training step of so few tokens takes a fifth longer
+_IN_PLACE = 256  # rows; with more, a GPU multiplies for longer than it copies a matrix
 
 
-def matmul(x: jax.Array, weight: Weight) -> jax.Array:
-    """x [..., in] times the transpose of a base weight [out, in], in the dtype of x. Differentiable by x."""
+@flax.struct.dataclass
+class OfLayer:
+    """One layer's matrix in the stack of all layers [L, out, in], for a GPU that can read it there. layer: int32."""
+
+    stack: Weight
+    layer: jax.Array
+
+
+def matmul(x: jax.Array, weight: Weight | OfLayer) -> jax.Array:
+    """x [..., in] times the transpose of a base weight [out, in], in the dtype of x.
+
+    Differentiable by x, but for OfLayer.
+    """
+    if isinstance(weight, OfLayer):
+        own = jax.tree.map(
+            lambda stack: jax.lax.dynamic_index_in_dim(stack, weight.layer, keepdims=False), weight.stack
+        )
+        if math.prod(x.shape[:-1]) > _IN_PLACE:
+            return matmul(x, own)
+        stack = weight.stack.values if isinstance(weight.stack, Int8) else weight.stack
+        y = grouped_gpu.layer_product(x.reshape(-1, x.shape[-1]), stack, weight.layer)
+        y = y.reshape(*x.shape[:-1], -1)
+        return y * own.scale if isinstance(own, Int8) else y
     if isinstance(weight, Int8):
         return product(x, weight.values.astype(x.dtype)) * weight.scale
     return product(x, weight)

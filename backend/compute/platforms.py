@@ -51,6 +51,7 @@ CUDA = Platform(
     "cuda",
     flags=(
         "--xla_gpu_enable_dynamic_slice_fusion=true",  # a layer's weights are read in place, not copied
+        "--xla_gpu_dot_merger_threshold_mb=0",  # else decode copies each base matrix, to append an adapter's small one
         "--xla_gpu_enable_latency_hiding_scheduler=true",  # this and the next four: gathers run beside matmuls
         "--xla_gpu_enable_pipelined_all_gather=true",
         "--xla_gpu_enable_pipelined_all_reduce=true",

@@ -6,6 +6,7 @@ for both, and every turn of a loop. What it takes for granted:
   has none.
 - an operation outside of a fusion reads its operands from device memory and writes its result to it, once. Of an
   operand that it only slices, it reads the slice; an update in place writes the update.
+- attention over pages reads every page of its tables, with every query.
 - on TPUs, arrays in on-chip memory (`S(1)` and above in their layout) cost nothing.
 """
 
@@ -17,7 +18,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
+
+Known = TypeVar("Known")
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -34,6 +37,7 @@ _NO_WORK = frozenset(
     ("AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "AssumeGatherIndicesInBound")
 )
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # with the place of their updates among the operands
 
 
 @dataclass(frozen=True)
@@ -363,6 +367,8 @@ class _Counter:
             return sum(map(self._moved, op.shapes))
         if kind == "custom-call" and op.target in _NO_WORK:
             return 0
+        if kind == "custom-call" and (read := _known(_READ, op)):
+            return read([operand.shapes[0] for operand in operands]) + self._all(op)
         return self._all(op) + sum(map(self._all, operands))
 
     def _fusion_bytes(self, operands: list[_Op], op: _Op) -> int:
@@ -384,8 +390,8 @@ class _Counter:
                 total += self._read(inner, user)
             elif user.opcode in _SLICES and user.operands[0] == value.name:
                 total += sum(shape.nbytes for shape in user.shapes)
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
-                continue  # in place
+            elif user.opcode in _IN_PLACE and user.operands[0] == value.name:
+                continue
             elif user.opcode == "fusion":
                 nested = self._program.computations[_required(user, "calls")]
                 parameters = {int(one.inner): one for one in nested.values() if one.opcode == "parameter"}
@@ -410,8 +416,8 @@ class _Counter:
         """Bytes that are written where a fusion's result is an update in place; else all of the result."""
         while result.opcode in ("bitcast", "copy") and result.operands:
             result = inner[result.operands[0]]
-        if result.opcode == "dynamic-update-slice":
-            return sum(shape.nbytes for shape in inner[result.operands[1]].shapes)
+        if result.opcode in _IN_PLACE:
+            return sum(shape.nbytes for shape in inner[result.operands[_IN_PLACE[result.opcode]]].shapes)
         if result.opcode == "fusion":
             nested = self._program.computations[_required(result, "calls")]
             return self._update(nested, next(one for one in nested.values() if one.root))
@@ -451,8 +457,7 @@ class _Counter:
         cost = op.backend.get("custom_call_config", {}).get("cost_estimate")
         if cost:
             return int(cost.get("flops", 0))
-        known = next((flops for name, flops in _KERNELS.items() if name in f"{op.label} {op.name}"), None)
-        if known:
+        if known := _known(_KERNELS, op):
             return known([computation[name].shapes[0] for name in op.operands], op.shapes[0])
         self._counts.kernels[op.target] = self._counts.kernels.get(op.target, 0) + times
         return 0
@@ -463,17 +468,44 @@ def _attention(products: int, keys: int) -> Callable[[list[Shape], Shape], int]:
     return lambda operands, result: products * operands[0].size * operands[1].dims[keys]
 
 
+def _pages(operands: list[Shape]) -> int:
+    """Of GPUs' [L, N, ...], keys and values, and of the queries."""
+    _, tables, _, q, k, v = operands
+    return tables.size * (k.nbytes + v.nbytes) // (k.dims[0] * k.dims[1]) + q.nbytes
+
+
+def _ragged_pages(operands: list[Shape]) -> int:
+    """Of TPUs' [L N, P, 2 G, d]."""
+    _, tables, _, _, _, q, pages = operands
+    return tables.size * pages.nbytes // pages.dims[0] + q.nbytes
+
+
+# Bytes that kernels read which are given all layers, and read of one.
+_READ: dict[str, Callable[[list[Shape]], int]] = {
+    "ragged_paged_attention": _ragged_pages,
+    "paged_attention": _pages,
+    "layer_product": lambda operands: operands[0].nbytes + operands[1].nbytes // operands[1].dims[0],
+}
+
 # Kernels that state no cost: Triton's cannot, and JAX's splash attention does not. GPUs' attention has [B, T, H, d],
 # TPUs' [B, H, T, d]. Backward they compute the scores again; both of the GPU's loops do.
 _KERNELS: dict[str, Callable[[list[Shape], Shape], int]] = {
     "attention_forward": _attention(2, 1),
     "attention_backward": _attention(7, 1),
+    "ragged_paged_attention": lambda operands, result: 4 * operands[5].size * operands[1].dims[1] * operands[6].dims[1],
+    "paged_attention": lambda operands, result: 4 * operands[3].size * operands[1].dims[1] * operands[5].dims[3],
+    "layer_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
     "splash_mha_fwd": _attention(2, -2),
     "splash_mha_dkv": _attention(4, -2),
     "splash_mha_dq": _attention(3, -2),
     "grouped_product": lambda operands, result: 2 * operands[0].size * result.dims[-1],
     "grouped_outer": lambda operands, result: 2 * operands[0].size * operands[1].dims[-1],
 }
+
+
+def _known(kernels: dict[str, Known], op: _Op) -> Known | None:
+    """What is known of the kernel that `op` calls, by the first name that its own has a part of."""
+    return next((known for name, known in kernels.items() if name in f"{op.label} {op.name}"), None)
 
 
 def _required(op: _Op, name: str) -> str:

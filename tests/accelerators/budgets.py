@@ -53,6 +53,7 @@ MEMORY_16 = Measure(
 UNKNOWN_LOOPS = Measure("loops without a trip count", "", lambda record: len(record["unknown_loops"]))
 GATHERED = Measure("largest array that is gathered", "MB", lambda record: record["gathered"] / 1e6)
 DENSE = Measure("flops over those that are needed", "x", lambda record: record["flops"] / record["useful_flops"])
+STEP = Measure("bytes of a step over weights and live KV", "x", lambda record: record["step"] / record["needed"])
 LOSS_ROWS = Measure("rows of a matmul with the vocabulary", "", lambda record: record["loss_rows"], most=False)
 MFU = Measure("MFU by roofline", "%", lambda record: 100 * record["mfu"], most=False)
 ADAPTER = Measure("an adapter in training, of each device", "GB", lambda record: record["adapter"] / GB)
@@ -100,8 +101,21 @@ BUDGETS = (
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), MEMORY, 100),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), WHOLE_ADAPTER, 4),
     Budget(_case("30B-A3B h100:8 forward_backward 8x1024"), ADAPTER, 0.5),
-    Budget(_case("4B h100:1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1, met=False),
-    Budget(_case("4B v6e:1x1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1, met=False, quick=False),
+    Budget(_case("4B h100:1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1),
+    Budget(_case("4B v6e:1x1 decode 64x2048", unknown_trips=CHUNK), UNKNOWN_LOOPS, 1, quick=False),
+    *(
+        Budget(_case(f"4B {target} decode {sizes}", unknown_trips=CHUNK), STEP, 1.25, quick=quick)
+        for target, sizes, quick in (
+            ("h100:1", "1x512", True),
+            ("h100:1", "1x32768", False),
+            ("h100:1", "8x8192", False),
+            ("h100:1", "64x512", True),
+            ("h100:1", "64x2048", True),
+            ("h100:1", "256x512", False),
+            ("v6e:1x1", "1x512", False),
+            ("v6e:1x1", "64x2048", False),
+        )
+    ),
     Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK), GATHERED, 1, met=False),
     Budget(_case("32B h100:8 decode 64x2048", unknown_trips=CHUNK, tensor=8), GATHERED, 40),
 )

@@ -55,7 +55,25 @@ def record(case: Case, cache: str) -> Record:
         "adapter": held_bytes(programs.lora) * copies,
         "whole_adapter": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.lora)) * copies,
         "unstated": counts.kernels,
+        **(
+            {"step": _step(counts, case.unknown_trips), "needed": _needed(programs, case)}
+            if case.program == "decode"
+            else {}
+        ),
     }
+
+
+def _step(counts: Counts, steps: int) -> float:
+    """Bytes of one decode step in which no row asks for top-k or top-p."""
+    filters = "/cond/branch_1_fun/cond/branch_1_fun"  # in `sampling.sample`
+    return sum(work.bytes for work in counts.work if filters not in work.name) / steps
+
+
+def _needed(programs: Programs, case: Case) -> float:
+    """Bytes that a decode step cannot do without, on each device: the weights, and keys and values of all positions."""
+    cfg, (slots, positions) = programs.cfg, case.sizes
+    cell = 2 * len(cfg.numbers("attention")) * cfg.kv_heads * cfg.head_dim * programs.params.embed_VD.dtype.itemsize
+    return held_bytes(programs.params) + slots * positions * cell / programs.mesh.size
 
 
 def _parts(counts: Counts, device: Device, rank: int) -> dict[str, float]:

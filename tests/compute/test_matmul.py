@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.compute.closeness import close
 
-from tinkerflow.backend.compute.matmul import matmul
+from tinkerflow.backend.compute import grouped_gpu
+from tinkerflow.backend.compute.matmul import _IN_PLACE, OfLayer, matmul
 from tinkerflow.backend.compute.quantized import Int8
 
 IN, OUT = 48, 80
@@ -32,3 +35,23 @@ def test_every_number_of_rows_gives_the_product_and_its_gradient(shape: tuple[in
     close(np.asarray(y, np.float32), np.asarray(x, np.float32) @ meant.T, ulps=ulps, dtype=dtype)
     (d_x,) = pull(slope)
     close(np.asarray(d_x, np.float32), np.asarray(slope, np.float32) @ meant, ulps=ulps, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("rows", [1, 70, _IN_PLACE + 1])
+def test_a_matrix_in_a_stack_gives_what_it_gives_alone(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows by the kernel for GPUs, many by the matrix's copy."""
+    monkeypatch.setattr(grouped_gpu, "layer_product", partial(grouped_gpu.layer_product, interpret=True))
+    monkeypatch.setattr(grouped_gpu, "_FEW_OUT", 32)  # several tiles in each direction, the last of them not full
+    rng = np.random.default_rng(0)
+    dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
+    x, stack = jnp.asarray(rng.normal(size=(rows, 1, 300)), dtype), rng.normal(size=(3, OUT, 300))
+    if kind == "int8":
+        scale = jnp.asarray(rng.random((3, OUT)), jnp.float32)
+        weight: Int8 | jax.Array = Int8(jnp.asarray(stack * 40, jnp.int8), scale)
+    else:
+        weight = jnp.asarray(stack, dtype)
+    y = matmul(x, OfLayer(weight, jnp.int32(1)))
+    alone = matmul(x, jax.tree.map(lambda part: part[1], weight))
+    assert (y.shape, y.dtype) == (alone.shape, alone.dtype)
+    close(np.asarray(y, np.float32), np.asarray(alone, np.float32), ulps=4 if kind == "bfloat16" else 512, dtype=dtype)

@@ -176,6 +176,56 @@ def test_an_update_in_place_within_a_fusion_writes_the_update() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kernel", "shapes", "result", "nbytes"),
+    [
+        (  # the keys and values of 4 x 16 pages of one layer
+            "paged_attention",
+            "s32[1]{0} s32[4,16]{1,0} s32[4]{0} bf16[4,8,4,128]{3,2,1,0} bf16[36,65,8,128,128]{4,3,2,1,0} "
+            "bf16[36,65,8,128,128]{4,3,2,1,0}",
+            "bf16[4,8,4,128]{3,2,1,0}",
+            64 * 2 * 8 * 128 * 128 * 2 + 2 * (4 * 32 * 128 * 2),
+        ),
+        (
+            "ragged_paged_attention_kernel",
+            "s32[4]{0} s32[4,16]{1,0} s32[5]{0} s32[2]{0} s32[1]{0} bf16[4,32,128]{2,1,0} "
+            "bf16[2340,128,16,128]{3,2,1,0}",
+            "bf16[4,32,128]{2,1,0}",
+            64 * 2 * 8 * 128 * 128 * 2 + 2 * (4 * 32 * 128 * 2),
+        ),
+        (
+            "layer_product",
+            "bf16[64,2560]{1,0} bf16[36,9728,2560]{2,1,0} s32[1]{0} s32[1]{0} s32[1]{0}",
+            "bf16[64,9728]{1,0}",
+            2 * (64 * 2560 + 9728 * 2560 + 64 * 9728),
+        ),
+    ],
+)
+def test_a_kernel_that_is_given_all_layers_reads_what_it_needs(
+    kernel: str, shapes: str, result: str, nbytes: int
+) -> None:
+    operands = ", ".join(f"%{name}" for name in "abcdefg"[: len(shapes.split())])
+    counts = one(
+        f'{result} custom-call({operands}), custom_call_target="x", metadata={{op_name="jit(f)/{kernel}/pallas_call"}}',
+        shapes,
+    )
+    assert counts.bytes == nbytes
+    assert counts.flops > 0
+
+
+def test_a_scatter_within_a_fusion_writes_its_updates() -> None:
+    fused = """%fused (p: f32[64,128], i: s32[2,1], u: f32[2,128]) -> f32[64,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  %i = s32[2,1]{1,0} parameter(1)
+  %u = f32[2,128]{1,0} parameter(2)
+  ROOT %put = f32[64,128]{1,0} scatter(%p, %i, %u), to_apply=%region
+}
+"""
+    shapes = "f32[64,128]{1,0} s32[2,1]{1,0} f32[2,128]{1,0}"
+    counts = one("f32[64,128]{1,0} fusion(%a, %b, %c), kind=kInput, calls=%fused", shapes, before=fused)
+    assert counts.bytes == 2 * 2 * 512 + 8
+
+
 def test_the_dearest_branch_of_a_conditional_counts() -> None:
     branch = """%{name} (x: f32[{size}]) -> f32[{size}] {{
   %x = f32[{size}]{{0}} parameter(0)

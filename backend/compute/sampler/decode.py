@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.layers import over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraPair
 from tinkerflow.backend.compute.mesh import FSDP, Array, replicated, sharding
+from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
@@ -143,8 +145,16 @@ def layers(
         return cache, _by_rows(mesh, x_SQD)
 
     start = (cache, _by_rows(mesh, embed(cfg, params, tokens_SQ)))
-    cache, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers)
+    cache, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
     return cache, final_hidden(cfg, params, x_SQD)
+
+
+def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
+    """The matrices that are multiplied by without a copy of each layer's: those of a GPU that has all of them."""
+    if platform() is not CUDA or mesh.size > 1:
+        return frozenset()
+    matrices = projections(cfg)
+    return frozenset(name for name in params.layers if name in matrices and len(matrices[name].stack) == 1)
 
 
 def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:

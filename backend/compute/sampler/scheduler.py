@@ -213,8 +213,12 @@ class Scheduler:
         return request_id in self._parents
 
     def held(self, sequences: Sequence[ActiveSequence]) -> tuple[int, Held]:
-        """How many slots a dispatch for these sequences has, and the slot of each: those of a shard lie together."""
-        shards = [[one for one in sequences if one.table.shard == shard] for shard in range(self._pool.shards)]
+        """How many slots a dispatch for these sequences has, and the slot of each.
+
+        Those of a shard lie together, the longest first: CPUs attend to a few neighbours at a time.
+        """
+        longest = sorted(sequences, key=lambda one: -one.cached)
+        shards = [[one for one in longest if one.table.shard == shard] for shard in range(self._pool.shards)]
         slots = self._shapes.slots_for(len(shards) * max(map(len, shards)))
         each = slots // len(shards)
         return slots, [(shard * each + i, one) for shard, mine in enumerate(shards) for i, one in enumerate(mine)]

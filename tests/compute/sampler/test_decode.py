@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tinkerflow.backend.compute import grouped_gpu
 from tinkerflow.backend.compute.params import by_layer
-from tinkerflow.backend.compute.sampler.decode import Rows, decode
+from tinkerflow.backend.compute.platforms import CUDA, compiling_for
+from tinkerflow.backend.compute.sampler import decode as decode_module
+from tinkerflow.backend.compute.sampler.decode import Rows, decode, layers
 from tinkerflow.backend.compute.sampler.kv_cache import empty_cache
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
@@ -41,3 +46,21 @@ def test_neither_the_cache_nor_a_weight_is_copied(qwen: Any, apart: bool) -> Non
     forbidden = parts | weights
     assert not [shape for shape in copied if np.prod(shape) in forbidden]
     assert "sort(" not in text
+
+
+def test_weights_that_are_read_in_place_give_the_same(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = empty_cache(qwen.cfg, qwen.mesh, 3, PAGE, "float32", False)
+    stack = empty_stack(qwen.cfg, qwen.mesh, (32, 32), "float32", False)
+    tokens_SQ, start_S = np.array([[5], [7]], np.int32), jnp.zeros(2, jnp.int32)
+    pages = {"tables_SW": np.array([[1], [2]], np.int32), "columns_S2": np.zeros((2, 2), np.int32)}
+
+    def hidden() -> Any:
+        return layers(qwen.cfg, qwen.mesh, qwen.params, stack, cache, tokens_SQ, start_S, **pages)[1]
+
+    expected = hidden()
+    with compiling_for(CUDA):
+        names = decode_module._in_place(qwen.cfg, qwen.mesh, qwen.params)
+    assert {"q", "k", "v", "o", "gate", "up", "down"} <= names
+    monkeypatch.setattr(decode_module, "_in_place", lambda cfg, mesh, params: names)
+    monkeypatch.setattr(grouped_gpu, "layer_product", partial(grouped_gpu.layer_product, interpret=True))
+    np.testing.assert_allclose(hidden(), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,61 @@
+"""Attention over pages on TPUs: JAX's ragged paged attention, for the queries of decode and of pieces of prompts.
+
+The kernel wants keys and values of a position side by side, so on TPUs a cache is one array for both. It takes the
+pages of one layer; all layers are given to it as one pool with L x N pages, so that none is copied out of the cache.
+
+Letters: L layers, N pages, P positions of a page, G key-value heads, d head dimension, S rows, Q queries of a row,
+H query heads, W pages of a row's table.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.families import layers_with
+
+_LANES, _SUBLANES = 128, 8
+_PAGES, _QUERIES = 4, 32  # of a block: those that the kernel's authors found for 32 and 8 heads at 512 positions
+
+
+def takes(cfg: ModelConfig, tensor: int) -> bool:
+    """Whether the kernel computes this model's attention with its heads split over `tensor` devices."""
+    kv_heads = cfg.kv_heads // tensor if cfg.kv_heads % tensor == 0 else cfg.kv_heads
+    whole = cfg.head_dim % _LANES == 0 and "sinks" not in layers_with(cfg)
+    return whole and (kv_heads in (1, 2, 4) or kv_heads % _SUBLANES == 0)
+
+
+def attend(
+    cache_LNPKd: jax.Array,
+    layer: jax.Array,
+    tables_SW: jax.Array,
+    start_S: jax.Array,
+    q_SQHd: jax.Array,
+    window: int | None = None,
+) -> jax.Array:
+    """o [S, Q, H, d]: query i of a row sees positions 0 .. start_S + i of its pages.
+
+    cache_LNPKd: keys and values of all layers, by turns in K = 2 G; those of the queries' own positions, too. layer:
+    int32 scalar. tables_SW int32: each row's pages. start_S int32: where each row's first query stands. q_SQHd: scaled.
+    window: how many of the last positions a query sees; None: all.
+    """
+    (L, N, P, K, d), (S, Q, H, _), W = cache_LNPKd.shape, q_SQHd.shape, tables_SW.shape[1]
+    o: jax.Array = ragged_paged_attention(
+        q_SQHd.reshape(S * Q, H, d),
+        cache_LNPKd.reshape(L * N, P, K, d),
+        jnp.minimum(start_S + Q, W * P),
+        tables_SW + layer * N,
+        jnp.arange(S + 1, dtype=jnp.int32) * Q,
+        jnp.full(1, S, jnp.int32),
+        sliding_window=window,
+        num_kv_pages_per_block=min(_PAGES, W),
+        num_queries_per_block=min(_QUERIES, S * Q),
+    )
+    return o.reshape(S, Q, H, d)
+
+
+def interleaved(k: jax.Array, v: jax.Array) -> jax.Array:
+    """[..., 2 G, d] of keys and values [..., G, d]."""
+    return jnp.stack((k, v), axis=-2).reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])

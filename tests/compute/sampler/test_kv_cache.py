@@ -1,0 +1,45 @@
+"""Attention over pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.sampler import kv_cache
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached
+
+PAGE, G, H, D, PAGES_OF_ROW = 32, 2, 4, 16, 5
+
+
+def scattered(lengths: list[int], rng: np.random.Generator, d: int = D) -> tuple[KVCache, np.ndarray[Any, Any]]:
+    """A cache of one layer, and page tables for rows of these lengths: pages of random numbers in a random order."""
+    needed = [-(-length // PAGE) for length in lengths]
+    free = iter(rng.permutation(sum(needed)) + 1)
+    tables_SW = np.zeros((len(lengths), PAGES_OF_ROW), np.int32)
+    for row, pages in enumerate(needed):
+        tables_SW[row, :pages] = [next(free) for _ in range(pages)]
+
+    def cells(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal((1, sum(needed) + 1, G, *shape)), jnp.float32).at[:, 0].set(0)
+
+    return KVCache(k=cells(d, PAGE), v=cells(PAGE, d)), tables_SW
+
+
+def attended(lengths: list[int]) -> np.ndarray[Any, Any]:
+    rng = np.random.default_rng(7)
+    cache, tables_SW = scattered(lengths, rng)
+    q, k, v = (jnp.asarray(rng.standard_normal((len(lengths), 1, heads, D)), jnp.float32) for heads in (H, G, G))
+    start_S = jnp.asarray(lengths, jnp.int32) - 1
+    _, o = attend_cached(make_mesh(1, 1), cache, jnp.int32(0), tables_SW, start_S, q, k, v)
+    return np.asarray(o)
+
+
+def test_rows_attended_in_groups_have_the_bits_of_rows_attended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [160, 150, 129, 128, 97, 96, 65, 64, 63, 40, 33, 32, 31, 2, 1, 1]
+    grouped = attended(lengths)
+    monkeypatch.setattr(kv_cache, "_TOGETHER", len(lengths))
+    np.testing.assert_array_equal(grouped, attended(lengths))

@@ -1,0 +1,98 @@
+"""The kernels of GPUs and TPUs, on a CPU, against the loop over pages; how caches for them are written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from tests.compute.sampler.test_kv_cache import PAGE, scattered
+
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for
+from tinkerflow.backend.compute.sampler import kv_cache, paged_gpu, paged_tpu
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache, cache_sharding, empty_cache
+
+ENDS = {1: [160, 129, 128, 65, 33, 32, 2, 1], 32: [160, 96, 64, 32]}  # by queries of a row: its last position + 1
+
+
+def stacked(queries: int, head_dim: int) -> tuple[KVCache, Any, Any, Any]:
+    """A cache with three layers of different content, page tables, the rows' starts, and queries."""
+    rng, ends = np.random.default_rng(queries), ENDS[queries]
+    caches = [scattered(ends, np.random.default_rng(seed), head_dim)[0] for seed in range(3)]
+    _, tables_SW = scattered(ends, np.random.default_rng(0), head_dim)
+    cache = KVCache(k=jnp.concatenate([one.k for one in caches]), v=jnp.concatenate([one.v for one in caches]))
+    q = jnp.asarray(rng.standard_normal((len(ends), queries, 8, head_dim)), jnp.float32)
+    return cache, jnp.asarray(tables_SW), jnp.asarray(ends, jnp.int32) - queries, q
+
+
+def together(cache: KVCache) -> Any:
+    """The same cache as TPUs have it."""
+    return paged_tpu.interleaved(cache.k.transpose(0, 1, 4, 2, 3), cache.v.transpose(0, 1, 3, 2, 4))
+
+
+@pytest.mark.parametrize("programs", [1, 264], ids=["one program a row", "several programs a row"])
+@pytest.mark.parametrize(("head_dim", "window"), [(16, None), (24, 40)])
+@pytest.mark.parametrize("queries", ENDS)
+def test_the_kernel_of_gpus(
+    queries: int, head_dim: int, window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_gpu, "_PROGRAMS", programs)
+    cache, tables_SW, start_S, q = stacked(queries, head_dim)
+    sinks_H = jnp.linspace(-3, 3, q.shape[2]) if window else None
+    args = cache.k, cache.v, jnp.int32(1), tables_SW, start_S, q, window, sinks_H
+    expected = kv_cache._attend_by_page(*args)
+    np.testing.assert_allclose(paged_gpu.attend(*args, interpret=True), expected, rtol=1e-4, atol=5e-5)
+
+
+def as_its_authors_define_it(*args: Any, num_kv_pages_per_block: int, num_queries_per_block: int, **more: Any) -> Any:
+    """JAX's interpreter of TPU kernels cannot run this one: it knows no reshaped references."""
+    return ref_ragged_paged_attention(*args, **more)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("queries", ENDS)
+def test_the_kernel_of_tpus_is_given_what_it_takes(
+    queries: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, tables_SW, start_S, q = stacked(queries, 128)
+    expected = kv_cache._attend_by_page(cache.k, cache.v, jnp.int32(1), tables_SW, start_S, q, window)
+    monkeypatch.setattr(paged_tpu, "ragged_paged_attention", as_its_authors_define_it)
+    o = paged_tpu.attend(together(cache), jnp.int32(1), tables_SW, start_S, q, window)
+    np.testing.assert_allclose(o, expected, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("queries", ENDS)
+def test_a_cache_is_written_alike_on_all_platforms(queries: int) -> None:
+    cache, tables_SW, start_S, q = stacked(queries, 16)
+    tables_SW = tables_SW.at[-1].set(0)  # a row without pages: nothing of it is kept
+    new = q[:, :, :2], q[:, :, 2:4]
+    expected = kv_cache._written(cache, jnp.int32(1), tables_SW, start_S, *new)
+    assert (expected.k != cache.k).any()
+    with compiling_for(CUDA):
+        written = kv_cache._written(cache, jnp.int32(1), tables_SW, start_S, *new)
+    np.testing.assert_array_equal(written.k, expected.k)
+    np.testing.assert_array_equal(written.v, expected.v)
+    with compiling_for(TPU):
+        both = kv_cache._written(KVCache(k=together(cache), v=None), jnp.int32(1), tables_SW, start_S, *new)
+    np.testing.assert_array_equal(both.k, together(expected))
+
+
+def test_keys_and_values_lie_together_where_the_kernel_of_tpus_takes_them(qwen: Any) -> None:
+    mesh = make_mesh(1, 1)
+
+    def made(cfg: ModelConfig) -> KVCache:
+        return empty_cache(cfg, mesh, 6, PAGE, "float32", False)
+
+    wide = replace(qwen.cfg, head_dim=128)
+    assert made(wide).v is not None
+    with compiling_for(TPU):
+        cache = made(wide)
+        assert cache.v is None
+        assert cache.k.shape == (wide.layers, 6, PAGE, 2 * wide.kv_heads, 128)
+        assert cache.k.sharding.is_equivalent_to(cache_sharding(wide, mesh), 5)
+        assert made(replace(qwen.cfg, head_dim=64)).v is not None
