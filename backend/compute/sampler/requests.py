@@ -123,19 +123,19 @@ class ActiveSequence:
         self.unproven = None
         if top is not None:
             self.top.append(top)
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            stopped = self.stops.ends_with(token)
-            if stopped or self.remaining == 0:
-                self.parent.done[self.index] = SampledSequence(
-                    tokens_T=np.asarray(self.tokens, np.int32),
-                    logprobs_T=np.asarray(self.logprobs, np.float32),
-                    stop_reason="stop" if stopped else "length",
-                    top=self._candidates(),
-                )
-                return True
-        return False
+        tokens, logprobs = tokens[: self.remaining], logprobs[: self.remaining]
+        end = self.stops.end_of(tokens)
+        self.tokens += tokens[:end]
+        self.logprobs += logprobs[:end]
+        if end is None and self.remaining > 0:
+            return False
+        self.parent.done[self.index] = SampledSequence(
+            tokens_T=np.asarray(self.tokens, np.int32),
+            logprobs_T=np.asarray(self.logprobs, np.float32),
+            stop_reason="length" if end is None else "stop",
+            top=self._candidates(),
+        )
+        return True
 
     def since(self, start: int, top: Candidates | None) -> NewTokens:
         """The tokens from `start` on, for a request that streams. top: the candidates at these tokens, maybe more."""

@@ -30,6 +30,12 @@ class StopDetector:
         self._fresh: list[int] = []  # tokens after them, whose text is not settled yet
         self._text = ""  # the end of the text of all settled tokens, as long as a match may reach back
 
+    def end_of(self, tokens: Sequence[int]) -> int | None:
+        """Take the next tokens up to one that ends the sequence; how many these are, or None when none ends it."""
+        if not self._strings and self._tokens.isdisjoint(tokens):
+            return None  # without a look at each token
+        return next((count for count, token in enumerate(tokens, 1) if self.ends_with(token)), None)
+
     def ends_with(self, token: int) -> bool:
         """Take the next token; True when it is a stop token or completes a stop string."""
         if token in self._tokens:

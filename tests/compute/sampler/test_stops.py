@@ -83,3 +83,10 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):
         load_decode(tmp_path)
+
+
+@pytest.mark.parametrize("strings", [(), ("never",)])
+def test_the_end_is_found_in_several_tokens_at_once(strings: tuple[str, ...]) -> None:
+    detector = StopDetector(frozenset({7}), strings, lambda tokens: "x" * len(tokens))
+    assert detector.end_of([1, 2, 3]) is None
+    assert detector.end_of([4, 7, 7]) == 2
