@@ -12,14 +12,14 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to SIGKILL this process when its parent ends (Linux; elsewhere a closed pipe or socket must do).
+def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent ends (Linux; elsewhere a closed pipe or socket must do).
 
     `parent_pid` is who started it: if that process is gone already, this one ends at once.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os._exit(1)

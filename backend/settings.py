@@ -55,8 +55,8 @@ class Settings(BaseSettings):
     group_secret_file: str = ""
     """file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret"""
     launcher: str = ""
-    """what starts worker processes: local or ray; empty = local, or nothing if there is a group that they join by
-    themselves"""
+    """what starts worker processes: local, ray or slurm; empty = local, or nothing if there is a group that they join
+    by themselves"""
     process_devices: int = Field(0, ge=0)
     """accelerators that a launcher asks for, for each worker process; 0 = it asks for none"""
     spread_hosts: bool = False

@@ -8,8 +8,10 @@ A group has its size for a generation, so a launcher is stopped and begun anew f
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,3 +92,12 @@ def own_address(peer: str = "") -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def ending_with_us(command: Sequence[str]) -> tuple[str, ...]:
+    """A command for a child process that gets SIGTERM when this process ends, however it ends."""
+    code = (
+        "import os, signal, sys; from tinkerflow.backend.processes import die_with_parent; "
+        "die_with_parent(int(sys.argv[1]), signal.SIGTERM); os.execvp(sys.argv[2], sys.argv[2:])"
+    )
+    return (sys.executable, "-c", code, str(os.getpid()), *command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.settings import Settings
-from tinkerflow.deployments.launchers import LAUNCHERS, launcher_of, ray
+from tinkerflow.deployments.launchers import LAUNCHERS, launcher_of, ray, slurm
 from tinkerflow.deployments.launching import Plan, own_address
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -87,6 +88,7 @@ def test_cpus_are_no_accelerators(tmp_path: Path) -> None:
 def test_ray_is_loaded_by_nobody_else_and_its_lack_is_said() -> None:
     code = """
 import sys
+from dataclasses import replace
 import tinkerflow.deployments.up, tinkerflow.deployments.launchers.ray as launcher
 assert "ray" not in sys.modules
 sys.modules["ray"] = None  # as if it were not installed
@@ -98,3 +100,34 @@ except Exception as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("UserError launcher 'ray': Ray cannot be imported")
     assert "install tinkerflow[ray]" in done.stdout
+
+
+def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
+    found = plan(tmp_path, group="10.0.0.1:7000", process_devices=2, spread_hosts=True)
+    command = slurm.srun(found, 3)
+    assert command[0] == "srun" and {"--ntasks=1", "--gpus=2", "--exclusive"} <= set(command)
+    assert command[-6:-2] == ("--group", "10.0.0.1:7000", "--secret-file", str(tmp_path / "group.secret"))
+    step = slurm.srun(replace(found, environment={"SLURM_JOB_ID": "7"}), 3)
+    assert {"--exact", "--mem=0", "--relative=3"} <= set(step) and "--exclusive" not in step
+    with pytest.raises(UserError, match="process_devices is 2: must be 0 where platform is 'cpu'"):
+        slurm.srun(replace(found, platform="cpu"), 0)
+
+
+def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """However that ends. The command says that it was told so."""
+    said = tmp_path / "said"
+    told = f"import signal, sys, time; signal.signal(15, lambda *_: (open({str(said)!r}, 'w').close(), sys.exit())); "
+    code = f"""
+import subprocess, os, signal, sys
+from tinkerflow.deployments.launching import ending_with_us
+child = subprocess.Popen(ending_with_us([sys.executable, "-c", {told!r} + "print(1, flush=True); time.sleep(600)"]))
+sys.stdin.read()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        assert process.stdout.readline() == b"1\n"
+        process.kill()
+        process.wait()
+        assert process.stdout.read() == b""  # the command has ended, too
+    assert said.exists()

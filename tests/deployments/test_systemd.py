@@ -1,0 +1,24 @@
+"""The units of `deployments/systemd`, as systemd's own tool reads them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UNITS = Path(__file__).parents[2] / "deployments" / "systemd"
+PROGRAM = "/opt/tinkerflow/.venv/bin/tinkerflow"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+@pytest.mark.parametrize("unit", sorted(UNITS.iterdir()), ids=lambda unit: unit.name)
+def test_a_unit_is_right(unit: Path, tmp_path: Path) -> None:
+    text = unit.read_text()
+    assert PROGRAM in text
+    here = tmp_path / unit.name
+    here.write_text(text.replace(PROGRAM, sys.executable))  # it must be there
+    done = subprocess.run(["systemd-analyze", "verify", here], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,89 @@
+"""`tinkerflow up --launcher slurm` and the sbatch script, on a Slurm cluster of one node that this test starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import wait_for
+from descent import cmdline
+from slurm_cluster import jobs, missing, slurm
+from tinker import types
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}")]
+SCRIPT = Path(__file__).parents[2] / "deployments" / "slurm" / "tinkerflow.sbatch"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    with slurm(folder) as environment:
+        for name in ("PATH", "SLURM_CONF"):
+            monkeypatch.setenv(name, environment[name])
+        yield
+        wait_for(lambda: not [job for job in jobs(environment) if not job.endswith("COMPLETING")])
+
+
+def workers(folder: Path) -> list[int]:
+    """Agents that Slurm started for the service of a data dir."""
+    found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in found if re.search(f"^\\S+ -m tinkerflow worker .*{folder}", cmdline(pid))]
+
+
+def train(client, make_datum, kill=lambda: None):
+    tokens = [1 + i % 200 for i in range(80)]
+    futures = []
+    for step in range(5):
+        futures.append(client.forward_backward([make_datum(tokens[step:])] * 4, "cross_entropy"))
+        futures.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
+        if step == 1:
+            futures[-1].result()
+            kill()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    return [f.result().metrics for f in futures], sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+
+
+def test_jobs_are_the_workers_and_one_that_is_killed_changes_nothing(
+    cluster, tmp_path, start_server, make_datum
+) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    with start_server(data_dir, "--launcher", "slurm", "--processes", "2", prefect="off") as server:
+        assert [job.split()[1:] for job in jobs(os.environ)] == [["tinkerflow", "RUNNING"]] * 2
+        started = workers(data_dir)
+        assert len(started) == 2 and not server.workers()
+        with server.client() as service:
+            runs = [
+                service.create_lora_training_client(base_model=server.base_model, rank=8, seed=3).result()
+                for _ in range(2)
+            ]
+            expected = train(runs[0], make_datum)
+            assert train(runs[1], make_datum, lambda: os.kill(started[-1], signal.SIGKILL)) == expected
+        assert len(set(workers(data_dir)) - set(started)) == 1
+
+
+def test_the_script_serves_in_steps_of_its_job_until_it_is_cancelled(cluster, tmp_path) -> None:
+    log, data_dir = tmp_path / "job.log", tmp_path / "data"
+    variables = {
+        "TINKERFLOW": str(Path(sys.executable).with_name("tinkerflow")),
+        "TINKERFLOW_DATA_DIR": str(data_dir),
+        "TINKERFLOW_PREFECT": "off",
+    }
+    command = ("sbatch", f"--output={log}", "--parsable", str(SCRIPT), "--port", "0", "--host", "127.0.0.1")
+    tried = subprocess.run(["sbatch", "--test-only", str(SCRIPT)], capture_output=True, text=True, check=True)
+    assert "to start at" in tried.stderr
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+    wait_for(lambda: log.exists() and ("\nready: " in log.read_text() or "ended with" in log.read_text()))
+    assert "\nready: " in log.read_text(), log.read_text()
+    assert [job.split()[:2] for job in jobs(os.environ)] == [[done.stdout.strip(), "tinkerflow"]]
+    assert len(workers(data_dir)) == 1
+    subprocess.run(["scancel", "--batch", "--signal=TERM", done.stdout.strip()], check=True)
+    wait_for(lambda: log.read_text().endswith("stopped\n"))
+    wait_for(lambda: not workers(data_dir))
