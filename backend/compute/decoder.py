@@ -14,6 +14,7 @@ from tinkerflow.backend.compute.rope import Rope, read_rope
 
 _ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # outside of the rope's own
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+TEXT, VISION_TEXT = "model.layers.{}.", "model.language_model.layers.{}."  # what names in a layer begin with
 PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
@@ -124,7 +125,16 @@ def windowed(fields: ConfigFields, cfg: ModelConfig, layer_types: Sequence[str])
     return replace(cfg, kinds=tuple(kinds[each] for each in types))
 
 
-def decoder_projections(cfg: ModelConfig, layer: str = "model.layers.{}.") -> dict[str, Projection]:
+def text_fields(fields: ConfigFields, defaults: Mapping[str, Any] = {}) -> ConfigFields:
+    """The fields of the text model in those of a model that also sees images; `defaults` where its file has none."""
+    text = fields["text_config"]
+    if not isinstance(text, dict):
+        raise fields.error(f"text_config is {text!r} in config.json; it must be an object")
+    tied = {} if fields.get("tie_word_embeddings") is None else {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    return ConfigFields(fields.name, {**defaults, **tied, **text, "model_type": fields["model_type"]})
+
+
+def decoder_projections(cfg: ModelConfig, layer: str = TEXT) -> dict[str, Projection]:
     """Every matrix by the name that `transformer` uses. layer: what Hugging Face's names in a layer begin with."""
     queries, keys, layers = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim, (cfg.layers,)
 
@@ -159,7 +169,7 @@ def decoder_projections(cfg: ModelConfig, layer: str = "model.layers.{}.") -> di
 
 
 def decoder_tensors(
-    cfg: ModelConfig, layer: str = "model.layers.{}.", norms: Mapping[str, str] = PRE_NORMS
+    cfg: ModelConfig, layer: str = TEXT, norms: Mapping[str, str] = PRE_NORMS
 ) -> dict[str, LayerTensor]:
     """Norms, biases and the router by the name that `transformer` uses.
 

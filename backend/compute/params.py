@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count as counter
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -63,7 +63,7 @@ def load_params(
     """
     _check_expert_axis(cfg, folder, mesh)
     stored = family_of(cfg).unpack(cfg, open_tensors(Path(folder), str(folder)))
-    _check_surplus(cfg, folder, stored)
+    _check_surplus(cfg, folder, mesh, stored)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="weights") as threads:
         return _params(_Loader(cfg, folder, mesh, jnp.dtype(dtype), stored, base_weights == "int8", threads), progress)
 
@@ -105,7 +105,8 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
 class _Loader:
     """Reads tensors of one folder and puts them on the mesh. dtype: of what it makes. int8: matrices are rounded.
 
-    stored: the folder's tensors; None = make shapes and shardings alone. threads: read, and convert on the way.
+    stored: the folder's tensors; None = make shapes and shardings alone. threads: read, and convert on the way. used:
+    gets the name of every tensor.
     """
 
     cfg: ModelConfig
@@ -115,6 +116,7 @@ class _Loader:
     stored: Mapping[str, Tensor] | None
     int8: bool
     threads: ThreadPoolExecutor
+    used: set[str] = field(default_factory=set)
 
     def whole(self, name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
         """One tensor of the checkpoint; `axes` split its dimensions."""
@@ -164,6 +166,7 @@ class _Loader:
         return stacked(_copy, shape, axes, self.dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.used.add(name)
         if self.stored is None:
             return StoredTensor(shape, "", np.empty(0, np.uint8))
         tensor = self.stored.get(name)
@@ -289,15 +292,13 @@ def _has_int8(layers: LayerParams) -> bool:
     return any(isinstance(weight, Int8) for weight in layers.values())
 
 
-def _check_surplus(cfg: ModelConfig, folder: str | Path, stored: Mapping[str, Tensor]) -> None:
+def _check_surplus(cfg: ModelConfig, folder: str | Path, mesh: Mesh, stored: Mapping[str, Tensor]) -> None:
     """A tensor that nothing computes with means that the model is another one than the one that would be computed."""
-    family = family_of(cfg)
-    used = {family.embed, family.final_norm, "lm_head.weight"}  # an unembedding may be stored beside a tied embedding
-    for matrix in family.projections(cfg).values():
-        used |= {f"{matrix.name(place)}.weight" for place in np.ndindex(matrix.stack)}
-    for tensor in family.tensors(cfg).values():
-        used |= {tensor.tensor.format(layer) for layer in tensor.layers or range(cfg.layers)}
-    surplus = sorted(name for name in stored if name not in used and not name.endswith(_UNUSED))
+    family, used = family_of(cfg), {"lm_head.weight"}  # an unembedding may be stored beside a tied embedding
+    with ThreadPoolExecutor(1) as threads:  # which has nothing to do
+        _params(_Loader(cfg, "", mesh, jnp.dtype("float32"), None, False, threads, used), lambda line: None)
+    skipped = (name for name in stored if name.startswith(family.skipped) or name.endswith(_UNUSED))
+    surplus = sorted(set(stored) - used - set(skipped))
     if surplus:
         more = f" ({len(surplus) - 1} others are not, either)" if surplus[1:] else ""
         raise UserError(

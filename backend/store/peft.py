@@ -14,6 +14,7 @@ ADAPTER = "adapter_model.safetensors"  # the name that PEFT looks for
 ADAPTER_CONFIG = "adapter_config.json"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT = re.compile(r"base_model\.model\.(?:[\w.]+\.)?(\w+)\.lora_[AB]\.weight")
+_TEXT_MODEL = "language_model"
 
 
 def adapter_config(base_model: str, spec: LoraSpec, weight_names: Collection[str]) -> bytes:
@@ -26,6 +27,7 @@ def adapter_config(base_model: str, spec: LoraSpec, weight_names: Collection[str
         "init_lora_weights": True,
         "lora_alpha": LORA_ALPHA,
         **_patterns(spec, weight_names),
+        **_only_text(weight_names),
         "lora_dropout": 0.0,
         "modules_to_save": None,
         "peft_type": "LORA",
@@ -35,6 +37,12 @@ def adapter_config(base_model: str, spec: LoraSpec, weight_names: Collection[str
         "use_rslora": False,
     }
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _only_text(weight_names: Collection[str]) -> dict[str, str]:
+    """exclude_modules of a text model that is part of another one, whose other parts have modules of the same names."""
+    inside = any(f".{_TEXT_MODEL}." in name for name in weight_names)
+    return {"exclude_modules": rf"(?!.*\b({_TEXT_MODEL}|lm_head)\b).*"} if inside else {}
 
 
 def _patterns(spec: LoraSpec, weight_names: Collection[str]) -> dict[str, dict[str, float]]:

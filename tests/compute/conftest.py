@@ -70,6 +70,15 @@ LONG = {
 }
 ALTERNATING = {"num_hidden_layers": 5, "sliding_window": 12}
 
+SEEING = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # models that see images, and their text models
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
+
 # What the tiny model of a family has beside SHAPE. A family whose defaults do has no row.
 FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3},
@@ -138,8 +147,12 @@ class Reference:
 def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
     torch.manual_seed(3)
     shape = {**SHAPE, "tie_word_embeddings": tied, **FAMILY_SHAPE.get(architecture, {})}
+    if architecture in SEEING:
+        text = {**shape, **FAMILY_SHAPE.get(SEEING[architecture], {}), "model_type": SEEING[architecture]}
+        shape = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": tied}
     config = transformers.AutoConfig.for_model(architecture, **shape)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    kind = transformers.AutoModelForImageTextToText if architecture in SEEING else transformers.AutoModelForCausalLM
+    model = kind.from_config(config)
     biases_are_not_zero(model)
     model.eval().save_pretrained(folder)
     return Reference(folder, model)

@@ -12,7 +12,7 @@ from tinkerflow.backend.compute import attention
 from tinkerflow.backend.compute.mesh import make_mesh
 
 SINKS = jnp.array([-1.0, 0.5, 2.0, 5.0])
-HOW = [(None, None), (1, None), (7, None), (40, None), (None, SINKS), (20, SINKS)]
+HOW = [(None, None), (2, None), (7, None), (40, None), (None, SINKS), (20, SINKS)]
 of_every_kind = pytest.mark.parametrize(("window", "sinks"), HOW, ids=lambda value: str(value)[:8])
 
 

@@ -26,7 +26,8 @@ class Family:
     model_type: as `config.json` says it. title: as documentation says it. parse: from the fields of `config.json`; it
     raises UserError for what we do not compute. projections and tensors: what `transformer.Params` holds of each
     layer, and the unembedding, by our names. unpack: the tensors of a folder by the names that these have, if its files
-    have others (fused or quantised). embed and final_norm: Hugging Face's names of these two tensors.
+    have others (fused or quantised). embed and final_norm: Hugging Face's names of these two tensors. skipped: what the
+    names of tensors begin with that are not loaded.
     """
 
     model_type: str
@@ -37,6 +38,7 @@ class Family:
     unpack: Callable[[ModelConfig, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda _, tensors: tensors
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
+    skipped: tuple[str, ...] = ()
 
 
 @cache

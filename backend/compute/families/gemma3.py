@@ -1,43 +1,17 @@
-"""Gemma 3, the text model: windows in five of six layers, two rotary embeddings, norms before and behind, GeGLU."""
+"""Gemma 3 as it is published with 4B parameters and more: the text model, and a part that sees images (not loaded)."""
 
-from dataclasses import replace
-from functools import partial
+from tinkerflow.backend.compute.families.gemma3_text import FAMILY as TEXT_MODEL
+from tinkerflow.backend.compute.families.gemma3_text import gemma_tensors
+from tinkerflow.backend.compute.vision_text import inside
 
-from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
-from tinkerflow.backend.compute.decoder import FULL, SLIDING, decoder_config, decoder_tensors, read_ropes, windowed
-from tinkerflow.backend.compute.families import Family
-from tinkerflow.backend.compute.rope import Rope
-
-_NORMS = {
-    "attn_norm": "input_layernorm",
-    "attn_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
+# transformers' defaults, which Google's files leave out.
+_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
 }
-_GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
-
-def _parse(fields: ConfigFields) -> ModelConfig:
-    fields.refuse_others(
-        hidden_activation="gelu_pytorch_tanh",
-        attn_logit_softcapping=None,
-        final_logit_softcapping=None,
-        use_bidirectional_attention=False,
-    )
-    config = decoder_config(fields, qk_norm=True, rope_theta=_GLOBAL_THETA, tied=True, computed=("hidden_act",))
-    config = replace(
-        config,
-        gelu=True,
-        norm_plus_one=True,
-        embed_scale=config.hidden**0.5,
-        query_scale=(config.head_dim / fields.size("query_pre_attn_scalar", 256)) ** 0.5,
-    )
-    every = fields.size("sliding_window_pattern", 6)
-    config = windowed(fields, config, [SLIDING if (layer + 1) % every else FULL for layer in range(config.layers)])
-    # Releases before transformers 5 wrote the base of the layers with a window beside the other one.
-    own = Rope(float(fields.get("rope_local_base_freq") or _LOCAL_THETA), config.head_dim)
-    local = read_ropes(fields, config.head_dim, _LOCAL_THETA).get(SLIDING, own)
-    return replace(config, kinds=tuple(replace(one, rope=local) if one.window else one for one in config.layer_kinds))
-
-
-FAMILY = Family(model_type="gemma3_text", title="Gemma 3", parse=_parse, tensors=partial(decoder_tensors, norms=_NORMS))
+FAMILY = inside(TEXT_MODEL, model_type="gemma3", title="Gemma 3", tensors=gemma_tensors, defaults=_DEFAULTS)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.compute.conftest import FAMILY_SHAPE
+from tests.compute.conftest import FAMILY_SHAPE, SEEING
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
@@ -133,7 +133,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return _tiny(tmp_path_factory.mktemp("llama"), "llama")
 
 
-@pytest.fixture(scope="session", params=[name for name in registered() if name not in ("qwen3", "llama")])
+@pytest.fixture(scope="session", params=[name for name in registered() if name not in ("qwen3", "llama", *SEEING)])
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """The families beside those of `tiny`, for what differs between them."""
     return _tiny(tmp_path_factory.mktemp(request.param), request.param)
