@@ -91,6 +91,8 @@ def _save(folder: Path, architecture: str) -> None:
                 "original_max_position_embeddings": 64,
             },
         },
+        # As long as its short factors reach: then transformers takes these, too.
+        "phi3": {"hidden_size": 32, **FAMILY_SHAPE["phi3"], "max_position_embeddings": 512},
         "qwen2": {"tie_word_embeddings": False},
         "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
         "qwen3_moe": {
