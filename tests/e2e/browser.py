@@ -94,11 +94,11 @@ class Page:
         """What a script returns that runs in the page; one that waits calls the last of its arguments."""
         return self._browser.execute_script(script, *values)
 
-    def look(self, *, width: int = 1400, dark: bool = False) -> None:
-        """Be as wide as this, and light or dark."""
+    def look(self, *, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
+        """Be of this size, and light or dark."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def barriers(self) -> list[str]:
@@ -130,6 +130,10 @@ class Page:
             assert time.monotonic() < deadline, f"no {selector}; the page says:\n{self.text()}"
             time.sleep(0.1)
         return found[0]
+
+    def save(self, file: Path) -> None:
+        """Write a picture of the page into a file."""
+        self._browser.save_screenshot(str(file))
 
     def picture(self, name: str) -> None:
         """Keep a picture of the page in the folder TEST_PICTURES, if there is one."""

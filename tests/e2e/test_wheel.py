@@ -92,6 +92,14 @@ def test_only_tinkerflow_is_installed_and_found(project: Project) -> None:
     assert {re.sub(r"-.*\.", ".", name) for name in project.added} == {"tinkerflow", "tinkerflow.dist-info"}
     found = project.run("python", "-c", "import tinkerflow.deployments.cli as m; print(m.__file__)")
     assert found.startswith(str(project.environment))
+    draw = (
+        "from tinkerflow.api.console.render import render, static_file; import tinkerflow.api as m; print(m.__file__); "
+    )
+    draw += (
+        "print(render('error.html', {'base': '', 'status': 404, 'text': 'no'}), static_file('console.js')[0].decode())"
+    )
+    drawn = project.run("python", "-c", draw)
+    assert drawn.startswith(str(project.environment)) and "There is no such page" in drawn and '"use strict"' in drawn
 
 
 def test_the_quickstart_learns(project: Project) -> None:
