@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi.responses import Response
 from pydantic import Field
 
-from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict
+from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict
 from tinkerflow.api.chat.answer import AnswerReader, sampled
-from tinkerflow.api.chat.conversation import Conversation, Tool, prompt_of
+from tinkerflow.api.chat.conversation import Conversation, Prompt, Tool, prompt_of
 from tinkerflow.api.chat.openai import ChatAnswer, Wanted
-from tinkerflow.api.generation import until_gone
+from tinkerflow.api.generation import Generation, until_gone
 from tinkerflow.api.models import resolve
 from tinkerflow.api.openai import MAX_TOP, SamplingFields
 from tinkerflow.api.openapi import takes
@@ -152,6 +152,18 @@ async def chat_completions(call: Authorised) -> Response:
         usage=body.wants_usage,
         named_by_id=body.return_tokens_as_token_ids,
     )
+    generation, prompt, reader = await begun(call, body)
+    answer = ChatAnswer(generation, prompt, wanted, reader)
+    if body.stream:
+        await until_gone(call.request, generation.begin())
+        return EventStream(call.request, answer.chunks())
+    async with generation:
+        result = await until_gone(call.request, generation.result())
+        return Response(orjson.dumps(answer.whole(result)), media_type="application/json")
+
+
+async def begun(call: Call, body: ChatCompletion) -> tuple[Generation, Prompt, Callable[[], AnswerReader]]:
+    """The samples that a request asks for, their prompt, and what makes a reader for one of them."""
     if body.top_logprobs and not body.logprobs:
         raise broken("top_logprobs", body.top_logprobs, "left out without logprobs")
     target = await resolve(call, body.model)
@@ -167,13 +179,7 @@ async def chat_completions(call: Authorised) -> Response:
         one_call = not body.parallel_tool_calls
         return AnswerReader(target, prompt, body.stops, special=not body.skip_special_tokens, one_call=one_call)
 
-    answer = ChatAnswer(generation, prompt, wanted, reader)
-    if body.stream:
-        await until_gone(call.request, generation.begin())
-        return EventStream(call.request, answer.chunks())
-    async with generation:
-        result = await until_gone(call.request, generation.result())
-        return Response(orjson.dumps(answer.whole(result)), media_type="application/json")
+    return generation, prompt, reader
 
 
 # ------------------------------------------------------------------ from the wire

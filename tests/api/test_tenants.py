@@ -146,6 +146,10 @@ IN_BODY: dict[str, list[Probe]] = {
     "/v1/chat/completions": of_model("/v1/chat/completions"),
     "/v1/messages": of_model("/v1/messages"),
     "/v1/messages/count_tokens": of_model("/v1/messages/count_tokens"),
+    "/v1/responses": [
+        Probe(kind, lambda it, me: {"model": it, "input": "b", "max_output_tokens": 1})
+        for kind in ("weights", "sampler_weights", "model")
+    ],
     "retrieve_future": [
         Probe(kind, lambda it, me: {"request_id": it}) for kind in ("request", "sample", "loss_request")
     ],

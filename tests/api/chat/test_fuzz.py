@@ -68,7 +68,22 @@ COUNTED = {
     "thinking": {"type": "enabled", "budget_tokens": 1024},
 }
 MESSAGES = {**COUNTED, "max_tokens": 30, "stream": True, "stop_sequences": ["!"], "metadata": {"user_id": "me"}}
-BODIES = {"chat/completions": OPENAI, "messages": MESSAGES, "messages/count_tokens": COUNTED}
+RESPONSES = {
+    "model": BASE,
+    "instructions": "Be.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "wet"},
+    ],
+    "tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}}],
+    "tool_choice": "auto",
+    "max_output_tokens": 30,
+    "stream": True,
+}
+BODIES = {"responses": RESPONSES, "chat/completions": OPENAI, "messages": MESSAGES, "messages/count_tokens": COUNTED}
+ENDS = {"chat/completions": "[DONE]", "messages": '{"type":"message_stop"}', "responses": '"usage":{'}
 WORDS = [
     CALL,
     CALL[:50],
@@ -120,7 +135,7 @@ def check(path: str, answer: httpx.Response) -> None:
     assert answer.status_code < 500, (path, answer.status_code, answer.text)
     if answer.headers["content-type"].startswith("text/event-stream"):
         *_, last = [part for part in answer.text.split("\n\n") if part]
-        assert last.endswith("[DONE]" if path == "chat/completions" else '{"type":"message_stop"}'), answer.text
+        assert ENDS[path] in last, answer.text
     elif answer.status_code >= 400:
         assert answer.json()["error"]["message"]
 

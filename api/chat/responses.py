@@ -1,0 +1,160 @@
+"""OpenAI's form of responses: an answer in items, and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeAlias
+
+from tinkerflow.api.chat.answer import AnswerReader, call_id
+from tinkerflow.api.chat.conversation import Prompt
+from tinkerflow.api.chat.events import (
+    ArgumentsDelta,
+    CallBegins,
+    CallBreaks,
+    CallEnds,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCall,
+)
+from tinkerflow.api.generation import Generation, collected
+from tinkerflow.api.sse import event as sse
+from tinkerflow.backend.commands import SampleResult
+
+Json: TypeAlias = dict[str, Any]
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # by an item's type the type of its only part
+
+
+class ResponseAnswer:
+    """The answer to one request, whole or in events: items of the types reasoning, message and function_call."""
+
+    def __init__(
+        self, generation: Generation, prompt: Prompt, reader: AnswerReader, created: int, echoed: Mapping[str, Any]
+    ) -> None:
+        """generation: one sample of `prompt`. reader: reads it. created: seconds since 1970.
+
+        echoed: the fields of the request that a response repeats.
+        """
+        self._generation = generation
+        self._prompt = prompt
+        self._reader = reader
+        self._frame = {
+            "id": generation.id,
+            "object": "response",
+            "created_at": created,
+            "model": generation.target.name,
+            "error": None,
+            **echoed,
+        }
+        self._items: list[Json] = []
+        self._call: ToolCall | None = None  # the newest, which may not be whole yet
+        self._open = False  # whether deltas go to the last item
+        self._number = -1  # of the newest event
+
+    def whole(self, result: SampleResult) -> Json:
+        """The answer when the sample is done."""
+        for piece in collected(result):
+            for event in self._reader.feed(piece):
+                self._parts(event)
+        self._close()
+        return self._finished(result)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as a stream of events."""
+        async with self._generation as generation:
+            begun = {**self._frame, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+            yield self._event("response.created", response=begun)
+            yield self._event("response.in_progress", response=begun)
+            async for piece in generation:
+                for event in self._reader.feed(piece):
+                    for part in self._parts(event):
+                        yield part
+            for part in self._close():
+                yield part
+            finished = self._finished(await generation.result())
+            yield self._event(f"response.{finished['status']}", response=finished)
+
+    def _finished(self, result: SampleResult) -> Json:
+        cut = self._reader.finish == "length"
+        read, sampled = len(self._prompt.tokens), sum(len(one.tokens_T) for one in result.sequences)
+        return {
+            **self._frame,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._items,
+            "usage": {
+                "input_tokens": read,
+                "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": read + sampled,
+            },
+        }
+
+    # -------------------------------------------------------------- items and their events
+    def _parts(self, event: Event) -> list[bytes]:
+        """Take in one event: the events of the wire. A call is told when it is whole: no item can be taken back."""
+        match event:
+            case ReasoningDelta(text):
+                return self._text("reasoning", text)
+            case ContentDelta(text):
+                return self._text("message", text)
+            case CallBegins(name):
+                self._call = ToolCall(name)
+                return []
+            case ArgumentsDelta(text):
+                assert self._call is not None
+                self._call.arguments += text
+                return []
+            case CallEnds():
+                assert self._call is not None
+                name, arguments = self._call.name, self._call.arguments
+                begin = self._begin({"type": "function_call", "call_id": call_id(), "name": name, "arguments": ""})
+                self._items[-1]["arguments"] = arguments
+                delta = self._of_item("response.function_call_arguments.delta", delta=arguments)
+                return [*begin, delta, *self._close()]
+            case CallBreaks(text):
+                return self._text("message", text)
+
+    def _text(self, kind: str, text: str) -> list[bytes]:
+        begin: list[bytes] = []
+        part = _PARTS[kind]
+        if not self._open or self._items[-1]["type"] != kind:
+            more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+            begin = self._begin({"type": kind, **more, "content": []})
+            shown: Json = {"type": part, "text": ""} | ({"annotations": []} if kind == "message" else {})
+            self._items[-1]["content"].append(shown)
+            begin.append(self._of_item("response.content_part.added", content_index=0, part=dict(shown)))
+        self._items[-1]["content"][0]["text"] += text
+        return [*begin, self._of_item(f"response.{part}.delta", content_index=0, delta=text)]
+
+    def _begin(self, item: Json) -> list[bytes]:
+        closed = self._close()
+        self._items.append({"id": f"item_{call_id()}", "status": "in_progress", **item})
+        self._open = True
+        return [*closed, self._of_item("response.output_item.added", item=dict(self._items[-1]))]
+
+    def _close(self) -> list[bytes]:
+        if not self._open:
+            return []
+        self._open = False
+        item = self._items[-1]
+        item["status"] = "completed"
+        if item["type"] == "function_call":
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            parts = [self._of_item("response.function_call_arguments.done", **told)]
+        else:
+            part = item["content"][0]
+            parts = [
+                self._of_item(f"response.{part['type']}.done", content_index=0, text=part["text"]),
+                self._of_item("response.content_part.done", content_index=0, part=part),
+            ]
+        return [*parts, self._of_item("response.output_item.done", item=item)]
+
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        item = {} if "item" in fields else {"item_id": self._items[-1]["id"]}
+        return self._event(kind, output_index=len(self._items) - 1, **item, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return sse({"type": kind, "sequence_number": self._number, **fields}, kind)

@@ -1,0 +1,188 @@
+"""OpenAI's responses (`/v1/responses`): the same conversations as chat completions, in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import orjson
+from fastapi.responses import Response
+from pydantic import Field, ValidationError
+
+from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict
+from tinkerflow.api.chat.responses import ResponseAnswer
+from tinkerflow.api.generation import until_gone
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.routes.chat import ChatCompletion, ToolFunction, begun
+from tinkerflow.api.sse import EventStream
+from tinkerflow.backend.errors import UserError, broken
+
+router = Router(busy=5, at=OPEN_API)
+
+_TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that are texts
+
+
+class ResponseTool(ToolFunction):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class ToolByName(Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    """The form of the answer. name, description, strict: are accepted."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Strict):
+    """How the text of the answer is."""
+
+    format: TextFormat | None = None
+
+
+class Reasoning(Strict):
+    """How much the model reasons. summary: is accepted; reasoning is shown as it is."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesBody(Strict):
+    """A request. input: a text, or items of the types message, function_call, function_call_output and reasoning.
+
+    Nothing is stored for later requests, so `previous_response_id` is unknown. store, include, metadata, user,
+    safety_identifier, prompt_cache_key, service_tier and truncation are accepted, and change nothing.
+    """
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[ResponseTool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ToolByName = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    stream: bool = False
+    store: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+@router.post("/responses", openapi_extra=takes(ResponsesBody))
+async def responses(call: Authorised) -> Response:
+    """Answer a conversation, as a list of items."""
+    body = await call.parsed(ResponsesBody)
+    generation, prompt, reader = await begun(call, _chat(body))
+    shown = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    echoed = {
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "tool_choice": shown.get("tool_choice", "auto"),
+        **{name: shown.get(name) for name in ("instructions", "temperature", "top_p", "max_output_tokens")},
+        "tools": shown.get("tools", []),
+        "metadata": body.metadata or {},
+    }
+    answer = ResponseAnswer(generation, prompt, reader(), int(call.services.clock.now().timestamp()), echoed)
+    if body.stream:
+        await until_gone(call.request, generation.begin())
+        return EventStream(call.request, answer.events(), error_name="error")
+    async with generation:
+        result = await until_gone(call.request, generation.result())
+        return Response(orjson.dumps(answer.whole(result)), media_type="application/json")
+
+
+# ------------------------------------------------------------------ from the wire
+def _chat(body: ResponsesBody) -> ChatCompletion:
+    """The chat completion that asks for the same."""
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
+    asked: dict[str, Any] = {
+        "model": body.model,
+        "messages": [*instructions, *given],
+        "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tools": [{"function": tool.model_dump(exclude={"type"})} for tool in body.tools],
+        "tool_choice": body.tool_choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "stream": body.stream,
+    }
+    if isinstance(body.tool_choice, ToolByName):
+        asked["tool_choice"] = {"function": {"name": body.tool_choice.name}}
+    form = None if body.text is None else body.text.format
+    if form is not None and form.type != "text":
+        schema = {} if form.schema_ is None else {"json_schema": {"name": form.name, "schema": form.schema_}}
+        asked["response_format"] = {"type": form.type, **schema}
+    try:
+        return ChatCompletion.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"input, as {field}: {first['msg']}, not {str(first['input'])[:80]!r}") from error
+
+
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The items as messages: reasoning and calls belong to the assistant's message beside them."""
+    messages: list[dict[str, Any]] = []
+    said: dict[str, Any] | None = None  # the assistant's message that is being put together
+    for i, item in enumerate(items):
+        field, kind = f"input[{i}]", item.get("type", "message")
+        if kind in ("reasoning", "function_call") or item.get("role") == "assistant":
+            if said is None or (kind == "reasoning" and len(said) > 1):
+                said = {"role": "assistant"}
+                messages.append(said)
+        else:
+            said = None
+        match kind:
+            case "message" if said is not None:
+                said["content"] = _content(item.get("content"), f"{field}.content")
+            case "message":
+                content = _content(item.get("content"), f"{field}.content")
+                messages.append({"role": item.get("role"), "content": content})
+            case "reasoning" if said is not None:
+                parts = item.get("content") or item.get("summary") or []
+                texts = _content(parts, f"{field}.content")
+                said["reasoning_content"] = texts if isinstance(texts, str) else "\n".join(p["text"] for p in texts)
+            case "function_call" if said is not None:
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+            case "function_call_output":
+                content = _content(item.get("output"), f"{field}.output")
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case _:
+                rule = "message, function_call, function_call_output or reasoning"
+                raise broken(f"{field}.type", kind, rule)
+    return messages
+
+
+def _content(content: Any, field: str) -> str | list[dict[str, Any]]:
+    """A text, or parts as chat completions have them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise broken(field, content, "a text or a list of parts")
+    for i, part in enumerate(content):
+        if part.get("type") not in _TEXTS:
+            raise broken(f"{field}[{i}].type", part.get("type"), "a text; models here take no images, sounds or files")
+        if not isinstance(part.get("text"), str):
+            raise broken(f"{field}[{i}].text", part.get("text"), "a text")
+    return [{"type": "text", "text": part["text"]} for part in content]

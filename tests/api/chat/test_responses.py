@@ -1,0 +1,113 @@
+"""Responses through OpenAI's own client: the same answers as chat completions, as items and events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from tests.api.chat.conftest import END, Speaker
+from tests.api.chat.test_openai import CALL
+from tests.api.conftest import BASE
+
+TOOLS: Any = [
+    {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
+]
+TEXT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}{END}"
+
+
+def test_an_answer(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(f"Hello 🐻{END}")
+    done = gpt.responses.create(
+        model=BASE, input="Hi", instructions="Be.", temperature=0.5, max_output_tokens=9, store=False
+    )
+    assert (done.output_text, done.status, done.model) == ("Hello 🐻", "completed", BASE)
+    assert speaker.prompt == f"<|im_start|>system\nBe.{END}\n<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
+    assert (speaker.params.temperature, speaker.params.max_tokens) == (0.5, 9)
+    assert done.usage is not None
+    assert (done.usage.input_tokens, done.usage.input_tokens_details.cached_tokens) == (len(speaker.tokens), 2)
+    speaker.says("cut", reason="length")
+    cut = gpt.responses.create(model=BASE, input="Hi")
+    assert cut.incomplete_details is not None
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_reasoning_and_calls_are_items_whole_and_streamed(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(TEXT)
+    done: Any = gpt.responses.create(model=BASE, input="Hi", tools=TOOLS)
+    reasoning, message, call = done.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "hm")
+    assert (message.type, message.content[0].text) == ("message", "Let me see.")
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Köln"})
+    speaker.says(TEXT)
+    with gpt.responses.stream(model=BASE, input="Hi", tools=TOOLS) as stream:
+        events = list(stream)
+        again: Any = stream.get_final_response()
+    shown = [
+        [item.model_dump(exclude={"id", "call_id", "parsed_arguments"}) for item in one.output] for one in (done, again)
+    ]
+    assert [item["type"] for item in shown[1]] == ["reasoning", "message", "function_call"]
+    assert again.output_text == done.output_text
+    assert again.output[2].arguments == call.arguments
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == sorted(
+        event.sequence_number for event in events if hasattr(event, "sequence_number")
+    )
+    assert [events[0].type, events[1].type, events[-1].type] == [
+        "response.created", "response.in_progress", "response.completed",
+    ]  # fmt: skip
+
+
+def test_the_items_of_an_answer_are_part_of_the_next_prompt(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(TEXT)
+    done = gpt.responses.create(model=BASE, input="Hi", tools=TOOLS)
+    call: Any = done.output[2]
+    items: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        *(item.model_dump(exclude_none=True) for item in done.output),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "wet"},
+    ]
+    speaker.says(f"Rain.{END}")
+    assert gpt.responses.create(model=BASE, input=items, tools=TOOLS).output_text == "Rain."
+    assert (
+        f"<|im_start|>assistant\n<think>\nhm\n</think>\n\nLet me see.{CALL}{END}\n<|im_start|>tool\nwet{END}"
+        in speaker.prompt
+    )
+
+
+def test_a_call_that_breaks_is_text_and_forms_are_held(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(CALL[:45])
+    with gpt.responses.stream(model=BASE, input="Hi", tools=TOOLS) as stream:
+        list(stream)
+        broken = stream.get_final_response()
+    assert broken.output_text == CALL[:45]
+    speaker.says('{"a": 1}')
+    schema: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    gpt.responses.create(
+        model=BASE, input="Hi", text={"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    )
+    assert speaker.params.constraint.value == schema
+    speaker.says('{"name": "weather", "arguments": {}}')
+    done: Any = gpt.responses.create(
+        model=BASE, input="Hi", tools=TOOLS, tool_choice={"type": "function", "name": "weather"}
+    )
+    assert done.output[0].name == "weather"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"frobnicate": 1}, "frobnicate is not supported"),
+        ({"previous_response_id": "x"}, "previous_response_id is not supported"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "no images"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type is 'web_search_call'"),
+        ({"input": [{"type": "function_call", "name": 3}]}, "input, as messages.0.tool_calls.0"),
+        ({"input": []}, "input, as messages"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+    ],
+)
+def test_wrong_fields_are_refused_by_name(post: Callable[..., Any], speaker: Speaker, body: Any, says: str) -> None:
+    answer = post("responses", {"model": BASE, "input": "Hi", **body})
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"]
