@@ -96,9 +96,13 @@ class Generation:
         if self._listener is None:
             await self.result()
             return
-        with self._call.services.subscriptions.request(self.id, self._listener):
-            if await self._look() is None:
-                await self._woken(self._listener)
+        try:
+            with self._call.services.subscriptions.request(self.id, self._listener):
+                if await self._look() is None:
+                    await self._woken(self._listener)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
         if self._listener.answered:
             await self.result()
 
@@ -181,6 +185,7 @@ async def generate(
     top_logprobs: int = 0,
     prompt_logprobs: bool = False,
     top_prompt_logprobs: int = 0,
+    messages: Sequence[Mapping[str, Any]] = (),
 ) -> Generation:
     """Submit a sample, and return while it waits for its turn.
 
@@ -188,7 +193,8 @@ async def generate(
     protocol (wire/requests.py), as max_tokens, temperature, seed, stop; stop_token_ids end a sample beside the strings
     of `stop`. num_samples: how many samples. stream: iterating gives tokens as they are decoded, else when all are
     done. top_logprobs: how many of the most likely tokens to list for each sampled token. prompt_logprobs,
-    top_prompt_logprobs: the same of the prompt, in the result.
+    top_prompt_logprobs: the same of the prompt, in the result. messages: the conversation behind the prompt, which is
+    kept with the request for those who rate the answer.
     UserError: names the field, its value and the rule. TooManyError: the project has as many waiting as it may.
     """
     values: dict[str, Any] = {
@@ -200,6 +206,8 @@ async def generate(
         "topk_prompt_logprobs": top_prompt_logprobs,
         "stream": stream,
     }
+    if messages:
+        values["messages"] = [{"role": one["role"], "content": str(one.get("content") or "")} for one in messages]
     if values["sampling_params"].get("seed") is None:
         values["sampling_params"]["seed"] = secrets.randbits(_SEED_BITS)
     await asyncio.to_thread(_check, target, values)

@@ -44,7 +44,14 @@ async def sampled(
         wanted["constraint"] = {"type": "json_schema", "value": prompt.schema}
     try:
         return await generate(
-            call, target, prompt.tokens, wanted, num_samples, stream=stream, top_logprobs=top_logprobs
+            call,
+            target,
+            prompt.tokens,
+            wanted,
+            num_samples,
+            stream=stream,
+            top_logprobs=top_logprobs,
+            messages=prompt.messages,
         )
     except UserError as error:
         if not error.message.startswith(_SCHEMA):

@@ -57,7 +57,7 @@ class Prompt:
     spec: the parser. tools: those that may be called. thinks: reasoning is kept apart. opened: the prompt without
     `begun` ends inside of reasoning. begun: the end of the prompt that the parser reads, because it is the beginning of
     the answer. schema: the sampled text is JSON of this schema, which the request has in schema_field. ends: tokens
-    that end the answer beside the base model's own.
+    that end the answer beside the base model's own. messages: the conversation.
     """
 
     tokens: list[int]
@@ -69,6 +69,7 @@ class Prompt:
     schema: Mapping[str, Any] | None
     schema_field: str
     ends: tuple[int, ...]
+    messages: Sequence[Mapping[str, Any]]
 
     def parser(self) -> Parser:
         """A parser for one answer, up to where sampling begins."""
@@ -113,6 +114,7 @@ async def prompt_of(target: Target, conversation: Conversation) -> Prompt:
         schema=schema,
         schema_field="tools" if conversation.must_call else conversation.schema_field,
         ends=tuple(sorted(ends - {*target.card.eos_token_ids})),
+        messages=conversation.messages,
     )
 
 

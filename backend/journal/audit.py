@@ -33,6 +33,7 @@ class Event(StrEnum):
     CHECKPOINT_SHARED = "checkpoint_shared"
     CHECKPOINT_UNSHARED = "checkpoint_unshared"
     CHECKPOINT_READ = "checkpoint_read"
+    FEEDBACK_GIVEN = "feedback_given"
 
 
 @dataclass(frozen=True)

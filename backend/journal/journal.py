@@ -15,6 +15,7 @@ from tinkerflow.backend.journal.base_models import BaseModels
 from tinkerflow.backend.journal.checkpoints import SavedCheckpoints, Shares
 from tinkerflow.backend.journal.curves import Curves
 from tinkerflow.backend.journal.database import Database
+from tinkerflow.backend.journal.feedback import FeedbackGiven
 from tinkerflow.backend.journal.imports import Imports
 from tinkerflow.backend.journal.keys import Keys
 from tinkerflow.backend.journal.leases import Leases
@@ -48,6 +49,7 @@ class Journal:
         self.queue = Queue(*parts)
         self.results = Results(*parts)
         self.streams = Streams(*parts)
+        self.feedback = FeedbackGiven(*parts)
         self.sessions = Sessions(*parts)
         self.models = Models(*parts)
         self.samplers = Samplers(*parts)

@@ -406,6 +406,32 @@ class StreamedRow(Table, table=True):
     tokens: bytes
 
 
+class FeedbackRow(Table, table=True):
+    """What somebody thought of a sample, with the sample itself: its request's bytes are dropped after a while.
+
+    sample_id: `<request>-<number>`. model_path: the checkpoint that was sampled, None for the base model. prompt: the
+    messages or the text that were asked. Rows are only ever added.
+    """
+
+    __tablename__ = "feedback"
+    __table_args__ = (sa.Index("ix_feedback_owner_id", "owner", "id"), {"sqlite_autoincrement": True})
+
+    id: int | None = Field(default=None, primary_key=True, sa_type=sa.BigInteger().with_variant(sa.Integer(), "sqlite"))
+    owner: str
+    key_id: str
+    sample_id: str
+    at: datetime = Field(sa_type=UtcDateTime)
+    reward: float | None = None
+    label: str | None = None
+    text: str | None = None
+    base_model: str
+    model_path: str | None = None
+    prompt: list[dict[str, str]] | str = Field(sa_type=sa.JSON)
+    answer: str
+    tokens: bytes
+    logprobs: bytes
+
+
 class UsageBucket(Table, table=True):
     """How much of one kind a session used on a base model in one hour. Only ever added to."""
 

@@ -8,9 +8,10 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefect.blocks.core import Block
+from prefect.utilities.asyncutils import run_coro_as_sync
 from pydantic import Field, SecretStr
 
 from tinkerflow.backend.errors import UserError
@@ -51,6 +52,16 @@ class ServerClients:
         return wanted or offered[0]
 
 
+def address(block: str = "") -> tuple[str, str]:
+    """URL and key of a server, as `connect` finds them; for callers that do not await."""
+    if block:
+        loaded: Any = run_coro_as_sync(TinkerflowConnection.aload(block))
+        return str(loaded.base_url), str(loaded.api_key.get_secret_value())
+    settings = Settings()
+    url = os.environ.get("TINKER_BASE_URL") or f"http://{settings.host}:{settings.port}"
+    return url, os.environ.get("TINKER_API_KEY") or API_KEY
+
+
 @asynccontextmanager
 async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> AsyncIterator[ServerClients]:
     """Clients of the server that the Prefect block `block` names, or else of TINKER_BASE_URL and TINKER_API_KEY.
@@ -65,9 +76,7 @@ async def connect(block: str = "", *, close_seconds: float = CLOSE_SECONDS) -> A
         loaded: TinkerflowConnection = await TinkerflowConnection.aload(block)
         url, key = loaded.base_url, loaded.api_key.get_secret_value()
     else:
-        settings = Settings()
-        url = os.environ.get("TINKER_BASE_URL") or f"http://{settings.host}:{settings.port}"
-        key = os.environ.get("TINKER_API_KEY") or API_KEY
+        url, key = address()
     service = tinker.ServiceClient(base_url=url, api_key=key)
     try:
         yield ServerClients(service, tinker.RestClient(base_url=url, api_key=key))

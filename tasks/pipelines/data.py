@@ -29,7 +29,7 @@ class DataSource(BaseModel):
     url: str = Field(
         min_length=1,
         description="A .jsonl or .parquet file, a folder of them, or a folder by datasets' save_to_disk; a path or any "
-        "fsspec URL (gs://, s3://, hf://, https://).",
+        "fsspec URL (gs://, s3://, hf://, https://). Or journal://?rated=true&since=7d: answers that people rated.",
     )
     split: str = Field("", description="In a folder: read only what is named for this split, such as 'train'.")
     kind: Literal["auto", "chat", "prompt_completion", "preference", "prompt"] = Field(
@@ -119,7 +119,7 @@ def _sort(source: DataSource, forbidden: Sequence[str]) -> _Sorted:
     schema: Schema | None = None if source.kind == "auto" else source.kind
     good: list[Row] = []
     bad: list[tuple[RawRow, RowError]] = []
-    for item in _limited(read_rows(source.url, source.split), source.limit):
+    for item in _limited(read_rows(source.url, source.split, source.kind), source.limit):
         if isinstance(item, tuple):
             bad.append(item)
             continue

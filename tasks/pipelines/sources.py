@@ -17,6 +17,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.rated import SCHEME, rated_rows
 from tinkerflow.tasks.pipelines.rows import RowError
 
 _LINES = (".jsonl", ".ndjson")
@@ -32,12 +33,17 @@ class RawRow:
     value: object
 
 
-def read_rows(url: str, split: str = "") -> Iterator[RawRow | tuple[RawRow, RowError]]:
+def read_rows(url: str, split: str = "", kind: str = "auto") -> Iterator[RawRow | tuple[RawRow, RowError]]:
     """All rows behind `url`, in the order of the files' names; a line that is not JSON comes with its error.
 
     split: in a folder, read only files and folders that are named for it (`train`, `train-00000-of-00001.parquet`).
+    kind: the schema that rows are made for, where they are made (`journal://`, rated.py).
     Raises UserError when there is nothing to read.
     """
+    if url.startswith(SCHEME):
+        for number, row in enumerate(rated_rows(url, kind), 1):
+            yield RawRow(f"feedback:{number}", row)
+        return
     filesystem, path = url_to_fs(url)
     if not filesystem.exists(path):
         raise UserError(f"data.url {url!r}: does not exist")

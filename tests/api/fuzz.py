@@ -267,6 +267,26 @@ class Target:
             "weights_info": {"tinker_path": ids["checkpoint"]},
             "copy_weights": {"source_path": ids["checkpoint"], "ttl_seconds": 3600},
             f"{one}/ttl": {"ttl_seconds": None},
+            **self.of_other_clients(),
+        }  # fmt: skip
+
+    def of_other_clients(self) -> dict[str, dict[str, Any]]:
+        """By path, a good JSON body of the endpoints that other vendors' clients speak."""
+        said = {"messages": [{"role": "user", "content": "abc"}], "model": BASE, "max_tokens": 3}
+        return {
+            "/v1/completions": {
+                "model": BASE, "prompt": [[2, 3], [4]], "max_tokens": 3, "n": 2, "seed": 1, "temperature": 0.5,
+                "top_p": 0.9, "stop": ["ab"], "logprobs": 2, "echo": True, "stop_token_ids": [3],
+                "logit_bias": {"3": 1.0}, "return_token_ids": True, "presence_penalty": 0.1,
+            },
+            "/v1/completions#stream": {
+                "model": BASE, "prompt": "abc", "max_tokens": 3, "stream": True, "logprobs": 1,
+                "stream_options": {"include_usage": True},
+            },
+            "/v1/chat/completions": {**said, "stream": False, "n": 1, "logprobs": True, "top_logprobs": 2},
+            "/v1/messages": {**said, "system": "s", "stop_sequences": ["x"]},
+            "/v1/messages/count_tokens": {"model": BASE, "messages": said["messages"]},
+            "/v1/feedback": {"id": self.ids["request"], "reward": 1.0, "label": "good", "text": "t"},
         }  # fmt: skip
 
     def launch(self, attack: Attack) -> None:
@@ -295,7 +315,8 @@ class Target:
     def request(self, method: str, path: str, **more: Any) -> httpx.Response:
         """One request; AssertionError for a 5xx, or when there is no answer in time."""
         try:
-            answer = self.http.request(method, f"{self.url}/api/v1/{path}", timeout=ANSWERED_WITHIN, **more)
+            whole = path.partition("#")[0] if path.startswith("/") else f"/api/v1/{path}"
+            answer = self.http.request(method, f"{self.url}{whole}", timeout=ANSWERED_WITHIN, **more)
         except httpx.TimeoutException as e:
             raise AssertionError(f"{method} {path}: no answer within {ANSWERED_WITHIN:g} s") from e
         self.note(answer.status_code)

@@ -19,7 +19,7 @@ quick = settings(
 )
 
 
-def test_broken_bodies_are_answered_and_harm_nothing(start: Any, engine: Any) -> None:
+def test_broken_bodies_are_answered_and_harm_nothing(start: Any, engine: Any, lettered: Any) -> None:
     server = start(poll_hold=0.2)
     target = Target(server.http, server.url)
     target.prepare()
@@ -36,7 +36,26 @@ def test_broken_bodies_are_answered_and_harm_nothing(start: Any, engine: Any) ->
     assert not server.app.state.services.subscriptions.waiting
 
 
-def test_what_the_openapi_document_allows_is_answered(start: Any, engine: Any) -> None:
+def test_broken_bodies_of_other_clients_are_answered(start: Any, engine: Any, lettered: Any) -> None:
+    server = start()
+    target = Target(server.http, server.url)
+    target.prepare()
+    first = list(target.valid()).index("/v1/completions")
+    theirs = [str(first + n) for n in range(len(target.of_other_clients()))]
+
+    @settings(quick, max_examples=300)
+    @given(attacks(theirs).filter(lambda one: one.endpoint != PROTO))
+    def attack(one: Any) -> None:
+        target.launch(one)
+
+    attack()
+    assert target.sent >= 290
+    assert {200, 400, 404} <= set(target.statuses), "some are good, some are not"
+    assert not server.app.state.services.holds._held
+    assert not server.app.state.services.subscriptions.waiting
+
+
+def test_what_the_openapi_document_allows_is_answered(start: Any, engine: Any, lettered: Any) -> None:
     server = start(poll_hold=0.2)
     schema = schemathesis.openapi.from_dict(server.app.openapi())
     # schemathesis writes no protobuf: that one is attacked above

@@ -143,6 +143,7 @@ IN_BODY: dict[str, list[Probe]] = {
         Probe(kind, lambda it, me: {"model": it, "prompt": [2], "max_tokens": 1})
         for kind in ("weights", "sampler_weights", "model")
     ],
+    "/v1/feedback": [Probe("sample", lambda it, me: {"id": it, "label": "good"})],
     "/v1/chat/completions": of_model("/v1/chat/completions"),
     "/v1/messages": of_model("/v1/messages"),
     "/v1/messages/count_tokens": of_model("/v1/messages/count_tokens"),

@@ -1,0 +1,142 @@
+"""What people thought of an answer (`/v1/feedback`), which the pipelines' data source `journal://` reads."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import Query
+from pydantic import AwareDatetime, Field
+
+from tinkerflow.api.call import OPEN_API, Authorised, Call, PageLimit, Router, Strict, Wire
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.routes.training import served
+from tinkerflow.api.text import Tokenizer
+from tinkerflow.backend.errors import NotFoundError, UserError
+from tinkerflow.backend.journal.feedback import FeedbackView, NewFeedback
+from tinkerflow.backend.journal.samples import SampleView
+from tinkerflow.backend.wire import decode_sample
+
+router = Router(busy=3, at=OPEN_API)
+
+
+class Feedback(Strict):
+    """What somebody thought of an answer. id: of the answer, or of one of its choices.
+
+    reward: any number, better is more. label: good or bad. text: a better answer. At least one of them is given.
+    """
+
+    id: str
+    reward: float | None = Field(None, allow_inf_nan=False)
+    label: Literal["good", "bad"] | None = None
+    text: str | None = Field(None, min_length=1)
+
+
+class FeedbackKept(Wire):
+    """id: of the feedback. sample_id: the sample that it is about."""
+
+    id: int
+    sample_id: str
+
+
+class FeedbackShown(Wire):
+    """Feedback, and what it is about. prompt: the messages, or the text. answer: the sample's text."""
+
+    id: int
+    at: datetime
+    sample_id: str
+    reward: float | None
+    label: str | None
+    text: str | None
+    model: str
+    prompt: list[dict[str, str]] | str
+    answer: str
+
+
+class FeedbackPage(Wire):
+    """Feedback, oldest first."""
+
+    data: list[FeedbackShown]
+
+
+@router.post("/feedback", openapi_extra=takes(Feedback))
+async def give_feedback(call: Authorised) -> FeedbackKept:
+    """Keep what somebody thought of an answer of the own project, together with the answer."""
+    body = await call.parsed(Feedback)
+    if body.reward is None and body.label is None and body.text is None:
+        raise UserError("reward, label and text are all absent: at least one must be given")
+    request_id, index = _parts(body.id)
+    view = await asyncio.to_thread(_sample, call, request_id)
+    card = await asyncio.to_thread(served, call.journal, view.base_model)
+    tokenizer = await call.services.tokenizers.load(card)
+    new = await asyncio.to_thread(_new, call, body, view, index, tokenizer)
+    return FeedbackKept(id=await asyncio.to_thread(call.journal.feedback.add, new), sample_id=new.sample_id)
+
+
+@router.get("/feedback")
+async def list_feedback(
+    call: Authorised,
+    since: AwareDatetime | None = None,
+    after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
+    limit: PageLimit = 100,
+) -> FeedbackPage:
+    """The project's feedback, oldest first. since: given from then on. after: the id of the last one of a page."""
+    found = await asyncio.to_thread(call.journal.feedback.page, call.owner, since=since, after=after, limit=limit)
+    return FeedbackPage(data=[_shown(one) for one in found])
+
+
+def _parts(answer_id: str) -> tuple[str, int]:
+    """The request and the number of the sample that an id names; without a number, the first sample."""
+    head, _, number = answer_id.rpartition("-")
+    if head.startswith("req-") and number.isascii() and number.isdecimal() and len(number) < 5:
+        return head, int(number)
+    return answer_id, 0
+
+
+def _sample(call: Call, request_id: str) -> SampleView:
+    view = call.journal.samples.get(request_id, call.owner)
+    if view.error is not None or not view.result:
+        raise UserError(f"id {request_id!r} has no answer that could be rated: it failed, waits, or was dropped")
+    return view
+
+
+def _new(call: Call, body: Feedback, view: SampleView, index: int, tokenizer: Tokenizer) -> NewFeedback:
+    asked: dict[str, Any] = orjson.loads(view.payload)
+    sequences = decode_sample(view.id, view.result or b"").sequences
+    if index >= len(sequences):
+        raise NotFoundError(f"id {body.id!r} does not exist: the request has {len(sequences)} samples")
+    sampled = sequences[index]
+    prompt = asked.get("messages")
+    if prompt is None:
+        chunks = asked["prompt"]["chunks"]
+        prompt = tokenizer.decode([token for chunk in chunks for token in chunk["tokens"]])
+    return NewFeedback(
+        owner=call.owner,
+        key_id=call.key_id,
+        sample_id=f"{view.id}-{index}",
+        reward=body.reward,
+        label=body.label,
+        text=body.text,
+        base_model=view.base_model,
+        model_path=view.model_path,
+        prompt=prompt,
+        answer=tokenizer.decode(sampled.tokens_T.tolist()),
+        tokens=sampled.tokens_T.tobytes(),
+        logprobs=sampled.logprobs_T.tobytes(),
+    )
+
+
+def _shown(one: FeedbackView) -> FeedbackShown:
+    return FeedbackShown(
+        id=one.id,
+        at=one.at,
+        sample_id=one.sample_id,
+        reward=one.reward,
+        label=one.label,
+        text=one.text,
+        model=one.model_path or one.base_model,
+        prompt=one.prompt,
+        answer=one.answer,
+    )

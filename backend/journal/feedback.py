@@ -1,0 +1,68 @@
+"""Feedback: what people thought of samples, kept with the samples themselves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.journal import audit
+from tinkerflow.backend.journal.database import Aggregate, as_view
+from tinkerflow.backend.journal.tables import FeedbackRow
+
+
+@dataclass(frozen=True)
+class NewFeedback:
+    """What the key `key_id` of the project `owner` says of a sample: a reward, a label, a better text, or several.
+
+    prompt: messages or a text. answer: the sample's text; tokens int32, logprobs float32.
+    """
+
+    owner: str
+    key_id: str
+    sample_id: str
+    reward: float | None
+    label: str | None
+    text: str | None
+    base_model: str
+    model_path: str | None
+    prompt: list[dict[str, str]] | str
+    answer: str
+    tokens: bytes
+    logprobs: bytes
+
+
+@dataclass(frozen=True)
+class FeedbackView(NewFeedback):
+    """Feedback as it was given. id: rises with time."""
+
+    id: int
+    at: datetime
+
+
+class FeedbackGiven(Aggregate):
+    """All feedback, oldest first."""
+
+    def add(self, new: NewFeedback) -> int:
+        """Keep feedback; its id. The audit log says who gave it, and not what it says."""
+        now = self._now()
+        with self._write() as connection:
+            row = {**asdict(new), "at": now}
+            made = connection.execute(sa.insert(FeedbackRow).values(**row).returning(col(FeedbackRow.id))).scalar_one()
+            details = {"sample_id": new.sample_id, "key_id": new.key_id}
+            event = audit.Event.FEEDBACK_GIVEN
+            audit.note(connection, now, owner=new.owner, event=event, tinker_path=new.model_path, details=details)
+        return int(made or 0)
+
+    def page(
+        self, owner: str, *, since: datetime | None = None, after: int = 0, limit: int = 100
+    ) -> list[FeedbackView]:
+        """A project's feedback after the id `after`, oldest first; with `since`, only what was given from then on."""
+        where = [col(FeedbackRow.owner) == owner, col(FeedbackRow.id) > after]
+        if since is not None:
+            where.append(col(FeedbackRow.at) >= since)
+        statement = sa.select(FeedbackRow).where(*where).order_by(col(FeedbackRow.id)).limit(limit)
+        with self._read() as connection:
+            return [as_view(FeedbackView, row) for row in connection.execute(statement)]

@@ -1,0 +1,104 @@
+"""Rows from what people thought of answers: the data source `journal://`.
+
+    journal://?rated=true&since=7d            the server of TINKER_BASE_URL, or of this machine
+    journal://BLOCK?rated=true&since=2026-01-31    the server of a Tinkerflow Connection block
+
+An answer's newest feedback counts. A better text that somebody wrote is the best answer; otherwise answers are ordered
+by reward, where good is 1 and bad is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import httpx
+
+from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.tasks.pipelines.connection import address
+
+SCHEME = "journal://"
+_PAGE = 1000
+_GOOD = 0.5  # a reward above it makes an answer worth imitating
+_AGO = re.compile(r"(\d{1,5})([dh])")
+
+
+def rated_rows(url: str, kind: str) -> Iterator[dict[str, Any]]:
+    """Rows of a schema, oldest first.
+
+    chat, prompt_completion (also for `auto`): the answers that were rated good, or the better text. preference: of a
+    prompt with answers that were rated differently, the best and the worst. prompt: every prompt once, with the best
+    answer as `answer`, for rewards that compare.
+    Raises UserError when the URL is wrong or the server refuses.
+    """
+    block, since = _parse(url)
+    base_url, key = address(block)
+    by_prompt: dict[str, dict[str, dict[str, Any]]] = {}
+    for one in _read(base_url, key, since):
+        by_prompt.setdefault(json.dumps(one["prompt"]), {})[one["sample_id"]] = one
+    for prompt, samples in by_prompt.items():
+        answers = sorted((answer for one in samples.values() for answer in _answers(one)), reverse=True)
+        yield from _rows(kind, json.loads(prompt), answers)
+
+
+def _rows(kind: str, prompt: Any, answers: list[tuple[float, str]]) -> Iterator[dict[str, Any]]:
+    (best, text), (worst, other) = answers[0], answers[-1]
+    match kind:
+        case "preference":
+            if best > worst and text != other:
+                yield {"prompt": prompt, "chosen": text, "rejected": other}
+        case "prompt":
+            yield {"prompt": prompt, "answer": text if best > _GOOD else ""}
+        case _ if best > _GOOD:
+            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            said = {"role": "assistant", "content": text}
+            yield {"messages": [*asked, said]} if kind == "chat" else {"prompt": prompt, "completion": text}
+
+
+def _answers(one: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """The answers that feedback knows of, each with its reward; a written one is better than every sample."""
+    reward = one["reward"]
+    if reward is None:
+        reward = 0.0 if one["label"] == "bad" or one["text"] is not None else 1.0
+    written = [] if one["text"] is None else [(float("inf"), one["text"])]
+    return [*written, (reward, one["answer"])]
+
+
+def _parse(url: str) -> tuple[str, datetime | None]:
+    """The block and the time of a `journal://` URL."""
+    parts = urlsplit(url)
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if parts.path.strip("/") or set(given) - {"rated", "since"}:
+        raise broken("data.url", url, "journal://[BLOCK]?rated=true[&since=TIME]")
+    if given.get("rated") != "true":
+        raise broken("data.url", url, "journal://…?rated=true: only answers that were rated are data")
+    return parts.netloc, _time(given["since"], url) if "since" in given else None
+
+
+def _time(text: str, url: str) -> datetime:
+    if (ago := _AGO.fullmatch(text)) is not None:
+        hours = int(ago[1]) * (24 if ago[2] == "d" else 1)
+        return datetime.now(UTC) - timedelta(hours=hours)
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise broken("data.url", url, "with a since such as 24h, 7d or 2026-01-31") from error
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _read(base_url: str, key: str, since: datetime | None) -> Iterator[dict[str, Any]]:
+    asked: dict[str, str | int] = {"limit": _PAGE} | ({} if since is None else {"since": since.isoformat()})
+    with httpx.Client(base_url=base_url, headers={"X-API-Key": key}, timeout=60) as http:
+        while True:
+            answer = http.get("v1/feedback", params=asked)
+            if answer.status_code != 200:
+                raise UserError(f"data.url: {base_url} answers {answer.status_code}: {answer.text[:200]}")
+            page = answer.json()["data"]
+            yield from page
+            if len(page) < _PAGE:
+                return
+            asked["after"] = page[-1]["id"]

@@ -1,0 +1,125 @@
+"""Feedback over HTTP: kept with its sample, for its own project; and the rows that the pipelines make of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from tests.api.conftest import BASE, KEY, Engine, Running
+
+from tinkerflow.tasks.pipelines import DataSource, check_data, load_rows
+from tinkerflow.tasks.pipelines.rated import rated_rows
+
+pytestmark = pytest.mark.usefixtures("lettered", "engine")
+
+
+def ask(server: Running, method: str, path: str, body: Any = None, key: str = KEY, **more: Any) -> Any:
+    headers = {"Authorization": f"Bearer {key}"}
+    return server.http.request(method, f"{server.url}/v1/{path}", json=body, headers=headers, **more)
+
+
+def answered(server: Running, prompt: str, key: str = KEY, **more: Any) -> Any:
+    body = {"model": BASE, "prompt": prompt, "max_tokens": 6, "ignore_eos": True, **more}
+    return ask(server, "POST", "completions", body, key).json()
+
+
+def rate(server: Running, answer_id: str, **said: Any) -> Any:
+    kept = ask(server, "POST", "feedback", {"id": answer_id, **said})
+    assert kept.status_code == 200, kept.text
+    return kept.json()
+
+
+def test_feedback_is_kept_with_its_sample(server: Running, journal: Any) -> None:
+    answer = answered(server, "bcd", n=2, seed=1, return_token_ids=True)
+    first = rate(server, answer["id"], reward=0.5)
+    second = rate(server, answer["choices"][1]["id"], label="good", text="dd")
+    assert first["sample_id"] == answer["choices"][0]["id"]
+    assert second["sample_id"] == answer["choices"][1]["id"]
+    shown = ask(server, "GET", "feedback").json()["data"]
+    assert [(one["reward"], one["label"], one["text"]) for one in shown] == [(0.5, None, None), (None, "good", "dd")]
+    assert [one["answer"] for one in shown] == [choice["text"] for choice in answer["choices"]]
+    assert {one["prompt"] for one in shown} == {"bcd"}
+    assert {one["model"] for one in shown} == {BASE}
+    (one, two) = journal.feedback.page("local")
+    assert list(memoryview(one.tokens).cast("i")) == answer["choices"][0]["token_ids"]
+    assert ask(server, "GET", f"feedback?after={one.id}").json()["data"] == shown[1:]
+    assert ask(server, "GET", "feedback?since=2999-01-01T00:00:00Z").json()["data"] == []
+    audit = server.get("audit").json()["entries"]
+    noted = [entry["event_details"]["sample_id"] for entry in audit if entry["event"] == "feedback_given"]
+    assert sorted(noted) == sorted([one.sample_id, two.sample_id])
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "words"),
+    [
+        ({"id": "req-none", "label": "good"}, 404, "does not exist"),
+        ({"id": "", "label": "good"}, 404, "does not exist"),
+        ({"id": "ID-9", "label": "good"}, 404, "does not exist"),
+        ({"id": "ID"}, 400, "at least one"),
+        ({"id": "ID", "label": "fine"}, 400, "label"),
+        ({"id": "ID", "reward": "much"}, 400, "reward"),
+        ({"id": "ID", "stars": 5}, 400, "stars"),
+    ],
+)
+def test_wrong_feedback_is_refused(said: dict[str, Any], status: int, words: str, server: Running) -> None:
+    request = answered(server, "a")["id"]
+    said = {name: str(value).replace("ID", request) if name == "id" else value for name, value in said.items()}
+    refused = ask(server, "POST", "feedback", said)
+    assert (refused.status_code, words in refused.json()["error"]["message"]) == (status, True), refused.text
+
+
+def test_a_sample_of_the_sdk_can_be_rated_and_one_without_an_answer_cannot(server: Running, engine: Engine) -> None:
+    opened = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": BASE}
+    sampler = server.post("create_sampling_session", opened).json()["sampling_session_id"]
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"tokens": [2]}, {"tokens": [3]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    request = server.post("asample", body).json()["request_id"]
+    server.result(request)
+    rate(server, request, label="bad")
+    assert ask(server, "GET", "feedback").json()["data"][0]["prompt"] == "bc"
+    engine.paused = True
+    waiting = server.post("asample", {**body, "seq_id": 1}).json()["request_id"]
+    refused = ask(server, "POST", "feedback", {"id": waiting, "label": "good"})
+    assert (refused.status_code, "waits" in refused.json()["error"]["message"]) == (400, True)
+    engine.paused = False
+
+
+def test_rated_answers_are_rows_for_every_pipeline(
+    server: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    good, bad, written, poor = (answered(server, prompt, seed=seed) for prompt, seed in
+                                [("bb", 1), ("bb", 2), ("cc", 3), ("dd", 4)])  # fmt: skip
+    rate(server, good["id"], label="bad")
+    rate(server, good["id"], label="good")  # on second thoughts
+    rate(server, bad["id"], reward=-1)
+    rate(server, written["id"], text="ee")
+    rate(server, poor["id"], label="bad")
+    said = {name: one["choices"][0]["text"] for name, one in {"good": good, "bad": bad, "written": written}.items()}
+    url = "journal://?rated=true&since=1d"
+    assert list(rated_rows(url, "auto")) == [
+        {"prompt": "bb", "completion": said["good"]},
+        {"prompt": "cc", "completion": "ee"},
+    ]
+    assert list(rated_rows(url, "chat"))[1] == {
+        "messages": [{"role": "user", "content": "cc"}, {"role": "assistant", "content": "ee"}]
+    }
+    assert list(rated_rows(url, "preference")) == [
+        {"prompt": "bb", "chosen": said["good"], "rejected": said["bad"]},
+        {"prompt": "cc", "chosen": "ee", "rejected": said["written"]},
+    ]
+    assert list(rated_rows(url, "prompt")) == [
+        {"prompt": "bb", "answer": said["good"]},
+        {"prompt": "cc", "answer": "ee"},
+        {"prompt": "dd", "answer": ""},
+    ]
+    assert list(rated_rows(f"journal://?rated=true&since={time.strftime('%Y')}-01-01", "auto"))
+    work = f"file://{tmp_path / 'work'}"
+    report = check_data.fn(DataSource(url=url, kind="preference"), work)
+    assert (report.rows, report.bad_rows) == (2, 0)
+    assert load_rows(work, report.digest)[0].chosen[0]["content"] == said["good"]

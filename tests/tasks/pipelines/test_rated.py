@@ -1,0 +1,55 @@
+"""The data source `journal://`: its URL, and a server that refuses. tests/api/test_feedback.py has it with a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tinkerflow.backend.errors import UserError
+from tinkerflow.tasks.pipelines.rated import rated_rows
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "journal://",
+        "journal://?rated=false",
+        "journal://?rated=true&sinse=1d",
+        "journal://?rated=true&since=yesterday",
+        "journal://block/path?rated=true",
+    ],
+)
+def test_a_wrong_url_says_what_it_may_be(url: str) -> None:
+    with pytest.raises(UserError, match=r"^data\.url is 'journal://"):
+        list(rated_rows(url, "auto"))
+
+
+def test_all_pages_are_read_and_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", "http://service/prefix")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-key")
+    one = {"prompt": "p", "answer": "a", "reward": None, "label": "good", "text": None}
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        after = int(request.url.params.get("after", 0))
+        numbers = range(after + 1, after + 1001)
+        page = [{**one, "id": n, "sample_id": f"r-{n}", "prompt": str(n)} for n in numbers]
+        return httpx.Response(200, json={"data": page if after < 2000 else page[:1]})
+
+    real = httpx.Client
+
+    def client(**more: Any) -> httpx.Client:
+        return real(transport=httpx.MockTransport(answer), **more)
+
+    monkeypatch.setattr(httpx, "Client", client)
+    assert len(list(rated_rows("journal://?rated=true", "auto"))) == 2001
+    assert {(str(one.url).partition("?")[0], one.headers["x-api-key"]) for one in asked} == {
+        ("http://service/prefix/v1/feedback", "tml-key")
+    }
+    monkeypatch.setattr(httpx, "Client", lambda **more: real(
+        transport=httpx.MockTransport(lambda request: httpx.Response(401, text="who are you?")), **more))  # fmt: skip
+    with pytest.raises(UserError, match="answers 401: who are you"):
+        list(rated_rows("journal://?rated=true", "auto"))
