@@ -94,7 +94,8 @@ def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
     for tensor in family.tensors(cfg).values():
         wanted |= {tensor.tensor.format(layer): tensor.shape for layer in range(cfg.layers)}
     wanted |= {family.embed: (cfg.vocab, cfg.hidden), family.final_norm: (cfg.hidden,)}
-    assert {name: array.shape for name, array in stored.items()} == wanted
+    held = {name: array.shape for name, array in stored.items() if not name.startswith(family.skipped)}
+    assert held == wanted
     modules = dict(reference.model.named_modules())  # transformers fuses the experts of a layer
     for matrix in family.projections(cfg).values():
         place = tuple(size - 1 for size in matrix.stack)

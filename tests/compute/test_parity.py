@@ -15,7 +15,14 @@ import torch
 from tests.compute.closeness import close, close_logprobs
 from tests.compute.conftest import VOCAB, build
 
-from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec, OptimStep, PublishSnapshot
+from tinkerflow.backend.commands import (
+    CreateAdapter,
+    ExportAdapter,
+    ImportAdapter,
+    LoraSpec,
+    OptimStep,
+    PublishSnapshot,
+)
 from tinkerflow.backend.compute.families import load_config, registered
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
@@ -87,7 +94,7 @@ def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forwar
         trained = {named(name): each for name, each in by_torch.named_parameters() if each.requires_grad}
         rule = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
         for step in range(2):
-            data = examples(LENGTHS, seed=step)
+            data, before = examples(LENGTHS, seed=step), executor.execute(ExportAdapter("steps", optimizer=True))
             rule.zero_grad()
             loss = -sum((scores(by_torch, one) * torch.tensor(one.weights_TK)).sum() for one in data)
             loss.backward()
@@ -99,6 +106,14 @@ def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forwar
             weights = executor.execute(ExportAdapter("steps", optimizer=False)).weights
             for name, wanted in trained.items():
                 close(weights[name], wanted.detach().numpy(), ulps=2**14)
+    # The last step again, from the state before it, as after a crash: the same bits.
+    executor.execute(ImportAdapter("again", before))
+    again = forward(executor, "again", data, backward=True)
+    for one, other in zip(again.logprobs, result.logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    executor.execute(OptimStep("again", ADAM))
+    for name, array in executor.execute(ExportAdapter("again", optimizer=False)).weights.items():
+        np.testing.assert_array_equal(array, weights[name])
 
 
 def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):
