@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -121,8 +121,7 @@ def _legend(lines: Sequence[Line], known: Sequence[Sequence[tuple[float, float]]
     return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items))
 
 
-def _path(line: Line, place: object) -> str:
-    assert callable(place)
+def _path(line: Line, place: Callable[[float, float], tuple[float, float]]) -> str:
     parts, pen = [], "M"
     for x, y in line.points:
         if y is None:

@@ -37,7 +37,11 @@ def _environment() -> Environment:
     loader = PackageLoader("tinkerflow.api.console")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.filters |= {"when": when, "size": size, "number": number, "part": part, "seconds": seconds}
-    found.globals |= {"version": __version__, "marks": {name: static_file(name)[1] for name in STATIC}}
+    found.globals |= {
+        "version": __version__,
+        "path_parts": path_parts,
+        "marks": {name: static_file(name)[1] for name in STATIC},
+    }
     return found
 
 
@@ -78,6 +82,12 @@ def number(value: float | None) -> str:
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def path_parts(path: str) -> str:
+    """A `tinker://` path as the console's URLs have it: the run, and the rest as one part."""
+    run, _, rest = path.removeprefix("tinker://").partition("/")
+    return f"{part(run)}/{part(rest)}"
 
 
 def part(text: str) -> str:

@@ -20,13 +20,13 @@ _COLUMNS = (
     col(Request.created_at),
     col(Request.finished_at),
 )
-_OF = (col(SamplerRow.base_model), col(SamplerRow.model_path))
+_OF = (col(SamplerRow.base_model), col(SamplerRow.model_path), col(SamplerRow.snapshot_id))
 _BYTES = (col(Request.payload), col(Request.result), col(Request.result_type))
 
 
 @dataclass(frozen=True)
 class SampleView:
-    """A sample request and whose weights it sampled: those of model_path, of an unnamed snapshot, or of base_model.
+    """A sample request and whose weights it sampled: those of model_path, else of snapshot_id, else of base_model.
 
     payload, result: the wire's bytes, empty once they were dropped.
     """
@@ -35,6 +35,7 @@ class SampleView:
     sampler_id: str
     base_model: str
     model_path: str | None
+    snapshot_id: str | None
     state: str
     error: str | None
     created_at: datetime

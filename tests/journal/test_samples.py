@@ -21,6 +21,7 @@ def test_newest_first_by_project_and_by_run(scene, clock, as_owner):
     stranger.sample(stranger.sampler(stranger.session()), 0)
     found = scene.journal.samples.recent("local")
     assert [one.id for one in found] == asked[::-1]
+    assert [one.snapshot_id for one in found] == [None, f"{run}:inflight", None, None]
     assert found[0].model_path == f"tinker://{run}/sampler_weights/a" and found[0].payload == b"{}"
     assert [one.id for one in scene.journal.samples.recent("local", limit=2)] == asked[:1:-1]
     assert [one.id for one in scene.journal.samples.recent("local", run_id=run)] == asked[:0:-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tinkerflow.api.console.render import number, seconds, size, when
+from tinkerflow.api.console.render import number, path_parts, seconds, size, when
 from tinkerflow.backend.clock import SystemClock
 
 
@@ -13,6 +13,10 @@ def test_numbers_and_sizes() -> None:
         "\N{EN DASH}", "0", "1,234,567", "0.1235", "0.0001", "3", "12.35", "1,235", "1,500,000,000",
     ]  # fmt: skip
     assert [size(n) for n in (0, 999, 1500, 2.5e9, 7e15)] == ["0 B", "999 B", "1.5 kB", "2.5 GB", "7e+03 TB"]
+
+
+def test_paths_are_quoted_as_the_sdk_quotes_them() -> None:
+    assert path_parts("tinker://sess-1:train:0/weights/a") == "sess-1%3Atrain%3A0/weights%2Fa"
 
 
 def test_times() -> None:
