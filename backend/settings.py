@@ -57,6 +57,9 @@ class Settings(BaseSettings):
     launcher: str = ""
     """what starts worker processes: local, ray or slurm; empty = local, or nothing if there is a group that they join
     by themselves"""
+    idle_release: float = Field(0.0, ge=0)
+    """seconds without a request after which a launcher releases its worker processes, until the next request; 0 = it
+    keeps them"""
     process_devices: int = Field(0, ge=0)
     """accelerators that a launcher asks for, for each worker process; 0 = it asks for none"""
     spread_hosts: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class Launcher:
     """
 
     name: str
-    keep: Callable[[Plan, Say], Awaitable[None]]
+    keep: Callable[[Plan, Say], Coroutine[None, None, None]]
     address: Callable[[Settings], str]
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,7 @@ from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.processes import free_port
 from tinkerflow.backend.retry import Restarts
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.idle import LOOK_SECONDS, demand, keep_while_needed
 from tinkerflow.deployments.keeper import Part
 from tinkerflow.deployments.launchers import launcher_of
 from tinkerflow.deployments.launching import Launcher, Plan
@@ -155,12 +156,39 @@ class Stack:
         restarts = Restarts()
         while True:
             try:
-                await launcher.keep(plan, self._report)
+                if self.settings.idle_release:
+                    await self._keep_while_needed(launcher, plan)
+                else:
+                    await launcher.keep(plan, self._report)
             except Exception as error:
                 pause = restarts.pause(steady=False)
                 log.exception("launcher %s has failed", launcher.name)
                 self._report(f"no workers can be started: {error}; trying again in {pause:.1f} s")
                 await asyncio.sleep(pause)
+
+    async def _keep_while_needed(self, launcher: Launcher, plan: Plan) -> None:
+        """Release the group's processes while no request needs them."""
+        needed: Callable[[], Awaitable[bool]] | None = None
+
+        async def is_needed() -> bool:
+            return needed is None or await needed()  # they are, until the engine serves
+
+        async with contextlib.AsyncExitStack() as stack:
+            keeping = keep_while_needed(
+                lambda: launcher.keep(plan, self._report), is_needed, self.settings.idle_release, self._report
+            )
+            working = asyncio.create_task(keeping)
+            stack.push_async_callback(_end, working)
+            while not self._ready.done() and not working.done():  # noqa: ASYNC110  two kinds of futures
+                await asyncio.sleep(LOOK_SECONDS)
+            if not working.done():
+                needed = await stack.enter_async_context(demand(self.settings.journal_url))
+            await working
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _with_ports(settings: Settings, launcher: Launcher | None) -> Settings:

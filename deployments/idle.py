@@ -1,0 +1,74 @@
+"""Releasing worker processes while no request needs them, so that others have the devices.
+
+The engine goes on without them, as after the loss of its hosts: a request waits, and says what for. It is in the
+journal, where it is seen here, and the processes are started again. Models are restored as after a lost group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+from tinkerflow.backend.journal import AWAY, Journal
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+
+
+async def keep_while_needed(
+    keep: Callable[[], Coroutine[None, None, None]],
+    needed: Callable[[], Awaitable[bool]],
+    seconds: float,
+    report: Callable[[str], None],
+    *,
+    look_seconds: float = LOOK_SECONDS,
+) -> None:
+    """Run `keep` until nothing was needed for some time, and again when something is, for ever; raise what it raises.
+
+    keep: keeps worker processes until it is cancelled. needed: whether there is anything for them to do.
+    seconds: how long nothing must have been needed. report: gets lines for people.
+    look_seconds: between two questions to `needed`.
+    """
+
+    async def until_idle() -> None:
+        quiet = 0.0
+        while quiet < seconds:
+            await asyncio.sleep(look_seconds)
+            quiet = 0.0 if await needed() else quiet + look_seconds
+
+    while True:
+        tasks = asyncio.create_task(keep()), asyncio.create_task(until_idle())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            report(f"no request for {seconds:g} s: worker processes are released until the next one")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        while not await needed():  # noqa: ASYNC110  the requests are another process's
+            await asyncio.sleep(look_seconds)
+        report("a request waits: worker processes are started again")
+
+
+@asynccontextmanager
+async def demand(journal_url: str) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
+    """Whether requests of a journal wait for worker processes, or weights in their memory wait for the store."""
+    journal = await asyncio.to_thread(Journal.open, journal_url)
+
+    def needed() -> bool:
+        try:
+            waiting = journal.queue.pending_models() or journal.queue.waiting_samples()
+            return bool(waiting or journal.recovery.unstored_models())
+        except AWAY as error:
+            log.warning("the journal cannot be asked whether requests wait: %s", error)
+            return True
+
+    try:
+        yield lambda: asyncio.to_thread(needed)
+    finally:
+        journal.close()

@@ -1,0 +1,77 @@
+"""When worker processes are released, and come back. With a service: tests/e2e/test_idle.py."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from tinkerflow.backend.journal import migrate
+from tinkerflow.deployments.idle import demand, keep_while_needed
+
+
+class Kept:
+    """Processes that are kept or not, and a demand for them."""
+
+    def __init__(self) -> None:
+        self.demand, self.running, self.starts = True, False, 0
+        self.error: Exception | None = None
+
+    async def keep(self) -> None:
+        self.running = True
+        self.starts += 1
+        try:
+            while self.error is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            raise self.error
+        finally:
+            self.running = False
+
+    async def needed(self) -> bool:
+        return self.demand
+
+
+async def until(kept: Kept, running: bool) -> None:
+    async with asyncio.timeout(60):
+        while kept.running != running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_they_are_released_when_idle_and_come_back_when_needed() -> None:
+    kept, said = Kept(), list[str]()
+    task = asyncio.create_task(keep_while_needed(kept.keep, kept.needed, 0.02, said.append, look_seconds=0.002))
+    await until(kept, True)
+    await asyncio.sleep(0.1)
+    assert kept.running and kept.starts == 1 and not said
+    kept.demand = False
+    await until(kept, False)
+    await asyncio.sleep(0.1)
+    assert kept.starts == 1 and said == ["no request for 0.02 s: worker processes are released until the next one"]
+    kept.demand = True
+    await until(kept, True)
+    assert kept.starts == 2 and said[1:] == ["a request waits: worker processes are started again"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not kept.running
+
+
+async def test_what_fails_is_raised() -> None:
+    kept = Kept()
+    kept.error = ValueError("no room")
+    with pytest.raises(ValueError, match="no room"):
+        await keep_while_needed(kept.keep, kept.needed, 60.0, print, look_seconds=0.01)
+
+
+async def test_a_journal_that_is_away_ends_no_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"sqlite:///{tmp_path / 'journal.db'}"
+    migrate(url)
+    async with demand(url) as needed:
+        assert not await needed()
+
+        def away(_: object) -> list[str]:
+            raise sa.exc.OperationalError("SELECT", {}, Exception("the server is away"))
+
+        monkeypatch.setattr("tinkerflow.backend.journal.queue.Queue.pending_models", away)
+        assert await needed()
