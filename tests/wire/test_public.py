@@ -34,6 +34,7 @@ def test_the_public_names() -> None:
         "decode_forward",
         "decode_sample",
         "dump_custom_loss",
+        "drift_metrics",
         "encode_forward",
         "encode_json",
         "encode_loaded",
