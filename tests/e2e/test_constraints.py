@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 from tokenizers import Tokenizer
@@ -30,7 +34,7 @@ class Client:
         session = self.post("create_session", {"tags": [], "sdk_version": "0.38.0", "type": "create_session"})
         opened = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": server.base_model}
         self.sampler = self.post("create_sampling_session", opened)["sampling_session_id"]
-        self.count = 0
+        self.numbers = count(1)
 
     def open(self, path, body):
         headers = {"Content-Type": "application/json", "X-API-Key": "tml-test"}
@@ -43,10 +47,9 @@ class Client:
 
     def sample(self, **params):
         """The sequences of an answer, or its error's text."""
-        self.count += 1
         body = {
             "sampling_session_id": self.sampler,
-            "seq_id": self.count,
+            "seq_id": next(self.numbers),
             "num_samples": 2,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [17, 45, 99]}]},
             "sampling_params": {"max_tokens": 200, "seed": 7, **params},
@@ -102,6 +105,18 @@ def test_penalties_and_biases_decide_what_is_said(client):
     assert client.sample(logit_bias={"5": 100, "6": -100}, **options) == [[5] * 30] * 2
     assert client.sample(min_p=1.0, **{**options, "temperature": 1.0}) == client.sample(**options), "the most likely"
     assert client.sample(frequency_penalty=2.0, presence_penalty=2.0, logit_bias={"5": 20}, **options) != [[5] * 30] * 2
+
+
+def test_a_killed_worker_changes_no_token(server, client):
+    said = {"max_tokens": 300, "stop": [], "temperature": 1.0, "frequency_penalty": 1.0, "logit_bias": {"9": 4}}
+    held = {"constraint": {"type": "regex", "value": "(ab|c){60}"}}
+    before = [client.sample(**said), client.sample(**held)]
+    with ThreadPoolExecutor(2) as threads:
+        again = [threads.submit(client.sample, **options) for options in (said, held)]
+        time.sleep(0.3)  # the comparison holds wherever the kill finds them
+        for worker in server.workers():
+            os.kill(worker, signal.SIGKILL)
+        assert [one.result() for one in again] == before
 
 
 def test_what_is_wrong_fails_alone_and_by_name(client):

@@ -27,7 +27,7 @@ def main() -> None:
             heartbeat_timeout_seconds=30,
             shutdown_timeout_seconds=10,
         )
-    from tinkerflow.backend.commands import Adjustments, GroupConfig, LoraSpec, SampleRequest, SampleStep
+    from tinkerflow.backend.commands import Adjustments, Constraint, GroupConfig, LoraSpec, SampleRequest, SampleStep
     from tinkerflow.backend.compute.families import load_config
     from tinkerflow.backend.compute.lora import init_lora
     from tinkerflow.backend.compute.memory import plan_group
@@ -62,6 +62,7 @@ def main() -> None:
         request("drawn", 40, 30, temperature=1.0, top_k=30, num_samples=3, snapshot_id="snap"),
         request("scored", 140, 12, temperature=0.7, prompt_logprobs=True),
         request("bad", 5, 5, snapshot_id="nope"),
+        request("held", 33, 60, temperature=1.0, constraint=Constraint("regex", r"[ab]{3,9}-\d\d", (256,))),
         request("adjusted", 30, 20, adjustments=Adjustments(1.0, 0.5, 1.3, ((4, 2.0), (9, -100.0)))),
     )
     finished = []

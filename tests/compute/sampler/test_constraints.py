@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.compute.sampler.tokenizer import END, save_tokenizer
 
 from tinkerflow.backend.commands import Adjustments, Constraint
 from tinkerflow.backend.compute.sampler.constraints import everything, new_matcher, words
 from tinkerflow.backend.compute.sampler.decode import decode
 from tinkerflow.backend.errors import UserError
 
-END = 256  # behind a token for each byte
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -34,16 +34,8 @@ LARK = Constraint("grammar", 'start: "(" start ")" | "x"', (END,))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with a token for each byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    assert tokenizer.token_to_id("<end>") == END
     made = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save(str(made / "tokenizer.json"))
+    save_tokenizer(made)
     return made
 
 
@@ -117,7 +109,7 @@ def test_what_cannot_be_obeyed_fails_alone(
     assert "nobody" in results["broken"].error
     assert re.fullmatch(REGEX.text, text(results["good"].sequences[0]))
     assert results["free"].error is None
-    nowhere = run_all(qwen.sampler(), ask("a", prompt(9), 20, constraint=REGEX))
+    nowhere = run_all(qwen.sampler(model_path=str(folder / "none")), ask("a", prompt(9), 20, constraint=REGEX))
     assert "sampling_params.constraint needs the model's tokenizer" in nowhere["a"].error
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.sampler.tokenizer import END, save_tokenizer
 
 from tinkerflow.backend.processes import free_port
 
@@ -50,7 +51,9 @@ def group(folder: Path, *, processes: int, devices: int, fsdp: int, tensor: int)
 @pytest.fixture(scope="module")
 def alone(qwen: Any) -> dict[str, Any]:
     """One process, one device."""
+    save_tokenizer(qwen.folder)
     (result,) = group(qwen.folder, processes=1, devices=1, fsdp=1, tensor=1)
+    assert result["held"]["error"] is None and result["held"]["tokens"][0][-1] == END
     assert "'nope'" in result["bad"]["error"] and len(result["drawn"]["tokens"]) == 3
     assert {name: one["cached"] for name, one in result.items() if one["cached"]} == {"repeated": 249}
     assert result["repeated"]["logprobs"] == result["first"]["logprobs"]
