@@ -130,7 +130,9 @@ def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """generation_config.json is what generation follows; config.json is the fallback, as in transformers."""
     for file in ("generation_config.json", "config.json"):
         path = folder / file
-        ids = read_object(path, name).get("eos_token_id") if path.is_file() else None
+        values = read_object(path, name) if path.is_file() else {}
+        text = values.get("text_config") or {}  # of a model that also sees images
+        ids = values.get("eos_token_id", text.get("eos_token_id"))
         if ids is not None:
             found = tuple(ids) if isinstance(ids, list) else (ids,)
             if not all(isinstance(i, int) and 0 <= i < config.vocab for i in found):
@@ -142,8 +144,10 @@ def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _count_parameters(name: str, folder: Path, config: ModelConfig) -> int:
-    shapes = {tensor: stored.shape for tensor, stored in open_tensors(folder, name).items()}
+    family = family_of(config)
+    tensors = family.unpack(config, open_tensors(folder, name))
+    shapes = {tensor: stored.shape for tensor, stored in tensors.items()}
     if config.tied:
-        unembed = family_of(config).projections(config)["unembed"]
+        unembed = family.projections(config)["unembed"]
         shapes.pop(f"{unembed.module}.weight", None)  # some exports store the shared matrix twice
     return sum(math.prod(shape) for shape in shapes.values())

@@ -26,6 +26,32 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """The shape of gated DeltaNet layers (`deltanet`).
+
+    key_heads divide value_heads. taps: of the convolution. fused: the weights of q, k, v and z are one matrix, and so
+    are those of b and a (Qwen3-Next).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    fused: bool
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values side by side: what goes through the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """The values of all heads side by side."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only transformer. Hashable, so that it can be a static argument of jit.
 
@@ -38,6 +64,8 @@ class ModelConfig:
     approximation in place of SiLU (Gemma). norm_plus_one: norms multiply by 1 + weight (Gemma). clamped: the bound of
     the experts' clamped SwiGLU, 0 = plain SwiGLU (gpt-oss). embed_scale: of embeddings. query_scale: of queries, beside
     1 / sqrt(head_dim). kinds: of every layer, if they are not all alike.
+    gated: q has a second half for each head, a gate on what it has seen. shared_mlp: the width of an expert that every
+    token goes to, with a gate of its own; 0 = none. delta: the shape of the layers with the mixer "delta".
     """
 
     architecture: str
@@ -67,6 +95,9 @@ class ModelConfig:
     embed_scale: float = 1.0
     query_scale: float = 1.0
     kinds: tuple[LayerKind, ...] = ()
+    gated: bool = False
+    shared_mlp: int = 0
+    delta: DeltaNet | None = None
 
     @property
     def rope(self) -> Rope:

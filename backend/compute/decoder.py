@@ -52,13 +52,14 @@ class LayerTensor:
     """A tensor that each layer has and that LoRA does not adapt: a norm, a bias, a router.
 
     tensor: Hugging Face's name, with a `{}` for the layer. split: the mesh's tensor axis splits its first dimension.
-    layers: the numbers of the layers that have it; None = all.
+    layers: the numbers of the layers that have it; None = all. wide: it is kept in float32.
     """
 
     tensor: str
     shape: tuple[int, ...]
     split: bool = False
     layers: tuple[int, ...] | None = None
+    wide: bool = False
 
 
 def decoder_config(

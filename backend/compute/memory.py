@@ -23,13 +23,14 @@ from jax.experimental import multihost_utils
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.families import projections
+from tinkerflow.backend.compute.deltanet import CHUNK
+from tinkerflow.backend.compute.families import layers_with, projections
 from tinkerflow.backend.compute.lora import matrix_rank, shardings, targets
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
-from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS
+from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.transformer import KEPT
 from tinkerflow.backend.errors import UserError
@@ -50,6 +51,8 @@ _ADAPTERS = 0.5  # the most that is set aside for `_RESIDENT` adapters before th
 # Shares of the sampler's part.
 _CACHE = 0.85  # the pages of the KV cache; the rest is for resident snapshots
 
+_BESIDE = 10  # states of short requests beside the batch, and of the prompt that is being computed
+_LEAST_KEPT_STATES = 4
 _RESIDENT = 16  # adapters of the usual rank that room is set aside for
 _RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
 _LOGIT_BYTES = 6  # of one logit: float32, and once in the dtype of the activations
@@ -76,9 +79,9 @@ class MemoryUses:
     """Bytes of each device by what takes them. Together they are at most the limit.
 
     weights: the base model. activations: what a training step keeps for its backward pass. temporaries: what a step
-    needs besides, the gradient that it adds to included. kv_cache: the pages of all sequences, and of prompts that are
-    kept for later requests. snapshots: adapters published for sampling. adapters: weights, gradients and moments of the
-    models in training. reserve: left alone.
+    needs besides, the gradient that it adds to included. kv_cache: the pages and the states of all sequences, and of
+    prompts that are kept for later requests. snapshots: adapters published for sampling. adapters: weights, gradients
+    and moments of the models in training. reserve: left alone.
     """
 
     weights: int
@@ -104,6 +107,7 @@ class MemoryPlan:
     context: the longest sequence that can be trained on and sampled, in tokens. pages: of the KV cache on each device
     of the fsdp axis, the one of zeros included. cells: positions of all pages that sequences may have, over the whole
     mesh. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same time; None on CPUs.
+    states: of sequences in layers with linear attention, on each device of the fsdp axis; 0 in models without them.
     """
 
     limit: int | None
@@ -113,6 +117,7 @@ class MemoryPlan:
     cells: int
     uses: MemoryUses | None = None
     resident_adapters: int | None = None
+    states: int = 0
 
     @property
     def rule(self) -> str:
@@ -149,7 +154,8 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
         fit = least(int(_host_bytes() * _CACHE_ON_CPUS / _page_bytes(cfg, config)))
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
-        return MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * config.fsdp)
+        states = state_count(cfg, config)
+        return MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * config.fsdp, states=states)
     return plan_memory(cfg, config, least(limit))
 
 
@@ -163,6 +169,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     budget = _budget_within(cfg, config, max(0, free))
     reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
     page, longest = _page_bytes(cfg, config), min(config.max_context, cfg.max_positions)
+    states = _state_bytes(cfg, config)
     context = pages_for(longest) * PAGE
     while context >= PAGE:
         step = _largest_step(cfg, config, budget, context)
@@ -170,19 +177,21 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         sampling = min(free - sum(step) - set_aside, limit // 2)
         cache = int(_CACHE * sampling)
         # The pages of a sequence lie on one device of fsdp, beside one of zeros; a second sequence makes it a batch.
-        if sum(step) <= _TRAINING * free and (2 * context // PAGE + 1) * page <= cache:
+        if sum(step) <= _TRAINING * free and (2 * context // PAGE + 1) * page + states <= cache:
             break
         context = context // 2 // PAGE * PAGE
     else:
         tokens = _step_sizes(config, budget, PAGE)[0]
         less = "a smaller TINKERFLOW_MICROBATCH_TOKENS, " if config.microbatch_tokens else ""
+        if states:
+            less += f"fewer TINKERFLOW_SAMPLE_SLOTS ({config.sample_slots} have states of {states / GB:.1f} GB), "
         raise UserError(
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
             f"each device. Too little is left to train and sample: a training step of {tokens} tokens takes "
             f"{sum(step) / GB:.1f} GB and may take {_TRAINING * max(0, free) / GB:.1f}. Use {less}more devices, "
             "TINKERFLOW_TENSOR_PARALLEL, TINKERFLOW_BASE_WEIGHTS=int8, or devices with more memory"
         )
-    pages = cache // page
+    pages = (cache - states) // page
     uses = MemoryUses(
         weights=weights,
         activations=step[0],
@@ -193,7 +202,10 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         reserve=reserve,
     )
     cells = (pages - 1) * PAGE * config.fsdp
-    return MemoryPlan(limit, budget, min(context, longest), pages, cells, uses, uses.adapters // reference)
+    resident = uses.adapters // reference
+    return MemoryPlan(
+        limit, budget, min(context, longest), pages, cells, uses, resident, states=state_count(cfg, config)
+    )
 
 
 def budget_for(cfg: ModelConfig, dtype: Any, fsdp: int, free_bytes: int | None, microbatch_tokens: int = 0) -> Budget:
@@ -236,8 +248,17 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
 
     ranks: the sum over the matrices that a token goes through in one layer. dtype: of the activations.
     """
-    width = cfg.hidden + cfg.heads * cfg.head_dim + _results(cfg) + ranks  # a layer's input, `attended`, results, `low`
-    return int(cfg.layers * tokens * (width * jnp.dtype(dtype).itemsize + 4 * cfg.heads))  # and `log_totals`, float32
+    # A layer's input, `attended`, results, `low`; and of attention `log_totals`, float32.
+    numbers = cfg.layers * (cfg.hidden + ranks) + _attended(cfg) + _results(cfg)
+    return int(tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * len(cfg.numbers("attention"))))
+
+
+def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
+    """How many states a device of the fsdp axis has: of all sequences at once, and of prompts that are kept."""
+    if cfg.delta is None:
+        return 0
+    slots = -(-config.sample_slots // config.fsdp)
+    return 1 + slots + PREFILL_ROWS[-1] + _BESIDE + max(_LEAST_KEPT_STATES, slots // 2)
 
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
@@ -320,8 +341,12 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
     kept = kept_bytes(cfg, _ranks(cfg), tokens, config.dtype)
     if kept > budget.kept_bytes:
         kept = cfg.layers * tokens * cfg.hidden * item
-    inside = _share(_results(cfg) + cfg.heads * cfg.head_dim, config.tensor)
+    inside = _share((_attended(cfg) + _results(cfg)) // cfg.layers, config.tensor)
     layer = tokens * (3 * inside * item + 16 * cfg.hidden * max(1, cfg.experts_per_token))
+    if cfg.delta is not None:  # float32: what chunks solve for, forward and back, and the state before each of them
+        heads, wide = _share(cfg.delta.value_heads, config.tensor), cfg.delta.key_dim + cfg.delta.value_dim
+        state = cfg.delta.key_dim * cfg.delta.value_dim // CHUNK
+        layer += 4 * tokens * heads * (6 * wide + 4 * CHUNK + 2 * state)
     ends = 3 * tokens * cfg.hidden * item
     vocab = _share(cfg.vocab, config.tensor)
     logits = min(tokens, SCORED_ROWS) * vocab * _LOGIT_BYTES
@@ -337,14 +362,24 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
 
 
 def _results(cfg: ModelConfig) -> int:
-    """What the matmuls of a layer give that is kept, in numbers of one token."""
-    matrices = projections(cfg)
-    return sum(matrices[name].outputs * matrices[name].per_token for name in KEPT if name in matrices)
+    """What the matmuls of all layers give that is kept, in numbers of one token."""
+    matrices, homes = projections(cfg), layers_with(cfg)
+    return sum(
+        matrices[name].outputs * matrices[name].per_token * len(homes[name]) for name in KEPT if name in matrices
+    )
+
+
+def _attended(cfg: ModelConfig) -> int:
+    """What the mixers of all layers give, in numbers of one token."""
+    delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
+    return cfg.heads * cfg.head_dim * len(cfg.numbers("attention")) + delta
 
 
 def _ranks(cfg: ModelConfig) -> int:
-    """The ranks that a token goes through in a layer with an adapter of rank 32."""
-    return RANK_COLUMNS * sum(matrix.per_token for name, matrix in projections(cfg).items() if name != "unembed")
+    """The ranks that a token goes through in a layer with an adapter of rank 32, on average."""
+    homes = layers_with(cfg)
+    matrices = [(matrix.per_token, name) for name, matrix in projections(cfg).items() if name != "unembed"]
+    return RANK_COLUMNS * sum(per_token * len(homes[name]) for per_token, name in matrices) // cfg.layers
 
 
 def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStruct]:
@@ -359,6 +394,16 @@ def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     heads = _share(cfg.kv_heads, config.tensor)
     layers = len(cfg.numbers("attention"))
     return 2 * layers * heads * cfg.head_dim * jnp.dtype(config.dtype).itemsize * PAGE
+
+
+def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
+    """What states take of a device, and those that a dispatch has taken out of their pool."""
+    if cfg.delta is None:
+        return 0
+    heads = _share(cfg.delta.value_heads, config.tensor)
+    conv = (cfg.delta.taps - 1) * cfg.delta.channels * jnp.dtype(config.dtype).itemsize
+    one = len(cfg.numbers("delta")) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)
+    return one * (state_count(cfg, config) + max(PREFILL_ROWS[-1], -(-config.sample_slots // config.fsdp)))
 
 
 def _host_bytes() -> int:

@@ -35,7 +35,8 @@ from tinkerflow.backend.errors import UserError
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 _UNUSED = (".rotary_emb.inv_freq", ".masked_bias")  # buffers that old releases of transformers saved
-_ROW_PARALLEL = ("o", "down")  # the tensor axis splits their inputs, and their outputs are summed over it
+# The tensor axis splits their inputs, and their outputs are summed over it.
+_ROW_PARALLEL = ("o", "down", "out", "shared_down")
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
 Part = Callable[..., None]  # (out, stored tensor or layer, slices...): write that part into `out`
@@ -139,7 +140,8 @@ class _Loader:
         each = [self._tensor(tensor.tensor.format(number), tensor.shape) for number in numbers]
         axes = (TENSOR if tensor.split else None, *(None for _ in tensor.shape[1:]))
         shape = (len(each), *tensor.shape)
-        return self._stack(shape, axes, self.dtype, lambda out, layer, *where: _copy(out, each[layer], *where))
+        dtype = np.dtype(np.float32) if tensor.wide else self.dtype
+        return self._stack(shape, axes, dtype, lambda out, layer, *where: _copy(out, each[layer], *where))
 
     def matrices(self, matrix: Projection, row_parallel: bool) -> Weight:
         """A matrix of every layer, stacked [L, o, i], or of every layer and expert, [L, E, i, o]."""

@@ -143,6 +143,7 @@ class Programs:
                 columns_S2=np.zeros((S, 2), np.int32),
                 uniform_CS=np.zeros((chunk, S), np.float32),
                 choice=greedy_choice(S),
+                states_S=self._states(S),
             )
             args = (self.cfg, self.mesh, chunk, 0, self.params, stack, cache, rows, np.int32(chunk))
         return compile_for(self.target, decode, *args, **more)
@@ -159,6 +160,8 @@ class Programs:
                 columns_B2=np.zeros((B, 2), np.int32),
                 score=np.bool_(False),
                 wanted=empty_queries(PLAIN, B, Q),
+                states_B=self._states(B),
+                valid_B=self._states(B),
             )
             args = (self.cfg, self.mesh, PLAIN, self.params, stack, cache, piece)
         return compile_for(self.target, prefill, *args, **more)
@@ -167,4 +170,9 @@ class Programs:
         """A cache with pages for `length` positions of each of `rows`, and page tables."""
         shards, wide = self.mesh.shape[FSDP], pages_for(length)
         pages = (-(-rows // shards) * wide + 1) * shards
-        return result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain), np.zeros((rows, wide), np.int32)
+        states = 0 if self.cfg.delta is None else (-(-rows // shards) + 1) * shards
+        cache = result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain, states)
+        return cache, np.zeros((rows, wide), np.int32)
+
+    def _states(self, rows: int) -> Any:
+        return None if self.cfg.delta is None else np.zeros(rows, np.int32)

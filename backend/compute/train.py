@@ -20,14 +20,15 @@ from jax.sharding import Mesh
 from tinkerflow.backend.compute import memory
 from tinkerflow.backend.compute.attention import attend_segments
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.families import projections
+from tinkerflow.backend.compute.deltanet import recur_segments
+from tinkerflow.backend.compute.families import layers_with, projections
 from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
 from tinkerflow.backend.compute.lora import Lora, apply_one, gathered, pinned
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
 from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, row_parts, sharding
 from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.packing import MicroBatch
-from tinkerflow.backend.compute.transformer import Params, forward
+from tinkerflow.backend.compute.transformer import Mixers, Params, forward
 from tinkerflow.backend.spec.losses import packed_inputs
 
 Result = TypeVar("Result")
@@ -99,9 +100,10 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, ROWS))
 
     def hidden(params: Params, lora: Lora, batch: DeviceBatch, *, remat: bool) -> jax.Array:
-        attend = attend_segments(batch.segments, mesh)
+        recur = None if cfg.delta is None else recur_segments(cfg.delta, batch.segments, mesh)
+        mixers = Mixers(attend_segments(batch.segments, mesh), recur)
         tokens, positions = batch.tokens, batch.positions
-        return forward(cfg, mesh, params, lora, tokens, positions, attend, apply_one, constrain=constrain, remat=remat)
+        return forward(cfg, mesh, params, lora, tokens, positions, mixers, apply_one, constrain=constrain, remat=remat)
 
     def with_head(params: Params) -> Params:
         # The unembedding gathered over fsdp once, not again for every chunk of logits.
@@ -153,6 +155,7 @@ def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> DeviceBatch
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:
-    """The ranks of all pairs that one token goes through in a layer; an expert's pair counts once for each expert."""
-    matrices = projections(cfg)
-    return sum(pair.A.shape[-2] * matrices[name].per_token for name, pair in lora.layers.items())
+    """The ranks of all pairs that a token goes through in a layer on average; of experts', those of its own."""
+    matrices, homes = projections(cfg), layers_with(cfg)
+    ranks = [pair.A.shape[-2] * matrices[name].per_token * len(homes[name]) for name, pair in lora.layers.items()]
+    return sum(ranks) // cfg.layers

@@ -1,8 +1,8 @@
 """Decoder-only transformers as pure functions on pytrees. Flags of `ModelConfig`, set by families, decide the layers.
 
-Training, prefill and decode share one layer, `block`. They differ in two arguments: `attend` (which keys a query sees,
-and where keys and values are kept) and `lora_apply` (one adapter for all rows, or one for each row). `block` is called
-by `forward` here and by `sampler.decode.layers`, and nowhere else.
+Training, prefill and decode share one layer, `block`. They differ in two arguments: `mixers` (which tokens one sees,
+and where what later ones need is kept) and `lora_apply` (one adapter for all rows, or one for each row). `block` is
+called by `forward` here and by `sampler.decode.layers`, and nowhere else.
 
 Layers may differ (`ModelConfig.kinds`): in their window, their rotary embedding, and the mixer that they are made of.
 `layers.over_layers` calls `block` with the layer's kind, which is known when it is traced. A family whose layers have
@@ -16,6 +16,7 @@ Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head di
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import flax.struct
@@ -25,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.deltanet import Project, Recur, delta_net
 from tinkerflow.backend.compute.experts import mixture
 from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
@@ -49,10 +51,20 @@ class Attend(Protocol):
         """What each query has seen, [B, T, H, d]."""
 
 
+@dataclass(frozen=True)
+class Mixers:
+    """What mixes the tokens of a batch, and keeps what later tokens need. recur: None in models without such layers."""
+
+    attend: Attend
+    recur: Recur | None = None
+
+
 # What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; attention.py and
 # flash.py name `attended` and `log_totals`). Keeping everything took twice the memory, and on CPU more time too, for
 # writing it out.
-KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low", "qkv", "gate_up")
+_DELTA = ("in_qkvz", "in_ba", "in_qkv", "in_z", "in_b", "in_a", "out")
+_SHARED = ("shared_gate", "shared_up")
+KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low", "qkv", "gate_up", *_DELTA, *_SHARED)
 
 
 @flax.struct.dataclass
@@ -62,7 +74,9 @@ class Params:
     layers, each stacked [L, ...]: q [H*d, D], k and v [G*d, D], o [D, H*d], gate and up [F, D], down [D, F]; with
     `fused` qkv and gate_up for five of these. [D], as the family has them: attn_norm and mlp_norm before attention and
     MLP, attn_out_norm and mlp_out_norm behind. q_norm and k_norm [d], or of all heads. Biases of any, as q_bias. With
-    experts gate and up are [E, D, F], down is [E, F, D], and there is router [E, D]. The matrices may be
+    experts gate and up are [E, D, F], down is [E, F, D], and there is router [E, D]; with shared_mlp shared_gate,
+    shared_up and shared_down, as in a dense MLP, and shared_router [1, D]. With gated q is [2*H*d, D]. Layers with the
+    mixer "delta" have what `deltanet.delta_net` names in place of q, k, v and o. The matrices may be
     `quantized.Int8`. Or a tuple of layers (`params.by_layer`). A matrix that some layers lack is stacked over the rest.
     """
 
@@ -151,17 +165,16 @@ def block(
     layer_lora: Mapping[str, LoraPair],
     x_BTD: jax.Array,
     rope: RopeTables,
-    attend: Attend,
+    mixers: Mixers,
     lora_apply: LoraApply,
 ) -> jax.Array:
     """One layer: hidden states in, hidden states out, [B, T, D] in the dtype of the weights.
 
     cfg: its flags say what the layers are made of. mesh: for the experts, which are split over it. kind: what this
     layer has of its own. layer_params: its weights, as in `Params.layers` without L. layer_lora: the adapter pairs of
-    this layer by projection; it may lack some or all. x_BTD: hidden states. rope: from `rope_tables`. attend: the
-    attention; it keeps its cache itself. lora_apply: computes the adapters' updates.
+    this layer by projection; it may lack some or all. x_BTD: hidden states. rope: from `rope_tables`. mixers: what
+    mixes tokens; they keep their caches themselves. lora_apply: computes the adapters' updates.
     """
-    B, T, _ = x_BTD.shape
 
     def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
         adapted = tuple(name for name in names if name in layer_lora)
@@ -176,15 +189,53 @@ def block(
     def norm(x: jax.Array, name: str) -> jax.Array:
         return rms_norm(cfg, x, layer_params[name]) if name in layer_params else x
 
-    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     y_BTD = norm(x_BTD, "attn_norm")
+    if kind.mixer == "delta":
+        assert cfg.delta is not None and mixers.recur is not None
+        o_BTD = delta_net(cfg.delta, cfg.norm_eps, layer_params, y_BTD, project, mixers.recur)
+    else:
+        o_BTD = _attention(cfg, kind, layer_params, y_BTD, rope, project, norm, mixers.attend)
+    x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
+
+    y_BTD = norm(x_BTD, "mlp_norm")
+    if cfg.experts:
+        x_BTD = x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
+        if not cfg.shared_mlp:
+            return x_BTD
+        gate_BTF, up_BTF = project(y_BTD, "shared_gate", "shared_up")
+        (down_BTD,) = project(jax.nn.silu(gate_BTF) * up_BTF, "shared_down")
+        return x_BTD + jax.nn.sigmoid(matmul(y_BTD, layer_params["shared_router"])) * down_BTD
+    if cfg.fused:
+        gate_BTF, up_BTF = jnp.split(project(y_BTD, "gate_up")[0], 2, axis=-1)
+    else:
+        gate_BTF, up_BTF = project(y_BTD, "gate", "up")
+    gated_BTF = jax.nn.gelu(gate_BTF, approximate=True) if cfg.gelu else jax.nn.silu(gate_BTF)
+    (down_BTD,) = project(gated_BTF * up_BTF, "down")
+    return x_BTD + norm(down_BTD, "mlp_out_norm")
+
+
+def _attention(
+    cfg: ModelConfig,
+    kind: LayerKind,
+    layer_params: LayerParams,
+    y_BTD: jax.Array,
+    rope: RopeTables,
+    project: Project,
+    norm: Callable[[jax.Array, str], jax.Array],
+    attend: Attend,
+) -> jax.Array:
+    """What attention adds to the layer's input, before a norm behind it."""
+    B, T, _ = y_BTD.shape
+    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     if cfg.fused:
         q, k, v = jnp.split(project(y_BTD, "qkv")[0], (queries, queries + keys), axis=-1)
     else:
         q, k, v = project(y_BTD, "q", "k", "v")
     if cfg.qk_norm_whole:
         q, k = norm(q, "q_norm"), norm(k, "k_norm")
-    q_BTHd = q.reshape(B, T, cfg.heads, cfg.head_dim)
+    q_BTHd, gate_BTHd = q.reshape(B, T, cfg.heads, -1), None
+    if cfg.gated:
+        q_BTHd, gate_BTHd = jnp.split(q_BTHd, 2, axis=-1)
     k_BTGd = k.reshape(B, T, cfg.kv_heads, cfg.head_dim)
     v_BTGd = v.reshape(B, T, cfg.kv_heads, cfg.head_dim)
     if cfg.qk_norm:
@@ -195,19 +246,10 @@ def block(
     if cfg.query_scale != 1:
         q_BTHd = q_BTHd * jnp.asarray(cfg.query_scale, q_BTHd.dtype)
     o_BTHd = attend(q_BTHd, k_BTGd, v_BTGd, window=kind.window, sinks_H=layer_params.get("sinks"))
+    if gate_BTHd is not None:
+        o_BTHd = o_BTHd * jax.nn.sigmoid(gate_BTHd)
     (o_BTD,) = project(o_BTHd.reshape(B, T, queries), "o")
-    x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
-
-    y_BTD = norm(x_BTD, "mlp_norm")
-    if cfg.experts:
-        return x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
-    if cfg.fused:
-        gate_BTF, up_BTF = jnp.split(project(y_BTD, "gate_up")[0], 2, axis=-1)
-    else:
-        gate_BTF, up_BTF = project(y_BTD, "gate", "up")
-    gated_BTF = jax.nn.gelu(gate_BTF, approximate=True) if cfg.gelu else jax.nn.silu(gate_BTF)
-    (down_BTD,) = project(gated_BTF * up_BTF, "down")
-    return x_BTD + norm(down_BTD, "mlp_out_norm")
+    return o_BTD
 
 
 def forward(
@@ -217,7 +259,7 @@ def forward(
     lora: Lora,
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
-    attend: Attend,
+    mixers: Mixers,
     lora_apply: LoraApply,
     *,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
@@ -226,7 +268,7 @@ def forward(
     """Final hidden states [B, T, D] for training, in the dtype of the weights: a loop over the layers.
 
     cfg, mesh, params: the base model and its devices. lora: one adapter, float32 A and B. tokens_BT int32: token ids.
-    positions_BT int32: each token's place in its own sequence, from 0. attend: the attention.
+    positions_BT int32: each token's place in its own sequence, from 0. mixers: what mixes tokens.
     lora_apply: computes the adapter's updates. constrain: pins the sharding of [B, T, D] activations between layers.
     remat: for a backward pass keep only each layer's input, not `KEPT`, and compute the rest again.
     """
@@ -234,7 +276,7 @@ def forward(
 
     def layer(kind: LayerKind, x_BTD: jax.Array, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> jax.Array:
         _, layer_params, layer_lora = stacked
-        return constrain(block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, attend, lora_apply))
+        return constrain(block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, mixers, lora_apply))
 
     kept = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
     body: Any = jax.checkpoint(layer, policy=kept, static_argnums=0)

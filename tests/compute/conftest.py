@@ -69,8 +69,40 @@ LONG = {
     "long_factor": [2.0, 6.0],
 }
 ALTERNATING = {"num_hidden_layers": 5, "sliding_window": 12}
+LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "partial_rotary_factor": 0.5,
+}
+SHARED = {
+    **LINEAR,
+    **EXPERTS,
+    "num_hidden_layers": 2,
+    "layer_types": LINEAR["layer_types"][:2],
+    "shared_expert_intermediate_size": 20,
+}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
 
-SEEING = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # models that see images, and their text models
+
+# Models that see images, and their text models.
+SEEING = {
+    "gemma3": "gemma3_text",
+    "mistral3": "ministral3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -121,6 +153,9 @@ FAMILY_SHAPE: dict[str, dict[str, Any]] = {
         },
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "qwen3_next": SHARED,
+    "qwen3_5": LINEAR,
+    "qwen3_5_moe": SHARED,
 }
 
 
@@ -147,23 +182,37 @@ class Reference:
 def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
     torch.manual_seed(3)
     shape = {**SHAPE, "tie_word_embeddings": tied, **FAMILY_SHAPE.get(architecture, {})}
-    if architecture in SEEING:
-        text = {**shape, **FAMILY_SHAPE.get(SEEING[architecture], {}), "model_type": SEEING[architecture]}
-        shape = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": tied}
-    config = transformers.AutoConfig.for_model(architecture, **shape)
-    kind = transformers.AutoModelForImageTextToText if architecture in SEEING else transformers.AutoModelForCausalLM
-    model = kind.from_config(config)
-    biases_are_not_zero(model)
+    model = random_model(architecture, shape)
     model.eval().save_pretrained(folder)
     return Reference(folder, model)
 
 
+def random_model(architecture: str, shape: dict[str, Any]) -> Any:
+    """A model of that family in torch; `shape` is that of its text model."""
+    kind = transformers.AutoModelForCausalLM
+    if architecture in SEEING:
+        text = {**shape, **FAMILY_SHAPE.get(SEEING[architecture], {}), "model_type": SEEING[architecture]}
+        sees = {**QWEN_VISION, "out_hidden_size": shape["hidden_size"]} if "qwen" in architecture else VISION
+        tied = shape.get("tie_word_embeddings", False)
+        shape, kind = (
+            {"text_config": text, "vision_config": sees, "tie_word_embeddings": tied},
+            transformers.AutoModelForImageTextToText,
+        )
+    model = kind.from_config(transformers.AutoConfig.for_model(architecture, **shape))
+    biases_are_not_zero(model)
+    return model
+
+
 def biases_are_not_zero(model: Any) -> None:
-    """transformers begins them at zero, where they would show nothing."""
+    """transformers begins some parameters where they would show nothing: those at zero, and decays that forget all."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith((".bias", "_bias", ".sinks")):
+            if name.endswith(".dt_bias"):
+                parameter.normal_(mean=-4.0)
+            elif name.endswith((".bias", "_bias", ".sinks")):
                 parameter.normal_(std=0.5)
+            elif "norm" in name and not parameter.any():
+                parameter.normal_(std=0.2)
 
 
 @pytest.fixture(scope="session", params=[f"{family}-{head}" for family in registered() for head in ("tied", "untied")])

@@ -90,16 +90,17 @@ def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
     stored = family.unpack(cfg, open_tensors(tmp_path, model))
     for matrix in family.projections(cfg).values():
         for place in np.ndindex(matrix.stack):
-            wanted[f"{matrix.module.format(*place)}.weight"] = (matrix.outputs, matrix.inputs)
+            wanted[f"{matrix.name(place)}.weight"] = (matrix.outputs, matrix.inputs)
     for tensor in family.tensors(cfg).values():
-        wanted |= {tensor.tensor.format(layer): tensor.shape for layer in range(cfg.layers)}
+        layers = range(cfg.layers) if tensor.layers is None else tensor.layers
+        wanted |= {tensor.tensor.format(layer): tensor.shape for layer in layers}
     wanted |= {family.embed: (cfg.vocab, cfg.hidden), family.final_norm: (cfg.hidden,)}
     held = {name: array.shape for name, array in stored.items() if not name.startswith(family.skipped)}
     assert held == wanted
     modules = dict(reference.model.named_modules())  # transformers fuses the experts of a layer
     for matrix in family.projections(cfg).values():
         place = tuple(size - 1 for size in matrix.stack)
-        assert matrix.module.format(*place).split(".experts.")[0] in modules
+        assert matrix.name(place).split(".experts.")[0] in modules
 
 
 @pytest.mark.parametrize("model", sorted(registered()))

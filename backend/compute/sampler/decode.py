@@ -6,6 +6,7 @@ Letters: S slots, C tokens of a chunk, D hidden, V vocabulary, L layers.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import flax.struct
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.deltanet import mix
 from tinkerflow.backend.compute.families import projections
-from tinkerflow.backend.compute.layers import over_layers
+from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraPair
 from tinkerflow.backend.compute.mesh import FSDP, Array, replicated, sharding
 from tinkerflow.backend.compute.platforms import CUDA, platform
@@ -23,7 +25,8 @@ from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjuste
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
-from tinkerflow.backend.compute.transformer import Params, block, embed, final_hidden, rope_tables, unembed
+from tinkerflow.backend.compute.sampler.states import States, of_layer, put, take, with_layer
+from tinkerflow.backend.compute.transformer import Mixers, Params, block, embed, final_hidden, rope_tables, unembed
 
 
 @flax.struct.dataclass
@@ -33,7 +36,7 @@ class Rows:
     tokens_S int32: the last token, not yet in the cache. positions_S int32: where it stands in its sequence.
     tables_SW int32: its pages, as numbers in the slot's own shard of the cache. columns_S2 int32: its adapter's columns
     of the stack. uniform_CS float32: a random number for every token to come. adjusted: how logits are changed, None =
-    no slot asks for it.
+    no slot asks for it. states_S int32: its state, as `tables_SW` has its pages; None in models without.
     """
 
     tokens_S: Array
@@ -43,6 +46,7 @@ class Rows:
     uniform_CS: Array
     choice: Choice
     adjusted: AdjustedRows | None = None
+    states_S: Array | None = None
 
 
 @flax.struct.dataclass
@@ -76,13 +80,12 @@ def decode(
     rest are 0.
     """
 
-    def step(i: jax.Array, state: tuple[KVCache, jax.Array, AdjustedRows | None, Decoded]) -> Any:
-        cache, last_S, adjust, decoded = state
+    def step(i: jax.Array, state: tuple[KVCache, States, jax.Array, AdjustedRows | None, Decoded]) -> Any:
+        cache, states, last_S, adjust, decoded = state
         positions_S = i + rows.positions_S
         tokens_S1, columns_S2 = last_S[:, None], rows.columns_S2
-        cache, x_S1D = layers(
-            cfg, mesh, params, lora, cache, tokens_S1, positions_S, tables_SW=rows.tables_SW, columns_S2=columns_S2
-        )
+        start = (cache, states, tokens_S1, positions_S)
+        cache, states, x_S1D = layers(cfg, mesh, params, lora, *start, tables_SW=rows.tables_SW, columns_S2=columns_S2)
         logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
         logits_SV = jax.lax.with_sharding_constraint(logits_SV, sharding(mesh, logits_SV.shape, FSDP))
@@ -96,7 +99,7 @@ def decode(
             spread_S = chosen_S - logprob_S  # so that a listed token has the very logprob that it has when sampled
             found = Decoded(next_S, logprob_S, top_Sk.astype(jnp.int32), values_Sk - spread_S[:, None])
         decoded = jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), decoded, found)
-        return cache, next_S, adjust, decoded
+        return cache, states, next_S, adjust, decoded
 
     S = rows.tokens_S.shape[0]
     room = Decoded(
@@ -105,8 +108,13 @@ def decode(
         jnp.zeros((chunk, S, top), jnp.int32) if top else None,
         jnp.zeros((chunk, S, top), jnp.float32) if top else None,
     )
-    cache, _, _, decoded = jax.lax.fori_loop(0, steps, step, (cache, rows.tokens_S, rows.adjusted, room))
-    return pin_cache(cfg, mesh, cache), jax.lax.with_sharding_constraint(decoded, replicated(mesh))
+    pool, cache = cache.states, replace(cache, states=None)
+    fresh_S = jnp.asarray(rows.positions_S == 0)
+    states = take(cfg, mesh, pool, rows.states_S, fresh_S, by_layer=params.apart)
+    begin = (cache, states, rows.tokens_S, rows.adjusted, room)
+    cache, states, _, _, decoded = jax.lax.fori_loop(0, steps, step, begin)
+    cache = replace(pin_cache(cfg, mesh, cache), states=put(cfg, mesh, pool, states, rows.states_S))
+    return cache, jax.lax.with_sharding_constraint(decoded, replicated(mesh))
 
 
 def layers(
@@ -115,24 +123,30 @@ def layers(
     params: Params,
     lora: Lora,
     cache: KVCache,
+    states: States,
     tokens_SQ: Array,
     start_S: jax.Array,
     *,
     tables_SW: Array,
     columns_S2: Array,
-) -> tuple[KVCache, jax.Array]:
-    """The cache with the tokens' keys and values, and their final hidden states [S, Q, D], in the weights' dtype.
+    valid_S: Array | None = None,
+) -> tuple[KVCache, States, jax.Array]:
+    """The cache with the tokens' keys and values, the states after them, and their final hidden states [S, Q, D].
 
-    The cache is carried through the loop over layers, so it is never copied. cfg, mesh, params: the base model and
-    its devices. lora: the stack of adapters. tokens_SQ int32: Q tokens of each row. start_S int32: where the first of
-    them stands in its sequence. tables_SW int32: each row's pages. columns_S2 int32: each row's columns of the stack.
+    These are in the weights' dtype. The cache is carried through the loop over layers, so it is never copied. cfg,
+    mesh, params: the base model and its devices. lora: the stack of adapters. states: the rows', from `states.take`.
+    tokens_SQ int32: Q tokens of each row. start_S int32: where the first of them stands in its sequence. tables_SW
+    int32: each row's pages. columns_S2 int32: each row's columns of the stack. valid_S int32: how many of its tokens
+    count for its state, None = all.
     """
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     rope = rope_tables(cfg, positions_SQ)
     apply = stack_apply(columns_S2, width_of(lora))
 
-    def layer(kind: LayerKind, state: tuple[KVCache, jax.Array], stacked: Any) -> tuple[KVCache, jax.Array]:
-        cache, x_SQD = state
+    def layer(
+        kind: LayerKind, state: tuple[KVCache, States, jax.Array], stacked: Any
+    ) -> tuple[KVCache, States, jax.Array]:
+        cache, states, x_SQD = state
         place, layer_params, layer_lora = stacked
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, sinks_H: Any) -> jax.Array:
@@ -141,12 +155,20 @@ def layers(
             cache, o = attend_cached(mesh, cache, place, tables_SW, start_S, q, k, v, **how)
             return o
 
-        x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, attend, apply)
-        return cache, _by_rows(mesh, x_SQD)
+        def recur(weights: LayerParams, qkv: jax.Array, decay: jax.Array, beta: jax.Array) -> jax.Array:
+            nonlocal states
+            assert cfg.delta is not None and states is not None
+            own = of_layer(states, place)
+            o, own = mix(cfg.delta, mesh, weights, own, qkv, decay, beta, rows=FSDP, valid_B=valid_S)
+            states = with_layer(states, place, own)
+            return o
 
-    start = (cache, _by_rows(mesh, embed(cfg, params, tokens_SQ)))
-    cache, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
-    return cache, final_hidden(cfg, params, x_SQD)
+        x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur), apply)
+        return cache, states, _by_rows(mesh, x_SQD)
+
+    start = (cache, states, _by_rows(mesh, embed(cfg, params, tokens_SQ)))
+    cache, states, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
+    return cache, states, final_hidden(cfg, params, x_SQD)
 
 
 def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:

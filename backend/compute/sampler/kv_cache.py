@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import flax.struct
@@ -27,11 +28,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.deltanet import DeltaState
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array
 from tinkerflow.backend.compute.platforms import CUDA, TPU, on_cpu, platform
 from tinkerflow.backend.compute.sampler import paged_gpu, paged_tpu
 from tinkerflow.backend.compute.sampler.pages import PageCopy
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_TOKENS
+from tinkerflow.backend.compute.sampler.states import empty_pool, pool_sharding
 
 COPIES = 16  # pages that one dispatch copies, at most
 _MASKED = -1e30
@@ -44,10 +47,12 @@ class KVCache:
     """Keys (rotated) [L, N, G, d, P], values [L, N, G, P, d], in the dtype of the weights; or L of each with L = 1.
 
     For the kernel of TPUs k holds both, by turns, as [L, N, P, 2 G, d], and v is None.
+    states: of the layers that have no keys; None in models without such layers, and while a dispatch has taken them.
     """
 
     k: Any
     v: Any
+    states: DeltaState | None = None
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh) -> NamedSharding:
@@ -65,12 +70,14 @@ def _cache_spec(mesh: Mesh, kv_heads: int, *, together: bool) -> PartitionSpec:
     return PartitionSpec(None, FSDP, *((None, heads, None) if together else (heads, None, None)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def empty_cache(cfg: ModelConfig, mesh: Mesh, pages: int, page: int, dtype: str, by_layer: bool) -> KVCache:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
+def empty_cache(
+    cfg: ModelConfig, mesh: Mesh, pages: int, page: int, dtype: str, by_layer: bool, states: int = 0
+) -> KVCache:
     """A cache of zeros. It must be zeros: a masked value is multiplied by a weight of 0, and 0 * nan is nan.
 
     cfg, mesh: the base model's shape, and the devices. pages: N, a multiple of the fsdp axis. page: P, a multiple of
-    32. dtype: by name. by_layer: one array for each layer.
+    32. dtype: by name. by_layer: one array for each layer. states: of layers with linear attention, like pages.
     """
 
     def zeros(layers: int, inner: tuple[int, int, int]) -> jax.Array:
@@ -80,21 +87,26 @@ def empty_cache(cfg: ModelConfig, mesh: Mesh, pages: int, page: int, dtype: str,
         size, layers = (inner[0], inner[1], inner[2]), len(cfg.numbers("attention"))
         return tuple(zeros(1, size) for _ in range(layers)) if by_layer else zeros(layers, size)
 
+    pool = empty_pool(cfg, mesh, states, dtype)
     if _together(cfg, mesh):
-        return KVCache(k=part(page, 2 * cfg.kv_heads, cfg.head_dim), v=None)
-    return KVCache(k=part(cfg.kv_heads, cfg.head_dim, page), v=part(cfg.kv_heads, page, cfg.head_dim))
+        return KVCache(k=part(page, 2 * cfg.kv_heads, cfg.head_dim), v=None, states=pool)
+    return KVCache(k=part(cfg.kv_heads, cfg.head_dim, page), v=part(cfg.kv_heads, page, cfg.head_dim), states=pool)
 
 
-def copy_pages(cfg: ModelConfig, mesh: Mesh, cache: KVCache, copies: Sequence[PageCopy]) -> KVCache:
+def copy_pages(
+    cfg: ModelConfig, mesh: Mesh, cache: KVCache, copies: Sequence[PageCopy], *, states: bool = False
+) -> KVCache:
     """`cache`, updated in place, after these copies, one after the other. A dispatch for every COPIES of them.
 
-    cfg, mesh: the base model's shape, and the devices. copies: of pages by their numbers in the whole pool.
+    cfg, mesh: the base model's shape, and the devices. copies: of pages by their numbers in the whole pool. states: of
+    states instead.
     """
+    made = copied_states if states else copied
     for begin in range(0, len(copies), COPIES):
         here = copies[begin : begin + COPIES]
         source_N, into_N = (np.zeros(COPIES, np.int32) for _ in range(2))
         source_N[: len(here)], into_N[: len(here)] = zip(*here, strict=True)
-        cache = copied(cfg, mesh, cache, source_N, into_N, np.int32(len(here)))
+        cache = made(cfg, mesh, cache, source_N, into_N, np.int32(len(here)))
     return cache
 
 
@@ -108,6 +120,26 @@ def copied(
     whole pool. count: int32 scalar.
     """
     where = cache_sharding(cfg, mesh)
+    pages = replace(cache, states=None)
+    made: KVCache = jax.tree.map(lambda part: _copied(mesh, where, part, source_N, into_N, count), pages)
+    return replace(made, states=cache.states)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def copied_states(
+    cfg: ModelConfig, mesh: Mesh, cache: KVCache, source_N: jax.Array, into_N: jax.Array, count: jax.Array
+) -> KVCache:
+    """What `copied` does, with states in place of pages."""
+
+    def one(part: jax.Array, where: NamedSharding) -> jax.Array:
+        return _copied(mesh, where, part, source_N, into_N, count)
+
+    return replace(cache, states=jax.tree.map(one, cache.states, pool_sharding(cfg, mesh)))
+
+
+def _copied(
+    mesh: Mesh, where: NamedSharding, part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array
+) -> jax.Array:
     shards = mesh.shape[FSDP]
 
     def local(part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array) -> jax.Array:
@@ -125,10 +157,9 @@ def copied(
         return jax.lax.fori_loop(0, count, copy, part)
 
     whole = PartitionSpec()
-    everywhere = jax.shard_map(
+    made: jax.Array = jax.shard_map(
         local, mesh=mesh, in_specs=(where.spec, whole, whole, whole), out_specs=where.spec, check_vma=False
-    )
-    made: KVCache = jax.tree.map(lambda part: everywhere(part, source_N, into_N, count), cache)
+    )(part, source_N, into_N, count)
     return made
 
 

@@ -53,12 +53,15 @@ class SamplerModel:
         """Begin with a cache of zeros."""
         pool, params = self._pool, self._params
         pages, dtype = pool.pages * pool.shards, params.embed_VD.dtype.name
+        states = pool.states.pages * pool.shards if pool.states else 0
         self.cache: KVCache | None = None  # its memory is free before the next one is made
-        self.cache = empty_cache(self.cfg, self.mesh, pages, pool.page, dtype, params.apart)
+        self.cache = empty_cache(self.cfg, self.mesh, pages, pool.page, dtype, params.apart, states)
 
     def prefill_piece(self, group: PrefillGroup) -> None:
         """Compute the next piece of every prompt of `group`. The group has then gone on by it."""
         size, start, widths = group.piece, group.start, group.widths
+        for job in group.jobs:
+            self._pool.own_state(job.table)
         piece = Piece(
             tokens_BQ=np.zeros((group.rows, size), np.int32),
             start=np.int32(start),
@@ -66,11 +69,15 @@ class SamplerModel:
             columns_B2=np.zeros((group.rows, 2), np.int32),
             score=np.bool_(any(job.wants(start, start + size) for job in group.jobs)),
             wanted=empty_queries(widths, group.rows, size),
+            states_B=self._states(group.rows, [(job.row, job.table) for job in group.jobs]),
+            valid_B=np.zeros(group.rows, np.int32) if self._pool.states else None,
         )
         for job in group.jobs:
             row = job.row
             here_T = job.tokens_T[start : min(start + size, job.length)]
             piece.tokens_BQ[row, : len(here_T)] = here_T
+            if piece.valid_B is not None:
+                piece.valid_B[row] = len(here_T)
             piece.wanted.next_BQ[row, : len(here_T)] = job.tokens_T[start + 1 : start + 1 + len(here_T)]
             if job.wants(start, start + size) and job.parent.scores is not None:
                 job.parent.scores.fill(start, start + len(here_T), row, piece.wanted)
@@ -106,13 +113,25 @@ class SamplerModel:
     def _settled(self) -> KVCache:
         """The cache after the copies that the pool wants."""
         assert self.cache is not None
-        return copy_pages(self.cfg, self.mesh, self.cache, self._pool.pending())
+        cache = copy_pages(self.cfg, self.mesh, self.cache, self._pool.pending())
+        if self._pool.states:
+            cache = copy_pages(self.cfg, self.mesh, cache, self._pool.states.pending(), states=True)
+        return cache
 
     def _tables(self, rows: int, tables: Iterable[tuple[int, PageTable]]) -> npt.NDArray[np.int32]:
         tables_BW = np.zeros((rows, self._width), np.int32)
         for row, table in tables:
             tables_BW[row, : len(table.pages)] = table.pages
         return tables_BW % self._pool.pages
+
+    def _states(self, rows: int, tables: Iterable[tuple[int, PageTable]]) -> npt.NDArray[np.int32] | None:
+        if not self._pool.states:
+            return None
+        states_B = np.zeros(rows, np.int32)
+        for row, table in tables:
+            if table.state:
+                states_B[row] = table.state.pages[0] % self._pool.states.pages
+        return states_B
 
     def _rows(self, held: Held, S: int, steps: int) -> Rows:
         rows = Rows(
@@ -123,6 +142,7 @@ class SamplerModel:
             uniform_CS=np.zeros((self.chunk, S), np.float32),
             choice=greedy_choice(S),
             adjusted=adjusted_rows(self.mesh, self.cfg.vocab, S, held),
+            states_S=self._states(S, ((slot, sequence.table) for slot, sequence in held)),
         )
         for slot, sequence in held:
             request, columns = sequence.parent.request, self.snapshots.columns(sequence.parent.snapshot)

@@ -7,6 +7,10 @@ so the free pages are the prefix cache.
 
     free --take--> used by one --share--> used by several --release--> free (maybe with a key)
 
+Layers with linear attention have no pages: they keep one state of a sequence. States lie in a pool of their own kind, a
+page of one position each, and go with page tables: who writes positions gets a state of its own, forks share it until
+then, and a state with a key, which is that of a prompt up to some token, stays until its room is needed.
+
 Page 0 of each shard holds zeros and is never written: a page table names it where a sequence has no page, and a page
 that may hold what is not finite is overwritten with it. Pure: what the devices are to copy waits in `pending`. Every
 process of a group takes the same pages.
@@ -43,26 +47,34 @@ class PageCopy(NamedTuple):
 
 @dataclass(eq=False)
 class PageTable:
-    """The pages of one sequence, in the order of its positions. All lie in one shard of the pool."""
+    """The pages of one sequence, in the order of its positions, and its state. All lie in one shard of the pool.
+
+    state: a table of one page in the pool of states; None in models without them, and before the first position.
+    """
 
     shard: int
     pages: list[int] = field(default_factory=list)
+    state: PageTable | None = None
 
 
 class PagePool:
     """The pages of one KV cache, by reference count."""
 
-    def __init__(self, pages: int, *, shards: int = 1, page: int = PAGE) -> None:
+    def __init__(self, pages: int, *, shards: int = 1, page: int = PAGE, states: int = 0) -> None:
         """All pages free.
 
         pages: of each shard, page 0 included; page p of shard s is number s * pages + p. shards: parts of the cache on
-        different devices. page: positions of a page.
+        different devices. page: positions of a page. states: of each shard, counted alike; 0 = there are none. There
+        must be enough for all sequences at once.
         """
         self.pages, self.shards, self.page = pages, shards, page
+        self.states = PagePool(states, shards=shards, page=1) if states else None
         self.clear()
 
     def clear(self) -> None:
         """Forget all users and keys."""
+        if self.states:
+            self.states.clear()
         numbers = (range(shard * self.pages + 1, (shard + 1) * self.pages) for shard in range(self.shards))
         self._free = [OrderedDict[int, None].fromkeys(shard) for shard in numbers]  # the next one to be taken first
         self._users: dict[int, int] = {}
@@ -79,8 +91,8 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """How many pages have a user."""
-        return len(self._users)
+        """How many pages and states have a user."""
+        return len(self._users) + (self.states.used if self.states else 0)
 
     def free(self, shard: int) -> int:
         """How many pages of a shard have no user."""
@@ -119,6 +131,8 @@ class PagePool:
             self._pending.append(PageCopy(old, table.pages[place]))
             self._release(old)
         table.pages += [self._take(table.shard) for _ in range(missing)]
+        if start < end:
+            self.own_state(table)
         return True
 
     def fork(self, table: PageTable, shard: int) -> PageTable | None:
@@ -126,12 +140,12 @@ class PagePool:
         if shard == table.shard:
             for page in table.pages:
                 self._share(page)
-            return PageTable(shard, list(table.pages))
+            return PageTable(shard, list(table.pages), self._forked_state(table, shard))
         if len(table.pages) > self.free(shard):
             return None
         copies = [PageCopy(page, self._take(shard)) for page in table.pages]
         self._pending += copies
-        return PageTable(shard, [copy.into for copy in copies])
+        return PageTable(shard, [copy.into for copy in copies], self._forked_state(table, shard))
 
     def cut(self, table: PageTable, tokens: int) -> None:
         """Release the pages after those that hold the first `tokens` positions."""
@@ -149,6 +163,48 @@ class PagePool:
         for page in reversed(table.pages):  # a page of a prompt is of no use without those before it: these stay longer
             self._release(page)
         table.pages.clear()
+        self.release_state(table)
+
+    # ------------------------------------------------------------------ states
+    def own_state(self, table: PageTable) -> None:
+        """Let the sequence write its state: one that others share, or that has a key, is copied."""
+        if self.states:
+            table.state = table.state or PageTable(table.shard)
+            owned = self.states.extend(table.state, 0, 1)
+            assert owned, "there are fewer states than sequences"
+
+    def fork_state(self, table: PageTable) -> PageTable:
+        """A table without pages that shares the state as it is now."""
+        return PageTable(table.shard, state=self._forked_state(table, table.shard))
+
+    def release_state(self, table: PageTable) -> None:
+        """The sequence needs its state no more."""
+        if self.states and table.state:
+            self.states.release(table.state)
+            table.state = None
+
+    def find_state(self, key: Key, table: PageTable) -> bool:
+        """Whether a state is kept under `key` in the table's shard; it is then the table's."""
+        assert self.states, "a pool without states"
+        found = self.states.find([key])
+        if found.pages and found.shard == table.shard:
+            self.release_state(table)
+            table.state = found
+            return True
+        self.states.release(found)
+        return False
+
+    def keep_state(self, key: Key, table: PageTable) -> None:
+        """The table's state is what `key` says: it can be found until it is taken for something else."""
+        if self.states and table.state:
+            self.states.keep([key], table.state)
+
+    def _forked_state(self, table: PageTable, shard: int) -> PageTable | None:
+        if not self.states or not table.state:
+            return None
+        forked = self.states.fork(table.state, shard)
+        assert forked is not None, "there are fewer states than sequences"
+        return forked
 
     # ------------------------------------------------------------------ pages by what they hold
     def find(self, keys: Sequence[Key]) -> PageTable:
@@ -184,6 +240,8 @@ class PagePool:
 
     def forget(self, gone: Callable[[Any], bool], *, spoiled: bool = False) -> None:
         """Drop the keys of every scope for which `gone` is true. spoiled: their pages may hold what is not finite."""
+        if self.states:
+            self.states.forget(gone, spoiled=spoiled)
         for page in [page for key, page in self._page_of.items() if gone(key.scope)]:
             self._unkey(page)
             if spoiled:

@@ -8,6 +8,7 @@ Letters: B rows, Q tokens of a piece, D hidden.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import flax.struct
 import jax
@@ -20,6 +21,7 @@ from tinkerflow.backend.compute.mesh import Array, Scalar, replicated
 from tinkerflow.backend.compute.sampler.decode import layers, pin_cache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceQueries, PieceScores, Widths, score
+from tinkerflow.backend.compute.sampler.states import put, take
 from tinkerflow.backend.compute.transformer import Params
 
 
@@ -28,7 +30,9 @@ class Piece:
     """Tokens [start, start + Q) of every row's prompt, zeros after its end.
 
     tokens_BQ int32; start int32 scalar; tables_BW int32: the rows' pages; columns_B2 int32: the rows' adapters.
-    score: bool scalar, whether anything is wanted of what follows each token; `wanted` says what.
+    score: bool scalar, whether anything is wanted of what follows each token; `wanted` says what. states_B int32: the
+    rows' states. valid_B int32: how many of the tokens are the row's. Both
+    None in models without states.
     """
 
     tokens_BQ: Array
@@ -37,6 +41,8 @@ class Piece:
     columns_B2: Array
     score: Scalar
     wanted: PieceQueries
+    states_B: Array | None = None
+    valid_B: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
@@ -50,13 +56,26 @@ def prefill(
     cache must be too. piece: the tokens of B rows; a row past its prompt's end writes keys that no query attends to.
     """
     start_B = jnp.full(piece.tokens_BQ.shape[0], piece.start, jnp.int32)
-    cache, x_BQD = layers(
-        cfg, mesh, params, lora, cache, piece.tokens_BQ, start_B, tables_SW=piece.tables_BW, columns_S2=piece.columns_B2
+    pool, cache = cache.states, replace(cache, states=None)
+    states = take(cfg, mesh, pool, piece.states_B, start_B == 0, by_layer=params.apart)
+    cache, states, x_BQD = layers(
+        cfg,
+        mesh,
+        params,
+        lora,
+        cache,
+        states,
+        piece.tokens_BQ,
+        start_B,
+        tables_SW=piece.tables_BW,
+        columns_S2=piece.columns_B2,
+        valid_S=piece.valid_B,
     )
+    cache = replace(pin_cache(cfg, mesh, cache), states=put(cfg, mesh, pool, states, piece.states_B))
 
     def scored() -> PieceScores:
         return score(mesh, widths, params, lora, x_BQD, piece.columns_B2, piece.wanted)
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))
     found = jax.lax.cond(piece.score, scored, lambda: nothing)
-    return pin_cache(cfg, mesh, cache), jax.lax.with_sharding_constraint(found, replicated(mesh))
+    return cache, jax.lax.with_sharding_constraint(found, replicated(mesh))

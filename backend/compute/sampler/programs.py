@@ -21,7 +21,7 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.sampler.adjustments import warm_rows
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
-from tinkerflow.backend.compute.sampler.kv_cache import COPIES, copied, empty_cache
+from tinkerflow.backend.compute.sampler.kv_cache import COPIES, copied, copied_states, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
 from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_queries
@@ -73,7 +73,9 @@ class SamplerPrograms:
             for distance, slots in enumerate(self.shapes.slots):
                 name = f"decode, {slots} slots, {width} columns"
                 yield Program(name, _distance(distance, width), partial(self._decode, slots, width))
-        yield Program("copies of pages", 0, self._copies)
+        yield Program("copies of pages", 0, partial(self._copies, copied))
+        if self.pool.states:
+            yield Program("copies of states", 0, partial(self._copies, copied_states))
         for distance, slots in enumerate(self.shapes.slots):
             name = f"decode with adjusted logits, {slots} slots"
             yield Program(name, _distance(distance, _WIDTHS[-1]), partial(self._decode, slots, RANK_COLUMNS, True))
@@ -96,6 +98,8 @@ class SamplerPrograms:
             columns_B2=np.zeros((rows, 2), np.int32),
             score=np.bool_(False),
             wanted=empty_queries(PLAIN, rows, size),
+            states_B=np.zeros(rows, np.int32) if self.pool.states else None,
+            valid_B=np.zeros(rows, np.int32) if self.pool.states else None,
         )
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
 
@@ -108,13 +112,14 @@ class SamplerPrograms:
             uniform_CS=np.zeros((self.chunk, S), np.float32),
             choice=greedy_choice(S),
             adjusted=warm_rows(self.mesh, S, self.cfg.vocab) if adjusted else None,
+            states_S=np.zeros(S, np.int32) if self.pool.states else None,
         )
         stack, cache = self._stack(width), self._cache()
         decode.lower(self.cfg, self.mesh, self.chunk, 0, self.params, stack, cache, rows, np.int32(1)).compile()
 
-    def _copies(self) -> None:
+    def _copies(self, program: Any) -> None:
         places = np.zeros(COPIES, np.int32)
-        copied.lower(self.cfg, self.mesh, self._cache(), places, places, np.int32(1)).compile()
+        program.lower(self.cfg, self.mesh, self._cache(), places, places, np.int32(1)).compile()
 
     def _place(self, width: int, spec: LoraSpec, publish: Callable[[], Any]) -> None:
         snapshot, _ = publish()
@@ -125,7 +130,9 @@ class SamplerPrograms:
     # JAX has what was compiled for these before, and makes no second one.
     def _cache(self) -> Any:
         pages = self.pool.pages * self.pool.shards
-        return result_of(empty_cache, self.cfg, self.mesh, pages, self.pool.page, self._dtype, self.params.apart)
+        states = self.pool.states.pages * self.pool.shards if self.pool.states else 0
+        shape = (pages, self.pool.page, self._dtype, self.params.apart, states)
+        return result_of(empty_cache, self.cfg, self.mesh, *shape)
 
     @property
     def _table(self) -> int:

@@ -84,7 +84,7 @@ class Sampler:
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
         shards = mesh.shape[FSDP]
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, rows_are_dear=on_cpu())
-        self._pool = PagePool(plan.pages, shards=shards, page=page)
+        self._pool = PagePool(plan.pages, shards=shards, page=page, states=plan.states)
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
         self._programs = SamplerPrograms(
@@ -268,6 +268,7 @@ class Sampler:
             while group.remaining > 0 and spent < self._prefill_budget:
                 spent += group.rows * group.piece
                 self._model.prefill_piece(group)
+                self._scheduler.keep_state()
             if group.remaining > 0:
                 break
             self._fail_unscored(group)

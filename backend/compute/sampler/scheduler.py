@@ -29,7 +29,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
@@ -55,7 +55,9 @@ class PrefillJob:
     score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
     the number of sequences its owner may have been served before it, had all owners shared alike. page: positions of a
     page. table, row: its pages and its row in a group, once it is in one. known: how many tokens these pages held
-    before. overtaken: sequences that went before it and came later.
+    before. overtaken: sequences that went before it and came later. branch: how many tokens there are pages of, but
+    perhaps no state to go on from: then one is kept for the next prompt. past: its states after so many tokens, which
+    are kept for others once it is computed.
     """
 
     parent: ParentRequest
@@ -68,6 +70,8 @@ class PrefillJob:
     row: int = 0
     known: int = 0
     overtaken: int = 0
+    branch: int = 0
+    past: list[tuple[int, PageTable]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -112,6 +116,24 @@ class PrefillJob:
             digest = hashlib.sha256(digest + repr(pieces).encode() + tokens_T[begin:end].tobytes()).digest()
             digests.append(digest)
         return digests
+
+    @cached_property
+    def states(self) -> Mapping[int, bytes]:
+        """By border: a digest of all that decides the state there, the tokens before it and their pieces."""
+        found, digest = {0: b""}, b"state"
+        for start, stop in pairwise(self.borders):
+            here_T = self.tokens_T[start : min(stop, self.length)]
+            digest = hashlib.sha256(digest + repr((start, stop)).encode() + here_T.tobytes()).digest()
+            found[min(stop, self.length)] = digest
+        return found
+
+    def keeps_state(self, border: int) -> bool:
+        """Whether other prompts may go on from the state there.
+
+        They may from the last border that a prompt which goes on has, too; and from where prompts seem to part.
+        """
+        longer = {0, *accumulate(prefill_pieces(2 * self.length + SHORT_PROMPT, 4 * self.room))}
+        return border in (self.branch, max(set(self.borders) & longer & set(range(self.length + 1))))
 
     def keys(self, scope: PrefixScope) -> list[Key]:
         """The keys of its prompt's pages for the requests of `scope`."""
@@ -292,6 +314,7 @@ class Scheduler:
                 if job.parent is parent:
                     job.sequences.clear()
                     job.score = False
+                    self._forget_past(job)
                     self._pool.release(job.table, spoiled=0 if failed else job.known // self._pool.page)
             self._end_group_without_sequences()
 
@@ -400,13 +423,19 @@ class Scheduler:
             pages = len(job.table.pages)
             covered = job.length if pages == len(job.digests) else pages * pool.page
             ends = [min(border, job.length) for border in job.borders]
-            known = max(end for end in ends if end <= covered and not job.wants(0, end))
+            ends = [end for end in ends if end <= covered and not job.wants(0, end)]
+            if pool.states:
+                job.branch = ends[-1]
+                ends = [end for end in ends if not end or pool.find_state(Key(scope, job.states[end]), job.table)]
+            known = max(ends)
             pool.cut(job.table, known)
         spare = sum(self._grows(one) for one in self.decoding if one.table.shard == job.table.shard)
         spare += len(job.sequences) if self.decoding and job.positions == job.length else 0
         if not pool.extend(job.table, known, job.positions, spare=spare) and known % pool.page:
             # Perhaps there is only no page to copy the last one to: it is computed again.
             known = max(end for end in ends if end <= known // pool.page * pool.page)
+            if pool.states and not (known and scope and pool.find_state(Key(scope, job.states[known]), job.table)):
+                pool.release_state(job.table)
             pool.cut(job.table, known)
         if not pool.extend(job.table, known, job.positions, spare=spare):
             pool.release(job.table)
@@ -416,6 +445,14 @@ class Scheduler:
     def _grows(self, sequence: ActiveSequence) -> bool:
         """Whether it may need more pages than it has."""
         return len(sequence.table.pages) < self._pool.pages_for(sequence.most_cached)
+
+    def keep_state(self) -> None:
+        """Remember the state that the group's prompt has now, if other prompts may go on from it."""
+        group = self.group
+        if self._pool.states and group is not None and group.scope is not None and group.remaining > 0:
+            (job,) = group.jobs
+            if job.keeps_state(group.start):
+                job.past.append((group.start, self._pool.fork_state(job.table)))
 
     def join(self, alive: Callable[[PrefixScope], bool]) -> None:
         """Give free slots to the sequences of the prefilled group; when all have one, the group is gone.
@@ -431,7 +468,10 @@ class Scheduler:
             if job.sequences[0].preempted:  # it keeps all of its pages to itself but those that it never writes
                 keys = keys[: job.length // pool.page]
             pool.keep(keys, job.table)
+            for border, past in [*job.past, (job.length, job.table)]:
+                pool.keep_state(Key(scope, job.states[border]), past)
         for job in group.jobs:
+            self._forget_past(job)
             while job.sequences and self.busy < self._max_slots and (table := self._forked(job)) is not None:
                 sequence = job.sequences.popleft()
                 self._start(sequence, job, table)
@@ -462,6 +502,7 @@ class Scheduler:
         if table.shard != job.table.shard or self._pool.kept(job.table):
             source = self._pool.fork(job.table, job.table.shard)
             assert source is not None, "a fork in one shard takes no page"
+            self._pool.release_state(source)
             sequence.source = source
             if table.shard != source.shard:
                 sequence.unproven = 0
@@ -475,6 +516,11 @@ class Scheduler:
         shards = sorted(range(len(counts)), key=lambda shard: (counts[shard], shard != job.table.shard))
         tables = (self._pool.fork(job.table, shard) for shard in shards if counts[shard] < self._slots_of_a_shard)
         return next((table for table in tables if table is not None), None)
+
+    def _forget_past(self, job: PrefillJob) -> None:
+        for _, table in job.past:
+            self._pool.release_state(table)
+        job.past.clear()
 
     def _end_group_without_sequences(self) -> None:
         if self.group is not None and not any(job.sequences for job in self.group.jobs):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.compute.conftest import FAMILY_SHAPE, SEEING
+from tests.compute.conftest import FAMILY_SHAPE, SEEING, random_model
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
@@ -65,7 +65,6 @@ class Tiny:
 
 def _save(folder: Path, architecture: str) -> None:
     import torch
-    import transformers
 
     shape: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -105,18 +104,13 @@ def _save(folder: Path, architecture: str) -> None:
         },
     }
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        architecture, **(shape | own.get(architecture, {"hidden_size": 32, **FAMILY_SHAPE.get(architecture, {})}))
+    model = random_model(
+        architecture, shape | own.get(architecture, {"hidden_size": 32, **FAMILY_SHAPE.get(architecture, {})})
     )
-    model: Any = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):  # zero at first
-                parameter.normal_(std=0.5)
     model.save_pretrained(folder)
 
 
-def _tiny(folder: Path, architecture: str) -> Tiny:
+def make_tiny(folder: Path, architecture: str) -> Tiny:
     _save(folder, architecture)
     cfg = load_config(folder)
     mesh = make_mesh(1, 1)
@@ -126,19 +120,19 @@ def _tiny(folder: Path, architecture: str) -> Tiny:
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A random Qwen3 with tied embeddings."""
-    return _tiny(tmp_path_factory.mktemp("qwen"), "qwen3")
+    return make_tiny(tmp_path_factory.mktemp("qwen"), "qwen3")
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A random Llama 3 with rope scaling and an unembedding of its own."""
-    return _tiny(tmp_path_factory.mktemp("llama"), "llama")
+    return make_tiny(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(scope="session", params=[name for name in registered() if name not in ("qwen3", "llama", *SEEING)])
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """The families beside those of `tiny`, for what differs between them."""
-    return _tiny(tmp_path_factory.mktemp(request.param), request.param)
+    return make_tiny(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="session", params=["qwen", "llama"])

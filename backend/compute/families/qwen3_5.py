@@ -1,0 +1,30 @@
+"""Qwen3.5 and Qwen3.6: a hybrid of gated DeltaNet and attention. The part that sees images is not loaded."""
+
+from functools import partial
+
+from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
+from tinkerflow.backend.compute.families import Family
+from tinkerflow.backend.compute.hybrid import (
+    VISION_TEXT,
+    hybrid_config,
+    hybrid_projections,
+    hybrid_tensors,
+    text_fields,
+    without_vision,
+)
+
+
+def _parse(fields: ConfigFields) -> ModelConfig:
+    return hybrid_config(text_fields(fields))
+
+
+FAMILY = Family(
+    model_type="qwen3_5",
+    title="Qwen3.5",
+    parse=_parse,
+    projections=partial(hybrid_projections, layer=VISION_TEXT),
+    tensors=partial(hybrid_tensors, layer=VISION_TEXT),
+    embed="model.language_model.embed_tokens.weight",
+    final_norm="model.language_model.norm.weight",
+    unpack=without_vision,
+)

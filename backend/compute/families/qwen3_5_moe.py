@@ -1,0 +1,30 @@
+"""Qwen3.5-MoE: Qwen3.5 with a mixture of experts, stored as two tensors of a layer, and a shared expert."""
+
+from functools import partial
+
+from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
+from tinkerflow.backend.compute.families import Family
+from tinkerflow.backend.compute.hybrid import (
+    VISION_TEXT,
+    hybrid_config,
+    hybrid_projections,
+    hybrid_tensors,
+    text_fields,
+    with_experts_apart,
+)
+
+
+def _parse(fields: ConfigFields) -> ModelConfig:
+    return hybrid_config(text_fields(fields), experts=True)
+
+
+FAMILY = Family(
+    model_type="qwen3_5_moe",
+    title="Qwen3.5-MoE",
+    parse=_parse,
+    projections=partial(hybrid_projections, layer=VISION_TEXT),
+    tensors=partial(hybrid_tensors, layer=VISION_TEXT),
+    unpack=with_experts_apart,
+    embed="model.language_model.embed_tokens.weight",
+    final_norm="model.language_model.norm.weight",
+)

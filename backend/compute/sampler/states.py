@@ -1,0 +1,114 @@
+"""The states of layers with linear attention on the devices: one for each sequence, in a pool like that of pages.
+
+A dispatch takes the states of its rows out of the pool, carries them through its layers and tokens, and puts them back.
+
+Letters: L layers with states, N states of all shards, S rows, and those of `deltanet`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.deltanet import DeltaState, empty_state
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR
+
+# Of rows that were taken out of the pool: [L, S, ...], or L of [S, ...] by layer. None in models without states.
+States = DeltaState | tuple[DeltaState, ...] | None
+
+
+def empty_pool(cfg: ModelConfig, mesh: Mesh, states: int, dtype: str) -> DeltaState | None:
+    """A pool of zeros; None for a model without such layers. states: N, a multiple of the fsdp axis."""
+    if cfg.delta is None or not states:
+        return None
+    number, one = len(cfg.numbers("delta")), empty_state(cfg.delta, states, dtype)
+    pool: DeltaState = jax.tree.map(lambda part: jnp.zeros((number, *part.shape), part.dtype), one)
+    return pin_pool(cfg, mesh, pool)
+
+
+def pool_sharding(cfg: ModelConfig, mesh: Mesh) -> DeltaState:
+    """States over fsdp, heads over tensor where the axis divides the key heads: a sharding for each array."""
+    assert cfg.delta is not None
+    heads = TENSOR if cfg.delta.key_heads % mesh.shape[TENSOR] == 0 else None
+    conv, S = PartitionSpec(None, FSDP), PartitionSpec(None, FSDP, heads)
+    return DeltaState(*(NamedSharding(mesh, spec) for spec in (conv, S)))  # type: ignore[arg-type]
+
+
+def pin_pool(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None) -> DeltaState | None:
+    """The pool with its sharding pinned: a step's result must be what the next step was compiled for."""
+    if pool is None:
+        return None
+    pinned: DeltaState = jax.lax.with_sharding_constraint(pool, pool_sharding(cfg, mesh))
+    return pinned
+
+
+def take(
+    cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, states_S: Any, fresh_S: jax.Array, *, by_layer: bool
+) -> States:
+    """The states of some rows; zeros where `fresh_S`, for a row that has no token yet.
+
+    cfg, mesh: the base model's shape, and the devices. pool: None in models without states. states_S int32: their
+    numbers in the row's own shard; 0 = none. fresh_S: bool. by_layer: an array for each layer.
+    """
+    if pool is None:
+        return None
+
+    def local(part: jax.Array, states_S: jax.Array, fresh_S: jax.Array) -> jax.Array:
+        taken = part.at[:, states_S].get(mode="promise_in_bounds")
+        return jnp.where(fresh_S.reshape(1, -1, *(1,) * (taken.ndim - 2)), 0, taken)
+
+    def one(part: jax.Array, where: NamedSharding) -> jax.Array:
+        rows = PartitionSpec(FSDP)
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(where.spec, rows, rows), out_specs=where.spec, check_vma=False
+        )(part, states_S, fresh_S)
+
+    rows: DeltaState = jax.tree.map(one, pool, pool_sharding(cfg, mesh))
+    if not by_layer:
+        return rows
+    return tuple(jax.tree.map(lambda part, layer=layer: part[layer], rows) for layer in range(len(rows.S)))
+
+
+def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, states_S: Any) -> DeltaState | None:
+    """The pool, updated in place, with the rows' states; those of rows that have none are dropped."""
+    if pool is None or rows is None:
+        return None
+
+    def local(part: jax.Array, own: jax.Array, states_S: jax.Array) -> jax.Array:
+        return part.at[:, jnp.where(states_S == 0, part.shape[1], states_S)].set(own, mode="drop")
+
+    def one(part: jax.Array, own: jax.Array, where: NamedSharding) -> jax.Array:
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(where.spec, where.spec, PartitionSpec(FSDP)),
+            out_specs=where.spec,
+            check_vma=False,
+        )(part, own, states_S)
+
+    if isinstance(rows, tuple):
+        rows = jax.tree.map(lambda *parts: jnp.stack(parts), *rows)
+    changed: DeltaState = jax.tree.map(one, pool, rows, pool_sharding(cfg, mesh))
+    return pin_pool(cfg, mesh, changed)
+
+
+def of_layer(rows: DeltaState | tuple[DeltaState, ...], place: Any) -> DeltaState:
+    """The rows' states in a layer. place: among the layers with states; an int if the rows are by layer."""
+    if isinstance(rows, tuple):
+        return rows[place]
+    found: DeltaState = jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, place, keepdims=False), rows)
+    return found
+
+
+def with_layer(rows: DeltaState | tuple[DeltaState, ...], place: Any, state: DeltaState) -> States:
+    """The rows with new states in a layer. place: as in `of_layer`."""
+    if isinstance(rows, tuple):
+        return (*rows[:place], state, *rows[place + 1 :])
+    changed: DeltaState = jax.tree.map(
+        lambda part, new: jax.lax.dynamic_update_index_in_dim(part, new, place, 0), rows, state
+    )
+    return changed

@@ -1,0 +1,148 @@
+"""The states of linear attention in the sampler: hits, forks, preemption and other requests change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.compute.sampler.conftest import Tiny, make_tiny
+from tests.compute.sampler.test_prefix_cache import assert_same
+
+from tinkerflow.backend.commands import SampleRequest, SampleStep
+from tinkerflow.backend.compute.sampler import Sampler
+from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("hybrid"), "qwen3_5")
+
+
+@pytest.fixture
+def hit(run_all: Any) -> Callable[[Sampler, SampleRequest], int]:
+    """hit(sampler, request): how many tokens of its prompt were cached; nobody else is there."""
+    return lambda sampler, request: int(run_all(sampler, request)[request.request_id].prompt_cache_hit_tokens)
+
+
+def test_a_conversation_goes_on_from_a_state_and_nothing_changes(
+    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any
+) -> None:
+    whole, warm, hits = prompt(480), hybrid.sampler(), []
+    for length in (100, 129, 300, 480):
+        turn = ask("turn", whole[:length], 6, temperature=1.0, seed=length)
+        cold = run_all(hybrid.sampler(), turn)["turn"]
+        for _ in range(2):
+            result = run_all(warm, turn)["turn"]
+            assert_same(result, cold)
+            hits.append(result.prompt_cache_hit_tokens)
+    assert hits == [0, 99, 0, 128, 128, 299, 256, 479]
+    assert warm.pages.used == 0
+
+
+def test_where_prompts_part_a_state_is_kept_for_the_third(
+    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any, hit: Any
+) -> None:
+    sampler, common = hybrid.sampler(), prompt(200)
+    assert hit(sampler, ask("a", common + prompt(100, 1), 2)) == 0
+    assert hit(sampler, ask("b", common + prompt(150, 2), 2)) == 0  # there are pages, but no state to go on from
+    third = ask("c", common + prompt(90, 3), 5)
+    result = run_all(sampler, third)["c"]
+    assert result.prompt_cache_hit_tokens == 128
+    assert_same(result, run_all(hybrid.sampler(), third)["c"])
+
+
+def test_states_make_room_for_others_and_what_is_gone_is_computed_again(
+    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any, hit: Any
+) -> None:
+    sampler = hybrid.sampler()
+    assert sampler.pages.states is not None
+    first = ask("first", prompt(140, 99), 3)
+    cold = run_all(sampler, first)["first"]
+    assert hit(sampler, first) == 139
+    for seed in range(sampler.pages.states.pages):
+        run_all(sampler, ask("other", prompt(130, seed), 1))
+    again = run_all(sampler, first)["first"]
+    assert again.prompt_cache_hit_tokens == 0
+    assert_same(again, cold)
+
+
+def test_samples_of_one_prompt_go_their_own_ways(hybrid: Tiny, ask: Any, run_all: Any, prompt: Any) -> None:
+    """Each has a copy of the prompt's state, whether the prompt was cached, long, short or of one token."""
+    for length in (1, 200):
+        tokens, sampler = prompt(length, length), hybrid.sampler()
+        group = ask("group", tokens, 12, num_samples=3, temperature=1.0, seed=4)
+        cold = run_all(sampler, group)["group"]
+        assert len({tuple(one.tokens_T.tolist()) for one in cold.sequences}) == 3
+        assert_same(run_all(sampler, group)["group"], cold)
+        greedy = replace(group, temperature=0.0)
+        alone = run_all(hybrid.sampler(), replace(greedy, num_samples=1))["group"].sequences[0]
+        for one in run_all(sampler, greedy)["group"].sequences:
+            assert one.tokens_T.tolist() == alone.tokens_T.tolist()
+
+
+def test_tokens_do_not_depend_on_who_else_is_there_or_must_wait(
+    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any
+) -> None:
+    """Few pages: the youngest are preempted, and computed again from what they have."""
+    asked = [ask(str(seed), prompt(20 + 10 * seed, seed), 30) for seed in range(4)]
+    alone = {one.request_id: run_all(hybrid.sampler(page=32), one)[one.request_id] for one in asked}
+    for pages in (40, 7):
+        sampler = hybrid.sampler(page=32, pages=pages)
+        together = run_all(sampler, *asked)
+        for name, result in together.items():
+            assert result.sequences[0].tokens_T.tolist() == alone[name].sequences[0].tokens_T.tolist()
+        assert sampler.pages.used == 0
+
+
+def test_the_same_commands_give_the_same_bits(hybrid: Tiny, ask: Any, prompt: Any) -> None:
+    """What a worker group that starts again computes, with requests that come, end and are cancelled."""
+
+    def played() -> list[Any]:
+        sampler, done = hybrid.sampler(), []
+        for number in range(8):
+            tokens = prompt(40 + 37 * number, number % 3)
+            cancel = (str(number - 2),) if number % 4 == 3 else ()
+            step = SampleStep(admit=(ask(str(number), tokens, 9, temperature=1.0, seed=number),), cancel=cancel)
+            done += sampler.step(step).finished
+        while (progress := sampler.step(SampleStep())).active or progress.waiting:
+            done += progress.finished
+        assert sampler.pages.used == 0
+        return [*done, *progress.finished]
+
+    first, second = played(), played()
+    assert len(first) > 4
+    for one, same in zip(first, second, strict=True):
+        assert (one.request_id, one.prompt_cache_hit_tokens) == (same.request_id, same.prompt_cache_hit_tokens)
+        assert_same(one, same)
+
+
+def test_a_shared_state_is_copied_before_it_is_written() -> None:
+    pool, key = PagePool(4, page=32, states=6), Key("scope", b"digest")
+    assert pool.states is not None
+    table = PageTable(0)
+    assert pool.extend(table, 0, 20) and table.state is not None
+    pool.keep_state(key, table)
+    fork = pool.fork(table, 0)
+    assert fork is not None and fork.state is not None and fork.state.pages == table.state.pages
+    kept = list(table.state.pages)
+    for one in (table, fork):
+        pool.own_state(one)
+        assert one.state is not None and one.state.pages != kept
+    assert [copy.source for copy in pool.states.pending()] == kept * 2
+    other = PageTable(0)
+    assert pool.find_state(key, other) and other.state is not None and other.state.pages == kept
+    for one in (table, fork, other):
+        pool.release(one)
+        assert one.state is None
+    assert pool.used == 0
+    pool.forget(lambda scope: scope == "scope")
+    assert not pool.find_state(key, other)
+
+
+def test_numbers_of_states_go_to_the_rows(hybrid: Tiny) -> None:
+    plan = hybrid.sampler().pages.states
+    assert plan is not None and plan.pages == 1 + 16 + 16 + 10 + 8
+    assert np.all([plan.free(shard) for shard in range(plan.shards)] == np.array([plan.pages - 1]))

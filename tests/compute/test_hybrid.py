@@ -1,0 +1,123 @@
+"""Configs of hybrid models as they are published, what of them is refused, and what fits which machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.compute.conftest import SHAPE, build
+
+from tinkerflow.backend.commands import GroupConfig
+from tinkerflow.backend.compute import memory
+from tinkerflow.backend.compute.config import DeltaNet
+from tinkerflow.backend.compute.families import parse_config, projections
+from tinkerflow.backend.compute.platforms import CUDA, compiling_for
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.model_card import ModelCard
+
+GB = 10**9
+QWEN3_5_9B: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": False,
+    "image_token_id": 248056,
+    "vision_config": {"model_type": "qwen3_5", "depth": 27},
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 248320,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    },
+}
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return QWEN3_5_9B | {"text_config": QWEN3_5_9B["text_config"] | fields}
+
+
+def test_the_text_model_is_read_out_of_one_that_sees_images():
+    cfg = parse_config(QWEN3_5_9B, name="m")
+    assert (cfg.architecture, cfg.layers, cfg.tied, cfg.gated, cfg.norm_plus_one) == ("qwen3_5", 32, False, True, True)
+    assert cfg.delta == DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4, fused=False)
+    assert cfg.numbers("attention") == tuple(range(3, 32, 4))
+    assert (cfg.rope.theta, cfg.rope.dims) == (1e7, 64)
+    assert (
+        8.9e9
+        < sum(one.inputs * one.outputs * (one.stack[0] if one.stack else 2) for one in projections(cfg).values())
+        < 9e9
+    )
+
+
+def test_types_of_layers_may_be_listed():
+    types = ["linear_attention", "full_attention"] * 16
+    assert parse_config(changed(layer_types=types), name="m").numbers("delta") == tuple(range(0, 32, 2))
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (changed(layer_types=["mamba"] * 32), "layer_types .* must be 32 of linear_attention, full_attention"),
+        (changed(layer_types=["full_attention"] * 32), "layer_types are all 'full_attention'"),
+        (changed(linear_num_key_heads=5), "linear_num_key_heads 5.*key heads must divide value heads"),
+        (changed(linear_conv_kernel_dim=1), "linear_conv_kernel_dim 1.*at least 2"),
+        (changed(attn_output_gate=False), "attn_output_gate False is not supported; it must be True"),
+        (QWEN3_5_9B | {"text_config": None}, "text_config is None in config.json; it must be an object"),
+    ],
+)
+def test_what_is_not_computed_is_named(values, named):
+    with pytest.raises(UserError, match=named):
+        parse_config(values, name="m")
+
+
+def test_the_card_counts_what_is_loaded_and_reads_nested_stops(tmp_path):
+    model = build(tmp_path, "qwen3_5", tied=False).model
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["text_config"]["eos_token_id"] = 7
+    values.pop("eos_token_id", None)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    card = ModelCard.load(str(tmp_path))
+    text = [each.numel() for name, each in model.named_parameters() if ".visual." not in name]
+    assert (card.parameters, card.eos_token_ids) == (sum(text), (7,))
+    assert card.vocab_size == SHAPE["vocab_size"]
+
+
+def test_a_9b_hybrid_trains_and_samples_on_one_h100_and_states_are_counted():
+    cfg = parse_config(QWEN3_5_9B, name="m")
+    config = GroupConfig(
+        "m", dtype="bfloat16", fsdp=1, tensor=1, max_context=32768, microbatch_tokens=0, sample_slots=64,
+        decode_chunk=16, compile_cache_dir="",
+    )  # fmt: skip
+    with compiling_for(CUDA):
+        plan = memory.plan_memory(cfg, config, 73 * GB)
+        few = memory.plan_memory(cfg, replace(config, sample_slots=16), 73 * GB)
+        with pytest.raises(UserError, match="fewer TINKERFLOW_SAMPLE_SLOTS"):
+            memory.plan_memory(cfg, replace(config, sample_slots=600), 73 * GB)
+    assert plan.context >= 8192 and plan.uses is not None and plan.uses.total <= 73 * GB
+    assert plan.states == 1 + 64 + 16 + 10 + 32 and few.states == 1 + 16 + 16 + 10 + 8
+    one = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)  # a matrix for each head, and three inputs of the convolution
+    assert plan.uses.kv_cache - plan.pages * 8 * 2 * 4 * 256 * 128 * 2 >= (plan.states + 64) * one
+    assert few.pages > plan.pages
