@@ -1,0 +1,102 @@
+"""The real openai client and the whole service: streams equal the SDK's samples, and a kill repeats no token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import tinker
+from tinker import types
+
+TOKENS = [17, 45, 99, 23, 23, 150, 7, 81, 140, 3]
+
+
+@pytest.fixture(scope="module")
+def trained(server, make_datum) -> str:
+    """The path of weights that have learnt to say 5, 6, 7, 8."""
+    trainer = server.client().create_lora_training_client(base_model=server.base_model, rank=8, seed=1).result()
+    step = trainer.forward_backward([make_datum([5, 6, 7, 8] * 10)], "cross_entropy")
+    trainer.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+    step.result()
+    return str(trainer.save_weights_for_sampler("said").result().path)
+
+
+@pytest.fixture(scope="module")
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.api_url}/v1", api_key="tml-test", max_retries=0)
+
+
+def streamed(client, model, length, seed, on_part=lambda: None):
+    """Tokens, logprobs and when each part came."""
+    tokens, logprobs, came = [], [], []
+    parts = client.completions.create(
+        model=model, prompt=TOKENS, max_tokens=length, seed=seed, stream=True, logprobs=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    for part in parts:
+        (choice,) = part.choices
+        tokens += choice.token_ids
+        logprobs += choice.logprobs.token_logprobs
+        came.append(time.monotonic())
+        on_part()
+    return tokens, logprobs, came
+
+
+def sampled(server, length, seed, **weights):
+    sampler = server.client().create_sampling_client(**weights).result()
+    params = types.SamplingParams(max_tokens=length, seed=seed, stop=[])
+    (one,) = sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params).result().sequences
+    return one.tokens, one.logprobs
+
+
+def test_a_stream_is_the_sdks_sample_of_base_model_and_adapter(server, client, trained):
+    assert {server.base_model, trained} <= {model.id for model in client.models.list()}
+    base = streamed(client, server.base_model, 40, 3)
+    adapter = streamed(client, trained, 40, 3)
+    of_run = streamed(client, trained.removeprefix("tinker://").split("/")[0], 40, 3)
+    assert base[:2] == tuple(map(list, sampled(server, 40, 3, base_model=server.base_model)))
+    assert adapter[:2] == tuple(map(list, sampled(server, 40, 3, model_path=trained)))
+    assert adapter[:2] == of_run[:2] != base[:2]
+    assert len(adapter[2]) > 2, "it came in parts"
+
+
+def test_a_worker_that_is_killed_makes_no_token_come_twice_or_not(server, client, trained):
+    expected, _ = sampled(server, 400, 5, model_path=trained)
+    killed = threading.Event()
+
+    def kill():
+        if not killed.is_set():
+            killed.set()
+            for pid in server.workers():
+                os.kill(pid, signal.SIGKILL)
+
+    tokens, logprobs, _ = streamed(client, trained, 400, 5, on_part=kill)
+    assert killed.is_set()
+    assert tokens == list(expected)
+    assert len(logprobs) == 400
+
+
+def test_many_streams_at_once_lose_nothing(server, client, trained):
+    expected = {seed: list(sampled(server, 60, seed, model_path=trained)[0]) for seed in range(16)}
+    with ThreadPoolExecutor(16) as threads:
+        said = list(threads.map(lambda seed: streamed(client, trained, 60, seed)[0], expected))
+    assert said == list(expected.values())
+
+
+def test_a_client_that_leaves_frees_its_place(server, client):
+    parts = client.completions.create(
+        model=server.base_model, prompt=TOKENS, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(parts))
+    parts.close()
+    tokens, _, _ = streamed(client, server.base_model, 8, 1)
+    assert len(tokens) == 8
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+    with pytest.raises(openai.BadRequestError, match="frobnicate"):
+        client.completions.create(model=server.base_model, prompt="a", extra_body={"frobnicate": 1})
