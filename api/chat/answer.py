@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import orjson
+from fastapi.responses import Response
 
 from tinkerflow.api.call import Call
 from tinkerflow.api.chat.conversation import Prompt
 from tinkerflow.api.chat.events import Event, Said
-from tinkerflow.api.generation import Generation, Piece, generate
+from tinkerflow.api.generation import Generation, Piece, generate, until_gone
 from tinkerflow.api.models import Target
+from tinkerflow.api.sse import EventStream
 from tinkerflow.api.text import Detokenizer
+from tinkerflow.backend.commands import SampleResult
 from tinkerflow.backend.errors import UserError
 
 Finish = Literal["stop", "length", "calls"]
@@ -58,6 +64,41 @@ async def sampled(
             raise
         # Clients of these endpoints know no constraint.
         raise UserError(prompt.schema_field + error.message.removeprefix(_SCHEMA)) from error
+
+
+class Answer(Protocol):
+    """An answer in one of the wires' forms."""
+
+    def whole(self, result: SampleResult) -> dict[str, Any]:
+        """All of it, when the samples are done."""
+
+    def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream, as they come."""
+
+
+async def respond(
+    call: Call, generation: Generation, answer: Answer, *, stream: bool, error_name: str = ""
+) -> Response:
+    """The answer over HTTP, whole or as a stream. A client that goes away before its end gives the generation up.
+
+    error_name: the type of an event with an error.
+    """
+    try:
+        if stream:
+            await until_gone(call.request, generation.begin())
+            return EventStream(call.request, answer.events(), error_name=error_name)
+        result = await until_gone(call.request, generation.result())
+        return Response(_encoded(answer.whole(result)), media_type="application/json")
+    except BaseException:
+        generation.cancel()
+        raise
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError:  # arguments of a call may hold halves of surrogate pairs
+        return json.dumps(body).encode()
 
 
 class AnswerReader:

@@ -60,8 +60,8 @@ class ChatAnswer:
             **({"prompt_token_ids": self._prompt.tokens} if self._wanted.token_ids else {}),
         }
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The answer as a stream of events."""
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as a stream of chunks."""
         readers: dict[int, _Deltas] = {}
         async with self._generation as generation:
             async for piece in generation:

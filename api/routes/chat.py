@@ -6,19 +6,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict
-from tinkerflow.api.chat.answer import AnswerReader, sampled
+from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
 from tinkerflow.api.chat.conversation import Conversation, Prompt, Tool, prompt_of
 from tinkerflow.api.chat.openai import ChatAnswer, Wanted
-from tinkerflow.api.generation import Generation, until_gone
+from tinkerflow.api.generation import Generation
 from tinkerflow.api.models import resolve
 from tinkerflow.api.openai import MAX_TOP, SamplingFields
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.sse import EventStream
 from tinkerflow.backend.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
@@ -154,12 +152,7 @@ async def chat_completions(call: Authorised) -> Response:
     )
     generation, prompt, reader = await begun(call, body)
     answer = ChatAnswer(generation, prompt, wanted, reader)
-    if body.stream:
-        await until_gone(call.request, generation.begin())
-        return EventStream(call.request, answer.chunks())
-    async with generation:
-        result = await until_gone(call.request, generation.result())
-        return Response(orjson.dumps(answer.whole(result)), media_type="application/json")
+    return await respond(call, generation, answer, stream=body.stream)
 
 
 async def begun(call: Call, body: ChatCompletion) -> tuple[Generation, Prompt, Callable[[], AnswerReader]]:

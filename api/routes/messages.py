@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,14 +9,12 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict, Wire
-from tinkerflow.api.chat.answer import AnswerReader, sampled
+from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
 from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Conversation, Prompt, Tool, prompt_of
-from tinkerflow.api.generation import until_gone
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.chat import ToolName, text_of
-from tinkerflow.api.sse import EventStream
 from tinkerflow.backend.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
@@ -128,12 +125,7 @@ async def messages(call: Authorised) -> Response:
     generation = await sampled(call, target, prompt, params, stream=body.stream)
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     answer = MessageAnswer(generation, prompt, AnswerReader(target, prompt, stops, one_call=one_call))
-    if body.stream:
-        await until_gone(call.request, generation.begin())
-        return EventStream(call.request, answer.events(), error_name="error")
-    async with generation:
-        result = await until_gone(call.request, generation.result())
-        return Response(json.dumps(answer.whole(result)), media_type="application/json")
+    return await respond(call, generation, answer, stream=body.stream, error_name="error")
 
 
 @router.post("/messages/count_tokens", openapi_extra=takes(Counting))

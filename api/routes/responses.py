@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import orjson
 from fastapi.responses import Response
 from pydantic import Field, ValidationError
 
 from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict
+from tinkerflow.api.chat.answer import respond
 from tinkerflow.api.chat.responses import ResponseAnswer
-from tinkerflow.api.generation import until_gone
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.chat import ChatCompletion, ToolFunction, begun
-from tinkerflow.api.sse import EventStream
 from tinkerflow.backend.errors import UserError, broken
 
 router = Router(busy=5, at=OPEN_API)
@@ -101,12 +99,7 @@ async def responses(call: Authorised) -> Response:
         "metadata": body.metadata or {},
     }
     answer = ResponseAnswer(generation, prompt, reader(), int(call.services.clock.now().timestamp()), echoed)
-    if body.stream:
-        await until_gone(call.request, generation.begin())
-        return EventStream(call.request, answer.events(), error_name="error")
-    async with generation:
-        result = await until_gone(call.request, generation.result())
-        return Response(orjson.dumps(answer.whole(result)), media_type="application/json")
+    return await respond(call, generation, answer, stream=body.stream, error_name="error")
 
 
 # ------------------------------------------------------------------ from the wire

@@ -1,0 +1,127 @@
+"""Streams of chats while tokens still come: their parts, errors in the wire's form, and who leaves is cancelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+import tokenizers
+from tests.api.conftest import BASE, KEY, Running
+
+from tinkerflow.backend.commands import NewTokens, SampledSequence, SampleResult
+from tinkerflow.backend.journal import Journal, Pending
+from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
+from tinkerflow.backend.wire import encode_sample
+
+pytestmark = pytest.mark.usefixtures("card")
+HI: Any = [{"role": "user", "content": "Hi"}]
+FIRST, SECOND = "It is ", "raining.<|im_end|>"
+
+
+class Decoder:
+    """Decodes one request as it is told to."""
+
+    def __init__(self, journal: Journal, folder: Path) -> None:
+        self.journal = journal
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.said: list[int] = []
+
+    def until(self, what: Callable[[], Any]) -> Any:
+        """What is found, within a minute."""
+        deadline = time.monotonic() + 60
+        while not (found := what()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return found
+
+    def take(self) -> Pending:
+        """The request, when it comes."""
+        (request,) = self.until(lambda: self.journal.requests.pending_samples(10))
+        return request  # type: ignore[no-any-return]
+
+    def says(self, request: Pending, text: str) -> None:
+        """Tell more tokens."""
+        tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        new = NewTokens(request.id, 0, len(self.said), tokens, -np.ones(len(tokens), np.float32))
+        self.said += tokens.tolist()
+        self.journal.streams.write([StreamedTokens(stream_name(str(request.sampler_id), request.seq_id), new)])
+
+    def ends(self, request: Pending) -> None:
+        """Answer with all tokens."""
+        one = SampledSequence(np.array(self.said, np.int32), -np.ones(len(self.said), np.float32), "stop")
+        self.journal.results.finish([request.done(encode_sample(SampleResult(request.id, (one,))), "proto")])
+
+    def fails(self, request: Pending) -> None:
+        """Answer with a failure."""
+        self.journal.results.finish([request.failed("the weights have diverged", "user")])
+
+
+@pytest.fixture
+def decoder(journal: Journal, tiny: Path) -> Decoder:
+    return Decoder(journal, tiny)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_openais_chunks_come_as_tokens_are_sampled(gpt: openai.OpenAI, decoder: Decoder, fails: bool) -> None:
+    heard = ""
+
+    def create() -> Any:
+        return gpt.chat.completions.create(model=BASE, messages=HI, stream=True)
+
+    with ThreadPoolExecutor(1) as threads:
+        begun = threads.submit(create)
+        request = decoder.take()
+        decoder.says(request, FIRST)
+        chunks = iter(begun.result(60))
+    while len(heard) < len(FIRST.rstrip()):
+        heard += next(chunks).choices[0].delta.content or ""
+    if fails:
+        decoder.fails(request)
+        with pytest.raises(openai.APIError, match="the weights have diverged"):
+            list(chunks)
+    else:
+        decoder.says(request, SECOND)
+        decoder.ends(request)
+        rest = list(chunks)
+        assert heard + "".join(chunk.choices[0].delta.content or "" for chunk in rest) == "It is raining."
+        assert rest[-1].choices[0].finish_reason == "stop"
+
+
+def test_anthropics_stream_ends_with_an_error_of_its_form(claude: anthropic.Anthropic, decoder: Decoder) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        begun = threads.submit(claude.messages.create, model=BASE, messages=HI, max_tokens=50, stream=True)
+        request = decoder.take()
+        decoder.says(request, FIRST)
+        events = iter(begun.result(60))
+    heard = ""
+    while not heard:
+        event = next(events)
+        heard += event.delta.text if event.type == "content_block_delta" else ""
+    assert FIRST.startswith(heard)
+    decoder.fails(request)
+    with pytest.raises(anthropic.APIStatusError, match="the weights have diverged"):
+        list(events)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_before_the_first_token_is_cancelled(
+    server: Running, decoder: Decoder, path: str, stream: bool
+) -> None:
+    body: Any = {"model": BASE, "stream": stream} | ({"input": "Hi"} if path == "responses" else {"messages": HI})
+    if path == "messages":
+        body["max_tokens"] = 5
+    with ThreadPoolExecutor(1) as threads:
+        headers = {"x-api-key": KEY}
+        asking = threads.submit(httpx.post, f"{server.url}/v1/{path}", json=body, headers=headers, timeout=4.0)
+        request = decoder.take()
+        assert isinstance(asking.exception(60), httpx.ReadTimeout)
+    decoder.until(lambda: decoder.journal.results.finished([request.id]))
