@@ -13,7 +13,7 @@ from tinkerflow import __version__
 from tinkerflow.api import console, errors, links, routes
 from tinkerflow.api.call import API, Authenticator, Counted, Holds, Services, Wire, authorised
 from tinkerflow.api.metrics import Metrics
-from tinkerflow.api.samplers import Samplers
+from tinkerflow.api.samplers import EndpointSamplers
 from tinkerflow.api.text import Tokenizers
 from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
@@ -56,7 +56,7 @@ def create_app(
             live_models=settings.max_live_models,
             stored_bytes=settings.max_stored_bytes,
         ),
-        samplers=Samplers(journal, clock, settings.session_timeout),
+        samplers=EndpointSamplers(journal, clock, settings.session_timeout),
         tokenizers=Tokenizers(),
     )
     app.add_middleware(Counted, metrics=metrics)

@@ -42,7 +42,7 @@ from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
 
 if TYPE_CHECKING:
-    from tinkerflow.api.samplers import Samplers
+    from tinkerflow.api.samplers import EndpointSamplers
     from tinkerflow.api.text import Tokenizers
 
 API = "/api/v1"
@@ -294,7 +294,7 @@ class Services:
     link_secret: bytes
     metrics: Metrics
     limits: Limits
-    samplers: Samplers
+    samplers: EndpointSamplers
     tokenizers: Tokenizers
 
 

@@ -36,7 +36,7 @@ class _Session:
     samplers: dict[tuple[str, str, str], _Sampler] = field(default_factory=dict)
 
 
-class Samplers:
+class EndpointSamplers:
     """The sessions and samplers of one API process. Sequence ids are counted here: no other process uses them."""
 
     def __init__(self, journal: Journal, clock: Clock, session_timeout: float) -> None:

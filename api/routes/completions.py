@@ -26,7 +26,7 @@ router = Router(busy=6, at=OPEN_API)
 Choice: TypeAlias = dict[str, Any]
 
 
-class Completion(SamplingFields):
+class CompletionBody(SamplingFields):
     """A request. prompt: a text, the ids of tokens, or a list of either. max_tokens 0: only with echo.
 
     logprobs: those of the tokens, with so many of the most likely tokens at each. echo: the prompt comes before the
@@ -40,10 +40,10 @@ class Completion(SamplingFields):
     echo: bool = False
 
 
-@router.post("/completions", openapi_extra=takes(Completion))
+@router.post("/completions", openapi_extra=takes(CompletionBody))
 async def completions(call: Authorised) -> Response:
     """Continue each of the prompts `n` times."""
-    body = await call.parsed(Completion)
+    body = await call.parsed(CompletionBody)
     _check(body)
     wants_usage = body.wants_usage
     target = await resolve(call, body.model)
@@ -59,7 +59,7 @@ async def completions(call: Authorised) -> Response:
         return EventStream(call.request, answer.events(stack.pop_all(), wants_usage))
 
 
-def _check(body: Completion) -> None:
+def _check(body: CompletionBody) -> None:
     if body.max_tokens == 0 and not body.echo:
         raise broken("max_tokens", 0, "at least 1 without echo")
     if body.echo and body.stream:
@@ -77,7 +77,7 @@ async def _tokens(tokenizer: Tokenizer, prompt: str | list[Any]) -> list[list[in
     return [await tokenizer.encode(one) if isinstance(one, str) else one for one in prompt]
 
 
-async def _generate(call: Call, target: Target, body: Completion, prompt: Sequence[int]) -> Generation:
+async def _generate(call: Call, target: Target, body: CompletionBody, prompt: Sequence[int]) -> Generation:
     most = None if body.max_tokens is None else max(body.max_tokens, 1)
     scored = body.echo and body.logprobs is not None
     return await generate(
@@ -96,7 +96,7 @@ async def _generate(call: Call, target: Target, body: Completion, prompt: Sequen
 class _Answer:
     """The answer to one request, whole or in events. Its id is that of the first prompt's generation."""
 
-    def __init__(self, call: Call, target: Target, body: Completion, made: Sequence[Generation]) -> None:
+    def __init__(self, call: Call, target: Target, body: CompletionBody, made: Sequence[Generation]) -> None:
         """made: a generation for each prompt."""
         self._body = body
         self._made = made

@@ -11,7 +11,7 @@ from tinkerflow.backend.errors import UserError
 router = Router(busy=3, at=OPEN_API)
 
 
-class Model(Wire):
+class ModelShown(Wire):
     """A model that can be named. root: the weights that it stands for. parent: the base model below an adapter."""
 
     id: str
@@ -22,32 +22,32 @@ class Model(Wire):
     parent: str | None = None
 
 
-class Models(Wire):
+class ModelList(Wire):
     """A list of models."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelShown]
 
 
 @router.get("/models")
-async def get_models(call: Authorised) -> Models:
+async def get_models(call: Authorised) -> ModelList:
     """Base models, champions, and the newest weights for samplers of the project."""
-    return Models(data=[_shown(found) for found in await list_models(call)])
+    return ModelList(data=[_shown(found) for found in await list_models(call)])
 
 
 @router.get("/models/{model:path}")
-async def get_model(model: str, call: Authorised) -> Model:
+async def get_model(model: str, call: Authorised) -> ModelShown:
     """One model, by any name that `model` may have in a request."""
     return _shown(await find(call, model))
 
 
 @router.post("/embeddings")
-async def refuse_embeddings(call: Authorised) -> Model:
+async def refuse_embeddings(call: Authorised) -> ModelShown:
     """Refused: the models served here generate text and have no embeddings."""
     raise UserError("/v1/embeddings is not supported: the models served here generate text, and have no embeddings")
 
 
-def _shown(found: Listed) -> Model:
+def _shown(found: Listed) -> ModelShown:
     parent = None if found.name == found.base_model else found.base_model
     created = int(found.created_at.timestamp())
-    return Model(id=found.name, created=created, owned_by=found.owned_by, root=found.root, parent=parent)
+    return ModelShown(id=found.name, created=created, owned_by=found.owned_by, root=found.root, parent=parent)
