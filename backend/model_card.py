@@ -146,7 +146,7 @@ def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:
 def _count_parameters(name: str, folder: Path, config: ModelConfig) -> int:
     family = family_of(config)
     tensors = family.unpack(config, open_tensors(folder, name))
-    shapes = {tensor: stored.shape for tensor, stored in tensors.items()}
+    shapes = {tensor: stored.shape for tensor, stored in tensors.items() if not tensor.startswith(family.skipped)}
     if config.tied:
         unembed = family.projections(config)["unembed"]
         shapes.pop(f"{unembed.module}.weight", None)  # some exports store the shared matrix twice

@@ -24,7 +24,7 @@ from tinkerflow.backend.compute.decoder import (
 from tinkerflow.backend.compute.weight_files import MadeTensor, Tensor
 
 TEXT, VISION_TEXT = "model.layers.{}.", "model.language_model.layers.{}."
-_SKIPPED = (
+SKIPPED = (
     "model.visual.",
     "model.language_model.visual.",
     "mtp.",
@@ -149,14 +149,9 @@ def hybrid_tensors(cfg: ModelConfig, layer: str = TEXT) -> dict[str, LayerTensor
     }
 
 
-def without_vision(_: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors of the text model."""
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_SKIPPED)}
-
-
 def with_experts_apart(cfg: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors of the text model, with a matrix for each expert in place of those of all, gate before up."""
-    found = dict(without_vision(cfg, tensors))
+    """The tensors with a matrix for each expert in place of those of all, gate before up."""
+    found = dict(tensors)
     parts = {
         "gate": ("gate_up", slice(0, cfg.mlp)),
         "up": ("gate_up", slice(cfg.mlp, None)),

@@ -5,12 +5,12 @@ from functools import partial
 from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
 from tinkerflow.backend.compute.families import Family
 from tinkerflow.backend.compute.hybrid import (
+    SKIPPED,
     VISION_TEXT,
     hybrid_config,
     hybrid_projections,
     hybrid_tensors,
     text_fields,
-    without_vision,
 )
 
 
@@ -26,5 +26,5 @@ FAMILY = Family(
     tensors=partial(hybrid_tensors, layer=VISION_TEXT),
     embed="model.language_model.embed_tokens.weight",
     final_norm="model.language_model.norm.weight",
-    unpack=without_vision,
+    skipped=SKIPPED,
 )

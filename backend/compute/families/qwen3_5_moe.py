@@ -5,6 +5,7 @@ from functools import partial
 from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
 from tinkerflow.backend.compute.families import Family
 from tinkerflow.backend.compute.hybrid import (
+    SKIPPED,
     VISION_TEXT,
     hybrid_config,
     hybrid_projections,
@@ -27,4 +28,5 @@ FAMILY = Family(
     unpack=with_experts_apart,
     embed="model.language_model.embed_tokens.weight",
     final_norm="model.language_model.norm.weight",
+    skipped=SKIPPED,
 )

@@ -2,7 +2,7 @@
 
 from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
 from tinkerflow.backend.compute.families import Family
-from tinkerflow.backend.compute.hybrid import hybrid_config, hybrid_projections, hybrid_tensors, without_vision
+from tinkerflow.backend.compute.hybrid import SKIPPED, hybrid_config, hybrid_projections, hybrid_tensors
 
 
 def _parse(fields: ConfigFields) -> ModelConfig:
@@ -15,5 +15,5 @@ FAMILY = Family(
     parse=_parse,
     projections=hybrid_projections,
     tensors=hybrid_tensors,
-    unpack=without_vision,
+    skipped=SKIPPED,
 )
