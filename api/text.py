@@ -122,6 +122,8 @@ class Detokenizer:
         for token in tokens:
             self._fresh.append(token)
             self._settle(_MOST_HELD_BACK)
+            if any(string in self._held for string in self._stop):
+                break  # as in the engine: the token that completes a stop string is the last, however tokens come
         return self._release(last=False)
 
     def finish(self) -> str:

@@ -50,9 +50,15 @@ def test_text_ends_before_the_first_stop_string(
 ) -> None:
     text = before + "é€🙂" + before
     parts, stopped = spoken(tokenizer, text, (stop, other), step)
-    ends = [at for string in (stop, other) if (at := text.find(string)) >= 0]
-    assert "".join(parts) == (text[: min(ends)] if ends else text)
-    assert (stopped is None) == (not ends)
+    said = "".join(parts)
+    alone, ended = spoken(tokenizer, text, (stop, other), 1)
+    assert (said, stopped) == ("".join(alone), ended), "in any pieces"
+    if stop in text or other in text:
+        assert stopped is not None
+        assert text.startswith(said + stopped)
+        assert stop not in said and other not in said
+    else:
+        assert (said, stopped) == (text, None)
 
 
 def test_bytes_that_are_no_text_do_not_hold_a_stream_back(tokenizer: Tokenizer) -> None:
