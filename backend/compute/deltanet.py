@@ -6,8 +6,8 @@ value for it; the token reads S by its query. Queries, keys and values come out 
 
 Training and prefill compute chunks of CHUNK tokens at once (section 3.3 there): within a chunk the tokens' changes are
 the solution of one triangular system, and only S goes from chunk to chunk. Chunks begin at multiples of CHUNK, as the
-pieces of a prompt do, so how a prompt was cut changes nothing. Examples that share a row share nothing else: a chunk's
-decays are 0 between segments, and so are the convolution's terms.
+pieces of a prompt do, so how a prompt was cut changes only the last bits. Examples that share a row share nothing else:
+a chunk's decays are 0 between segments, and so are the convolution's terms.
 
 Letters: B rows, T tokens, C channels of the convolution, W its taps, h key heads, r value heads of each, H = h * r
 value heads, k and v the dimensions of a key and a value head, n chunks, c and s tokens of a chunk.
