@@ -42,7 +42,7 @@ _giving_up: set[asyncio.Task[None]] = set()  # tasks that nobody else holds
 
 
 @dataclass(frozen=True)
-class Piece:
+class SamplePiece:
     """New tokens of one of the samples.
 
     index: which sample. tokens, logprobs: natural logarithms, of the untempered softmax. top: for each token, the most
@@ -70,7 +70,11 @@ class Generation:
         prompt_tokens: Sequence[int],
         listener: Listener | None,
     ) -> None:
-        """Use `generate`."""
+        """Use `generate`.
+
+        call, target, prompt_tokens: what was asked. request_id, session_id: where it went. listener: hears new tokens;
+        None when they are not streamed.
+        """
         self.id = request_id
         self.target = target
         self.prompt_tokens = prompt_tokens
@@ -116,7 +120,7 @@ class Generation:
                 raise
         return self._result
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[SamplePiece]:
         """The samples piece by piece, those of different samples mixed. Errors as of `result`."""
         known: Counter[int] = Counter()
         ended: set[int] = set()
@@ -149,7 +153,7 @@ class Generation:
                 await self._woken(answer)
         return _read(found)
 
-    async def _streamed(self) -> AsyncIterator[Piece]:
+    async def _streamed(self) -> AsyncIterator[SamplePiece]:
         """The pieces that come before the result; it has the rest."""
         listener = self._listener
         if listener is None:
@@ -238,7 +242,7 @@ async def together(made: Sequence[Generation]) -> list[SampleResult]:
     return list(await asyncio.gather(*(one.result() for one in made)))
 
 
-async def merged(made: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
+async def merged(made: Sequence[Generation]) -> AsyncIterator[tuple[int, SamplePiece]]:
     """The pieces of all as they come, each with the number of its generation."""
     pieces = [aiter(one) for one in made]
     waiting = {asyncio.ensure_future(anext(one)): number for number, one in enumerate(pieces)}
@@ -258,7 +262,7 @@ async def merged(made: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]
             task.cancel()
 
 
-def collected(result: SampleResult) -> list[Piece]:
+def collected(result: SampleResult) -> list[SamplePiece]:
     """A result as one piece for each sample."""
     return [_rest(index, sequence, 0) for index, sequence in enumerate(result.sequences)]
 
@@ -305,14 +309,14 @@ def _read(found: Result) -> SampleResult:
     return decode_sample(found.request_id, found.result)
 
 
-def _piece(new: NewTokens) -> Piece:
+def _piece(new: NewTokens) -> SamplePiece:
     top = None if new.top is None else listed(new.top)
-    return Piece(new.index, new.tokens_T.tolist(), new.logprobs_T.tolist(), top, new.stop_reason)
+    return SamplePiece(new.index, new.tokens_T.tolist(), new.logprobs_T.tolist(), top, new.stop_reason)
 
 
-def _rest(index: int, sequence: SampledSequence, known: int) -> Piece:
+def _rest(index: int, sequence: SampledSequence, known: int) -> SamplePiece:
     """What a finished sample has beyond its first `known` tokens."""
-    return Piece(
+    return SamplePiece(
         index,
         sequence.tokens_T[known:].tolist(),
         sequence.logprobs_T[known:].tolist(),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.house import source
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("api", "flows", "tasks", "backend", "deployments")
@@ -125,3 +126,7 @@ def test_constraints_name_no_host() -> None:
     pinned = [line for line in lines if line and not line.startswith("#")]
     assert pinned
     assert all("==" in line and "/" not in line and "@" not in line for line in pinned)
+
+
+def test_no_class_name_is_used_twice() -> None:
+    assert source.class_names_used_twice(ROOT) == set()

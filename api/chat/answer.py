@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from tinkerflow.api.call import Call
 from tinkerflow.api.chat.conversation import Prompt
 from tinkerflow.api.chat.events import Event, Said
-from tinkerflow.api.generation import Generation, Piece, generate, until_gone
+from tinkerflow.api.generation import Generation, SamplePiece, generate, until_gone
 from tinkerflow.api.models import Target
 from tinkerflow.api.sse import EventStream
 from tinkerflow.api.text import Detokenizer
@@ -41,9 +41,10 @@ async def sampled(
     stream: bool = False,
     top_logprobs: int = 0,
 ) -> Generation:
-    """Sample answers to a prompt, held to its schema. Arguments and errors as of `generate`.
+    """Sample answers to a prompt, held to its schema. Errors as of `generate`.
 
-    prompt: of `prompt_of`. params: sampling_params without a constraint.
+    call, target, num_samples, stream, top_logprobs: as of `generate`. prompt: of `prompt_of`. params: sampling_params
+    without a constraint.
     """
     wanted = dict(params)
     if prompt.schema is not None:
@@ -81,6 +82,7 @@ async def respond(
 ) -> Response:
     """The answer over HTTP, whole or as a stream. A client that goes away before its end gives the generation up.
 
+    call: whose answer it is. generation: what the answer reads. answer: in the form of the wire. stream: as events.
     error_name: the type of an event with an error.
     """
     try:
@@ -122,7 +124,7 @@ class AnswerReader:
         self.said = Said()
         self._reason: str | None = None
 
-    def feed(self, piece: Piece) -> list[Event]:
+    def feed(self, piece: SamplePiece) -> list[Event]:
         """Take new tokens: the events that they decide."""
         shown = [token for token in piece.tokens if token not in self._hidden]
         events = self._parser.feed(self._text.feed(shown))

@@ -34,7 +34,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Chat:
     """messages: in OpenAI's form, with contents as texts and arguments as objects. tools: those that may be called.
 
     must_call: the answer is a call of one of these. schema: the answer is JSON of this schema. schema_field: where the
@@ -78,7 +78,7 @@ class Prompt:
         return parser
 
 
-async def prompt_of(target: Target, conversation: Conversation) -> Prompt:
+async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     """The prompt of a conversation by the model's own chat template.
 
     UserError: the model has none, or it refuses the conversation, or the request's tools.

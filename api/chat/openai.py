@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from tinkerflow.api.chat.answer import AnswerReader, call_id
 from tinkerflow.api.chat.conversation import Prompt
 from tinkerflow.api.chat.events import ArgumentsDelta, CallBegins, CallBreaks, ContentDelta, Event, ReasoningDelta
-from tinkerflow.api.generation import Generation, Piece, collected
+from tinkerflow.api.generation import Generation, SamplePiece, collected
 from tinkerflow.api.openai import usage
 from tinkerflow.api.sse import event as sse
 from tinkerflow.api.text import Tokenizer
@@ -78,7 +78,7 @@ class ChatAnswer:
                 yield sse({**self._frame, "object": "chat.completion.chunk", "choices": [], "usage": said})
             yield sse(b"[DONE]")
 
-    def _choice(self, piece: Piece) -> Json:
+    def _choice(self, piece: SamplePiece) -> Json:
         reader = self._reader()
         reader.feed(piece)
         said = reader.said
@@ -98,7 +98,7 @@ class ChatAnswer:
             "stop_reason": reader.stopped,
         }
 
-    def _chunk(self, deltas: _Deltas, piece: Piece, *, first: bool) -> list[Json]:
+    def _chunk(self, deltas: _Deltas, piece: SamplePiece, *, first: bool) -> list[Json]:
         """The parts of a choice for new tokens; what is known of the tokens is in the first of them."""
         parts = deltas.of(deltas.reader.feed(piece))
         if first:
@@ -116,7 +116,7 @@ class ChatAnswer:
             choices.append({"index": piece.index, "delta": {}, "logprobs": None, **reason})
         return choices
 
-    def _tokens(self, piece: Piece) -> Json:
+    def _tokens(self, piece: SamplePiece) -> Json:
         """Logprobs and ids of the tokens, as far as they are wanted."""
         shown: Json = {"logprobs": None}
         if self._wanted.logprobs:

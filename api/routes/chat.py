@@ -11,7 +11,7 @@ from pydantic import Field
 
 from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict
 from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
-from tinkerflow.api.chat.conversation import Conversation, Prompt, Tool, prompt_of
+from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.chat.openai import ChatAnswer, Wanted
 from tinkerflow.api.generation import Generation
 from tinkerflow.api.models import resolve
@@ -176,7 +176,7 @@ async def begun(call: Call, body: ChatCompletion) -> tuple[Generation, Prompt, C
 
 
 # ------------------------------------------------------------------ from the wire
-def _conversation(body: ChatCompletion) -> Conversation:
+def _conversation(body: ChatCompletion) -> Chat:
     tools = [
         Tool(
             one.function.name, one.function.description, one.function.parameters or {"type": "object", "properties": {}}
@@ -195,7 +195,7 @@ def _conversation(body: ChatCompletion) -> Conversation:
     schema = None if body.response_format is None else body.response_format.schema_of()
     if schema is not None and must_call:
         raise UserError("response_format is given: must be left out when a call is required by tool_choice")
-    return Conversation(
+    return Chat(
         messages=_messages(body.messages),
         tools=() if choice == "none" else tools,
         must_call=must_call,

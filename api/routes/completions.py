@@ -12,7 +12,17 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from tinkerflow.api.call import OPEN_API, Authorised, Call, Router
-from tinkerflow.api.generation import Generation, Piece, Top, collected, generate, listed, merged, together, until_gone
+from tinkerflow.api.generation import (
+    Generation,
+    SamplePiece,
+    Top,
+    collected,
+    generate,
+    listed,
+    merged,
+    together,
+    until_gone,
+)
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openai import MAX_TOP, SamplingFields, check_choices, usage
 from tinkerflow.api.openapi import takes
@@ -140,10 +150,10 @@ class _Answer:
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(self._tokenizer, self._body.stops, special=not self._body.skip_special_tokens)
 
-    def _choice(self, number: int, piece: Piece, result: SampleResult) -> Choice:
+    def _choice(self, number: int, piece: SamplePiece, result: SampleResult) -> Choice:
         body, prompt = self._body, list(self._made[number].prompt_tokens)
         if body.max_tokens == 0:
-            piece = Piece(piece.index, [], [], None if piece.top is None else [], "length")
+            piece = SamplePiece(piece.index, [], [], None if piece.top is None else [], "length")
         choice = self._delta(number, piece, self._detokenizer(), first=True)
         if body.echo:
             choice["text"] = self._tokenizer.decode(prompt, special=not body.skip_special_tokens) + choice["text"]
@@ -154,7 +164,7 @@ class _Answer:
                 choice["logprobs"] = self._logprobs([*prompt, *piece.tokens], logprobs, top, 0)
         return choice
 
-    def _delta(self, number: int, piece: Piece, text: Detokenizer, *, first: bool) -> Choice:
+    def _delta(self, number: int, piece: SamplePiece, text: Detokenizer, *, first: bool) -> Choice:
         """A part of a choice. first: it is the choice's first."""
         body, made, offset = self._body, self._made[number], text.characters
         new = text.feed(piece.tokens) + (text.finish() if piece.stop_reason else "")

@@ -11,7 +11,7 @@ from pydantic import Field
 from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict, Wire
 from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
 from tinkerflow.api.chat.anthropic import MessageAnswer
-from tinkerflow.api.chat.conversation import Conversation, Prompt, Tool, prompt_of
+from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.routes.chat import ToolName, text_of
@@ -103,7 +103,7 @@ class MessagesBody(Counting):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-class Counted(Wire):
+class TokenCount(Wire):
     """How many tokens the prompt of a request has."""
 
     input_tokens: int
@@ -129,10 +129,10 @@ async def messages(call: Authorised) -> Response:
 
 
 @router.post("/messages/count_tokens", openapi_extra=takes(Counting))
-async def count_tokens(call: Authorised) -> Counted:
+async def count_tokens(call: Authorised) -> TokenCount:
     """How many tokens the prompt of a request has."""
     _, prompt = await _prompt(call, await call.parsed(Counting))
-    return Counted(input_tokens=len(prompt.tokens))
+    return TokenCount(input_tokens=len(prompt.tokens))
 
 
 # ------------------------------------------------------------------ from the wire
@@ -141,7 +141,7 @@ async def _prompt(call: Call, body: Counting) -> tuple[Target, Prompt]:
     return target, await prompt_of(target, _conversation(body))
 
 
-def _conversation(body: Counting) -> Conversation:
+def _conversation(body: Counting) -> Chat:
     tools = [Tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
     choice = body.tool_choice or ToolChoice(type="auto")
     must_call: Sequence[Tool] = ()
@@ -164,7 +164,7 @@ def _conversation(body: Counting) -> Conversation:
         if "tool_calls" in given[-1]:
             raise UserError("messages: the last one calls a tool: must be followed by its result")
         prefill = given.pop()["content"].rstrip()
-    return Conversation(
+    return Chat(
         messages=given,
         tools=() if choice.type == "none" else tools,
         must_call=must_call,

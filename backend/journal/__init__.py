@@ -31,7 +31,7 @@ from tinkerflow.backend.journal.effects import Used as Used
 from tinkerflow.backend.journal.journal import Journal as Journal
 from tinkerflow.backend.journal.keys import KeyView as KeyView
 from tinkerflow.backend.journal.leases import LEASE_SECONDS as LEASE_SECONDS
-from tinkerflow.backend.journal.leases import Beat as Beat
+from tinkerflow.backend.journal.leases import ProcessView as ProcessView
 from tinkerflow.backend.journal.losses import NewCustomLoss as NewCustomLoss
 from tinkerflow.backend.journal.migrate import NoTablesError as NoTablesError
 from tinkerflow.backend.journal.migrate import migrate as migrate

@@ -29,7 +29,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Beat:
+class ProcessView:
     """A part of the service: `engine` or `api`. began_at: since when it beats without a pause, or holds its lease."""
 
     name: str
@@ -96,9 +96,9 @@ class Leases(Aggregate):
         with self._read() as connection:
             return answering_since(connection, self._now())
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[ProcessView]:
         """The last heartbeats of the engine and of the API, as far as they ever ran. One statement."""
-        return self._views(Beat, sa.select(Process).order_by(col(Process.name)))
+        return self._views(ProcessView, sa.select(Process).order_by(col(Process.name)))
 
     def _check_held(self) -> int:
         if self._database.epoch is None:

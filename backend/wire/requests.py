@@ -457,7 +457,7 @@ class NumSamples(Body):
     num_samples: Annotated[int, whole(1, MAX_SAMPLES)] = 1
 
 
-class Prompt(Body):
+class PromptBody(Body):
     """The tokens of a prompt, in chunks."""
 
     chunks: Any = None
@@ -469,7 +469,7 @@ class SampleBody(NumSamples):
     stream: tokens go to whoever listens as they are decoded (journal/streams.py). The SDK never asks for it.
     """
 
-    prompt: Prompt = Prompt()
+    prompt: PromptBody = PromptBody()
     sampling_params: SamplingParams = SamplingParams()
     prompt_logprobs: Flag = False
     prompt_logprobs_last_n: Annotated[int | None, whole(-(2**63), 2**63 - 1)] = None

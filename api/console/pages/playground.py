@@ -15,9 +15,9 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
-from tinkerflow.api.chat.conversation import Conversation, prompt_of
+from tinkerflow.api.chat.conversation import Chat, prompt_of
 from tinkerflow.api.console.visit import Visiting, page_router
-from tinkerflow.api.generation import Generation, Piece, generate, until_gone
+from tinkerflow.api.generation import Generation, SamplePiece, generate, until_gone
 from tinkerflow.api.models import Target, list_models, resolve
 from tinkerflow.api.sse import EventStream, event
 from tinkerflow.api.text import Detokenizer, Tokenizer
@@ -64,7 +64,7 @@ async def _prompt(target: Target, fields: Any) -> tuple[list[int], tuple[int, ..
         return await target.tokenizer.encode(fields.get("prompt", "")), ()
     if mode != "chat":
         raise UserError(f"mode is {mode!r}: must be chat or text")
-    made = await prompt_of(target, Conversation(_messages(fields.get("messages", ""))))
+    made = await prompt_of(target, Chat(_messages(fields.get("messages", ""))))
     return made.tokens, made.ends
 
 
@@ -103,7 +103,7 @@ async def _events(stack: AsyncExitStack, made: Generation, tokenizer: Tokenizer)
         yield event({"id": made.id, "count": count, "stop": stop})
 
 
-def _token(piece: Piece, n: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _token(piece: SamplePiece, n: int, tokenizer: Tokenizer) -> dict[str, Any]:
     top = piece.top[n] if piece.top is not None else []
     return {
         "text": tokenizer.token_text(piece.tokens[n]),

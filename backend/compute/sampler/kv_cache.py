@@ -129,7 +129,7 @@ def copied(
 def copied_states(
     cfg: ModelConfig, mesh: Mesh, cache: KVCache, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> KVCache:
-    """What `copied` does, with states in place of pages."""
+    """What `copied` does with its cfg, mesh, cache, source_N, into_N and count, with states in place of pages."""
 
     def one(part: jax.Array, where: NamedSharding) -> jax.Array:
         return _copied(mesh, where, part, source_N, into_N, count)

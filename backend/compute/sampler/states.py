@@ -74,7 +74,11 @@ def take(
 
 
 def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, states_S: Any) -> DeltaState | None:
-    """The pool, updated in place, with the rows' states; those of rows that have none are dropped."""
+    """The pool, updated in place, with the rows' states; those of rows that have none are dropped.
+
+    cfg, mesh: of the model. pool: None in models without states. rows: as of `take`. states_S int32: the place of each
+    row's state in the pool; 0 = none.
+    """
     if pool is None or rows is None:
         return None
 
