@@ -38,7 +38,8 @@ _STATUS: tuple[tuple[type[TinkerflowError], int], ...] = (
     (TooManyError, 429),
     (UserError, 400),
 )
-_FIELD = re.compile(r"([a-z_]+)[\w.\[\]]*(?: '[^']*')?(?:: | (?:is|has|must|does)\b)")  # how our messages begin
+# How our messages begin. Nothing is tried twice: a field's name may be a million characters of a client's.
+_FIELD = re.compile(r"([a-z_]++)[\w.\[\]]*+(?: '[^']*+')?(?:: | (?:is|has|must|does)\b)")
 
 
 def openai_error(status: int, message: str) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class Generation:
         self._session_id = session_id
         self._listener = listener
         self._result: SampleResult | None = None
+        self._beat_at = call.services.clock.monotonic()
 
     async def __aenter__(self) -> Self:
         """Inside, the request is wanted; when the block is left before its end, it is given up."""
@@ -170,12 +171,16 @@ class Generation:
         return await asyncio.to_thread(self._call.journal.results.get, self.id, self._call.owner)
 
     async def _woken(self, waiter: Waiter) -> None:
-        """Wait until the waiter is woken, however long; the session lives on meanwhile."""
-        services = self._call.services
-        while not await services.holds.hold(waiter.wait(services.samplers.beat_seconds)):
-            if services.holds.released:
+        """Wait until the waiter is woken, however long or often; the session lives on meanwhile."""
+        services, woken = self._call.services, False
+        while not woken:
+            woken = await services.holds.hold(waiter.wait(services.samplers.beat_seconds))
+            if not woken and services.holds.released:
                 raise ServerError("the service is stopping: send the request again")
-            await services.samplers.beat(self._session_id)
+            now = services.clock.monotonic()
+            if not woken or now - self._beat_at >= services.samplers.beat_seconds:
+                self._beat_at = now
+                await services.samplers.beat(self._session_id)
 
 
 async def generate(

@@ -127,7 +127,7 @@ _LONGEST_SHOWN = 80  # characters of a value in a message
 
 def shown(value: object) -> str:
     """`value` as an error message shows it: its repr, cut to 80 characters."""
-    text = repr(value)
+    text = repr(value[: _LONGEST_SHOWN + 1] if isinstance(value, str | list) else value)
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 

@@ -140,7 +140,10 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         field, kind = f"input[{i}]", item.get("type", "message")
         if kind in ("reasoning", "function_call") or item.get("role") == "assistant":
-            if said is None or (kind == "reasoning" and len(said) > 1):
+            begins = said is not None and (
+                (kind == "message" and "content" in said) or (kind == "reasoning" and len(said) > 1)
+            )
+            if said is None or begins:
                 said = {"role": "assistant"}
                 messages.append(said)
         else:

@@ -33,15 +33,20 @@ MAX_LISTED = 128  # tokens of one list at a position: top-k, given tokens, alter
 MAX_SAMPLE_SEQ = 2**63 - 1  # copies of a sampling client count from their number times a billion
 DEFAULT_RANK = 32  # the SDK's own default
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar")  # kinds of
+_DEEPEST = 254  # lists and objects in one another: as orjson writes them; it reads more
 _ACCESS = "weights_access_hash"  # stored by `hash_token` in place of the client's weights_access_token
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The values of a JSON object; UserError for anything else."""
+    """The values of a JSON object; UserError for anything else, and for one that orjson could not write again."""
     try:
         values = orjson.loads(body)
+        if body.count(b"[") + body.count(b"{") > _DEEPEST:
+            orjson.dumps(values)
     except orjson.JSONDecodeError as e:
         raise UserError(f"the request body is not JSON: {e}") from e
+    except orjson.JSONEncodeError as e:
+        raise UserError(f"the request body nests lists and objects too deeply: must be at most {_DEEPEST} deep") from e
     if not isinstance(values, dict):
         raise broken("the request body", values, "a JSON object")
     return values

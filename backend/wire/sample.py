@@ -48,11 +48,7 @@ def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
     """`body`, whose values these are, with a seed when it has none. A replay of the stored body repeats the sample."""
     params = values.get("sampling_params", {})
     if isinstance(params, dict) and params.get("seed") is None:
-        seeded = {**values, "sampling_params": {**params, "seed": secrets.randbits(_SEED_BITS)}}
-        try:
-            return orjson.dumps(seeded)
-        except orjson.JSONEncodeError as error:
-            raise UserError(f"the request body cannot be stored: {error}") from error
+        return orjson.dumps({**values, "sampling_params": {**params, "seed": secrets.randbits(_SEED_BITS)}})
     return body
 
 

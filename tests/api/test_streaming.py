@@ -143,6 +143,23 @@ def test_a_request_that_fails_after_its_beginning_ends_with_an_event(server: Run
     assert json.loads(reader.last.removeprefix("data: "))["error"]["message"] == "the weights have diverged"
 
 
+def test_a_session_lives_while_its_tokens_come_without_a_pause(
+    server: Running, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samplers, beaten = server.app.state.services.samplers, []
+    monkeypatch.setattr(samplers, "beat", lambda session, beat=samplers.beat: beaten.append(session) or beat(session))
+    (reader,) = listening(server, 1)
+    decoder.take(1)
+    for begin in range(0, 12, 4):
+        decoder.decode(begin, begin + 4)
+        reader.until(begin + 4)
+        assert len(beaten) == begin // 4, "one heartbeat for each time that one is due"
+        server.clock.advance(samplers.beat_seconds)
+    decoder.answer()
+    reader.join(60)
+    assert reader.heard == TOKENS
+
+
 def test_who_goes_away_is_cancelled(server: Running, decoder: Decoder) -> None:
     gone, stays = listening(server, 1), listening(server, 1)
     decoder.take(2)

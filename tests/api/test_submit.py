@@ -1,8 +1,9 @@
-"""A submit that is repeated after an upgrade is recognised: hashes are those that earlier versions stored."""
+"""Bodies of submits: hashes are those that earlier versions stored, so a repeat is recognised after an upgrade."""
 
 from __future__ import annotations
 
 import pytest
+from tests.api.conftest import BASE, Running
 
 from tinkerflow.api.routes.futures import content_hash
 from tinkerflow.backend.wire import parse
@@ -30,3 +31,20 @@ RENUMBERED = ("sampling_session_seq_id",)
 )
 def test_a_body_has_the_hash_it_always_had(body: bytes, without: tuple[str, ...], stored: str) -> None:
     assert content_hash(parse(body), without) == stored
+
+
+@pytest.mark.parametrize("depth", [300, 1020])
+def test_a_body_that_nests_too_deeply_is_refused_and_the_next_one_is_not(server: Running, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    model, session = server.model(), server.session()
+    bodies = {
+        "optim_step": f'{{"model_id":"{model}","seq_id":1,"adam_params":{{"learning_rate":1}},"x":{deep}}}',
+        "save_weights": f'{{"model_id":"{model}","seq_id":{deep}}}',
+        "load_weights": f'{{"model_id":"{model}","seq_id":1,"path":"p","weights_access_token":"t","x":{deep}}}',
+        "create_model": f'{{"session_id":"{session}","model_seq_id":0,"base_model":"{BASE}","user_metadata":{deep}}}',
+        "create_custom_loss": f'{{"session_id":"{session}","custom_loss_seq_id":1,"x":{deep}}}',
+    }
+    for path, body in bodies.items():
+        refused = server.http.post(f"{server.url}/api/v1/{path}", content=body, headers={"X-API-Key": "tml-test"})
+        assert refused.status_code == 400, (path, refused.text)
+    assert server.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}}).status_code == 200

@@ -82,7 +82,7 @@ HOSTILE = {
         {"$ref": "#/$defs/0", "$defs": {**{str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2_000)}, "2000": {}}},
     ),
     "parentheses": ("regex", "(" * 20_000 + "a" + ")" * 20_000),
-    "nested schema": ("json_schema", json.loads('{"allOf":[' * 400 + "{}" + "]}" * 400)),
+    "nested schema": ("json_schema", json.loads('{"allOf":[' * 120 + "{}" + "]}" * 120)),
     "repetition": ("regex", "((a{1000}){1000}){1000}"),
     "alternatives": ("regex", "|".join(f"(a|b{i})*" for i in range(4_000))),
 }

@@ -103,6 +103,15 @@ def test_calls_and_results_of_tools_are_part_of_the_prompt(gpt: openai.OpenAI, s
     assert "weather" not in speaker.prompt
 
 
+def test_arguments_with_half_of_a_character_are_a_prompt_too(post: Callable[..., Any], speaker: Speaker) -> None:
+    speaker.says("ok")
+    call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "K\\ud800ln"}'}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "?"}]
+    answer = post("chat/completions", {"model": BASE, "messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert '{"city": "K?ln"}' in speaker.prompt
+
+
 def test_tokens_and_logprobs_are_exact_whole_and_streamed(gpt: openai.OpenAI, speaker: Speaker) -> None:
     text = f"a 🐻{END}"
     tokens = speaker.tokenizer.encode(text, add_special_tokens=False).ids

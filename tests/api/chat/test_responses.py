@@ -76,6 +76,18 @@ def test_the_items_of_an_answer_are_part_of_the_next_prompt(gpt: openai.OpenAI, 
     )
 
 
+def test_answers_after_one_another_all_reach_the_prompt(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(f"ok{END}")
+    gpt.responses.create(
+        model=BASE,
+        input=[
+            {"role": role, "content": said}
+            for role, said in (("user", "Hi"), ("assistant", "One"), ("assistant", "Two"), ("user", "Go"))
+        ],
+    )
+    assert f"assistant\nOne{END}\n<|im_start|>assistant\nTwo{END}" in speaker.prompt
+
+
 def test_a_call_that_breaks_is_text_and_forms_are_held(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says(CALL[:45])
     with gpt.responses.stream(model=BASE, input="Hi", tools=TOOLS) as stream:

@@ -1,0 +1,23 @@
+"""Errors in the form of each wire: the field that OpenAI's clients are told of is the one that the message names."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinkerflow.api.errors import openai_error
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ("max_tokens is 0: must be at least 1", "max_tokens"),
+        ("messages.0.content: Input should be a string", "messages"),
+        ("messages[1].tool_call_id is None: must be the id", "messages"),
+        ("model 'a b' does not exist", "model"),
+        ("reward, label and text are all absent", None),
+        ("a" * 1_000_000 + "! is not supported by this endpoint", None),
+        ("a.b" * 1_000_000 + "!", None),
+    ],
+)
+def test_the_field_is_the_one_that_the_message_begins_with(message: str, field: str | None) -> None:
+    assert openai_error(400, message)["error"]["param"] == field
