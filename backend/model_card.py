@@ -17,7 +17,8 @@ from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 
 TOKENIZER = "tokenizer.json"
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+TEXT_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # of a model on the hub
+HUB_FILES = ("*.safetensors", *TEXT_FILES)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ModelCard:
         return cls(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
 
 
-def find_model(name: str, files: Sequence[str] = _HUB_FILES) -> Path:
+def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     """The folder of a base model given as a folder or as a hub id (downloaded, or from the hub's cache).
 
     files: what to download of it.

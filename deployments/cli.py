@@ -16,7 +16,13 @@ from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.settings import Settings
 from tinkerflow.deployments import checkpoint_commands
 from tinkerflow.deployments.options import plain_console, setting, settings_with
-from tinkerflow.deployments.parts import open_journal, run_api_part, run_engine_part, run_worker_part
+from tinkerflow.deployments.parts import (
+    open_journal,
+    run_api_part,
+    run_engine_part,
+    run_worker_part,
+    with_base_models,
+)
 from tinkerflow.deployments.run import example_names
 
 app = typer.Typer(
@@ -217,6 +223,18 @@ def make_tiny_model(folder: Path) -> None:
 
     make_tiny(folder)
     print(folder)
+
+
+@models.command("fetch")
+def fetch_models(
+    weights: Annotated[bool, typer.Option(help="the weights, too; the API needs only the tokenizer")] = True,
+    data_dir: DataDir = None,
+) -> None:
+    """Make or download the base models of the settings on this host, and print their folders."""
+    from tinkerflow.backend.model_card import HUB_FILES, TEXT_FILES, find_model
+
+    for name in with_base_models(settings_with(data_dir=data_dir)).base_models:
+        print(find_model(name, HUB_FILES if weights else TEXT_FILES))
 
 
 @keys.command("create")

@@ -90,3 +90,14 @@ def test_the_embedded_model_is_made_once(tmp_path):
     assert with_base_models(Settings(data_dir=tmp_path)) == first
     assert Path(first.base_models[0], "model.safetensors").stat().st_mtime_ns == made
     assert with_base_models(Settings(data_dir=tmp_path, base_models=("a/b",))).base_models == ("a/b",)
+
+
+def test_fetch_prints_the_folders_of_the_settings_models(tmp_path):
+    made = tinkerflow("models", "fetch", "--data-dir", str(tmp_path))
+    folder = made.stdout.splitlines()[-1]
+    assert (folder, made.returncode) == (str(tmp_path / "models" / "tinkerflow" / "tiny-qwen3"), 0)
+    again = tinkerflow("models", "fetch", "--no-weights", TINKERFLOW_BASE_MODELS=f'["{folder}"]')
+    assert again.stdout == f"{folder}\n"
+    missing = tinkerflow("models", "fetch", TINKERFLOW_BASE_MODELS='["nobody/nothing"]', HF_HOME=str(tmp_path))
+    assert missing.returncode == 1
+    assert "base model 'nobody/nothing'" in missing.stderr

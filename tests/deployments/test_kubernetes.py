@@ -1,0 +1,389 @@
+"""The manifests of `deployments/kubernetes`, as kubectl renders them. No cluster runs them here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import prefect.settings
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from tests.docs.generate import command_line
+
+from tinkerflow.backend.pool import HostConfig
+from tinkerflow.backend.settings import Settings
+from tinkerflow.flows.engine import DRAIN_SECONDS
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+ROOT = Path(__file__).parents[2]
+HERE = ROOT / "deployments" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (HERE / "overlays").iterdir())
+VERSION = "1.37"
+DATABASE = "postgresql://tinkerflow:secret@postgres/tinkerflow"
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+of_each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+# Of the JobSet's CRD (jobset.x-k8s.io/v1alpha2), the fields that we use; its jobs are checked as Jobs.
+JOBSET: dict[str, Any] = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "kind": {"const": "JobSet"},
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object",
+            "required": ["replicatedJobs"],
+            "additionalProperties": False,
+            "properties": {
+                "network": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "enableDNSHostnames": {"type": "boolean"},
+                        "subdomain": {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63},
+                        "publishNotReadyAddresses": {"type": "boolean"},
+                    },
+                },
+                "failurePolicy": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {"maxRestarts": {"type": "integer", "minimum": 0}},
+                },
+                "replicatedJobs": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "required": ["name", "template"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "name": {"type": "string"},
+                            "replicas": {"type": "integer", "minimum": 0},
+                            "template": {"type": "object", "required": ["spec"]},
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Pods:
+    """Pods that one object makes: its kind and name, how many, their labels and specification."""
+
+    kind: str
+    name: str
+    count: int
+    labels: dict[str, str]
+    spec: dict[str, Any]
+    claims: tuple[str, ...] = ()
+
+    @property
+    def containers(self) -> list[dict[str, Any]]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    def are(self, selector: dict[str, Any]) -> bool:
+        """Whether a selector of labels finds them."""
+        labels = selector.get("matchLabels", {})
+        rules = selector.get("matchExpressions", [])
+        assert all(rule["operator"] == "In" for rule in rules)
+        return labels.items() <= self.labels.items() and all(
+            self.labels.get(rule["key"]) in rule["values"] for rule in rules
+        )
+
+
+@cache
+def rendered(overlay: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        ["kubectl", "kustomize", HERE / "overlays" / overlay], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def objects(overlay: str, kind: str) -> dict[str, dict[str, Any]]:
+    """The objects of a kind, by their names."""
+    return {one["metadata"]["name"]: one for one in rendered(overlay) if one["kind"] == kind}
+
+
+def pods(overlay: str) -> Iterator[Pods]:
+    for one in rendered(overlay):
+        kind, name, spec = one["kind"], one["metadata"]["name"], one.get("spec", {})
+        if kind in ("Deployment", "StatefulSet"):
+            template = spec["template"]
+            claims = tuple(claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", ()))
+            count = spec.get("replicas", 1)
+            yield Pods(kind, name, count, template["metadata"]["labels"], template["spec"], claims)
+        elif kind == "JobSet":
+            for job in spec["replicatedJobs"]:
+                inner = job["template"]["spec"]
+                template = inner["template"]
+                count = job.get("replicas", 1) * inner["completions"]
+                yield Pods(kind, name, count, template["metadata"]["labels"], template["spec"])
+
+
+def workers(overlay: str) -> Pods:
+    (found,) = (one for one in pods(overlay) if one.name == "worker")
+    return found
+
+
+def environment(overlay: str, container: dict[str, Any]) -> dict[str, str]:
+    """The variables of a container, whose pod has the address 10.0.0.7."""
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        found |= objects(overlay, "ConfigMap")[source["configMapRef"]["name"]]["data"]
+    known = {"status.podIP": "10.0.0.7", ("database", "url"): DATABASE, ("database", "password"): "secret"}
+    for entry in container.get("env", ()):
+        match entry:
+            case {"value": str(value)}:
+                found[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], value)
+            case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
+                found[entry["name"]] = known[path]
+            case {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}:
+                found[entry["name"]] = known[name, key]
+            case _:
+                raise AssertionError(entry)
+    return found
+
+
+def commands(container: dict[str, Any]) -> list[list[str]]:
+    """The commands that a container runs; those of its shell's script, when a shell starts it."""
+    words = container.get("command", [])
+    if words[:2] == ["sh", "-c"]:
+        return [line.split("&")[0].split() for line in words[2].splitlines() if line.startswith("tinkerflow ")]
+    return [words] if words else []
+
+
+def given_secrets() -> set[tuple[str, str]]:
+    """(name, key) of what the page has people create."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", "")
+    found = re.findall(r"create secret generic (\w+) (.*)", text)
+    return {(name, key) for name, rest in found for key in re.findall(r"--from-(?:literal|file)=([\w.]+)=", rest)}
+
+
+@of_each_overlay
+def test_each_object_is_valid(overlay: str) -> None:
+    for one in rendered(overlay):
+        if one["kind"] != "JobSet":
+            kubernetes_validate.validate(one, VERSION, strict=True)
+            continue
+        Draft202012Validator(JOBSET).validate(one)
+        for job in one["spec"]["replicatedJobs"]:
+            inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
+            kubernetes_validate.validate(inner, VERSION, strict=True)
+            most = f"{one['metadata']['name']}-{job['name']}-{job['replicas']}-{inner['spec']['completions']}"
+            assert len(most) < 63 - len("-12345")  # of the pods' names
+
+
+@of_each_overlay
+def test_names_lead_somewhere(overlay: str) -> None:
+    secrets = given_secrets()
+    for one in pods(overlay):
+        account = one.spec.get("serviceAccountName")
+        assert account is None or account in objects(overlay, "ServiceAccount")
+        volumes = {volume["name"]: volume for volume in one.spec.get("volumes", ())}
+        for volume in volumes.values():
+            match volume:
+                case {"secret": {"secretName": name}}:
+                    assert name in {known for known, _ in secrets}
+                case {"persistentVolumeClaim": {"claimName": name}}:
+                    assert name in objects(overlay, "PersistentVolumeClaim")
+                case _:
+                    assert "emptyDir" in volume
+        for container in one.containers:
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted <= volumes.keys() | set(one.claims)
+            for entry in container.get("env", ()):
+                if reference := entry.get("valueFrom", {}).get("secretKeyRef"):
+                    assert (reference["name"], reference["key"]) in secrets
+        if one.kind == "StatefulSet":
+            assert objects(overlay, "StatefulSet")[one.name]["spec"]["serviceName"] in objects(overlay, "Service")
+        if one.kind != "JobSet":
+            assert one.are(objects(overlay, one.kind)[one.name]["spec"]["selector"])
+
+
+@of_each_overlay
+def test_selectors_and_ports_meet_pods(overlay: str) -> None:
+    for name, service in objects(overlay, "Service").items():
+        found = [one for one in pods(overlay) if one.are({"matchLabels": service["spec"]["selector"]})]
+        assert [one.name for one in found] == [name]
+        ports = {port["name"] for container in found[0].spec["containers"] for port in container.get("ports", ())}
+        assert {port["targetPort"] for port in service["spec"].get("ports", ())} <= ports
+    for budget in objects(overlay, "PodDisruptionBudget").values():
+        (found_pods,) = (one for one in pods(overlay) if one.are(budget["spec"]["selector"]))
+        if found_pods.kind == "JobSet":  # Kubernetes takes nothing else for pods of Jobs
+            assert budget["spec"]["minAvailable"] == found_pods.count - 1
+    for policy in objects(overlay, "NetworkPolicy").values():
+        named = [one for one in pods(overlay) if one.are(policy["spec"]["podSelector"])]
+        assert named
+        for rule in policy["spec"].get("ingress", ()):
+            for port in rule.get("ports", ()):
+                assert port["port"] in {p["name"] for c in named[0].spec["containers"] for p in c["ports"]}
+
+
+@of_each_overlay
+def test_only_the_group_hears_the_group(overlay: str) -> None:
+    policies = objects(overlay, "NetworkPolicy")
+    assert policies["default-deny"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    group = {one.name for one in pods(overlay) if one.labels.get("tinkerflow/group") == "main"}
+    assert group == {"engine", "worker"}
+    opening = [p["spec"] for name, p in policies.items() if name != "default-deny"]
+    for one in (one for one in pods(overlay) if one.name in group):
+        (policy,) = (spec for spec in opening if one.are(spec["podSelector"]))
+        assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": {"tinkerflow/group": "main"}}}]}]
+
+
+@of_each_overlay
+def test_commands_and_settings_exist(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = command_line()
+    for name in [name for name in os.environ if name.startswith(("TINKERFLOW_", "PREFECT_"))]:
+        monkeypatch.delenv(name)
+    for one in pods(overlay):
+        for container in one.containers:
+            for words in commands(container):
+                if words[0] == "tinkerflow":
+                    path = next(path for path in (" ".join(words[:n]) for n in (3, 2)) if path in known)
+                    known[path].make_context(path, words[len(path.split()) :])
+            variables = environment(overlay, container)
+            for name in variables:
+                if name.startswith("PREFECT_"):
+                    assert getattr(prefect.settings, name).name == name
+            if container["name"] not in ("api", "engine", "worker", "models"):
+                continue
+            with monkeypatch.context() as patch:
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                settings = Settings()  # refuses what it does not know
+            mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert {str(settings.data_dir), "/tmp"} <= mounts
+            ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+            if container["name"] == "api":
+                assert (ports["http"], settings.database_url) == (settings.port, DATABASE)
+                assert settings.host == "0.0.0.0"
+            if container["name"] == "engine":
+                assert settings.group == f"10.0.0.7:{ports['group']}"
+                assert settings.database_url == DATABASE
+                assert settings.processes == workers(overlay).count
+            if container["name"] in ("engine", "worker"):
+                assert ("group", settings.group_secret_path.name) in given_secrets()
+                assert str(settings.group_secret_path.parent) in mounts
+            if settings.store_url.startswith("file:///store") and container["name"] != "models":
+                assert "/store" in mounts
+
+
+@of_each_overlay
+def test_addresses_are_those_of_services(overlay: str) -> None:
+    services = {
+        f"{name}:{port['port']}"
+        for name, service in objects(overlay, "Service").items()
+        for port in service["spec"].get("ports", ())
+    }
+    (worker,) = commands(workers(overlay).spec["containers"][0])
+    assert worker[worker.index("--group") + 1] in services
+    (settings,) = objects(overlay, "ConfigMap").values()
+    assert re.fullmatch(r"http://(.*)/api", settings["data"]["PREFECT_API_URL"])[1] in services
+    assert "postgres:5432" in services
+
+
+@of_each_overlay
+def test_containers_are_confined(overlay: str) -> None:
+    for one in pods(overlay):
+        assert one.spec["securityContext"]["runAsNonRoot"] is True
+        assert one.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert one.spec["enableServiceLinks"] is False  # TINKERFLOW_API_PORT would be an unknown setting
+        for container in one.containers:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@of_each_overlay
+def test_pods_have_the_time_that_their_end_takes(overlay: str) -> None:
+    grace = {one.name: one.spec["terminationGracePeriodSeconds"] for one in pods(overlay)}
+    assert grace["worker"] >= HostConfig.leave_seconds + 20
+    assert grace["engine"] >= DRAIN_SECONDS + HostConfig.leave_seconds + 20
+
+
+@of_each_overlay
+def test_images_are_targets_of_the_dockerfile(overlay: str) -> None:
+    targets = set(re.findall(r"^FROM system AS (\w+)", (ROOT / "deployments" / "Dockerfile").read_text(), re.M))
+    devices: dict[str, set[str]] = {"cpu": set(), "gpu": {"nvidia.com/gpu"}, "tpu": {"google.com/tpu"}}
+    for one in pods(overlay):
+        for container in one.containers:
+            name, _, tag = container["image"].partition(":")
+            assert name == "postgres" or (name == "tinkerflow" and tag in targets)
+            if name == "tinkerflow" and container["name"] != "models":
+                assert set(container["resources"].get("limits", {})) - {"memory"} == devices[tag]
+
+
+def test_every_component_is_used() -> None:
+    text = "".join((HERE / "overlays" / overlay / "kustomization.yaml").read_text() for overlay in OVERLAYS)
+    assert set(re.findall(r"\.\./components/([\w-]+)", text)) == {one.name for one in (HERE / "components").iterdir()}
+
+
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name.endswith("jobset")])
+def test_a_worker_of_a_job_that_is_told_to_end_has_failed_when_it_has_saved(overlay: str, tmp_path: Path) -> None:
+    program = tmp_path / "tinkerflow"
+    program.write_text(
+        f"#!{sys.executable}\nimport signal, time\n"
+        "def save(*_):\n    time.sleep(0.5)\n    open('saved', 'w')\n    raise SystemExit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('joined', flush=True)\nsignal.pause()\n"
+    )
+    program.chmod(0o755)
+    words = workers(overlay).spec["containers"][0]["command"]
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=tmp_path, env=path, text=True) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == "joined\n"
+        shell.send_signal(signal.SIGTERM)
+        assert shell.wait(30) == 1
+    assert (tmp_path / "saved").exists()
+
+
+_SOCKETS = """
+import json, socket, subprocess, sys
+engine, worker = json.loads(sys.argv[1])
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+say = lambda: print(*(subprocess.run(words).returncode for words in (engine, worker)), flush=True)
+say()
+with socket.create_server(("127.0.0.1", 7000)):
+    say()
+    with socket.create_connection(("127.0.0.1", 7000)):
+        say()
+"""
+
+
+def test_probes_see_who_listens_and_who_has_joined() -> None:
+    def probe(name: str) -> list[str]:
+        (found,) = (one for one in pods("cpu") if one.name == name)
+        (container,) = found.spec["containers"]
+        assert container["startupProbe"]["exec"] == container["readinessProbe"]["exec"]
+        words: list[str] = container["readinessProbe"]["exec"]["command"]
+        return words
+
+    alone = ["unshare", "--map-root-user", "--net"]  # a network in which nobody else listens
+    if shutil.which("ip") is None or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine makes no network namespaces")
+    words = [*alone, sys.executable, "-c", _SOCKETS, json.dumps([probe("engine"), probe("worker")])]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == ["1 1", "0 1", "0 0", ""]
