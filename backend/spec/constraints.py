@@ -11,9 +11,12 @@ The API, the engine and the sampler use this module. It loads the library when a
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinkerflow.backend.errors import UserError
 
@@ -27,6 +30,10 @@ MAX_CHARACTERS = 65_536  # of a constraint's text
 _STACK = 256 * 2**20  # bytes, reserved and not used: 8,000 rules that name each other take 28 MB, and the usual 8 crash
 _ROOM = threading.Lock()
 _LONGEST = 300  # characters of an error's text
+_FEW_PATTERNS = (
+    8  # of a JSON schema: a string that must match several takes time and memory exponential in their number
+)
+_SECONDS = 2  # of a processor, for a schema with more of them, or a grammar with a schema in it
 
 # A token's mask takes 0.3 ms of one processor usually and some 50 ms at worst, and a grammar's automaton at most 40 MB.
 _STEP_FUEL, _STEP_ITEMS, _ROW_ITEMS = 100_000, 30_000, 1_000
@@ -59,19 +66,32 @@ def grammar_of(kind: Kind, text: str) -> str:
 
 def check_constraint(name: str, kind: Kind, text: str) -> None:
     """UserError, which names the field `name`, unless the text is a constraint of this kind within the limits."""
-    from llguidance import LLMatcher
-
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{name} has {len(text)} characters: must have at most {MAX_CHARACTERS}")
 
-    def found() -> str:
-        try:
-            return str(LLMatcher.validate_grammar(grammar_of(kind, text), limits=limits()))
-        except ValueError as error:
-            return str(error)
-
-    if wrong := on_large_stack(found):
+    patterns = text.count('"pattern') + text.count('"format"')
+    apart = patterns > _FEW_PATTERNS if kind == "json_schema" else kind == "grammar" and "%json" in text
+    if wrong := _wrong_apart(kind, text) if apart else on_large_stack(lambda: _wrong_with(kind, text)):
         raise UserError(f"{name} is no {kind} that can be obeyed: {first_lines(wrong)}")
+
+
+def _wrong_with(kind: Kind, text: str) -> str:
+    """What is wrong with a constraint; empty when it can be obeyed."""
+    from llguidance import LLMatcher
+
+    try:
+        return str(LLMatcher.validate_grammar(grammar_of(kind, text), limits=limits()))
+    except ValueError as error:
+        return str(error)
+
+
+def _wrong_apart(kind: Kind, text: str) -> str:
+    """The same, in a process of its own, which ends when it has used its time."""
+    command = (sys.executable, "-X", "utf8", "-m", __name__, kind)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, encoding="utf-8", check=False)
+    if done.returncode:
+        return f"it takes more than {_SECONDS} seconds to check; patterns that one string must match take the longest"
+    return done.stdout
 
 
 def first_lines(text: str) -> str:
@@ -105,3 +125,9 @@ def on_large_stack(function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    asked: Any = sys.argv[1]
+    print(end=on_large_stack(lambda: _wrong_with(asked, sys.stdin.read())))

@@ -269,8 +269,9 @@ class SampleBatch:
                 eos=card.eos_token_ids,
             )
 
-        # A grammar takes longer to check than its bytes tell: never on the loop.
-        work = len(request.payload) if b'"constraint"' not in request.payload else INLINE_BYTES + 1
+        # A grammar takes longer to check than its bytes tell: never on the loop. A name may be written with escapes.
+        maybe = b'"constraint"' in request.payload or b"\\" in request.payload
+        work = INLINE_BYTES + 1 if maybe else len(request.payload)
         wanted = await self._context.decode(work, decode)
         sample.prompt = len(wanted.prompt_T)
         snapshot = sampler.snapshot_id  # None: the base model

@@ -97,6 +97,22 @@ def test_no_constraint_ends_the_process_that_reads_it(name: str) -> None:
         assert VALUE in error.message and len(error.message) < 500
 
 
+def test_patterns_that_meet_take_no_more_than_their_time() -> None:
+    """Twenty took a minute and 2 GB to refuse."""
+
+    def met(count: int, length: int) -> Any:
+        return {"type": "string", "allOf": [{"pattern": f".*{chr(97 + i)}.{{{length}}}"} for i in range(count)]}
+
+    within = "start: %json " + json.dumps(met(20, 5)).replace("pattern", "p\\u0061ttern")
+    for request in (constrained("json_schema", met(20, 5)), constrained("grammar", within)):
+        with pytest.raises(UserError, match="it takes more than 2 seconds to check"):
+            decode(request)
+    with pytest.raises(UserError, match="Unable to determine if regex is empty"):
+        decode(constrained("json_schema", met(9, 200)))
+    apart = {"type": "object", "properties": {str(i): {"type": "string", "pattern": f"ä{i}"} for i in range(20)}}
+    assert decode(constrained("json_schema", apart)).constraint is not None
+
+
 def test_a_large_stack_is_one_threads_own() -> None:
     before = threading.stack_size()
     assert on_large_stack(lambda: threading.current_thread().name) == "constraint"
