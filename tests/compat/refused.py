@@ -1,4 +1,4 @@
-"""What is not served, each with its reason; docs/compatibility.md shows it, and test_refused.py proves it."""
+"""What does not work, each with its reason; docs/compatibility.md shows it, and tests here prove it."""
 
 from __future__ import annotations
 
@@ -7,3 +7,9 @@ REFUSED: dict[str, str] = {
     "types.ImageAssetPointerChunk": "the models served take text; pointers are never fetched",
     "types.DmelChunk": "the models served take text",
 }
+
+ELSEWHERE: dict[str, str] = {
+    f"{client}.get_console_url": "names the vendor's host: [ours in its place](console.md#links-from-the-sdk)"
+    for client in ("ServiceClient", "TrainingClient")
+}
+"""What answers, but of another server: it does not count as working. Tests exercise it nevertheless."""

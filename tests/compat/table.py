@@ -5,25 +5,27 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import version
 
-from tests.compat.refused import REFUSED
+from tests.compat.refused import ELSEWHERE, REFUSED
 from tests.compat.registry import HERE, chunks, commands, methods, tests_of
 from tests.compat.test_versions import VERSIONS
 
 
 def cell(name: str) -> str:
-    """The table's second cell for a name; empty when no test exercises it and nothing refuses it."""
+    """The table's second cell for a name; empty when no test exercises it, and no reason is given."""
     if name in REFUSED:
         return f"refused: {REFUSED[name]}"
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
     return ", ".join(f"`{test.split('::')[1]}`" for test in tests_of(name))
 
 
 def table() -> str:
-    """The table, in Markdown: every name, and the test that shows that it works or the reason why it is refused."""
+    """The table, in Markdown: every name, and the test that shows that it works or the reason why not."""
     names = [*methods(), *commands(), *chunks()]
-    refused = [name for name in names if name in REFUSED]
+    working = [name for name in names if name not in REFUSED and name not in ELSEWHERE]
     lines = [
         f"Of SDK {version('tinker')}'s {len(names)} public methods, commands and kinds of prompt chunks, "
-        f"{len(names) - len(refused)} work. The test named beside each (in `tests/compat`) calls it against the real "
+        f"{len(working)} work. The test named beside each (in `tests/compat`) calls it against the real "
         "service and checks what it does.",
         "",
         f"Training, saving, loading, sampling and listing give the same under SDKs {', '.join(VERSIONS)}.",

@@ -92,6 +92,7 @@ def test_a_session_from_its_start_to_its_end(server, rest: tinker.RestClient, ba
     service.create_sampling_client(base_model=base_model).result()
     session = service.holder.get_session_id()
     assert session in service.get_console_url()
+    assert not service.get_console_url().startswith(server.api_url), "the page is ours: no more ELSEWHERE"
     assert service.get_telemetry() is None  # TINKER_TELEMETRY=0
     own = service.create_rest_client()  # ends with the service
     assert own.get_session(session).result().user_metadata == {"purpose": "closing"}

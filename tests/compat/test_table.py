@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tinker
-from tests.compat.refused import REFUSED
+from tests.compat.refused import ELSEWHERE, REFUSED
 from tests.compat.registry import chunks, commands, declared, methods, watched
 from tests.compat.table import read_tests, table
 from tests.docs.pages import DOCS
@@ -16,6 +16,7 @@ def test_everything_offered_is_exercised_or_refused() -> None:
     assert offered - declared() - REFUSED.keys() == set(), "neither exercised nor refused"
     assert (declared() | REFUSED.keys()) - offered == set(), "not in the SDK"
     assert declared() & REFUSED.keys() == set(), "a test shows that it works: no more refused"
+    assert declared() >= ELSEWHERE.keys(), "a test calls it all the same"
 
 
 def test_the_page_has_the_table() -> None:

@@ -131,11 +131,12 @@ async def test_exports(trainer: tinker.TrainingClient) -> None:
     "TrainingClient.get_console_url",
     "TrainingClient.get_telemetry",
 )
-async def test_what_a_model_is(trainer: tinker.TrainingClient, base_model: str) -> None:
+async def test_what_a_model_is(server, trainer: tinker.TrainingClient, base_model: str) -> None:
     info = trainer.get_info()
     assert info == await trainer.get_info_async()
     assert (info.model_name, info.lora_rank, info.is_lora) == (base_model, 4, True)
     tokenizer = trainer.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("pig latin")) == "pig latin"
     assert info.model_id.split(":")[0] in trainer.get_console_url()
+    assert not trainer.get_console_url().startswith(server.api_url), "the page is ours: no more ELSEWHERE"
     assert trainer.get_telemetry() is None
