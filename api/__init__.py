@@ -1,4 +1,4 @@
-"""The HTTP edge. It speaks the tinker wire protocol.
+"""The HTTP edge: the tinker wire protocol, OpenAI's and Anthropic's, and the console.
 
 A handler parses, authorises, makes one journal call and answers. The engine finds the work in the journal.
 """

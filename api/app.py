@@ -29,9 +29,10 @@ def create_app(
     *,
     clock: Clock | None = None,
 ) -> FastAPI:
-    """The app that speaks the tinker protocol.
+    """The app that speaks the tinker protocol, and those of OpenAI and Anthropic, and serves the console.
 
     Every endpoint needs a key, except healthz, the front page, the OpenAPI document, and what a signed link opens.
+    For pages of the console a visitor signs in with one.
 
     settings: of the service. journal, store: open. subscriptions: must be running. clock: default the machine's.
     """
