@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tinkerflow.api.console.render import size
 from tinkerflow.api.console.visit import Visit
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.errors import ServerError, UserError
-from tinkerflow.backend.journal import SampleView
+from tinkerflow.backend.journal import SampleView, WholeSample
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.wire import SampleBody, decode_sample
 
 _SHOWN = 400  # characters of a prompt's end and of an answer in a list
+_READ, _READ_IN_LIST = 2**24, 2**20  # bytes of a sample whose texts are shown, alone and in a list
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,20 @@ class ShownSample:
 async def shown(visit: Visit, *, run_id: str | None = None, limit: int = 20) -> list[ShownSample]:
     """The newest samples of the visitor's, or those of one run's weights."""
     found = await asyncio.to_thread(visit.journal.samples.recent, visit.owner, run_id=run_id, limit=limit)
-    return [await read(visit, one, shorten=True) for one in found]
+    return [await read(visit, one, shorten=True) for one in found]  # one after another: their bytes add up
 
 
 async def read(visit: Visit, sample: SampleView, *, shorten: bool = False) -> ShownSample:
     """One sample's texts. shorten: the end of the prompt, and the beginnings of the answers."""
-    if not sample.payload:
+    if sample.size > (_READ_IN_LIST if shorten else _READ):
+        return ShownSample(sample, None, (), f"it is too large to be shown here: {size(sample.size)}")
+    whole = await asyncio.to_thread(visit.journal.samples.whole, sample.id, visit.owner)
+    if not whole.payload:
         return ShownSample(sample, None, (), "its bytes were dropped: see result_ttl")
     tokenizer = await _tokenizer(visit, sample.base_model)
     if tokenizer is None:
         return ShownSample(sample, None, (), f"{sample.base_model} is not served any more")
-    return await asyncio.to_thread(_read, sample, tokenizer, shorten)
+    return await asyncio.to_thread(_read, whole, tokenizer, shorten)
 
 
 async def _tokenizer(visit: Visit, base_model: str) -> Tokenizer | None:
@@ -51,7 +56,7 @@ async def _tokenizer(visit: Visit, base_model: str) -> Tokenizer | None:
         return None
 
 
-def _read(sample: SampleView, tokenizer: Tokenizer, shorten: bool) -> ShownSample:
+def _read(sample: WholeSample, tokenizer: Tokenizer, shorten: bool) -> ShownSample:
     try:
         chunks = SampleBody.decode(sample.payload).prompt.chunks
         tokens = [token for chunk in chunks for token in chunk.get("tokens", ())]

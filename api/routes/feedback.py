@@ -16,7 +16,7 @@ from tinkerflow.api.routes.training import served
 from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.journal.feedback import FeedbackView, NewFeedback
-from tinkerflow.backend.journal.samples import SampleView
+from tinkerflow.backend.journal.samples import WholeSample
 from tinkerflow.backend.wire import decode_sample
 
 router = Router(busy=3, at=OPEN_API)
@@ -95,14 +95,14 @@ def _parts(answer_id: str) -> tuple[str, int]:
     return answer_id, 0
 
 
-def _sample(call: Call, request_id: str) -> SampleView:
-    view = call.journal.samples.get(request_id, call.owner)
+def _sample(call: Call, request_id: str) -> WholeSample:
+    view = call.journal.samples.whole(request_id, call.owner)
     if view.error is not None or not view.result:
         raise UserError(f"id {request_id!r} has no answer that could be rated: it failed, waits, or was dropped")
     return view
 
 
-def _new(call: Call, body: Feedback, view: SampleView, index: int, tokenizer: Tokenizer) -> NewFeedback:
+def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: Tokenizer) -> NewFeedback:
     asked: dict[str, Any] = orjson.loads(view.payload)
     sequences = decode_sample(view.id, view.result or b"").sequences
     if index >= len(sequences):

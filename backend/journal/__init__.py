@@ -55,6 +55,7 @@ from tinkerflow.backend.journal.results import Result as Result
 from tinkerflow.backend.journal.samplers import NewSampler as NewSampler
 from tinkerflow.backend.journal.samplers import SamplerView as SamplerView
 from tinkerflow.backend.journal.samples import SampleView as SampleView
+from tinkerflow.backend.journal.samples import WholeSample as WholeSample
 from tinkerflow.backend.journal.sessions import NewSession as NewSession
 from tinkerflow.backend.journal.sessions import SessionFailure as SessionFailure
 from tinkerflow.backend.journal.sessions import SessionQuery as SessionQuery

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlmodel import col
@@ -19,16 +20,18 @@ _COLUMNS = (
     col(Request.error),
     col(Request.created_at),
     col(Request.finished_at),
+    (sa.func.length(col(Request.payload)) + sa.func.coalesce(sa.func.length(col(Request.result)), 0)).label("size"),
 )
 _OF = (col(SamplerRow.base_model), col(SamplerRow.model_path), col(SamplerRow.snapshot_id))
 _BYTES = (col(Request.payload), col(Request.result), col(Request.result_type))
+_SAMPLES = sa.select(*_COLUMNS, *_OF).join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
 
 
 @dataclass(frozen=True)
 class SampleView:
     """A sample request and whose weights it sampled: those of model_path, else of snapshot_id, else of base_model.
 
-    payload, result: the wire's bytes, empty once they were dropped.
+    size: bytes of the request and of its answer; they may be large, so only `Samples.whole` reads them.
     """
 
     id: str
@@ -40,6 +43,13 @@ class SampleView:
     error: str | None
     created_at: datetime
     finished_at: datetime | None
+    size: int
+
+
+@dataclass(frozen=True)
+class WholeSample(SampleView):
+    """A sample request with the wire's bytes, empty once they were dropped."""
+
     payload: bytes
     result: bytes | None
     result_type: str
@@ -71,22 +81,23 @@ class Samples(Aggregate):
             ids = sa.select(col(SamplerRow.id)).where(*which).order_by(*newest).limit(SAMPLERS)
             found: list[SampleView] = []
             for sampler_id in connection.execute(ids).scalars().all():
-                of_sampler = sa.select(*_COLUMNS, *_OF, *_BYTES).join(
-                    SamplerRow, col(SamplerRow.id) == col(Request.sampler_id)
-                )
-                last = of_sampler.where(col(Request.sampler_id) == sampler_id).order_by(col(Request.seq_id).desc())
+                last = _SAMPLES.where(col(Request.sampler_id) == sampler_id).order_by(col(Request.seq_id).desc())
                 found += [as_view(SampleView, row) for row in connection.execute(last.limit(limit))]
         return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)[:limit]
 
     def get(self, request_id: str, owner: str | None) -> SampleView:
         """One sample request; NotFoundError when it is unknown, foreign, or no sample."""
-        statement = (
-            sa.select(*_COLUMNS, *_OF, *_BYTES)
-            .join(SamplerRow, col(SamplerRow.id) == col(Request.sampler_id))
-            .where(col(Request.id) == request_id, *owned_by(Request, owner))
-        )
+        return as_view(SampleView, self._row(_SAMPLES, request_id, owner))
+
+    def whole(self, request_id: str, owner: str | None) -> WholeSample:
+        """One sample request with its bytes; errors as of `get`."""
+        return as_view(WholeSample, self._row(_SAMPLES.add_columns(*_BYTES), request_id, owner))
+
+    def _row(self, samples: sa.Select[Any], request_id: str, owner: str | None) -> sa.Row[Any]:
         with self._read() as connection:
-            row = connection.execute(statement).one_or_none()
+            row = connection.execute(
+                samples.where(col(Request.id) == request_id, *owned_by(Request, owner))
+            ).one_or_none()
         if row is None:
             raise missing(Request, request_id)
-        return as_view(SampleView, row)
+        return row

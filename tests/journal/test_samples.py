@@ -22,7 +22,7 @@ def test_newest_first_by_project_and_by_run(scene, clock, as_owner):
     found = scene.journal.samples.recent("local")
     assert [one.id for one in found] == asked[::-1]
     assert [one.snapshot_id for one in found] == [None, f"{run}:inflight", None, None]
-    assert found[0].model_path == f"tinker://{run}/sampler_weights/a" and found[0].payload == b"{}"
+    assert found[0].model_path == f"tinker://{run}/sampler_weights/a" and found[0].size == 2
     assert [one.id for one in scene.journal.samples.recent("local", limit=2)] == asked[:1:-1]
     assert [one.id for one in scene.journal.samples.recent("local", run_id=run)] == asked[:0:-1]
     assert len(scene.journal.samples.recent(None)) == 5
@@ -34,8 +34,10 @@ def test_one_sample(scene):
     sampler = scene.sampler(scene.session())
     request = scene.sample(sampler, 0)
     assert scene.journal.samples.get(request, "local").sampler_id == sampler
+    assert scene.journal.samples.whole(request, "local").payload == b"{}"
     model = scene.model()
     training = scene.submit(model, 1)
     for wrong, owner in ((request, "other"), ("req-none", "local"), (training, "local")):
-        with pytest.raises(NotFoundError):
-            scene.journal.samples.get(wrong, owner)
+        for read in (scene.journal.samples.get, scene.journal.samples.whole):
+            with pytest.raises(NotFoundError):
+                read(wrong, owner)

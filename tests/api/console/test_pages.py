@@ -61,6 +61,13 @@ def test_a_sample_is_shown_as_text_until_its_bytes_are_dropped(browser: Any, fur
     assert "its bytes were dropped" in browser.get(f"/samples/{things.sample}").text
 
 
+def test_large_samples_are_not_read_for_a_list(browser: Any, furnish: Any, lettered: Any, monkeypatch: Any) -> None:
+    things = furnish()
+    monkeypatch.setattr("tinkerflow.api.console.samples._READ_IN_LIST", 10)
+    assert "too large to be shown here" in browser.get("/samples").text
+    assert "<pre>bc</pre>" in browser.get(f"/samples/{things.sample}").text
+
+
 def test_curves_are_there_and_change_only_when_there_is_something_new(
     browser: Any, server: Any, engine: Any, put_steps: Any
 ) -> None:
