@@ -346,11 +346,17 @@ class Call:
         try:
             return model.model_validate_json(body)
         except ValidationError as e:
-            first = e.errors()[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the request body"
-            if first["type"] == "extra_forbidden":
-                raise UserError(f"{field} is not supported by this endpoint: must be left out") from e
-            raise UserError(f"{field}: {first['msg']}, not {str(first['input'])[:80]!r}") from e
+            raise first_broken(e) from e
+
+
+def first_broken(error: ValidationError) -> UserError:
+    """What the first error of a body says: its field, its rule, and the value if there is one."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "the request body"
+    if first["type"] == "extra_forbidden":
+        return UserError(f"{field} is not supported by this endpoint: must be left out")
+    given = "" if first["type"] == "missing" else f", not {str(first['input'])[:80]!r}"
+    return UserError(f"{field}: {first['msg']}{given}")
 
 
 async def authorised(request: Request) -> Call:

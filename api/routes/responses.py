@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi.responses import Response
 from pydantic import Field, ValidationError
 
-from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict
+from tinkerflow.api.call import OPEN_API, Authorised, Router, Strict, first_broken
 from tinkerflow.api.chat.answer import respond
 from tinkerflow.api.chat.responses import ResponseAnswer
 from tinkerflow.api.openapi import takes
@@ -128,9 +128,7 @@ def _chat(body: ResponsesBody) -> ChatCompletion:
     try:
         return ChatCompletion.model_validate(asked)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"input, as {field}: {first['msg']}, not {str(first['input'])[:80]!r}") from error
+        raise UserError(f"input, as {first_broken(error)}") from error
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -152,3 +152,8 @@ def test_unknown_models_and_keys_raise_the_clients_own_errors(claude: anthropic.
         claude.messages.create(**(ASKED | {"model": "nobody"}))
     with pytest.raises(anthropic.AuthenticationError):
         claude.with_options(api_key="wrong").messages.create(**ASKED)
+
+
+def test_a_field_that_is_missing_is_named_without_the_rest_of_the_request(post: Callable[..., Any]) -> None:
+    answer = post("messages", {"model": BASE, "messages": HI})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "max_tokens: Field required")
