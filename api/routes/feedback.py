@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import Query
-from pydantic import AwareDatetime, Field
+from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from tinkerflow.api.call import OPEN_API, Authorised, Call, PageLimit, Router, Strict, Wire
 from tinkerflow.api.openapi import takes
@@ -21,6 +21,9 @@ from tinkerflow.backend.wire import decode_sample
 
 router = Router(busy=3, at=OPEN_API)
 
+_LONGEST = 2**20  # characters of a better answer
+_MESSAGES = TypeAdapter(list[dict[str, str]])
+
 
 class Feedback(Strict):
     """What somebody thought of an answer. id: of the answer, or of one of its choices.
@@ -31,7 +34,7 @@ class Feedback(Strict):
     id: str
     reward: float | None = Field(None, allow_inf_nan=False)
     label: Literal["good", "bad"] | None = None
-    text: str | None = Field(None, min_length=1)
+    text: str | None = Field(None, min_length=1, max_length=_LONGEST)
 
 
 class FeedbackKept(Wire):
@@ -82,7 +85,10 @@ async def list_feedback(
     after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
     limit: PageLimit = 100,
 ) -> FeedbackPage:
-    """The project's feedback, oldest first. since: given from then on. after: the id of the last one of a page."""
+    """The project's feedback, oldest first. since: given from then on. after: the id of the last one of a page.
+
+    A page of long rows has fewer than `limit`; an empty one is the end.
+    """
     found = await asyncio.to_thread(call.journal.feedback.page, call.owner, since=since, after=after, limit=limit)
     return FeedbackPage(data=[_shown(one) for one in found])
 
@@ -108,8 +114,10 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
     if index >= len(sequences):
         raise NotFoundError(f"id {body.id!r} does not exist: the request has {len(sequences)} samples")
     sampled = sequences[index]
-    prompt = asked.get("messages")
-    if prompt is None:
+    prompt: list[dict[str, str]] | str
+    try:
+        prompt = _MESSAGES.validate_python(asked.get("messages"))
+    except ValidationError:  # none, or an unknown field of another client's
         chunks = asked["prompt"]["chunks"]
         prompt = tokenizer.decode([token for chunk in chunks for token in chunk["tokens"]])
     return NewFeedback(
@@ -122,7 +130,9 @@ def _new(call: Call, body: Feedback, view: WholeSample, index: int, tokenizer: T
         base_model=view.base_model,
         model_path=view.model_path,
         prompt=prompt,
-        answer=tokenizer.decode(sampled.tokens_T.tolist()),
+        answer=tokenizer.decode(sampled.tokens_T.tolist()).replace(
+            "\0", "\N{REPLACEMENT CHARACTER}"
+        ),  # no database has it
         tokens=sampled.tokens_T.tobytes(),
         logprobs=sampled.logprobs_T.tobytes(),
     )

@@ -54,7 +54,10 @@ class UtcDateTime(sa.types.TypeDecorator[datetime]):
             return None
         if value.tzinfo is None:
             raise ValueError(f"datetime {value!r} has no zone: the journal takes aware datetimes only")
-        return value.astimezone(UTC)
+        try:
+            return value.astimezone(UTC)
+        except OverflowError:  # the first or the last day, east or west of here
+            return (datetime.min if value.year == 1 else datetime.max).replace(tzinfo=UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """Give back an aware datetime in UTC."""

@@ -12,6 +12,9 @@ from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view
 from tinkerflow.backend.journal.tables import FeedbackRow
 
+_AT_ONCE = 8  # rows that are read from the database
+_MOST_CHARACTERS = 2**24  # of a page, beside its last row
+
 
 @dataclass(frozen=True)
 class NewFeedback:
@@ -59,10 +62,23 @@ class FeedbackGiven(Aggregate):
     def page(
         self, owner: str, *, since: datetime | None = None, after: int = 0, limit: int = 100
     ) -> list[FeedbackView]:
-        """A project's feedback after the id `after`, oldest first; with `since`, only what was given from then on."""
+        """A project's feedback after the id `after`, oldest first; with `since`, only what was given from then on.
+
+        At most `limit` rows, and fewer when they are long; a page without any is the end.
+        """
         where = [col(FeedbackRow.owner) == owner, col(FeedbackRow.id) > after]
         if since is not None:
             where.append(col(FeedbackRow.at) >= since)
         statement = sa.select(FeedbackRow).where(*where).order_by(col(FeedbackRow.id)).limit(limit)
-        with self._read() as connection:
-            return [as_view(FeedbackView, row) for row in connection.execute(statement)]
+        found: list[FeedbackView] = []
+        size = 0
+        with (
+            self._read() as connection,
+            connection.execute(statement, execution_options={"yield_per": _AT_ONCE}) as rows,
+        ):
+            for row in rows:
+                found.append(as_view(FeedbackView, row))
+                size += len(str(row.prompt)) + len(row.answer) + len(row.text or "")
+                if size > _MOST_CHARACTERS:
+                    break
+        return found

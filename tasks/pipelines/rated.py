@@ -98,7 +98,7 @@ def _read(base_url: str, key: str, since: datetime | None) -> Iterator[dict[str,
             if answer.status_code != 200:
                 raise UserError(f"data.url: {base_url} answers {answer.status_code}: {answer.text[:200]}")
             page = answer.json()["data"]
-            yield from page
-            if len(page) < _PAGE:
+            if not page:  # a page of long rows is shorter than _PAGE
                 return
+            yield from page
             asked["after"] = page[-1]["id"]

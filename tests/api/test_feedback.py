@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.api.conftest import BASE, KEY, Engine, Running
 
+from tinkerflow.api.text import Tokenizer
 from tinkerflow.tasks.pipelines import DataSource, check_data, load_rows
 from tinkerflow.tasks.pipelines.rated import rated_rows
 
@@ -60,6 +61,7 @@ def test_feedback_is_kept_with_its_sample(server: Running, journal: Any) -> None
         ({"id": "ID", "label": "fine"}, 400, "label"),
         ({"id": "ID", "reward": "much"}, 400, "reward"),
         ({"id": "ID", "stars": 5}, 400, "stars"),
+        ({"id": "ID", "text": "a" * (2**20 + 1)}, 400, "text"),
     ],
 )
 def test_wrong_feedback_is_refused(said: dict[str, Any], status: int, words: str, server: Running) -> None:
@@ -77,6 +79,7 @@ def test_a_sample_of_the_sdk_can_be_rated_and_one_without_an_answer_cannot(serve
         "seq_id": 0,
         "prompt": {"chunks": [{"tokens": [2]}, {"tokens": [3]}]},
         "sampling_params": {"max_tokens": 2},
+        "messages": {"role": ["of another client"]},
     }
     request = server.post("asample", body).json()["request_id"]
     server.result(request)
@@ -87,6 +90,14 @@ def test_a_sample_of_the_sdk_can_be_rated_and_one_without_an_answer_cannot(serve
     refused = ask(server, "POST", "feedback", {"id": waiting, "label": "good"})
     assert (refused.status_code, "waits" in refused.json()["error"]["message"]) == (400, True)
     engine.paused = False
+
+
+def test_an_answer_with_a_nul_character_can_be_kept(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = answered(server, "b")
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: "a\0b")
+    rate(server, answer["id"], label="good")
+    (shown,) = ask(server, "GET", "feedback").json()["data"]
+    assert (shown["answer"], shown["prompt"]) == ("a\N{REPLACEMENT CHARACTER}b", "a\0b")
 
 
 def test_rated_answers_are_rows_for_every_pipeline(

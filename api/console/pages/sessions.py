@@ -53,7 +53,7 @@ def _cursor(after: str) -> tuple[datetime, str] | None:
     moment, _, session_id = after.partition(" ")
     try:
         return datetime.fromisoformat(moment).astimezone(UTC), session_id
-    except ValueError:
+    except (ValueError, OverflowError):
         raise UserError(
             f"after is {after!r}: must be a time and a session's id, as the link to the next page has it"
         ) from None

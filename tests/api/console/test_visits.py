@@ -147,6 +147,7 @@ def test_what_does_not_exist_is_a_page_too(browser: Any) -> None:
     assert browser.get("/checkpoints/none/other/x").status_code == 404
     assert browser.get("/training_runs?offset=-1").status_code == 404
     assert browser.get("/sessions?after=yesterday").status_code == 400
+    assert browser.get("/sessions?after=0001-01-01T00:00:00%2B14:00 x").status_code == 400
     assert browser.get("/sessions/a%00b").status_code == 404
 
 

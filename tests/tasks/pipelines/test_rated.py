@@ -37,7 +37,7 @@ def test_all_pages_are_read_and_a_refusal_is_told(monkeypatch: pytest.MonkeyPatc
         after = int(request.url.params.get("after", 0))
         numbers = range(after + 1, after + 1001)
         page = [{**one, "id": n, "sample_id": f"r-{n}", "prompt": str(n)} for n in numbers]
-        return httpx.Response(200, json={"data": page if after < 2000 else page[:1]})
+        return httpx.Response(200, json={"data": page if after < 2000 else page[: 2001 - after]})
 
     real = httpx.Client
 

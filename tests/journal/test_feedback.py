@@ -1,0 +1,36 @@
+"""Feedback is kept as it was given, and read in pages that fit into memory."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.journal import feedback
+from tinkerflow.backend.journal.feedback import NewFeedback
+
+
+def give(scene: Any, answer: str) -> int:
+    prompt = [{"role": "user", "content": "x\0"}]
+    new = NewFeedback("local", "", "req-a-0", 0.5, None, None, "base", None, prompt, answer, b"\1", b"")
+    return int(scene.journal.feedback.add(new))
+
+
+def test_a_page_of_long_rows_is_shorter_and_the_next_one_goes_on(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback, "_MOST_CHARACTERS", 100)
+    ids = [give(scene, str(n) * 60) for n in range(20)]
+    found, after = [], 0
+    while page := scene.journal.feedback.page("local", after=after):
+        assert len(page) <= 2
+        found += page
+        after = page[-1].id
+    assert [(one.id, one.answer) for one in found] == [(ids[n], str(n) * 60) for n in range(20)]
+    assert found[0].prompt == [{"role": "user", "content": "x\0"}]
+
+
+def test_since_may_be_any_time(scene: Any) -> None:
+    give(scene, "a")
+    for zone in (timezone(timedelta(hours=14)), timezone(timedelta(hours=-14))):
+        assert len(scene.journal.feedback.page("local", since=datetime(1, 1, 1, tzinfo=zone))) == 1
+        assert scene.journal.feedback.page("local", since=datetime(9999, 12, 31, 23, 59, tzinfo=zone)) == []
