@@ -24,6 +24,7 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
 CHAMPION = "champion/"
+_LONGEST_TOKENS = 16  # characters, on average over a whole context; those of texts have about four
 _LISTED = 1000  # of the project's newest checkpoints, those for samplers are listed
 
 
@@ -43,6 +44,17 @@ class Target:
     def path(self) -> str | None:
         """The checkpoint's path, None for the base model."""
         return None if self.checkpoint is None else self.checkpoint.path
+
+    async def encode(self, text: str, field: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text, as of Tokenizer.encode. UserError names the field of a text that no context holds.
+
+        Without a limit, tokenising the largest body would take minutes and tens of gigabytes.
+        """
+        most = _LONGEST_TOKENS * self.card.max_context
+        if len(text) > most:
+            rule = f"at most {most}, {_LONGEST_TOKENS} for each token of the context"
+            raise UserError(f"{field} has {len(text)} characters: must have {rule}")
+        return await self.tokenizer.encode(text, special=special)
 
 
 @dataclass(frozen=True)

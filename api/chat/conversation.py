@@ -106,7 +106,7 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
         spec = spec if spec.opening else PARSERS[_JSON]
     ends = {end for token in _TURN_ENDS if token in source and (end := tokenizer.id_of(token)) is not None}
     return Prompt(
-        tokens=await tokenizer.encode(text + begun + conversation.prefill, special=False),
+        tokens=await target.encode(text + begun + conversation.prefill, "messages", special=False),
         spec=spec,
         tools={tool.name: tool.parameters for tool in conversation.tools},
         thinks=thinks,

@@ -27,7 +27,7 @@ from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openai import MAX_TOP, SamplingFields, check_choices, usage
 from tinkerflow.api.openapi import takes
 from tinkerflow.api.sse import EventStream, event
-from tinkerflow.api.text import Detokenizer, Tokenizer
+from tinkerflow.api.text import Detokenizer
 from tinkerflow.backend.commands import SampleResult
 from tinkerflow.backend.errors import UserError, broken
 
@@ -57,7 +57,7 @@ async def completions(call: Authorised) -> Response:
     _check(body)
     wants_usage = body.wants_usage
     target = await resolve(call, body.model)
-    prompts = await _tokens(target.tokenizer, body.prompt)
+    prompts = await _tokens(target, body.prompt)
     check_choices(len(prompts), body.n)
     async with AsyncExitStack() as stack:
         made = [await stack.enter_async_context(await _generate(call, target, body, prompt)) for prompt in prompts]
@@ -76,15 +76,15 @@ def _check(body: CompletionBody) -> None:
         raise UserError("echo is true: must be false in a stream")
 
 
-async def _tokens(tokenizer: Tokenizer, prompt: str | list[Any]) -> list[list[int]]:
+async def _tokens(target: Target, prompt: str | list[Any]) -> list[list[int]]:
     if isinstance(prompt, str):
-        return [await tokenizer.encode(prompt)]
+        return [await target.encode(prompt, "prompt")]
     if not prompt:
         raise broken("prompt", prompt, "a text, token ids, or a list of either that is not empty")
     if isinstance(prompt[0], int):
         return [prompt]
     check_choices(len(prompt), 1)
-    return [await tokenizer.encode(one) if isinstance(one, str) else one for one in prompt]
+    return [await target.encode(one, f"prompt[{i}]") if isinstance(one, str) else one for i, one in enumerate(prompt)]
 
 
 async def _generate(call: Call, target: Target, body: CompletionBody, prompt: Sequence[int]) -> Generation:

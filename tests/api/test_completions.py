@@ -9,6 +9,7 @@ import httpx
 import pytest
 from tests.api.conftest import BASE, EOS, KEY, Engine, Running
 
+from tinkerflow.api.text import Tokenizer
 from tinkerflow.backend.errors import StateLostError
 from tinkerflow.backend.model_card import ModelCard
 
@@ -131,6 +132,26 @@ def test_wrong_content_names_its_field(body: dict[str, Any], param: str, server:
     answer = post(server, "completions", {"model": BASE, "prompt": "a", **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "field"),
+    [
+        ("completions", {"prompt": "a" * 1025}, "prompt"),
+        ("completions", {"prompt": ["a", "a" * 1025]}, "prompt[1]"),
+    ],
+)
+def test_a_text_that_no_context_holds_is_not_tokenised(
+    path: str, given: dict[str, Any], field: str, server: Running, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(Tokenizer, "_encode", lambda _, text, special: read.append(text) or [2])
+    refused = post(server, path, {"model": BASE, **given})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == (
+        f"{field} has 1025 characters: must have at most 1024, 16 for each token of the context"
+    )
+    assert read in ([], ["a"])
 
 
 def test_errors_have_openais_form(server: Running, journal: Any, start: Any, engine: Engine) -> None:

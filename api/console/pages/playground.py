@@ -61,7 +61,7 @@ async def _prompt(target: Target, fields: Any) -> tuple[list[int], tuple[int, ..
     """The prompt's tokens, and those that end the answer beside the base model's own."""
     mode = fields.get("mode", "")
     if mode == "text":
-        return await target.tokenizer.encode(fields.get("prompt", "")), ()
+        return await target.encode(fields.get("prompt", ""), "prompt"), ()
     if mode != "chat":
         raise UserError(f"mode is {mode!r}: must be chat or text")
     made = await prompt_of(target, Chat(_messages(fields.get("messages", ""))))
