@@ -55,7 +55,7 @@ def test_weights_that_are_read_in_place_give_the_same(qwen: Any, monkeypatch: py
     pages = {"tables_SW": np.array([[1], [2]], np.int32), "columns_S2": np.zeros((2, 2), np.int32)}
 
     def hidden() -> Any:
-        return layers(qwen.cfg, qwen.mesh, qwen.params, stack, cache, tokens_SQ, start_S, **pages)[1]
+        return layers(qwen.cfg, qwen.mesh, qwen.params, stack, cache, None, tokens_SQ, start_S, **pages)[2]
 
     expected = hidden()
     with compiling_for(CUDA):

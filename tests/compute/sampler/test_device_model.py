@@ -231,9 +231,10 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
     )
     cfg: Any = SimpleNamespace(max_positions=10**6, vocab=100)
     params: Any = SimpleNamespace(embed_VD=SimpleNamespace(dtype=SimpleNamespace(name="float32")), apart=True)
-    mesh, plan = SimpleNamespace(shape={FSDP: shards}), SimpleNamespace(pages=chance.choice([3, 5, 9, 40]), uses=None)
+    mesh: Any = SimpleNamespace(shape={FSDP: shards})
+    plan: Any = SimpleNamespace(pages=chance.choice([3, 5, 9, 40]), states=0, uses=None)
     budget = chance.choice([32, 200, 1024])
-    sampler = sampler_module.Sampler(cfg, params, mesh, config, plan, page=32, prefill_budget=budget)  # type: ignore[arg-type]
+    sampler = sampler_module.Sampler(cfg, params, mesh, config, plan, page=32, prefill_budget=budget)
     snapshots: Any = sampler.snapshots
     snapshots.held |= {name: Snapshot(name, wild=name == "wild") for name in ("tame", "wild")}
 
