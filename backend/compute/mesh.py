@@ -56,6 +56,11 @@ def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | tuple[str, ...] | 
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """`x` with its first dimension split over the fsdp axis, if that divides it, and whole otherwise."""
+    return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))
+
+
 def row_parts(mesh: Mesh) -> int:
     """How many parts the rows of training are split into."""
     return math.prod(mesh.shape[axis] for axis in ROWS)

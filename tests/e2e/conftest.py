@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -191,8 +190,6 @@ def pipelines(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="session")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A page in a browser; tests that want one are skipped where there is none."""
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("no chromium and chromedriver on this machine")
+    """A page in a browser."""
     with open_page(tmp_path_factory.mktemp("chromium")) as page:
         yield page

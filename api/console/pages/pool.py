@@ -39,7 +39,7 @@ async def pool_page(visit: Visiting) -> Response:
 
 
 @router.get("/pool/now")
-async def pool_part(visit: Visiting, seen: str = "") -> Response:
+async def pool_part(visit: Visiting) -> Response:
     """The same, as a part of the page that shows it already."""
     return visit.page("pool_now.html", **await _health(visit))
 

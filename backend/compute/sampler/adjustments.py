@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.mesh import FSDP, Array, sharding
+from tinkerflow.backend.compute.mesh import Array, by_rows
 from tinkerflow.backend.compute.sampler.constraints import everything
 from tinkerflow.backend.compute.warming import result_of
 
@@ -116,7 +116,7 @@ def adjusted_rows(mesh: Mesh, vocab: int, S: int, held: Held) -> AdjustedRows | 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def empty_tables(mesh: Mesh, S: int, vocab: int) -> tuple[jax.Array, jax.Array]:
     """`seen_SV` and `bias_SV` of zeros, with their rows split as the logits' are."""
-    return _pinned(mesh, jnp.zeros((S, vocab), jnp.int32)), _pinned(mesh, jnp.zeros((S, vocab), jnp.float32))
+    return by_rows(mesh, jnp.zeros((S, vocab), jnp.int32)), by_rows(mesh, jnp.zeros((S, vocab), jnp.float32))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -134,7 +134,7 @@ def entered(
     seen_N int32, bias_N float32: how much is added.
     """
     seen_SV = seen_SV.at[rows_N, tokens_N].add(seen_N)
-    return _pinned(mesh, seen_SV), _pinned(mesh, bias_SV.at[rows_N, tokens_N].add(bias_N))
+    return by_rows(mesh, seen_SV), by_rows(mesh, bias_SV.at[rows_N, tokens_N].add(bias_N))
 
 
 def warm_rows(mesh: Mesh, S: int, vocab: int) -> AdjustedRows:
@@ -144,10 +144,6 @@ def warm_rows(mesh: Mesh, S: int, vocab: int) -> AdjustedRows:
     seen_SV, bias_SV = result_of(entered, mesh, *tables, entries, entries, entries, biases)
     numbers_S = np.zeros(S, np.float32)
     return AdjustedRows(numbers_S, numbers_S, numbers_S, seen_SV, bias_SV, everything(S, vocab))
-
-
-def _pinned(mesh: Mesh, table_SV: jax.Array) -> jax.Array:
-    return jax.lax.with_sharding_constraint(table_SV, sharding(mesh, table_SV.shape, FSDP))
 
 
 def _padded(entries: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:

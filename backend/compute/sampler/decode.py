@@ -19,7 +19,7 @@ from tinkerflow.backend.compute.deltanet import mix
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraPair
-from tinkerflow.backend.compute.mesh import FSDP, Array, replicated, sharding
+from tinkerflow.backend.compute.mesh import FSDP, Array, by_rows, replicated
 from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
@@ -88,7 +88,7 @@ def decode(
         cache, states, x_S1D = layers(cfg, mesh, params, lora, *start, tables_SW=rows.tables_SW, columns_S2=columns_S2)
         logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
-        logits_SV = jax.lax.with_sharding_constraint(logits_SV, sharding(mesh, logits_SV.shape, FSDP))
+        logits_SV = by_rows(mesh, logits_SV)
         wanted_SV = logits_SV if adjust is None else adjusted(logits_SV, adjust)
         next_S, logprob_S = sample(logits_SV, rows.choice, rows.uniform_CS[i], wanted_SV)
         adjust = None if adjust is None else generated(adjust, next_S)
@@ -164,9 +164,9 @@ def layers(
             return o
 
         x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur), apply)
-        return cache, states, _by_rows(mesh, x_SQD)
+        return cache, states, by_rows(mesh, x_SQD)
 
-    start = (cache, states, _by_rows(mesh, embed(cfg, params, tokens_SQ)))
+    start = (cache, states, by_rows(mesh, embed(cfg, params, tokens_SQ)))
     cache, states, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
     return cache, states, final_hidden(cfg, params, x_SQD)
 
@@ -193,7 +193,3 @@ def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: KVCache) -> KVCache:
     where = cache_sharding(cfg, mesh)
     pinned: KVCache = jax.tree.map(lambda part: jax.lax.with_sharding_constraint(part, where), cache)
     return pinned
-
-
-def _by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))

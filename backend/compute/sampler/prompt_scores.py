@@ -29,7 +29,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.logprobs import chunk_size, join_chunks, most_at_once, split_chunks
 from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.compute.mesh import FSDP, Array, sharding
+from tinkerflow.backend.compute.mesh import FSDP, Array, by_rows
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler.decode import unembedded
 from tinkerflow.backend.compute.sampler.sampling import (
@@ -101,7 +101,7 @@ def score(
         x_BcD, next_Bc, targets_BcK, uniform_BcA = part
         logits = unembedded(params, lora.unembed, x_BcD, columns_B2)
         if widths != PLAIN:  # whole rows on each device: top-k and draws need no collectives
-            logits = jax.lax.with_sharding_constraint(logits, sharding(mesh, logits.shape, FSDP))
+            logits = by_rows(mesh, logits)
         total_Bc1 = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         found = PieceScores((_pick(logits, next_Bc[..., None]) - total_Bc1)[..., 0])
         if widths.top:
