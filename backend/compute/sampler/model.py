@@ -61,7 +61,8 @@ class SamplerModel:
         """Compute the next piece of every prompt of `group`. The group has then gone on by it."""
         size, start, widths = group.piece, group.start, group.widths
         for job in group.jobs:
-            self._pool.own_state(job.table)
+            if job.sequences:  # else its request is gone, and its row writes nothing
+                self._pool.own_state(job.table)
         piece = Piece(
             tokens_BQ=np.zeros((group.rows, size), np.int32),
             start=np.int32(start),

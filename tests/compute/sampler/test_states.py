@@ -146,3 +146,15 @@ def test_numbers_of_states_go_to_the_rows(hybrid: Tiny) -> None:
     plan = hybrid.sampler().pages.states
     assert plan is not None and plan.pages == 1 + 16 + 16 + 10 + 8
     assert np.all([plan.free(shard) for shard in range(plan.shards)] == np.array([plan.pages - 1]))
+
+
+def test_who_gave_up_while_others_of_the_group_are_computed_leaves_no_state(
+    hybrid: Tiny, ask: Any, run_all: Any, prompt: Any
+) -> None:
+    sampler = hybrid.sampler(prefill_budget=32)
+    requests = [ask(str(i), prompt(100, i), 5) for i in range(16)]
+    sampler.step(SampleStep(tuple(requests)))
+    sampler.step(SampleStep(cancel=("0",)))
+    sampler.step(SampleStep(cancel=tuple(str(i) for i in range(1, 16))))
+    assert sampler.pages.used == 0
+    assert run_all(sampler, ask("next", prompt(9), 3))["next"].error is None
