@@ -21,6 +21,7 @@ _OF_RUN = (col(TrainingStep.model_id) == sa.bindparam("run_id"), col(TrainingSte
 _SEQ = col(TrainingStep.seq_id)
 _BOUNDS = sa.select(sa.func.count(), sa.func.min(_SEQ), sa.func.max(_SEQ)).where(*_OF_RUN)
 _LOSS = col(TrainingStep.loss) / sa.func.nullif(col(TrainingStep.weight), 0.0)
+_KL_TOKENS = sa.case((col(TrainingStep.kl).is_not(None), col(TrainingStep.tokens)))
 _PART = ((_SEQ - sa.bindparam("first")) // sa.bindparam("width")).label("part")
 _FIGURES = (
     sa.select(
@@ -31,7 +32,7 @@ _FIGURES = (
         sa.func.avg(_LOSS).label("loss"),
         sa.func.min(_LOSS).label("loss_low"),
         sa.func.max(_LOSS).label("loss_high"),
-        (sa.func.sum(col(TrainingStep.kl)) / sa.func.nullif(sa.func.sum(col(TrainingStep.tokens)), 0)).label("kl"),
+        (sa.func.sum(col(TrainingStep.kl)) / sa.func.nullif(sa.func.sum(_KL_TOKENS), 0)).label("kl"),
         sa.func.avg(col(TrainingStep.grad_norm)).label("grad_norm"),
         sa.func.avg(col(TrainingStep.learning_rate)).label("learning_rate"),
     )

@@ -263,6 +263,9 @@ def _model_live(connection: sa.Connection, effect: ModelLive) -> None:
     }
     if effect.rank is not None:
         decided["expert_rank"] = effect.expert_rank
+        # A checkpoint has no gradients: the losses of those that it replaced belong to no step.
+        unmade = (col(TrainingStep.model_id) == effect.model_id, col(TrainingStep.seq_id) == UNMADE)
+        connection.execute(sa.delete(TrainingStep).where(*unmade))
     connection.execute(
         sa.update(Model)
         .where(col(Model.id) == effect.model_id, col(Model.state).in_(TAKES_WORK))

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from tinkerflow.backend.errors import NotFoundError
-from tinkerflow.backend.journal import LossMeasured, StepMeasured
+from tinkerflow.backend.journal import LossMeasured, ModelLive, StepMeasured
 from tinkerflow.backend.journal.database import driver_url
 from tinkerflow.backend.journal.tables import TrainingStep
 
@@ -39,6 +39,25 @@ def test_a_step_has_the_losses_that_it_was_made_of(scene, clock):
     assert (two.step, two.tokens, two.loss, two.kl, two.tokens_per_second) == (2, 8, 0.5, None, 4.0)
     assert two.at - one.at == timedelta(seconds=2)
     assert (curve.steps, curve.last_seq) == (2, 5) == (2, scene.journal.curves.last_seq(model, "local"))
+
+
+def test_losses_whose_gradients_a_checkpoint_replaced_belong_to_no_step(scene):
+    model = scene.model()
+    answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0))
+    answer(scene, model, 2, ModelLive(model, 0, 8, True, True, True))
+    answer(scene, model, 3, LossMeasured(model, 2, 1.0, 3.0))
+    answer(scene, model, 4, StepMeasured(model, 4, 1, 1.0, 1.0))
+    (point,) = scene.journal.curves.of_run(model, "local").points
+    assert (point.tokens, point.loss) == (2, 3.0)
+
+
+def test_a_mean_is_over_the_steps_that_have_a_figure(scene):
+    model = scene.model()
+    for seq, kl in ((1, 0.5), (3, None), (5, 0.5), (7, None)):
+        answer(scene, model, seq, LossMeasured(model, 10, 1.0, 1.0, kl=kl))
+        answer(scene, model, seq + 1, StepMeasured(model, seq + 1, seq, 1.0, 1.0))
+    points = scene.journal.curves.of_run(model, "local", most=2).points
+    assert [point.kl for point in points] == [0.5, 0.5]
 
 
 def test_an_answer_that_comes_twice_counts_once(scene):
