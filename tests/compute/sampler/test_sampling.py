@@ -91,7 +91,7 @@ def test_a_tiny_temperature_is_greedy_and_stays_finite() -> None:
     seed=st.integers(0, 2**32 - 1),
     top_k=st.one_of(st.just(-1), st.integers(1, 2 * VOCAB)),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
-    min_p=st.one_of(st.just(0.0), st.floats(0.0001, 1.0, width=32)),
+    min_p=st.one_of(st.just(0.0), st.floats(2.0**-13, 1.0, width=32)),
     scale=st.sampled_from([0.1, 1.0, 10.0]),
 )
 def test_filters_keep_what_sorting_would(seed: int, top_k: int, top_p: float, min_p: float, scale: float) -> None:
