@@ -243,7 +243,7 @@ def typed(text: str, schema: object) -> object:
     if types == {"string"}:
         return text
     try:
-        value = {"True": True, "False": False, "None": None}[text] if text in _PYTHON else json.loads(text)
+        value = {"True": True, "False": False, "None": None}[text] if text in _PYTHON else _value_of(text)
     except (ValueError, RecursionError):
         return text
     return value if not types or types & _NAMES[type(value)] else text
@@ -287,9 +287,16 @@ def _held(text: str, marks: Sequence[str]) -> int:
     return len(text) - len(text.rstrip())
 
 
+def _value_of(text: str) -> Any:
+    """The value of a JSON text. ValueError: it is none, or has a number that only Python takes for JSON."""
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False)
+    return value
+
+
 def _object_of(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = _value_of(text)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

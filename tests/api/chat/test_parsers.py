@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tinkerflow.api.chat.events import ArgumentsDelta, CallBreaks, ContentDelta, Event, Said
 from tinkerflow.api.chat.parsers import PARSERS, Parser, parser_for
+from tinkerflow.api.chat.reader import typed
 
 TOOLS = {
     "weather": {
@@ -302,3 +303,11 @@ def test_without_tools_nothing_is_a_call() -> None:
 )
 def test_the_template_says_which_family_it_is(template: str, family: str) -> None:
     assert parser_for(template).name == family
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "[1, Infinity]"])
+def test_numbers_that_json_has_not_are_texts(text: str) -> None:
+    assert typed(text, {}) == text
+    call = f'<tool_call>\n{{"name": "f", "arguments": {{"x": {text}}}}}\n</tool_call>'
+    parser = Parser(PARSERS["hermes"], {"f": {}}, thinks=False, opened=False)
+    assert not Said.of([*parser.feed(call), *parser.end()]).calls
