@@ -22,7 +22,7 @@ import numpy.typing as npt
 from jax.experimental import multihost_utils
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
-from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.config import DeltaNet, ModelConfig
 from tinkerflow.backend.compute.deltanet import CHUNK
 from tinkerflow.backend.compute.families import layers_with, projections
 from tinkerflow.backend.compute.lora import matrix_rank, shardings, targets
@@ -344,7 +344,7 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
     inside = _share((_attended(cfg) + _results(cfg)) // cfg.layers, config.tensor)
     layer = tokens * (3 * inside * item + 16 * cfg.hidden * max(1, cfg.experts_per_token))
     if cfg.delta is not None:  # float32: what chunks solve for, forward and back, and the state before each of them
-        heads, wide = _share(cfg.delta.value_heads, config.tensor), cfg.delta.key_dim + cfg.delta.value_dim
+        heads, wide = _state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim
         state = cfg.delta.key_dim * cfg.delta.value_dim // CHUNK
         layer += 4 * tokens * heads * (6 * wide + 4 * CHUNK + 2 * state)
     ends = 3 * tokens * cfg.hidden * item
@@ -400,10 +400,15 @@ def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What states take of a device, and those that a dispatch has taken out of their pool."""
     if cfg.delta is None:
         return 0
-    heads = _share(cfg.delta.value_heads, config.tensor)
+    heads = _state_heads(cfg.delta, config)
     conv = (cfg.delta.taps - 1) * cfg.delta.channels * jnp.dtype(config.dtype).itemsize
     one = len(cfg.numbers("delta")) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)
     return one * (state_count(cfg, config) + max(PREFILL_ROWS[-1], -(-config.sample_slots // config.fsdp)))
+
+
+def _state_heads(delta: DeltaNet, config: GroupConfig) -> int:
+    """How many value heads' states a device holds: they go with the key heads."""
+    return _share(delta.key_heads, config.tensor) * (delta.value_heads // delta.key_heads)
 
 
 def _host_bytes() -> int:

@@ -121,3 +121,13 @@ def test_a_9b_hybrid_trains_and_samples_on_one_h100_and_states_are_counted():
     one = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)  # a matrix for each head, and three inputs of the convolution
     assert plan.uses.kv_cache - plan.pages * 8 * 2 * 4 * 256 * 128 * 2 >= (plan.states + 64) * one
     assert few.pages > plan.pages
+
+
+def test_states_go_with_the_key_heads_where_tensor_does_not_divide_these():
+    cfg = parse_config(QWEN3_5_9B, name="m")  # 16 key heads, 32 value heads
+    config = GroupConfig(
+        "m", dtype="bfloat16", fsdp=1, tensor=1, max_context=32768, microbatch_tokens=0, sample_slots=64,
+        decode_chunk=16, compile_cache_dir="",
+    )  # fmt: skip
+    whole, split, unsplit = (memory._state_bytes(cfg, replace(config, tensor=tensor)) for tensor in (1, 16, 32))
+    assert split < whole / 10 and unsplit == whole
