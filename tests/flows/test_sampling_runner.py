@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tinkerflow.backend.commands import MoveSnapshot, SampleStep
+from tinkerflow.backend.commands import MoveSnapshot, NewTokens, SampleStep
 from tinkerflow.backend.journal import Kind, UsageKind
 from tinkerflow.backend.journal.streams import Listener
 from tinkerflow.backend.wire import SampleBody
@@ -359,13 +360,18 @@ async def test_a_request_that_waits_does_not_keep_its_parsed_body(
 
 
 async def test_samples_that_stream_are_told_chunk_by_chunk_and_others_are_not(
-    sampling: Any, client: Any, pool: Any
+    sampling: Any, client: Any, pool: Any, until: Any
 ) -> None:
     sampler = client.sampler(0)
     seen = client.journal.streams.last()
     streaming = client.sample(sampler, of={"stream": True, "num_samples": 2}, max_tokens=10)
     silent = client.sample(sampler, max_tokens=10)
     said = [tokens(result) for result in await client.results(streaming, silent)]
+
+    def ended() -> bool:  # they are written beside the answer
+        return sum(one.new.stop_reason is not None for one in client.journal.streams.after(seen)[0]) == 2
+
+    await until(ended)
     found, _ = client.journal.streams.after(seen)
     assert {one.stream for one in found} == {f"{sampler}#0"}
     for index in range(2):
@@ -377,14 +383,27 @@ async def test_samples_that_stream_are_told_chunk_by_chunk_and_others_are_not(
 
 async def test_after_a_crash_the_same_tokens_are_told_again(sampling: Any, client: Any, pool: Any, until: Any) -> None:
     sampler, seen = client.sampler(0), client.journal.streams.last()
+
+    def written() -> list[NewTokens]:
+        return [one.new for one in client.journal.streams.after(seen)[0]]
+
+    def crashes(command: Any) -> bool:
+        """In the eighth step, when a thread has written some of the tokens."""
+        if pool.deaths or pool.names.count("SampleStep") < 8:
+            return False
+        while not written():
+            time.sleep(0.001)
+        return isinstance(command, SampleStep)
+
+    pool.poison = crashes
     request = client.sample(sampler, of={"stream": True}, max_tokens=40)
-    await until(lambda: len(client.journal.streams.after(seen)[0]) >= 2)
-    pool.die()
     assert (await client.result(request)).error is None
+    assert pool.deaths == 1
+    await until(lambda: written()[-1].stop_reason is not None)  # they are written beside the answer
     listener = Listener()
-    found = client.journal.streams.after(seen)[0]
-    assert [one.new.start for one in found].count(0) == 2, "it began again"
-    for one in found:
-        listener.put(one.new)
+    found = written()
+    assert [new.start for new in found].count(0) == 2, "it began again"
+    for new in found:
+        listener.put(new)
     heard = [token for new in listener.take() for token in new.tokens_T.tolist()]
     assert heard == tokens(client.journal.results.get(request, "local"))[0]
