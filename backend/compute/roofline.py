@@ -111,10 +111,11 @@ def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
     adapter in three (that of the matrix, too). Attention is causal: half of the keys, fewer with a window; its backward
     pass has twice the products of its forward pass. Nothing that is computed again counts.
 
-    cfg: the model. spec: of the adapter; None: without one. length: tokens of an example.
+    cfg: the model. spec: of the adapter; None: without one. length: tokens of an example;
+    0: without attention.
     """
     windows = (min(length, kind.window or length) for kind in cfg.layer_kinds if kind.mixer == "attention")
-    total = 6.0 * cfg.heads * cfg.head_dim * sum(window * (2 - window / length) for window in windows)
+    total = 6.0 * cfg.heads * cfg.head_dim * sum(window * (2 - window / max(1, length)) for window in windows)
     adapted = targets(cfg, spec) if spec else ()
     for name, matrix in projections(cfg).items():
         rank = matrix_rank(spec, matrix) if spec and name in adapted else 0

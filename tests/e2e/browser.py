@@ -41,7 +41,7 @@ class Page:
             self.open("about:blank")
 
     def text(self) -> str:
-        return self._browser.find_element("tag name", "body").text
+        return "".join(body.text for body in self._browser.find_elements("tag name", "body"))  # none while it loads
 
     def shows(self, *words: str, tab: str = "", pause: float = 0.5) -> str:
         """The page's text, as soon as all the words are in it; `tab`: the id of what to click until they are."""
