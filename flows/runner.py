@@ -63,7 +63,7 @@ async def observed(serving: Awaitable[End], observers: Sequence[RunMirror]) -> E
         raise
     finally:
         for shown in observers:
-            shown.ended(end.state, end.text)
+            shown.ended(end.state, end.text, over=end.why is not Why.STOPPED)
     return end
 
 

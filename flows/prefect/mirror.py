@@ -214,14 +214,14 @@ class RunMirror:
         else:
             self._lines.append(line)
 
-    def ended(self, state: str, text: str) -> None:
-        """The runner has ended: `Completed`, `Failed` or `Cancelled`."""
+    def ended(self, state: str, text: str, *, over: bool = True) -> None:
+        """The runner has ended: `Completed`, `Failed` or `Cancelled`. over: no other engine takes its run up again."""
         self._connection.forget(self._on_back)
         self._report.close()
         self.log(
             f"ended after {self._operations} operations: {text}", logging.ERROR if state == "Failed" else logging.INFO
         )
-        if self._model_id:
+        if self._model_id and over:
             self._tell("tinkerflow.run.finished", state=state, why=text, operations=self._operations)
         self._finish(_FINAL_STATES[state](message=text))
 

@@ -129,7 +129,9 @@ async def test_a_restart_goes_on_with_what_an_earlier_life_left(
         assert [result.error for result in results] == [None] * 3
         assert results[0].result == results[1].result == before.result
         assert journal.models.get(model, None).step == 2
-    started, restarted, restored = (event for event in told if event[0] != "tinkerflow.run.finished")
+    started, saved, restarted, restored = told  # a run that an engine leaves is not finished
+    assert saved[:2] == ("tinkerflow.checkpoint.saved", "model")
+    assert saved[2]["path"] == f"tinker://{model}/sampler_weights/kept"
     assert started == ("tinkerflow.engine.started", "engine", {"engine": 1, "base_models": [base_model]})
     assert restarted == ("tinkerflow.engine.restarted", "engine", {"engine": 2, "base_models": [base_model]})
     assert restored[:2] == ("tinkerflow.model.restored", "model")
