@@ -57,7 +57,7 @@ ENTRY %main (x.1: bf16[4096,2560], w.1: bf16[36,2560,2560]) -> bf16[4096,2560] {
 
 def one(operation: str, shapes: str, *, before: str = "", **options: bool) -> Counts:
     """The counts of a program of one operation, of parameters %a, %b, ... with these shapes."""
-    named = enumerate(zip("abcd", shapes.split(), strict=False))
+    named = enumerate(zip("abcdefg", shapes.split(), strict=False))
     parameters = "\n".join(f"  %{name} = {shape} parameter({place})" for place, (name, shape) in named)
     text = f"HloModule m\n\n{before}\nENTRY %main (a: f32[1]) -> f32[1] {{\n{parameters}\n  ROOT %r = {operation}\n}}\n"
     return count(text, options.get("tpu", False))
