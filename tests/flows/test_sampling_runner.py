@@ -318,7 +318,8 @@ class Shown:
     def sampled(self, operation: Operation) -> None:
         pass
 
-    def ended(self, state: str, text: str) -> None:
+    def ended(self, state: str, text: str, *, over: bool) -> None:
+        assert not over  # another engine may go on with the run
         self.ends.append(state)
 
 
