@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
-from uuid import UUID
 
 import httpx
 from prefect import get_client
@@ -149,17 +148,22 @@ class PrefectConnection:
         return count
 
     def tell(
-        self, event: str, name: str, of: str = "base-model", *, shown_in: UUID | None = None, **payload: object
+        self,
+        event: str,
+        name: str,
+        of: str = "base-model",
+        *,
+        emit: Callable[[dict[str, Any]], object] | None = None,
+        **payload: object,
     ) -> None:
         """Emit a Prefect event about the `of` that is called `name`, such as `tinkerflow.group.ended`; never waits.
 
-        shown_in: the flow run that it happened in, which automations can suspend or cancel.
+        emit: sends it: `FlowRunRecord.emit` adds the flow run, which automations can suspend or cancel.
         """
-        if not self.api_url:
-            return
-        resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
-        run = {"prefect.resource.id": f"prefect.flow-run.{shown_in}", "prefect.resource.role": "flow-run"}
-        emit_event(event, resource, related=[run] if shown_in else [], payload=payload)
+        if self.api_url:
+            resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
+            emit = emit or (lambda event: emit_event(**event))
+            emit({"event": event, "resource": resource, "payload": payload})
 
     async def close(self) -> None:
         """Give what was not sent yet END_SECONDS to be sent, requests and events alike."""

@@ -84,7 +84,7 @@ class FlowRunRecord:
         self._key = str(uuid4())  # a creation that is sent twice makes one flow run
         self._requests: deque[Callable[[PrefectClient], Awaitable[object]]] = deque()
         self._sending: asyncio.Task[object] | None = None
-        self._events: list[dict[str, Any]] | None = []  # of task runs, until the flow run has an id
+        self._events: list[dict[str, Any]] | None = []  # until the flow run has an id
         self._lines: deque[LogCreate] = deque(maxlen=MOST_LINES)
         self._open = 0  # task runs
         self._artifacts: dict[str, UUID] = {}
@@ -148,7 +148,7 @@ class FlowRunRecord:
             self._send(self._end)
 
     def emit(self, event: dict[str, Any]) -> None:
-        """Send an event about a task run of this flow run, once the server knows the flow run."""
+        """Send an event about this flow run or its task runs, once the server knows the flow run."""
         if self._events is not None:
             self._events.append(event)
         else:

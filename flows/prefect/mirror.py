@@ -242,7 +242,8 @@ class RunMirror:
             self._flow_run.draw(self._drawing)
 
     def _tell(self, event: str, **payload: object) -> None:
-        self._connection.tell(event, self._model_id, of="model", shown_in=self.flow_run, **payload)
+        emit = self._flow_run.emit if self._flow_run is not None else None
+        self._connection.tell(event, self._model_id, of="model", emit=emit, **payload)
 
     # ------------------------------------------------------------------ which flow run and which task run
     def _shows(self) -> bool:

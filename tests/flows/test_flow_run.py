@@ -15,9 +15,13 @@ import pytest
 from prefect.client.schemas.actions import LogCreate
 from prefect.states import Cancelled, Cancelling, Completed, Failed, Running, State
 
+from tinkerflow.backend.clock import SystemClock
 from tinkerflow.flows.prefect import flow_run
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, sampling
+from tinkerflow.flows.prefect.mirror import Mirror
+from tinkerflow.flows.prefect.pacing import Pacing
+from tinkerflow.tasks.execution.restore import Restored
 
 HEADING = Heading(sampling, "sampling unigram", {"base_model": "unigram"}, ())
 
@@ -41,8 +45,16 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         self.closed += 1
 
+    async def create_flow(self, *_: object, **__: object) -> Any:
+        return uuid4()
+
+    async def create_deployment(self, *_: object, **__: object) -> Any:
+        return uuid4()
+
     async def create_flow_run(self, *_: object, **__: object) -> Any:
         return SimpleNamespace(id=uuid4())
+
+    create_flow_run_from_deployment = create_flow_run
 
     async def read_flow_run(self, _: object) -> Any:
         if self.refused is not None:
@@ -137,3 +149,20 @@ async def test_a_request_that_a_healthy_server_always_fails_at_is_given_up(
     assert "Prefect refused a request: HTTPStatusError: 500" in caplog.text
     record.finish(Cancelled())
     await until(lambda: server.states == ["Running", "Cancelled"])
+
+
+async def test_an_event_waits_until_prefect_knows_the_flow_run_that_it_happened_in(
+    server: Server, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An automation that suspends the flow run of an event finds it, also when the event is of its first second."""
+    emitted: list[dict[str, Any]] = []
+    monkeypatch.setattr(flow_run, "emit_event", lambda **event: emitted.append(event))
+    connection = PrefectConnection("http://prefect/api")
+    (run,) = Mirror(connection, Pacing(1.0, SystemClock())).training_run("sess-1234:train:0", "folder/unigram")
+    run.restored(2, Restored(None, 0, 0, 0, 0.1, (), {}))
+    assert run.flow_run is None and not emitted
+    await until(lambda: emitted)
+    assert run.flow_run is not None
+    (related,) = emitted[0]["related"]
+    assert related["prefect.resource.id"] == f"prefect.flow-run.{run.flow_run}"
+    assert emitted[0]["resource"]["prefect.resource.id"] == "tinkerflow.model.sess-1234:train:0"
