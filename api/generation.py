@@ -103,12 +103,13 @@ class Generation:
             return
         try:
             with self._call.services.subscriptions.request(self.id, self._listener):
-                if await self._look() is None:
+                if not (answered := await self._look() is not None):
                     await self._woken(self._listener)
+                    answered = self._listener.answered
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if self._listener.answered:
+        if answered:
             await self.result()
 
     async def result(self) -> SampleResult:

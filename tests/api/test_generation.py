@@ -20,7 +20,7 @@ from tinkerflow.api.generation import generate, until_gone
 from tinkerflow.api.models import list_models, resolve
 from tinkerflow.backend.champions import champion_key
 from tinkerflow.backend.clock import ManualClock
-from tinkerflow.backend.errors import NotFoundError, TooManyError, UserError
+from tinkerflow.backend.errors import NotFoundError, ServerError, TooManyError, UserError
 from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Journal, NewSession
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.settings import Settings
@@ -123,6 +123,23 @@ def test_a_generation_is_a_sample_of_the_keys_own_session(
             assert len(journal.sessions.ids("ann", limit=9, offset=0)) == 2
             assert journal.sessions.ids("bob", limit=9, offset=0) == []
             journal.sessions.create(NewSession("bob", ""))
+
+    asyncio.run(scene())
+
+
+def test_a_stream_of_a_request_that_has_failed_already_does_not_begin(
+    journal: Journal, engine: Engine, lettered: ModelCard, settings_for: Callable[..., Settings]
+) -> None:
+    engine.next_outcome = lambda request: request.failed(ServerError("the devices are gone"))
+
+    async def scene() -> None:
+        async with calls(journal, settings_for()) as of:
+            call = of(ANN)
+            failed = await generate(call, await resolve(call, BASE), [2, 3], {"max_tokens": 6}, stream=True)
+            while journal.results.get(failed.id, "ann") is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            with pytest.raises(ServerError, match="the devices are gone"):
+                await failed.begin()
 
     asyncio.run(scene())
 
