@@ -26,7 +26,7 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.pool import Pool
 from tinkerflow.deployments.tiny_model import make_tiny
 
-KILLS = int(os.environ.get("WARM_UP_KILLS", "3"))
+KILLS = int(os.environ.get("WARM_UP_KILLS", "2"))
 
 
 async def status(pool: Pool) -> CompileStatus:
