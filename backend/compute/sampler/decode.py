@@ -33,10 +33,12 @@ from tinkerflow.backend.compute.transformer import Mixers, Params, block, embed,
 class Rows:
     """The start of a chunk, one entry a slot. An unused slot has zeros, and its tokens are never read.
 
-    tokens_S int32: the last token, not yet in the cache. positions_S int32: where it stands in its sequence.
-    tables_SW int32: its pages, as numbers in the slot's own shard of the cache. columns_S2 int32: its adapter's columns
-    of the stack. uniform_CS float32: a random number for every token to come. adjusted: how logits are changed, None =
-    no slot asks for it. states_S int32: its state, as `tables_SW` has its pages; None in models without.
+    tokens_S int32: the last token, not yet in the cache, where the host knows it. positions_S int32: where it stands in
+    its sequence. tables_SW int32: its pages, as numbers in the slot's own shard of the cache. columns_S2 int32: its
+    adapter's columns of the stack. uniform_CS float32: a random number for every token to come. adjusted: how logits
+    are changed, None = no slot asks for it. states_S int32: its state, as `tables_SW` has its pages; None in models
+    without. before_M int32: the last token of each slot of an earlier chunk, on the devices. from_S int32: the place in
+    it of the row's last token, -1 = it is in `tokens_S`. Both None where the host always knows the tokens.
     """
 
     tokens_S: Array
@@ -47,16 +49,22 @@ class Rows:
     choice: Choice
     adjusted: AdjustedRows | None = None
     states_S: Array | None = None
+    before_M: Array | None = None
+    from_S: Array | None = None
 
 
 @flax.struct.dataclass
 class Decoded:
-    """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, or None without."""
+    """tokens_CS int32 and their logprobs_CS float32; top_CSk int32 and top_logprobs_CSk float32, or None without.
+
+    last_M int32: the last token of each slot, for the `before_M` of the next chunk; None in a chunk without one.
+    """
 
     tokens_CS: Array
     logprobs_CS: Array
     top_CSk: Array | None = None
     top_logprobs_CSk: Array | None = None
+    last_M: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
@@ -111,8 +119,13 @@ def decode(
     pool, cache = cache.states, replace(cache, states=None)
     fresh_S = jnp.asarray(rows.positions_S == 0)
     states = take(cfg, mesh, pool, rows.states_S, fresh_S, by_layer=params.apart)
-    begin = (cache, states, rows.tokens_S, rows.adjusted, room)
-    cache, states, _, _, decoded = jax.lax.fori_loop(0, steps, step, begin)
+    tokens_S = rows.tokens_S
+    if rows.before_M is not None and rows.from_S is not None:
+        tokens_S = jnp.where(rows.from_S < 0, tokens_S, jnp.asarray(rows.before_M)[rows.from_S])
+    begin = (cache, states, tokens_S, rows.adjusted, room)
+    cache, states, last_S, _, decoded = jax.lax.fori_loop(0, steps, step, begin)
+    if rows.before_M is not None:
+        decoded = decoded.replace(last_M=jnp.zeros_like(rows.before_M).at[:S].set(last_S))
     cache = replace(pin_cache(cfg, mesh, cache), states=put(cfg, mesh, pool, states, rows.states_S))
     return cache, jax.lax.with_sharding_constraint(decoded, replicated(mesh))
 

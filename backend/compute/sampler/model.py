@@ -6,6 +6,7 @@ Letters: B rows, Q tokens of a piece, S slots, C tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -13,17 +14,26 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.mesh import to_host
+from tinkerflow.backend.compute.mesh import put, replicated, to_host
 from tinkerflow.backend.compute.sampler.adjustments import adjusted_rows
 from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, copy_pages, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
-from tinkerflow.backend.compute.sampler.prompt_scores import empty_queries
-from tinkerflow.backend.compute.sampler.sampling import greedy_choice, normal_temperature, normal_top_p, width_for
+from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, empty_queries
+from tinkerflow.backend.compute.sampler.sampling import greedy_choice, width_for
 from tinkerflow.backend.compute.sampler.scheduler import Held, PrefillGroup
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
 from tinkerflow.backend.compute.transformer import Params
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`steps` tokens of each of the sequences `held`, which the devices were asked for. decoded: on the devices."""
+
+    held: Held
+    steps: int
+    decoded: Decoded
 
 
 class SamplerModel:
@@ -39,14 +49,17 @@ class SamplerModel:
         *,
         chunk: int,
         max_context: int,
+        most_ahead: int | None = None,
     ) -> None:
         """An empty cache.
 
         cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are. pool: the
-        pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence.
+        pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. most_ahead:
+        the most slots of a chunk, when chunks are asked for before the last one is read; None: they are not.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self._params, self._pool, self._width = params, pool, pool.pages_for(max_context)
+        self._none_M = None if most_ahead is None else put(np.zeros(most_ahead, np.int32), replicated(mesh))
         self.clear()
 
     def clear(self) -> None:
@@ -55,6 +68,7 @@ class SamplerModel:
         pages, dtype = pool.pages * pool.shards, params.embed_VD.dtype.name
         states = pool.states.pages * pool.shards if pool.states else 0
         self.cache: KVCache | None = None  # its memory is free before the next one is made
+        self.last_piece: PieceScores | None = None  # there when the last piece of prompts is computed
         self.cache = empty_cache(self.cfg, self.mesh, pages, pool.page, dtype, params.apart, states)
 
     def prefill_piece(self, group: PrefillGroup) -> None:
@@ -86,12 +100,14 @@ class SamplerModel:
             piece.columns_B2[row] = columns.start, columns.end
         cache = self._settled()
         self.cache, scored = prefill(self.cfg, self.mesh, widths, self._params, self.snapshots.lora, cache, piece)
+        self.last_piece = scored
         group.advance(size, to_host(scored) if piece.score else None)
 
-    def decode_chunk(self, slots: int, held: Held, steps: int) -> Decoded:
-        """`steps` more tokens of every slot: what was decoded, on the host.
+    def decode_chunk(self, slots: int, held: Held, steps: int, before: Chunk | None) -> Chunk:
+        """Ask the devices for `steps` more tokens of every slot.
 
-        held: the sequences; other slots decode what nobody reads. steps: at most `chunk`.
+        held: the sequences; other slots decode what nobody reads. steps: at most `chunk`. before: the chunk that is not
+        read yet, with the last tokens of all that have some `ahead`.
         """
         most_listed = max(sequence.parent.request.topk_sample for _, sequence in held)
         self.cache, on_devices = decode(
@@ -102,14 +118,14 @@ class SamplerModel:
             self._params,
             self.snapshots.lora,
             self._settled(),
-            self._rows(held, slots, steps),
+            self._rows(held, slots, steps, before),
             np.int32(steps),
         )
-        return to_host(on_devices)
+        return Chunk(held, steps, on_devices)
 
-    def wait(self) -> None:
-        """Until the devices have computed what was dispatched."""
-        jax.block_until_ready(self.cache)
+    def read(self, chunk: Chunk) -> Decoded:
+        """What was decoded, on the host, as soon as the devices are done with it."""
+        return to_host(replace(chunk.decoded, last_M=None))
 
     def _settled(self) -> KVCache:
         """The cache after the copies that the pool wants."""
@@ -134,7 +150,7 @@ class SamplerModel:
                 states_B[row] = table.state.pages[0] % self._pool.states.pages
         return states_B
 
-    def _rows(self, held: Held, S: int, steps: int) -> Rows:
+    def _rows(self, held: Held, S: int, steps: int, before: Chunk | None) -> Rows:
         rows = Rows(
             tokens_S=np.zeros(S, np.int32),
             positions_S=np.zeros(S, np.int32),
@@ -145,13 +161,24 @@ class SamplerModel:
             adjusted=adjusted_rows(self.mesh, self.cfg.vocab, S, held),
             states_S=self._states(S, ((slot, sequence.table) for slot, sequence in held)),
         )
+        slots, sequences = [slot for slot, _ in held], [sequence for _, sequence in held]
+        columns = [self.snapshots.columns(sequence.parent.snapshot) for sequence in sequences]
+        rows.tokens_S[slots] = [sequence.last_token for sequence in sequences]
+        rows.positions_S[slots] = [sequence.cached for sequence in sequences]
+        rows.columns_S2[slots] = [(one.start, one.end) for one in columns]
+        rows.uniform_CS[:steps, slots] = np.stack([one.uniforms.take(steps) for one in sequences], axis=1)
+        choices = zip(*(sequence.parent.choice for sequence in sequences), strict=True)
+        for part, chosen in zip(jax.tree.leaves(rows.choice), choices, strict=True):
+            part[slots] = chosen
+        np.minimum(rows.choice.top_k_S, self.cfg.vocab, out=rows.choice.top_k_S)
+        return rows if self._none_M is None else self._continued(rows, held, before)
+
+    def _continued(self, rows: Rows, held: Held, before: Chunk | None) -> Rows:
+        """The rows, with the last tokens that nobody has read yet taken from the chunk before."""
+        from_S = np.full(len(rows.tokens_S), -1, np.int32)
+        place_of = {sequence: place for place, sequence in before.held} if before is not None else {}
         for slot, sequence in held:
-            request, columns = sequence.parent.request, self.snapshots.columns(sequence.parent.snapshot)
-            rows.tokens_S[slot], rows.positions_S[slot] = sequence.last_token, sequence.cached
-            rows.columns_S2[slot] = columns.start, columns.end
-            rows.uniform_CS[:steps, slot] = sequence.uniforms.take(steps)
-            rows.choice.temperature_S[slot] = normal_temperature(request.temperature)
-            rows.choice.top_k_S[slot] = min(request.top_k, self.cfg.vocab)
-            rows.choice.top_p_S[slot] = normal_top_p(request.top_p)
-            rows.choice.min_p_S[slot] = request.min_p
-        return rows
+            if sequence.ahead:
+                from_S[slot] = place_of[sequence]
+        last_M = self._none_M if before is None else before.decoded.last_M
+        return replace(rows, before_M=last_M, from_S=from_S)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.compute.mesh import replicated
 from tinkerflow.backend.compute.sampler.adjustments import warm_rows
 from tinkerflow.backend.compute.sampler.decode import Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import COPIES, copied, copied_states, empty_cache
@@ -36,7 +37,7 @@ from tinkerflow.backend.compute.sampler.shapes import (
 )
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack, frozen, placed, widths_of
 from tinkerflow.backend.compute.transformer import Params
-from tinkerflow.backend.compute.warming import Program, result_of
+from tinkerflow.backend.compute.warming import Program, like, result_of
 
 _WIDTHS = (RANK_COLUMNS, rank_columns(RANK_COLUMNS + 1))
 _WIDE = 4  # how far from what is common the programs of several adapters in one batch are
@@ -47,7 +48,7 @@ class SamplerPrograms:
     """The programs of one sampler.
 
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
-    of a sequence. usual: the shape of most adapters.
+    of a sequence. usual: the shape of most adapters. runs_ahead: whether chunks are asked for before the last is read.
     """
 
     cfg: ModelConfig
@@ -58,6 +59,7 @@ class SamplerPrograms:
     chunk: int
     max_context: int
     usual: LoraSpec
+    runs_ahead: bool
 
     def all(self) -> Iterator[Program]:
         """All programs but those that depend on an adapter's shape; those of few slots first."""
@@ -113,6 +115,10 @@ class SamplerPrograms:
             choice=greedy_choice(S),
             adjusted=warm_rows(self.mesh, S, self.cfg.vocab) if adjusted else None,
             states_S=np.zeros(S, np.int32) if self.pool.states else None,
+            before_M=like(np.zeros(self.shapes.slots[-1], np.int32), replicated(self.mesh))
+            if self.runs_ahead
+            else None,
+            from_S=np.zeros(S, np.int32) if self.runs_ahead else None,
         )
         stack, cache = self._stack(width), self._cache()
         decode.lower(self.cfg, self.mesh, self.chunk, 0, self.params, stack, cache, rows, np.int32(1)).compile()

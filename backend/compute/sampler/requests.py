@@ -16,7 +16,7 @@ from tinkerflow.backend.commands import Candidates, Int32, NewTokens, SampledSeq
 from tinkerflow.backend.compute.sampler.constraints import Matcher
 from tinkerflow.backend.compute.sampler.pages import PageTable
 from tinkerflow.backend.compute.sampler.prompt_scores import PromptScores
-from tinkerflow.backend.compute.sampler.sampling import UniformStream
+from tinkerflow.backend.compute.sampler.sampling import UniformStream, normal_temperature, normal_top_p
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 from tinkerflow.backend.compute.sampler.stops import StopDetector
 
@@ -55,6 +55,13 @@ class ParentRequest:
         return PrefixScope(self.request.owner, self.snapshot)
 
     @cached_property
+    def choice(self) -> tuple[float, int, float, float]:
+        """How its tokens are drawn, in the order of `sampling.Choice`; its top_k may be more than the vocabulary."""
+        asked = self.request
+        top_k = min(asked.top_k, np.iinfo(np.int32).max)
+        return normal_temperature(asked.temperature), top_k, normal_top_p(asked.top_p), asked.min_p
+
+    @cached_property
     def prompt_tokens(self) -> Int32:
         """The tokens of the prompt, each once."""
         return np.unique(self.request.prompt_T)
@@ -76,6 +83,7 @@ class ActiveSequence:
     prompt's pages, if pages of `table` are copies of them, until a chunk is decoded: before, nobody knows whether they
     are finite. unproven: from this place in its table on, no chunk was decoded from its pages; None after a chunk.
     preempted: it had to leave its slot before its end. matcher: where it stands in the request's constraint, if any.
+    ahead: tokens of it that the devices were asked for and that nobody has read yet; it may have ended before them.
     """
 
     parent: ParentRequest
@@ -90,16 +98,28 @@ class ActiveSequence:
     unproven: int | None = None
     preempted: bool = False
     matcher: Matcher | None = None
+    ahead: int = 0
 
     @property
     def remaining(self) -> int:
-        """How many tokens it may still have."""
-        return self.parent.limit - len(self.tokens)
+        """How many tokens the devices may still be asked for."""
+        return self.parent.limit - len(self.tokens) - self.ahead
 
     @property
     def cached(self) -> int:
-        """How many of its tokens the cache holds while it decodes: all but the last."""
-        return len(self.parent.request.prompt_T) + len(self.tokens) - 1
+        """How many of its tokens the cache holds after what the devices were asked for: all but the last."""
+        return len(self.parent.request.prompt_T) + len(self.tokens) + self.ahead - 1
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has all of its tokens."""
+        return self.index in self.parent.done
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must know its tokens before the devices are asked for more."""
+        asked = self.parent.request.adjustments
+        return self.matcher is not None or (asked is not None and asked.penalises)
 
     @property
     def most_cached(self) -> int:
@@ -123,11 +143,12 @@ class ActiveSequence:
         self.unproven = None
         if top is not None:
             self.top.append(top)
-        tokens, logprobs = tokens[: self.remaining], logprobs[: self.remaining]
+        left = self.parent.limit - len(self.tokens)
+        tokens, logprobs = tokens[:left], logprobs[:left]
         end = self.stops.end_of(tokens)
         self.tokens += tokens[:end]
         self.logprobs += logprobs[:end]
-        if end is None and self.remaining > 0:
+        if end is None and len(tokens) < left:
             return False
         self.parent.done[self.index] = SampledSequence(
             tokens_T=np.asarray(self.tokens, np.int32),

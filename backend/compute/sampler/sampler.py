@@ -4,6 +4,13 @@ A step admits and cancels, prefills a bounded number of prompt tokens or decodes
 there is little to prefill), and reports the requests that are done. A step takes about as long whatever is asked, so
 training commands and short requests between steps never wait long.
 
+Off CPUs it runs ahead: a step asks the devices for its chunk, and then reads the chunk of the step before. So they
+compute while the host hands tokens out, answers, and waits for the next command. Last tokens stay on the devices; a
+sequence that had ended is found out one chunk later, and what was decoded after its end is dropped. Where the host must
+know the tokens first, because of penalties, a constraint, or a sequence that has to wait again, the chunk is read
+before the next one is begun. What a step does follows from commands and from chunks that were read, and a chunk is
+always read in the same step: so processes of a group agree.
+
     request --admit--> Scheduler --next_group--> prefill --join--> decode, chunk by chunk --hand_out--> result
                            '--next_short_group--> served beside the batch within one chunk --'
 """
@@ -12,9 +19,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -35,10 +43,10 @@ from tinkerflow.backend.compute.mesh import FSDP
 from tinkerflow.backend.compute.params import by_layer
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
-from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
 from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
-from tinkerflow.backend.compute.sampler.prompt_scores import prompt_scores
+from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, prompt_scores
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup, Scheduler
@@ -55,6 +63,7 @@ if TYPE_CHECKING:  # memory.py counts in this room's pages
 log = logging.getLogger(__name__)
 
 _PREFILL_BUDGET = 2 * PREFILL_TOKENS[-1]  # padded prompt tokens of one step
+_KEPT_MATCHERS = 32  # of constraints that were asked last: a grammar takes up to seconds to compile
 _SHORT = 4  # sequences that are decoded beside the batch together
 _FILLING_STEPS = 3  # the most steps in a row that only prefill: a fuller batch decodes for the price of this one
 _WORTH = 4  # the batch waits so long when at least one sequence is to join for so many that are in it
@@ -87,8 +96,17 @@ class Sampler:
         self._pool = PagePool(plan.pages, shards=shards, page=page, states=plan.states)
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
+        self._runs_ahead = not on_cpu()  # on CPUs, decoding after an end costs more than the host's work
         self._programs = SamplerPrograms(
-            cfg, mesh, self._shapes, params, self._pool, config.decode_chunk, self._max_context, usual
+            cfg,
+            mesh,
+            self._shapes,
+            params,
+            self._pool,
+            config.decode_chunk,
+            self._max_context,
+            usual,
+            self._runs_ahead,
         )
         most = None if on_cpu() else config.resident_snapshots
         most_bytes = plan.uses.snapshots if plan.uses else None
@@ -97,8 +115,18 @@ class Sampler:
         )
         self._scheduler = Scheduler(self._shapes, config.sample_slots, self._pool)
         self._model = SamplerModel(
-            cfg, mesh, params, self.snapshots, self._pool, chunk=config.decode_chunk, max_context=self._max_context
+            cfg,
+            mesh,
+            params,
+            self.snapshots,
+            self._pool,
+            chunk=config.decode_chunk,
+            max_context=self._max_context,
+            most_ahead=self._shapes.slots[-1] if self._runs_ahead else None,
         )
+        self._matcher = lru_cache(_KEPT_MATCHERS)(self._new_matcher)
+        self._asked: Chunk | None = None  # it is not read yet
+        self._prefilled: PieceScores | None = None  # of the last step that only prefilled
         self._served_short = False  # in the last step
         self._filling = 0  # steps in a row that only prefilled
         self._failed: list[SampleResult] = []
@@ -158,6 +186,7 @@ class Sampler:
         self.snapshots.clear()
         self._failed, self._streamed, self._served_short = [], [], False
         self._scheduler.clear()
+        self._forget_asked()
         self._model.clear()
         self._start_over()
 
@@ -185,6 +214,7 @@ class Sampler:
             log.exception("a sample step failed; every request in it is answered with an error")
             text = f"the sampler's batch failed ({type(error).__name__}: {error}); the same request may work later"
             self._failed += [SampleResult(name, error=text, category="server") for name in self._scheduler.clear()]
+            self._forget_asked()
             self._model.clear()
         finished = (*self._failed, *self._scheduler.finish())
         streamed, self._failed, self._streamed = tuple(self._streamed), [], []
@@ -198,7 +228,7 @@ class Sampler:
         try:
             snapshot = None if request.snapshot_id is None else self.snapshots.find(request.snapshot_id)
             decoder = self._text if request.stop_strings else None
-            matcher = self._matcher(request.constraint)
+            matcher = self._matcher(request.owner, request.constraint) if request.constraint else None
         except UserError as error:
             self._failed.append(SampleResult(request.request_id, error=error.message))
             return
@@ -227,8 +257,9 @@ class Sampler:
     def _text(self) -> Decode:
         return load_decode(self._config.model_path)
 
-    def _matcher(self, constraint: Constraint | None) -> Matcher | None:
-        return None if constraint is None else new_matcher(self._config.model_path, self._cfg.vocab, constraint)
+    def _new_matcher(self, owner: str, constraint: Constraint) -> Matcher:
+        """By owner: how long the answer takes must not tell what other owners asked."""
+        return new_matcher(self._config.model_path, self._cfg.vocab, constraint)
 
     def _cancel(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
@@ -237,8 +268,12 @@ class Sampler:
     def _start_over(self) -> None:
         """Be idle, so that the shapes which later requests meet depend on them alone."""
         self._filling = 0
+        self._forget_asked()
         self._scheduler.rest()
         self.snapshots.reset()
+
+    def _forget_asked(self) -> None:
+        self._asked, self._prefilled = None, None
 
     # ------------------------------------------------------------------ prefill, or a chunk of the batch
     def _prefill_or_decode(self) -> None:
@@ -248,7 +283,10 @@ class Sampler:
             self._decode()
         else:
             self._filling += 1
-            self._model.wait()  # a command between steps must not wait for several of them
+            self._read_asked()
+            before, self._prefilled = self._prefilled, self._model.last_piece
+            # A command between steps must not wait for several of them.
+            jax.block_until_ready(before if self._runs_ahead else self._prefilled)
 
     def _fills_up(self) -> bool:
         """Whether one more step may prefill before the batch decodes: many are to join soon, or there is no batch."""
@@ -281,19 +319,20 @@ class Sampler:
     def _decode(self) -> None:
         """One chunk of every sequence."""
         scheduler = self._scheduler
+        if any(sequence.needs_host for sequence in scheduler.running):
+            self._read_asked()
         self._constrain()
-        if not scheduler.busy:
-            return
-        steps = self._steps()
-        scheduler.make_room(steps)
-        if not scheduler.busy:
-            return  # a group in prefill has the pages: who was preempted begins again after it
-        self.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
-        self._hand_out(scheduler.decoding, steps)
+        while not scheduler.make_room(steps := self._steps()):
+            self._read_asked()
+        if running := scheduler.running:  # else a group in prefill has the pages: who was preempted begins after it
+            self.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
+            self._ask(running, steps)
+        else:
+            self._read_asked()
 
     def _constrain(self) -> None:
         """Compute what each constrained sequence may say next; requests for which that is nothing are answered."""
-        for sequence in tuple(self._scheduler.decoding):
+        for sequence in self._scheduler.running:
             request_id = sequence.parent.request.request_id
             if sequence.matcher is None or not self._scheduler.holds(request_id):
                 continue
@@ -308,9 +347,10 @@ class Sampler:
 
         One when a sequence is constrained: its last token decides which may be the next.
         """
-        if any(sequence.matcher is not None for sequence in self._scheduler.decoding):
+        running, chunk = self._scheduler.running, self._config.decode_chunk
+        if not running or any(sequence.matcher is not None for sequence in running):
             return 1
-        remaining, chunk = [sequence.remaining for sequence in self._scheduler.decoding], self._config.decode_chunk
+        remaining = [sequence.remaining for sequence in running]
         return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))
 
     def _serve_short(self) -> bool:
@@ -329,31 +369,55 @@ class Sampler:
             self._model.prefill_piece(group)
         self._fail_unscored(group)
         if sequences := scheduler.join_beside(group):
-            self._hand_out(sequences, max(sequence.remaining for sequence in sequences))
+            self._ask(sequences, max(sequence.remaining for sequence in sequences))
         return True
 
     # ------------------------------------------------------------------ results
-    def _hand_out(self, sequences: Sequence[ActiveSequence], steps: int) -> None:
-        """Decode `steps` tokens of every sequence, and give each what was decoded for it. Those that end leave."""
+    def _ask(self, sequences: Sequence[ActiveSequence], steps: int) -> None:
+        """Ask the devices for `steps` tokens of every sequence, and read what they were asked for before.
+
+        Where the sampler does not run ahead, that is read at once, too.
+        """
         slots, held = self._scheduler.held(sequences)
-        decoded = self._model.decode_chunk(slots, held, steps)
-        finite_S = np.asarray(np.isfinite(decoded.logprobs_CS).all(axis=0))
-        for slot, sequence in held:
-            if not self._scheduler.holds(sequence.parent.request.request_id):
-                continue  # another sample of it has failed
-            count = min(steps, sequence.remaining)
-            logprobs_C = decoded.logprobs_CS[:count, slot]
+        before, self._asked = self._asked, self._model.decode_chunk(slots, held, steps, self._asked)
+        for sequence in sequences:
+            sequence.ahead += steps
+        if before is not None:
+            self._hand_out(before)
+        if not self._runs_ahead:
+            self._read_asked()
+
+    def _read_asked(self) -> None:
+        """Read what the devices were asked for, if they were: no sequence has tokens that are not read yet."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self._hand_out(asked)
+
+    def _hand_out(self, chunk: Chunk) -> None:
+        """Give each sequence what was decoded for it, as soon as that is there. Those that end leave."""
+        decoded, steps = self._model.read(chunk), chunk.steps
+        finite_CS = np.isfinite(decoded.logprobs_CS[:steps])
+        finite_S = [
+            steps if whole else int(bad) for whole, bad in zip(finite_CS.all(0), finite_CS.argmin(0), strict=True)
+        ]
+        tokens_SC = np.asarray(decoded.tokens_CS[:steps]).T.tolist()
+        logprobs_SC = np.asarray(decoded.logprobs_CS[:steps]).T.tolist()
+        for slot, sequence in chunk.held:
+            sequence.ahead -= steps
+            if not self._scheduler.expects(sequence):
+                continue  # it has ended in the chunk before, or its request is gone
+            count = min(steps, sequence.parent.limit - len(sequence.tokens))
             top = None
             if sequence.parent.request.topk_sample:
                 assert decoded.top_CSk is not None and decoded.top_logprobs_CSk is not None
                 listed, their_logprobs = decoded.top_CSk[:count, slot], decoded.top_logprobs_CSk[:count, slot]
                 top = Candidates(np.asarray(listed), np.asarray(their_logprobs))
-            if not np.isfinite(logprobs_C).all():
+            if finite_S[slot] < count:
                 self._fail(sequence.parent)
                 continue
             start = len(sequence.tokens)
-            if sequence.take(decoded.tokens_CS[:count, slot].tolist(), logprobs_C.tolist(), top):
-                self._scheduler.end(sequence, finite=bool(finite_S[slot]))
+            if sequence.take(tokens_SC[slot], logprobs_SC[slot], top):
+                self._scheduler.end(sequence, finite=finite_S[slot] == steps)
             if sequence.parent.request.stream:
                 self._streamed.append(sequence.since(start, top))
 

@@ -24,6 +24,7 @@ _TINY = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for
 _COLUMNS = 128
 _WIDTHS = (8, 32, 128)
 ALTERNATIVES = 2**63  # the index of the random numbers of a prompt's alternative tokens: that of no sample
+_MADE = 128  # random numbers that are made at once: a few take as long
 _ONE_BITS = 30  # the bits of floats in [0, 1] are integers below 2**30
 
 
@@ -52,11 +53,16 @@ class UniformStream:
     def __init__(self, seed: int, index: int) -> None:
         """`seed` of up to 64 bits, negative ones as two's complement; `index` of the sample in its request."""
         self._bits = np.random.Philox(key=(seed & (2**64 - 1)) | index << 64)
+        self._made = np.zeros(0, np.float32)  # and not taken yet
 
     def take(self, count: int) -> Float32:
         """The next `count` numbers, float32 in (0, 1): never 0 or 1, which are outside of every token's share."""
-        raw = self._bits.random_raw(count) >> np.uint64(41)
-        return np.asarray((raw.astype(np.float64) + 0.5) * 2.0**-23, np.float32)
+        if len(self._made) < count:
+            raw = self._bits.random_raw(max(count, _MADE)) >> np.uint64(41)
+            made = np.asarray((raw.astype(np.float64) + 0.5) * 2.0**-23, np.float32)
+            self._made = np.concatenate([self._made, made])
+        taken, self._made = self._made[:count], self._made[count:]
+        return taken
 
 
 def normal_temperature(temperature: float) -> float:

@@ -226,13 +226,22 @@ class Scheduler:
         return len(self._parents) - self.active
 
     @property
+    def running(self) -> list[ActiveSequence]:
+        """The sequences that the next chunk decodes: those of which the devices are to be asked for more tokens."""
+        return [sequence for sequence in self.decoding if sequence.remaining > 0]
+
+    @property
     def busy(self) -> int:
-        """Sequences in slots."""
-        return len(self.decoding)
+        """How many slots the next chunk needs."""
+        return len(self.running)
 
     def holds(self, request_id: str) -> bool:
         """Whether a request of that id is on its way."""
         return request_id in self._parents
+
+    def expects(self, sequence: ActiveSequence) -> bool:
+        """Whether what was decoded for the sequence is its own: it has not ended, and its request is not gone."""
+        return self._parents.get(sequence.parent.request.request_id) is sequence.parent and not sequence.ended
 
     def held(self, sequences: Sequence[ActiveSequence]) -> tuple[int, Held]:
         """How many slots a dispatch for these sequences has, and the slot of each.
@@ -472,9 +481,10 @@ class Scheduler:
                 pool.keep_state(Key(scope, job.states[border]), past)
         for job in group.jobs:
             self._forget_past(job)
-            while job.sequences and self.busy < self._max_slots and (table := self._forked(job)) is not None:
-                sequence = job.sequences.popleft()
-                self._start(sequence, job, table)
+            free = self._max_slots - self.busy
+            while job.sequences and free > 0 and (table := self._forked(job)) is not None:
+                self._start(job.sequences.popleft(), job, table)
+                free -= 1
             if not job.sequences:
                 pool.release(job.table)
         self._end_group_without_sequences()
@@ -511,7 +521,7 @@ class Scheduler:
     def _forked(self, job: PrefillJob) -> PageTable | None:
         """A table for one of a job's sequences, in the shard where the fewest decode and a slot is free."""
         counts = [0] * self._pool.shards
-        for sequence in self.decoding:
+        for sequence in self.running:
             counts[sequence.table.shard] += 1
         shards = sorted(range(len(counts)), key=lambda shard: (counts[shard], shard != job.table.shard))
         tables = (self._pool.fork(job.table, shard) for shard in shards if counts[shard] < self._slots_of_a_shard)
@@ -527,13 +537,16 @@ class Scheduler:
             self.group = None
 
     # ------------------------------------------------------------------ slots
-    def make_room(self, steps: int) -> None:
-        """Give each sequence pages for `steps` more tokens; the youngest wait again where there are too few."""
+    def make_room(self, steps: int) -> bool:
+        """Give each sequence pages for `steps` more tokens; the youngest wait again where there are too few.
+
+        False when one is to wait again of which tokens are not read yet: they are to be read, and room made again.
+        """
         for sequence in self.decoding:
             if sequence.unproven is None:
                 self._pool.release(sequence.source)
         order = {parent: place for place, parent in enumerate(self._parents.values())}
-        oldest = sorted(self.decoding, key=lambda one: (not one.preempted, order[one.parent], one.index))
+        oldest = sorted(self.running, key=lambda one: (not one.preempted, order[one.parent], one.index))
         for shard in range(self._pool.shards):
             mine, served = [one for one in oldest if one.table.shard == shard], 0
             while served < len(mine):
@@ -541,8 +554,11 @@ class Scheduler:
                 end = sequence.cached + min(steps, sequence.remaining)
                 if self._pool.extend(sequence.table, sequence.cached, end):
                     served += 1
+                elif mine[-1].ahead:
+                    return False
                 else:
                     self._preempt(mine.pop())
+        return True
 
     def end(self, sequence: ActiveSequence, *, finite: bool) -> None:
         """The sequence has ended: its slot and its pages are free. finite: and so is what was decoded after its end."""
@@ -558,9 +574,15 @@ class Scheduler:
         self._waiting.appendleft(rest)
 
     def _release(self, sequence: ActiveSequence, *, failed: bool = False) -> None:
-        """Free its pages. What was decoded shows that they are finite; nobody knows of pages nobody decoded from."""
-        for table in (sequence.source, sequence.table):
-            self._pool.release(table, spoiled=0 if failed else sequence.unproven)
+        """Free its pages. What was decoded shows that they are finite; nobody knows of pages nobody decoded from.
+
+        Nor of those which a chunk writes that is not read yet. It is computed before anything that they are taken for.
+        """
+        unproven = sequence.unproven
+        if sequence.ahead and unproven is None:
+            unproven = (sequence.cached - sequence.ahead) // self._pool.page
+        self._pool.release(sequence.source, spoiled=0 if failed else sequence.unproven)
+        self._pool.release(sequence.table, spoiled=0 if failed else unproven)
 
 
 def _widths(jobs: list[PrefillJob]) -> Widths:

@@ -12,6 +12,7 @@ import pytest
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
 from tinkerflow.backend.commands import Adjustments, Constraint
+from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.constraints import everything, new_matcher, words
 from tinkerflow.backend.compute.sampler.decode import decode
 from tinkerflow.backend.errors import UserError
@@ -52,6 +53,21 @@ def text(folder: Path) -> Any:
         return str(tokenizer.decode(tokens[:-1]))
 
     return read
+
+
+def test_a_constraint_is_compiled_once_for_each_owner(
+    qwen: Any, ask: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, made = qwen.sampler(model_path=str(folder)), list[Constraint]()
+
+    def counted(where: str, vocab: int, constraint: Constraint) -> Any:
+        made.append(constraint)
+        return new_matcher(where, vocab, constraint)
+
+    monkeypatch.setattr(sampler_module, "new_matcher", counted)
+    for name, owner, constraint in [("a", "x", REGEX), ("b", "x", REGEX), ("c", "x", LARK), ("d", "y", REGEX)]:
+        sampler._admit(ask(name, [1, 2], owner=owner, constraint=constraint))
+    assert made == [REGEX, LARK, REGEX]
 
 
 def fits(found: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import PromptWishes, SampleRequest, SampleResult, SampleStep
+from tinkerflow.backend.commands import Adjustments, PromptWishes, SampleRequest, SampleResult, SampleStep
 from tinkerflow.backend.compute.mesh import FSDP
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.pages import PageTable
@@ -76,15 +76,23 @@ class Devices:
     """In the place of the sampler's model. The cells of a page are a list; page 0 of each shard stays empty."""
 
     def __init__(
-        self, cfg: Any, mesh: Any, params: Any, snapshots: Snapshots, pool: Any, *, chunk: int, max_context: int
+        self,
+        cfg: Any,
+        mesh: Any,
+        params: Any,
+        snapshots: Snapshots,
+        pool: Any,
+        *,
+        chunk: int,
+        max_context: int,
+        most_ahead: int | None,
     ) -> None:
         self.snapshots, self.pool, self.chunk, self.width = snapshots, pool, chunk, pool.pages_for(max_context)
+        self.runs_ahead, self.last_piece = most_ahead is not None, None
         self.clear()
 
     def clear(self) -> None:
         self.cells: list[list[Cell]] = [[None] * self.pool.page for _ in range(self.pool.pages * self.pool.shards)]
-
-    def wait(self) -> None: ...
 
     def settle(self) -> None:
         for source, into in self.pool.pending():
@@ -141,14 +149,17 @@ class Devices:
         wanted = any(job.wants(start, start + size) for job in group.jobs)
         group.advance(size, PieceScores(logprobs_BQ) if wanted else None)
 
-    def decode_chunk(self, slots: int, held: Any, steps: int) -> Any:
+    def decode_chunk(self, slots: int, held: Any, steps: int, before: Any) -> Any:
         self.settle()
-        assert held
+        assert held and all(sequence.remaining > 0 for _, sequence in held)
+        assert before is None or self.runs_ahead
+        texts: dict[Any, list[int]] = {}
         assert len({slot for slot, _ in held}) == len(held)
         tokens_CS, logprobs_CS = np.zeros((self.chunk, slots), np.int32), np.zeros((self.chunk, slots), np.float32)
         for slot, sequence in held:
+            assert not (sequence.needs_host and sequence.ahead), "its tokens are not read yet"
             self.row(slot, slots, sequence.table, sequence.parent)
-            known = digests(sequence.prefix())
+            known = texts[sequence] = before.texts[sequence] if sequence.ahead else digests(sequence.prefix())
             finite = self.reads(sequence.table, known[:-1], sequence.parent)
             for step in range(steps):
                 place = sequence.cached + step
@@ -158,7 +169,11 @@ class Devices:
                 tokens_CS[step, slot] = next_token(known[-1], sequence.index)
                 logprobs_CS[step, slot] = -1 if finite else np.nan
                 known.append(hash((known[-1], int(tokens_CS[step, slot]))))
-        return SimpleNamespace(tokens_CS=tokens_CS, logprobs_CS=logprobs_CS, top_CSk=None, top_logprobs_CSk=None)
+        decoded = SimpleNamespace(tokens_CS=tokens_CS, logprobs_CS=logprobs_CS, top_CSk=None, top_logprobs_CSk=None)
+        return SimpleNamespace(held=held, steps=steps, decoded=decoded, texts=texts)
+
+    def read(self, chunk: Any) -> Any:
+        return chunk.decoded
 
 
 def expected(request: SampleRequest, limit: int) -> list[list[int]]:
@@ -202,6 +217,7 @@ def requests(chance: random.Random, most: int) -> Iterator[SampleRequest]:
             stop_tokens=(STOP,),
             prompt_logprobs=wishes is not None or chance.random() < 0.1,
             prompt=wishes,
+            adjustments=Adjustments(presence=1.0) if chance.random() < 0.05 else None,
         )
 
 

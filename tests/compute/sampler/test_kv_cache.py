@@ -38,6 +38,19 @@ def attended(lengths: list[int]) -> np.ndarray[Any, Any]:
     return np.asarray(o)
 
 
+def test_unused_slots_do_not_read_what_is_before_the_window_of_the_others() -> None:
+    cache, tables_SW = scattered([160, 150] + [0] * 14, np.random.default_rng(7))
+    q = jnp.ones((16, 1, H, D), jnp.float32)
+    start_S = jnp.asarray([159, 149] + [0] * 14, jnp.int32)
+
+    def attend(cache: KVCache) -> Any:
+        return kv_cache._attend_by_page(cache.k, cache.v, jnp.int32(0), jnp.asarray(tables_SW), start_S, q, 40)
+
+    before = jnp.asarray(tables_SW[:2, :3].ravel())
+    broken = KVCache(k=cache.k.at[:, before].set(np.nan), v=cache.v.at[:, before].set(np.nan))
+    np.testing.assert_array_equal(attend(broken)[:2], attend(cache)[:2])
+
+
 def test_rows_attended_in_groups_have_the_bits_of_rows_attended_together(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [160, 150, 129, 128, 97, 96, 65, 64, 63, 40, 33, 32, 31, 2, 1, 1]
     grouped = attended(lengths)

@@ -12,7 +12,7 @@ from tests.compute.closeness import close_logprobs
 
 from tinkerflow.backend.commands import LoraSpec, SampledSequence, SampleStep
 from tinkerflow.backend.compute.compiles import CompileCounter
-from tinkerflow.backend.compute.sampler.model import SamplerModel
+from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.errors import ConflictError
 
 
@@ -375,17 +375,17 @@ def test_a_prompt_that_fills_the_pool_is_served(qwen: Any, ask: Any, run_all: An
 def test_one_sample_that_is_not_finite_ends_its_request_once_and_no_other(
     qwen: Any, ask: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler, real = qwen.sampler(), SamplerModel.decode_chunk
+    sampler, real = qwen.sampler(), SamplerModel.read
 
-    def spoiled(model: SamplerModel, slots: int, held: Any, steps: int) -> Any:
-        decoded = real(model, slots, held, steps)
+    def spoiled(model: SamplerModel, chunk: Chunk) -> Any:
+        decoded = real(model, chunk)
         logprobs = np.array(decoded.logprobs_CS)
-        for slot, sequence in held:
+        for slot, sequence in chunk.held:
             if sequence.parent.request.request_id == "bad" and sequence.index < 2:
                 logprobs[:, slot] = np.nan
         return decoded.replace(logprobs_CS=logprobs)
 
-    monkeypatch.setattr(SamplerModel, "decode_chunk", spoiled)
+    monkeypatch.setattr(SamplerModel, "read", spoiled)
     progress = sampler.step(SampleStep((ask("bad", prompt(20), 8, num_samples=3), ask("good", prompt(30), 20))))
     finished = [*progress.finished]
     while progress.active or progress.waiting:

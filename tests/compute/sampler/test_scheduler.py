@@ -49,7 +49,7 @@ def admit(line: Scheduler, ask: Any) -> Any:
 
 def advance(line: Scheduler) -> list[ActiveSequence]:
     """Prefill the next group wholly, and let its sequences join: those that do."""
-    group, before = line.next_group(), line.busy
+    group, before = line.next_group(), len(line.decoding)
     assert group is not None
     while group.remaining > 0:
         group.advance(group.piece, None)

@@ -1,0 +1,112 @@
+"""Chunks that are asked for before the last one is read: the same results, and devices that need not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.compute.closeness import close_logprobs
+from tests.compute.sampler.tokenizer import END, save_tokenizer
+
+from tinkerflow.backend.commands import Adjustments, Constraint, SampleStep
+from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.compute.sampler import sampler as sampler_module
+from tinkerflow.backend.compute.sampler.model import SamplerModel
+
+SMALL = {"sample_slots": 4, "decode_chunk": 4}
+
+
+@pytest.fixture
+def ahead(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """ahead(…): a sampler that runs ahead, as those off CPUs do."""
+
+    def make(**changes: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler_module, "on_cpu", lambda: False)
+            return qwen.sampler(**SMALL, **changes)
+
+    return make
+
+
+def test_the_results_are_those_of_a_sampler_that_reads_every_chunk_first(
+    qwen: Any, ahead: Any, ask: Any, run_all: Any, prompt: Any, tmp_path: Path
+) -> None:
+    save_tokenizer(tmp_path)
+    drawn = {"temperature": 1.0, "seed": 7}
+    requests = [
+        ask("greedy", prompt(30), 40),
+        ask("stops", prompt(40), 60, **drawn, num_samples=3, stop_tokens=tuple(range(30))),
+        ask("penalised", prompt(20), 30, **drawn, adjustments=Adjustments(presence=0.5, repetition=1.2)),
+        ask("constrained", prompt(25), 20, **drawn, constraint=Constraint("regex", r"[ab]{3,9}-\d\d", (END,))),
+        ask("scored", prompt(33), 3, prompt_logprobs=True, topk_sample=2),
+    ]
+    shape = {"pages": 10, "page": 32, "model_path": str(tmp_path)}  # too few for all: some are preempted
+    expected = run_all(qwen.sampler(**SMALL, **shape), *requests)
+    sampler = ahead(**shape)
+    found = run_all(sampler, *requests)
+    assert sampler.pages.used == 0
+    for request in requests:
+        one, other = expected[request.request_id], found[request.request_id]
+        assert one.error is None and other.error is None
+        for mine, theirs in zip(one.sequences, other.sequences, strict=True):
+            assert mine.tokens_T.tolist() == theirs.tokens_T.tolist()
+            assert mine.stop_reason == theirs.stop_reason
+            close_logprobs(mine.logprobs_T, theirs.logprobs_T, ulps=128)
+
+
+def test_a_chunk_is_asked_for_before_the_last_one_is_read(
+    ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    def watched(name: str, real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            happened.append(name)
+            return real(*args)
+
+        return call
+
+    for name in ("decode_chunk", "read"):
+        monkeypatch.setattr(SamplerModel, name, watched(name, getattr(SamplerModel, name)))
+    run_all(ahead(), ask("a", prompt(20), 12))
+    assert happened == ["decode_chunk", "decode_chunk", "read", "decode_chunk", "read", "read"]
+    happened.clear()
+    run_all(ahead(), ask("a", prompt(20), 12, adjustments=Adjustments(frequency=1.0)))
+    assert happened == ["decode_chunk", "read"] * 3, "penalties count tokens that the host must know"
+
+
+def test_who_is_cancelled_frees_its_pages_at_once_and_disturbs_nobody(
+    ahead: Any, ask: Any, run_all: Any, prompt: Any
+) -> None:
+    sampler, kept = ahead(), ask("kept", prompt(20), 24, temperature=1.0)
+    expected = run_all(sampler, kept)["kept"].sequences[0]
+    sampler.step(SampleStep((kept, *(ask(name, prompt(20), 200) for name in "abc"))))
+    sampler.step(SampleStep())
+    assert sampler.pages.used == 4
+    sampler.step(SampleStep(cancel=("a", "b")))
+    assert sampler.pages.used == 2
+    result = run_all(sampler, ask("a", prompt(9), 6))  # while a chunk of the other `a` is not read yet
+    assert len(result["a"].sequences[0].tokens_T) == 6
+    assert result["kept"].sequences[0].tokens_T.tolist() == expected.tokens_T.tolist()
+
+
+def test_the_warm_up_compiles_what_running_ahead_needs(
+    ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, real, compiled = ahead(), SamplerModel.decode_chunk, list[int]()
+    for program in sampler.programs():
+        if program.name.startswith("decode, ") and program.name.endswith(" 32 columns"):
+            program.make()
+
+    def counted(model: SamplerModel, *args: Any) -> Any:
+        counter = CompileCounter()
+        chunk = real(model, *args)
+        compiled.append(counter.count)
+        return chunk
+
+    monkeypatch.setattr(SamplerModel, "decode_chunk", counted)
+    run_all(sampler, ask("a", prompt(20), 12), ask("b", prompt(20), 30, num_samples=3))
+    run_all(sampler, ask("a", prompt(20), 12))
+    assert len(compiled) > 8 and not any(compiled)
