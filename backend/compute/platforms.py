@@ -33,6 +33,8 @@ class Platform:
     many tokens of each device are multiplied by the unembedding at a time; None: as many as have logits that the caches
     hold. attention_tokens: of a row in which attention costs as much as everything else; with the kernels of `flash`
     and 4B parameters 7,000 by the number of operations, those of attention at half the speed of others.
+    prefill_tokens: how many tokens of a prompt the sampler computes at once, ascending: on CPUs few are filled up in
+    vain, and others read all weights for each piece. The largest size comes only after enough smaller ones.
     """
 
     name: str
@@ -44,9 +46,17 @@ class Platform:
     shares_memory: bool = False
     scored_rows: int | None = SCORED_ROWS
     attention_tokens: int = 8192
+    prefill_tokens: tuple[int, ...] = (128, 512, 2048)
 
 
-CPU = Platform("cpu", dtype="float32", precision=None, scored_rows=None, attention_tokens=ATTENTION_TOKENS)
+CPU = Platform(
+    "cpu",
+    dtype="float32",
+    precision=None,
+    scored_rows=None,
+    attention_tokens=ATTENTION_TOKENS,
+    prefill_tokens=(32, 64, 128, 512),
+)
 CUDA = Platform(
     "cuda",
     flags=(

@@ -30,16 +30,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.deltanet import DeltaState
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array
-from tinkerflow.backend.compute.platforms import CUDA, TPU, on_cpu, platform
+from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, on_cpu, platform
 from tinkerflow.backend.compute.sampler import paged_gpu, paged_tpu
 from tinkerflow.backend.compute.sampler.pages import PageCopy
-from tinkerflow.backend.compute.sampler.shapes import PREFILL_TOKENS
 from tinkerflow.backend.compute.sampler.states import empty_pool, pool_sharding
 
 COPIES = 16  # pages that one dispatch copies, at most
 _MASKED = -1e30
 _TOGETHER = 8  # rows of a decode step that CPUs attend together, as far as the longest of them
-_RUN = PREFILL_TOKENS[0]  # positions that prefill writes at once: they divide a page and every piece
+_RUN = CPU.prefill_tokens[0]  # positions that prefill writes at once: they divide a page and every piece
 
 
 @flax.struct.dataclass

@@ -29,9 +29,7 @@ from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, empty_querie
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice
 from tinkerflow.backend.compute.sampler.shapes import (
     LARGE_AFTER,
-    PREFILL_TOKENS,
     RANK_COLUMNS,
-    SHORT_PROMPT,
     Shapes,
     rank_columns,
 )
@@ -64,10 +62,10 @@ class SamplerPrograms:
     def all(self) -> Iterator[Program]:
         """All programs but those that depend on an adapter's shape; those of few slots first."""
         alone, *more = self.shapes.rows
-        pieces = [
-            (alone, size) for size in PREFILL_TOKENS if size <= SHORT_PROMPT or self.max_context > LARGE_AFTER * size
-        ]
-        pieces += [(rows, PREFILL_TOKENS[0]) for rows in more]
+        least, *larger, largest = self.shapes.pieces
+        pieces = [(alone, size) for size in (least, *larger)]
+        pieces += [(alone, largest)] if self.max_context > LARGE_AFTER * largest else []
+        pieces += [(rows, least) for rows in more]
         for width in _WIDTHS:
             for rows, size in pieces:
                 name = f"prefill of {rows}x{size} tokens, {width} columns"

@@ -41,7 +41,7 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
 from tinkerflow.backend.compute.mesh import FSDP
 from tinkerflow.backend.compute.params import by_layer
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
@@ -50,7 +50,7 @@ from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, prompt
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
 from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup, Scheduler
-from tinkerflow.backend.compute.sampler.shapes import PREFILL_TOKENS, make_shapes
+from tinkerflow.backend.compute.sampler.shapes import make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, usual_spec
 from tinkerflow.backend.compute.sampler.stops import Decode, StopDetector, load_decode
 from tinkerflow.backend.compute.transformer import Params
@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # memory.py counts in this room's pages
 
 log = logging.getLogger(__name__)
 
-_PREFILL_BUDGET = 2 * PREFILL_TOKENS[-1]  # padded prompt tokens of one step
+_BUDGET_PIECES = 2  # of the largest size, whose tokens one step prefills at most
 _KEPT_MATCHERS = 32  # of constraints that were asked last: a grammar takes up to seconds to compile
 _SHORT = 4  # sequences that are decoded beside the batch together
 _FILLING_STEPS = 3  # the most steps in a row that only prefill: a fuller batch decodes for the price of this one
@@ -81,18 +81,21 @@ class Sampler:
         plan: MemoryPlan,
         *,
         page: int = PAGE,
-        prefill_budget: int = _PREFILL_BUDGET,
+        prefill_budget: int | None = None,
     ) -> None:
         """An idle sampler.
 
         cfg, params: the base model. mesh: the devices that `params` are on. config: slots, chunk, context and the
         number of resident snapshots. plan: how many pages the KV cache has, and what resident snapshots may take. page:
-        positions of a page, a multiple of 32. prefill_budget: prompt tokens, padding included, that one step prefills.
+        positions of a page, a multiple of 32. prefill_budget: prompt tokens, padding included, that one step prefills;
+        None: as many as two of the largest pieces have.
         """
-        self._cfg, self._config, self._prefill_budget = cfg, config, prefill_budget
+        self._cfg, self._config = cfg, config
+        sizes = platform().prefill_tokens
+        self._prefill_budget = prefill_budget or _BUDGET_PIECES * sizes[-1]
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
         shards = mesh.shape[FSDP]
-        self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, rows_are_dear=on_cpu())
+        self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
         self._pool = PagePool(plan.pages, shards=shards, page=page, states=plan.states)
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)

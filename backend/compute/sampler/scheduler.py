@@ -54,10 +54,10 @@ class PrefillJob:
 
     score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
     the number of sequences its owner may have been served before it, had all owners shared alike. page: positions of a
-    page. table, row: its pages and its row in a group, once it is in one. known: how many tokens these pages held
-    before. overtaken: sequences that went before it and came later. branch: how many tokens there are pages of, but
-    perhaps no state to go on from: then one is kept for the next prompt. past: its states after so many tokens, which
-    are kept for others once it is computed.
+    page. sizes: of the pieces it may go in. table, row: its pages and its row in a group, once it is in one. known: how
+    many tokens these pages held before. overtaken: sequences that went before it and came later. branch: how many
+    tokens there are pages of, but perhaps no state to go on from: then one is kept for the next prompt. past: its
+    states after so many tokens, which are kept for others once it is computed.
     """
 
     parent: ParentRequest
@@ -65,6 +65,7 @@ class PrefillJob:
     sequences: deque[ActiveSequence]
     score: bool
     page: int
+    sizes: tuple[int, ...]
     start: int = 0
     table: PageTable = field(default_factory=lambda: PageTable(0))
     row: int = 0
@@ -97,7 +98,7 @@ class PrefillJob:
     @cached_property
     def borders(self) -> list[int]:
         """Where the pieces of a prompt that goes alone begin and end: from 0 to its length, or a little beyond."""
-        return [0, *accumulate(prefill_pieces(self.length, self.room))]
+        return [0, *accumulate(prefill_pieces(self.sizes, self.length, self.room))]
 
     @cached_property
     def digests(self) -> list[bytes]:
@@ -132,7 +133,7 @@ class PrefillJob:
 
         They may from the last border that a prompt which goes on has, too; and from where prompts seem to part.
         """
-        longer = {0, *accumulate(prefill_pieces(2 * self.length + SHORT_PROMPT, 4 * self.room))}
+        longer = {0, *accumulate(prefill_pieces(self.sizes, 2 * self.length + self.sizes[-2], 4 * self.room))}
         return border in (self.branch, max(set(self.borders) & longer & set(range(self.length + 1))))
 
     def keys(self, scope: PrefixScope) -> list[Key]:
@@ -175,8 +176,9 @@ class PrefillGroup:
     @property
     def piece(self) -> int:
         """How many tokens a row the next dispatch computes."""
-        room = self.jobs[0].room - self.start
-        return prefill_piece(alone=len(self.jobs) == 1, start=self.start, remaining=self.remaining, room=room)
+        first, alone = self.jobs[0], len(self.jobs) == 1
+        room = first.room - self.start
+        return prefill_piece(first.sizes, alone=alone, start=self.start, remaining=self.remaining, room=room)
 
     def begin(self, known: int) -> None:
         """The first `known` tokens of each prompt are in its pages."""
@@ -277,8 +279,7 @@ class Scheduler:
         tokens = np.asarray(request.prompt_T, np.int32)
         start = max(self._now, self._next_start.get(request.owner, 0))
         self._next_start[request.owner] = start + len(sequences)
-        scored, page = parent.scores is not None, self._pool.page
-        job = PrefillJob(parent, tokens, deque(sequences), score=scored, page=page, start=start)
+        job = self._job(parent, tokens, deque(sequences), score=parent.scores is not None, start=start)
         if overtaken := self._overtaken_by(job):
             job.start = overtaken[0].start
             for other in overtaken:
@@ -286,6 +287,12 @@ class Scheduler:
                 other.overtaken += len(sequences)
             self._waiting = deque(sorted(self._waiting, key=lambda other: other.start))
         self._waiting.insert(bisect.bisect(self._waiting, job.start, key=lambda other: other.start), job)
+
+    def _job(
+        self, parent: ParentRequest, tokens_T: Int32, sequences: deque[ActiveSequence], *, score: bool, start: int
+    ) -> PrefillJob:
+        page, sizes = self._pool.page, self._shapes.pieces
+        return PrefillJob(parent, tokens_T, sequences, score=score, page=page, sizes=sizes, start=start)
 
     def _overtaken_by(self, job: PrefillJob) -> list[PrefillJob]:
         """The waiting jobs behind which its owner's order would put an interactive job, and before which it goes."""
@@ -570,8 +577,7 @@ class Scheduler:
         self.decoding.remove(sequence)
         self._release(sequence)
         sequence.preempted = True
-        rest = PrefillJob(sequence.parent, sequence.prefix(), deque([sequence]), score=False, page=self._pool.page)
-        self._waiting.appendleft(rest)
+        self._waiting.appendleft(self._job(sequence.parent, sequence.prefix(), deque([sequence]), score=False, start=0))
 
     def _release(self, sequence: ActiveSequence, *, failed: bool = False) -> None:
         """Free its pages. What was decoded shows that they are finite; nobody knows of pages nobody decoded from.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinkerflow.backend.compute.platforms import CPU
+
 SHORT_PROMPT = 128  # prompts up to this many tokens are prefilled together, longer ones alone
 PREFILL_ROWS = (1, 4, 16)
-PREFILL_TOKENS = (32, 64, 128, 512)
-LARGE_AFTER = 4  # a piece larger than SHORT_PROMPT is at most a quarter of what comes before it
+LARGE_AFTER = 4  # a piece of the largest size is at most a quarter of what comes before it
 RANK_COLUMNS = 32
 _FACTOR = 4
 _FEW_SLOTS = 4  # a step of two takes nearly as long
@@ -21,11 +22,13 @@ _FEW_SLOTS = 4  # a step of two takes nearly as long
 class Shapes:
     """The sizes in use by one sampler, ascending. `slots` and `rows` are multiples of the mesh's fsdp axis.
 
-    rows_are_dear: the devices take longer for every row of a step, used or not.
+    pieces: tokens of a row that are prefilled at once: `Platform.prefill_tokens`. rows_are_dear: the devices take
+    longer for every row of a step, used or not.
     """
 
     slots: tuple[int, ...]
     rows: tuple[int, ...]
+    pieces: tuple[int, ...]
     rows_are_dear: bool = False
 
     def together(self, prompts: int) -> int:
@@ -43,11 +46,13 @@ class Shapes:
         return at_least(self.slots, sequences)
 
 
-def make_shapes(*, max_slots: int, fsdp: int, rows_are_dear: bool = False) -> Shapes:
+def make_shapes(
+    *, max_slots: int, fsdp: int, pieces: tuple[int, ...] = CPU.prefill_tokens, rows_are_dear: bool = False
+) -> Shapes:
     """The sizes of one sampler.
 
     max_slots: the most sequences that decode together, rounded up to a multiple of fsdp. fsdp: devices that rows are
-    split over. rows_are_dear: as in `Shapes`.
+    split over. pieces, rows_are_dear: as in `Shapes`.
     """
     slots = _ladder(1, max_slots)
     if rows_are_dear and max_slots > _FEW_SLOTS:
@@ -55,12 +60,16 @@ def make_shapes(*, max_slots: int, fsdp: int, rows_are_dear: bool = False) -> Sh
     return Shapes(
         slots=_multiples(slots, fsdp),
         rows=_multiples([rows for rows in PREFILL_ROWS if rows <= slots[-1]], fsdp),
+        pieces=pieces,
         rows_are_dear=rows_are_dear,
     )
 
 
-def prefill_piece(*, alone: bool, start: int, remaining: int, room: int) -> int:
-    """How many tokens of each prompt to compute next: one of PREFILL_TOKENS, at most `room` (itself a multiple of 32).
+def prefill_piece(sizes: tuple[int, ...], *, alone: bool, start: int, remaining: int, room: int) -> int:
+    """How many tokens of each prompt to compute next: one of `sizes`, at most `room` or the smallest.
+
+    sizes: ascending. alone: whether no other prompt goes with it. start: tokens that are computed. remaining: those
+    that are not. room: positions that its pages have for them.
 
     A prompt goes in pieces of several sizes, so that little is computed only to fill up: the smallest size that holds
     all that remains if that is no dearer than pieces which are filled, else the largest that is filled wholly. On CPUs
@@ -69,21 +78,24 @@ def prefill_piece(*, alone: bool, start: int, remaining: int, room: int) -> int:
     and its continuation are cut alike up to the last few borders, and the one may begin with what was computed for the
     other. Prompts that go together always use the smallest size: each ends within one piece of the others' borders.
     """
-    least = PREFILL_TOKENS[0]
+    least = sizes[0]
     if not alone or remaining <= least:
         return least
-    sizes = tuple(size for size in PREFILL_TOKENS if size <= max(SHORT_PROMPT, start // LARGE_AFTER))
+    sizes = tuple(size for size in sizes if size <= max(sizes[-2], start // LARGE_AFTER))
     holding = at_least(sizes, remaining)
     if holding <= room and (holding <= 2 * least or 4 * remaining >= 3 * holding):
         return holding
-    return max(size for size in sizes if size <= min(remaining, room))
+    return max((size for size in sizes if size <= min(remaining, room)), default=least)
 
 
-def prefill_pieces(tokens: int, room: int) -> list[int]:
-    """The sizes of all pieces of a prompt that is prefilled alone, `tokens` of it, into pages of `room` positions."""
+def prefill_pieces(sizes: tuple[int, ...], tokens: int, room: int) -> list[int]:
+    """The sizes of all pieces of a prompt that is prefilled alone.
+
+    sizes: those there are, ascending. tokens: of the prompt. room: positions of its pages.
+    """
     pieces: list[int] = []
     while (start := sum(pieces)) < tokens:
-        pieces.append(prefill_piece(alone=True, start=start, remaining=tokens - start, room=room - start))
+        pieces.append(prefill_piece(sizes, alone=True, start=start, remaining=tokens - start, room=room - start))
     return pieces
 
 

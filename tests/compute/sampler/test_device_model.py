@@ -18,6 +18,7 @@ import pytest
 
 from tinkerflow.backend.commands import Adjustments, PromptWishes, SampleRequest, SampleResult, SampleStep
 from tinkerflow.backend.compute.mesh import FSDP
+from tinkerflow.backend.compute.platforms import CPU, CUDA
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.pages import PageTable
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores
@@ -234,6 +235,7 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
         "usual_spec": lambda *_: None,
         "SamplerPrograms": lambda *_: None,
         "on_cpu": lambda: cpu,
+        "platform": lambda: CPU if cpu else CUDA,
     }.items():
         monkeypatch.setattr(sampler_module, name, stand_in)
     monkeypatch.setattr(sampler_module.ParentRequest, "wild", False, raising=False)

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkerflow.backend.compute.platforms import CPU, CUDA
 from tinkerflow.backend.compute.sampler.pages import PAGE
 from tinkerflow.backend.compute.sampler.shapes import (
-    PREFILL_TOKENS,
     make_shapes,
     prefill_piece,
     prefill_pieces,
     rank_columns,
 )
+
+SIZES = st.sampled_from([CPU.prefill_tokens, CUDA.prefill_tokens])
 
 
 def pages_of(tokens: int) -> int:
@@ -37,17 +39,18 @@ def test_sizes_hold_everything_and_are_few(max_slots: int, fsdp: int, dear: bool
         assert all(shapes.slots_for(count) < 2 * max(count, 4 * fsdp) for count in range(1, max_slots + 1))
 
 
-@given(length=st.integers(0, 5000), rows=st.sampled_from([1, 4, 16]))
-def test_pieces_cover_a_prompt_within_its_pages(length: int, rows: int) -> None:
+@given(length=st.integers(0, 20_000), rows=st.sampled_from([1, 4, 16]), sizes=SIZES)
+def test_pieces_cover_a_prompt_within_its_pages(length: int, rows: int, sizes: tuple[int, ...]) -> None:
     room, start, pieces = pages_of(length), 0, 0
     while start < length:
-        piece = prefill_piece(alone=rows == 1, start=start, remaining=length - start, room=room - start)
-        assert piece in PREFILL_TOKENS and start + piece <= room
+        piece = prefill_piece(sizes, alone=rows == 1, start=start, remaining=length - start, room=room - start)
+        assert piece in sizes and start + piece <= room
         start += piece
         pieces += 1
-    assert start <= max(length + 31, length * 4 / 3)
+    assert start <= max(length + sizes[0] - 1, length * 4 / 3)
     if rows == 1:
-        assert pieces <= min(length, 2048) / 128 + max(length - 2048, 0) / 512 + 8
+        early = 4 * sizes[-1]  # the largest pieces come after so many tokens
+        assert pieces <= min(length, early) / sizes[-2] + max(length - early, 0) / sizes[-1] + 8
 
 
 @pytest.mark.parametrize(
@@ -72,15 +75,20 @@ def test_few_rows_lie_idle_where_they_are_dear(dear: bool, expected: list[int]) 
     ],
 )
 def test_a_prompt_is_cut_where_it_costs_least(tokens: int, pieces: list[int]) -> None:
-    assert prefill_pieces(tokens, 8192) == pieces
+    assert prefill_pieces(CPU.prefill_tokens, tokens, 8192) == pieces
 
 
-@given(length=st.integers(0, 5000), more=st.integers(1, 5000))
-def test_a_prompt_and_its_continuation_are_cut_alike(length: int, more: int) -> None:
-    whole, longer = (prefill_pieces(tokens, pages_of(tokens)) for tokens in (length, length + more))
+def test_off_cpus_a_long_prompt_goes_in_pieces_that_keep_a_device_busy() -> None:
+    assert prefill_pieces(CUDA.prefill_tokens, 1600, 1664) == [512, 512, 512, 128]
+    assert prefill_pieces(CUDA.prefill_tokens, 10_240, 10_240) == [512] * 16 + [2048]
+
+
+@given(length=st.integers(0, 20_000), more=st.integers(1, 5000), sizes=SIZES)
+def test_a_prompt_and_its_continuation_are_cut_alike(length: int, more: int, sizes: tuple[int, ...]) -> None:
+    whole, longer = (prefill_pieces(sizes, tokens, pages_of(tokens)) for tokens in (length, length + more))
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(accumulate(whole), accumulate(longer), strict=False))
     shared = max((end for end, _ in alike if end <= length), default=0)
-    assert length - shared < max(PAGE, length / 4)
+    assert length - shared < max(sizes[-2], length / 4)
 
 
 @given(ranks=st.integers(0, 5000))
