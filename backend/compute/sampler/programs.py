@@ -37,6 +37,7 @@ from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.warming import Program, like, result_of
 
+_PLAIN = 0  # columns for the base model alone
 _WIDTHS = (RANK_COLUMNS, rank_columns(RANK_COLUMNS + 1))
 _WIDE = 4  # how far from what is common the programs of several adapters in one batch are
 
@@ -46,7 +47,8 @@ class SamplerPrograms:
     """The programs of one sampler.
 
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
-    of a sequence. usual: the shape of most adapters. runs_ahead: whether chunks are asked for before the last is read.
+    of a sequence. usual: the shape of most adapters. accelerated: whether chunks are asked for before the last one is
+    read, and the base model alone has programs without adapters.
     """
 
     cfg: ModelConfig
@@ -57,7 +59,7 @@ class SamplerPrograms:
     chunk: int
     max_context: int
     usual: LoraSpec
-    runs_ahead: bool
+    accelerated: bool
 
     def all(self) -> Iterator[Program]:
         """All programs but those that depend on an adapter's shape; those of few slots first."""
@@ -66,7 +68,8 @@ class SamplerPrograms:
         pieces = [(alone, size) for size in (least, *larger)]
         pieces += [(alone, largest)] if self.max_context > LARGE_AFTER * largest else []
         pieces += [(rows, least) for rows in more]
-        for width in _WIDTHS:
+        widths = (_PLAIN, *_WIDTHS) if self.accelerated else _WIDTHS
+        for width in widths:
             for rows, size in pieces:
                 name = f"prefill of {rows}x{size} tokens, {width} columns"
                 yield Program(name, _distance(0, width), partial(self._prefill, rows, size, width))
@@ -76,9 +79,10 @@ class SamplerPrograms:
         yield Program("copies of pages", 0, partial(self._copies, copied))
         if self.pool.states:
             yield Program("copies of states", 0, partial(self._copies, copied_states))
-        for distance, slots in enumerate(self.shapes.slots):
-            name = f"decode with adjusted logits, {slots} slots"
-            yield Program(name, _distance(distance, _WIDTHS[-1]), partial(self._decode, slots, RANK_COLUMNS, True))
+        for width in widths[:-1]:
+            for distance, slots in enumerate(self.shapes.slots):
+                name = f"decode with adjusted logits, {slots} slots, {width} columns"
+                yield Program(name, _distance(distance, _WIDTHS[-1]), partial(self._decode, slots, width, True))
 
     def publishing(self, spec: LoraSpec, adapter: Lora) -> Iterator[Program]:
         """The programs that publish and sample an adapter of that shape; `adapter` needs no values."""
@@ -104,6 +108,7 @@ class SamplerPrograms:
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
 
     def _decode(self, S: int, width: int, adjusted: bool = False) -> None:
+        most = self.shapes.slots[-1]
         rows = Rows(
             tokens_S=np.zeros(S, np.int32),
             positions_S=np.zeros(S, np.int32),
@@ -113,10 +118,8 @@ class SamplerPrograms:
             choice=greedy_choice(S),
             adjusted=warm_rows(self.mesh, S, self.cfg.vocab) if adjusted else None,
             states_S=np.zeros(S, np.int32) if self.pool.states else None,
-            before_M=like(np.zeros(self.shapes.slots[-1], np.int32), replicated(self.mesh))
-            if self.runs_ahead
-            else None,
-            from_S=np.zeros(S, np.int32) if self.runs_ahead else None,
+            before_M=like(np.zeros(most, np.int32), replicated(self.mesh)) if self.accelerated else None,
+            from_S=np.zeros(S, np.int32) if self.accelerated else None,
         )
         stack, cache = self._stack(width), self._cache()
         decode.lower(self.cfg, self.mesh, self.chunk, 0, self.params, stack, cache, rows, np.int32(1)).compile()
@@ -143,6 +146,8 @@ class SamplerPrograms:
         return self.pool.pages_for(self.max_context)
 
     def _stack(self, width: int, *others: LoraSpec) -> Any:
+        if width == _PLAIN:
+            return Lora(layers={}, unembed=None)
         widths = width, width // min(divisor_of(self.cfg, spec) for spec in (self.usual, *others))
         return result_of(empty_stack, self.cfg, self.mesh, widths, self._dtype, self.params.apart)
 

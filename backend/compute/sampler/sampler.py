@@ -109,12 +109,19 @@ class Sampler:
             config.decode_chunk,
             self._max_context,
             usual,
-            self._runs_ahead,
+            accelerated=self._runs_ahead,
         )
         most = None if on_cpu() else config.resident_snapshots
         most_bytes = plan.uses.snapshots if plan.uses else None
         self.snapshots = SnapshotCache(
-            cfg, mesh, dtype.name, by_layer=params.apart, most_resident=most, most_bytes=most_bytes, usual=usual
+            cfg,
+            mesh,
+            dtype.name,
+            by_layer=params.apart,
+            most_resident=most,
+            most_bytes=most_bytes,
+            usual=usual,
+            plain=self._runs_ahead,
         )
         self._scheduler = Scheduler(self._shapes, config.sample_slots, self._pool)
         self._model = SamplerModel(

@@ -102,7 +102,7 @@ def prefill_pieces(sizes: tuple[int, ...], tokens: int, room: int) -> list[int]:
 def rank_columns(ranks: int) -> int:
     """The width of a stack of adapters whose padded ranks sum to `ranks`: 32, 128, 512 and so on.
 
-    Never 0: the base model alone sees none of 32 columns, which costs it a few per cent, and no program of its own.
+    Never 0: on CPUs the base model alone sees none of 32 columns, which costs a few per cent, but no programs.
     """
     width = RANK_COLUMNS
     while width < ranks:

@@ -93,6 +93,7 @@ class SnapshotCache:
         most_resident: int | None = None,
         usual: LoraSpec | None = None,
         most_bytes: int | None = None,
+        plain: bool = False,
     ) -> None:
         """An empty cache.
 
@@ -100,7 +101,8 @@ class SnapshotCache:
         by_layer: the stack has arrays of its own for each layer, as the weights have (`params.by_layer`).
         most_resident: how many snapshots stay on the devices; None: all. most_bytes: how many bytes of each device they
         take, unless those being sampled take more; None: any. usual: the shape of most adapters, by which an empty
-        stack is made; None: the experts have the rank of the other matrices.
+        stack is made; None: the experts have the rank of the other matrices. plain: the base model has programs without
+        a stack, for when nobody samples a snapshot.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._usual = divisor_of(cfg, usual) if usual else 1
@@ -108,6 +110,7 @@ class SnapshotCache:
         self._stack = _Stack()
         self.most_resident = most_resident
         self._most_bytes = most_bytes
+        self._plain = plain
         self._resident: dict[
             AdapterSnapshot, None
         ] = {}  # of the cached ones, on the devices: least recently used first
@@ -175,7 +178,7 @@ class SnapshotCache:
 
     @property
     def lora(self) -> Lora:
-        """The stack: A [.., K, in] and B [.., K, out], or tuples of them by layer; without pairs before it is used."""
+        """The stack: A [.., K, in] and B [.., K, out], or tuples of them by layer; without pairs while it has no K."""
         return self._stack.lora
 
     @property
@@ -190,10 +193,11 @@ class SnapshotCache:
     def use(self, wanted: Collection[AdapterSnapshot]) -> None:
         """Put every snapshot of `wanted` into the stack; other snapshots stay only while there is room.
 
-        With none wanted, there is a stack all the same, in which the base model sees no column.
+        With none wanted, there is a stack all the same, in which the base model sees no column, unless it needs none.
         """
         ordered = dict.fromkeys(wanted)
-        self._fill(list(ordered))
+        if ordered or not self._plain:
+            self._fill(list(ordered))
         for snapshot in ordered:
             if snapshot in self._resident:  # as the last one that was used
                 del self._resident[snapshot]

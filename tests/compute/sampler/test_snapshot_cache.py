@@ -11,7 +11,7 @@ import pytest
 from tests.compute.closeness import close
 
 from tinkerflow.backend.commands import LoraSpec
-from tinkerflow.backend.compute.lora import LoraPair, apply_one
+from tinkerflow.backend.compute.lora import Lora, LoraPair, apply_one
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, placed, stack_apply
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 
@@ -44,6 +44,19 @@ def test_each_row_sees_its_own_adapter(qwen: Any, snapshots: SnapshotCache, rand
             own = loras[name].layers.get(projection) if name else None
             expected = 0.0 if own is None else apply_one(x[row], (LoraPair(A=own.A[1], B=own.B[1]),))[0]
             close(got[row], np.broadcast_to(expected, got[row].shape), ulps=64, scale=1.0)
+
+
+def test_the_base_model_alone_can_do_without_a_stack(qwen: Any, random_lora: Any) -> None:
+    snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, plain=True)
+    snapshots.use([])
+    assert (snapshots.width, snapshots.lora) == (0, Lora(layers={}, unembed=None))
+    snapshots.publish("a", random_lora(qwen.cfg, LoraSpec(3), 0), LoraSpec(3))
+    snapshots.use([snapshots.find("a")])
+    assert snapshots.width == 32
+    snapshots.use([])
+    assert snapshots.width == 32, "whoever comes back finds it"
+    snapshots.reset()
+    assert snapshots.width == 0
 
 
 def test_a_snapshot_is_a_copy(qwen: Any, snapshots: SnapshotCache, random_lora: Any) -> None:
