@@ -233,7 +233,7 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
         "SnapshotCache": Snapshots,
         "by_layer": lambda cfg, params: params,
         "usual_spec": lambda *_: None,
-        "SamplerPrograms": lambda *_: None,
+        "SamplerPrograms": lambda *_, **__: None,
         "on_cpu": lambda: cpu,
         "platform": lambda: CPU if cpu else CUDA,
     }.items():
