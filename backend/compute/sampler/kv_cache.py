@@ -287,7 +287,7 @@ def _attend_by_page(
         )
         pages = jnp.minimum(jnp.max(seen) // P + 1, tables.shape[1])
         # What a page before a row's window adds (weights of exp(0)) is undone by the first page in the window.
-        first = 0
+        first: Any = 0
         if window is not None:  # an unused slot of a decode step has no page, and would begin at the first one
             here_S1 = jnp.take_along_axis(tables, jnp.min(seen, axis=(1, 2)) // P, axis=1, mode="fill", fill_value=0)
             used = (here_S1 > 0)[:, :, None, None]

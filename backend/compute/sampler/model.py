@@ -167,10 +167,9 @@ class SamplerModel:
         rows.positions_S[slots] = [sequence.cached for sequence in sequences]
         rows.columns_S2[slots] = [(one.start, one.end) for one in columns]
         rows.uniform_CS[:steps, slots] = np.stack([one.uniforms.take(steps) for one in sequences], axis=1)
-        choices = zip(*(sequence.parent.choice for sequence in sequences), strict=True)
+        choices = zip(*(sequence.parent.choice(self.cfg.vocab) for sequence in sequences), strict=True)
         for part, chosen in zip(jax.tree.leaves(rows.choice), choices, strict=True):
             part[slots] = chosen
-        np.minimum(rows.choice.top_k_S, self.cfg.vocab, out=rows.choice.top_k_S)
         return rows if self._none_M is None else self._continued(rows, held, before)
 
     def _continued(self, rows: Rows, held: Held, before: Chunk | None) -> Rows:

@@ -54,12 +54,10 @@ class ParentRequest:
         """The requests with which it may share what is computed of its prompt."""
         return PrefixScope(self.request.owner, self.snapshot)
 
-    @cached_property
-    def choice(self) -> tuple[float, int, float, float]:
-        """How its tokens are drawn, in the order of `sampling.Choice`; its top_k may be more than the vocabulary."""
+    def choice(self, vocab: int) -> tuple[float, int, float, float]:
+        """How its tokens are drawn, in the order of `sampling.Choice`. vocab: of the model."""
         asked = self.request
-        top_k = min(asked.top_k, np.iinfo(np.int32).max)
-        return normal_temperature(asked.temperature), top_k, normal_top_p(asked.top_p), asked.min_p
+        return normal_temperature(asked.temperature), min(asked.top_k, vocab), normal_top_p(asked.top_p), asked.min_p
 
     @cached_property
     def prompt_tokens(self) -> Int32:

@@ -329,11 +329,14 @@ class Sampler:
     def _decode(self) -> None:
         """One chunk of every sequence."""
         scheduler = self._scheduler
-        if any(sequence.needs_host for sequence in scheduler.running):
+        running = scheduler.running
+        if any(sequence.needs_host for sequence in running):
             self._read_asked()
-        self._constrain()
-        while not scheduler.make_room(steps := self._steps()):
+            self._constrain()
+            running = scheduler.running
+        while not scheduler.make_room(steps := self._steps(running)):
             self._read_asked()
+            running = scheduler.running
         if running := scheduler.running:  # else a group in prefill has the pages: who was preempted begins after it
             self.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
             self._ask(running, steps)
@@ -352,12 +355,12 @@ class Sampler:
                 self._scheduler.remove(request_id)
                 self._failed.append(SampleResult(request_id, error=error.message))
 
-    def _steps(self) -> int:
+    def _steps(self, running: Sequence[ActiveSequence]) -> int:
         """How many tokens to decode: up to where the first sequence reaches its limit, but half a chunk to a whole.
 
         One when a sequence is constrained: its last token decides which may be the next.
         """
-        running, chunk = self._scheduler.running, self._config.decode_chunk
+        chunk = self._config.decode_chunk
         if not running or any(sequence.matcher is not None for sequence in running):
             return 1
         remaining = [sequence.remaining for sequence in running]
@@ -406,10 +409,8 @@ class Sampler:
     def _hand_out(self, chunk: Chunk) -> None:
         """Give each sequence what was decoded for it, as soon as that is there. Those that end leave."""
         decoded, steps = self._model.read(chunk), chunk.steps
-        finite_CS = np.isfinite(decoded.logprobs_CS[:steps])
-        finite_S = [
-            steps if whole else int(bad) for whole, bad in zip(finite_CS.all(0), finite_CS.argmin(0), strict=True)
-        ]
+        finite_CS = np.isfinite(np.asarray(decoded.logprobs_CS)[:steps])
+        finite_S = np.where(finite_CS.all(axis=0), steps, finite_CS.argmin(axis=0)).tolist()  # tokens that are finite
         tokens_SC = np.asarray(decoded.tokens_CS[:steps]).T.tolist()
         logprobs_SC = np.asarray(decoded.logprobs_CS[:steps]).T.tolist()
         for slot, sequence in chunk.held:

@@ -367,8 +367,7 @@ class Scheduler:
     # ------------------------------------------------------------------ prefill
     def next_group(self) -> PrefillGroup | None:
         """The group in prefill; if there is none, and a slot and pages are free, a new one from the queue's head."""
-        free = self._max_slots - self.busy
-        if self.group is not None or not self._waiting or free < 1:
+        if self.group is not None or not self._waiting or (free := self._max_slots - self.busy) < 1:
             return self.group
         first, fitting = self._waiting[0], 1
         if not first.alone:
@@ -389,7 +388,7 @@ class Scheduler:
         """
         jobs: list[PrefillJob] = []
         short = [job for job in self._waiting if not job.alone and job.is_over_in(most_tokens)]
-        if not self.busy and len(short) == len(self._waiting):
+        if not short or (len(short) == len(self._waiting) and not self.busy):
             return None
         most_sequences = min(most_sequences, self._slots_of_a_shard)
         for job in short:
