@@ -11,7 +11,10 @@ import numpy as np
 
 
 def main() -> None:
-    """argv[1]: JSON with folder, devices (of this process), processes, rank, port, fsdp, tensor."""
+    """argv[1]: JSON with folder, devices (of this process), processes, rank, port, fsdp, tensor, ahead.
+
+    ahead: whether the sampler asks for chunks before the last one is read, as it does off CPUs.
+    """
     told: dict[str, Any] = json.loads(sys.argv[1])
     jax.config.update("jax_num_cpu_devices", told["devices"])
     if told["processes"] > 1:
@@ -34,7 +37,10 @@ def main() -> None:
     from tinkerflow.backend.compute.mesh import make_mesh
     from tinkerflow.backend.compute.params import load_params
     from tinkerflow.backend.compute.sampler import Sampler
+    from tinkerflow.backend.compute.sampler import sampler as sampler_module
 
+    if told["ahead"]:
+        sampler_module.on_cpu = lambda: False
     config = GroupConfig(told["folder"], "float32", told["fsdp"], told["tensor"], 600, 1024, 6, 8, "")
     cfg, mesh = load_config(told["folder"]), make_mesh(told["fsdp"], told["tensor"])
     params = load_params(cfg, told["folder"], mesh, "float32")

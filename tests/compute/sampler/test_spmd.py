@@ -18,9 +18,12 @@ from tinkerflow.backend.processes import free_port
 REPOSITORY = Path(__file__).parents[3]
 
 
-def group(folder: Path, *, processes: int, devices: int, fsdp: int, tensor: int) -> list[dict[str, Any]]:
+def group(
+    folder: Path, *, processes: int, devices: int, fsdp: int, tensor: int, ahead: bool = False
+) -> list[dict[str, Any]]:
     """The results that each process printed."""
     told = {"folder": str(folder), "processes": processes, "devices": devices, "fsdp": fsdp, "tensor": tensor}
+    told["ahead"] = ahead
     port = free_port()
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
     running = [
@@ -61,11 +64,11 @@ def alone(qwen: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "fsdp", "tensor"), [(2, 2, 2, 2), (2, 1, 1, 2)])
+@pytest.mark.parametrize(("processes", "devices", "fsdp", "tensor", "ahead"), [(2, 2, 2, 2, True), (2, 1, 1, 2, False)])
 def test_a_mesh_changes_nothing(
-    qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int
+    qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int, ahead: bool
 ) -> None:
-    results = group(qwen.folder, processes=processes, devices=devices, fsdp=fsdp, tensor=tensor)
+    results = group(qwen.folder, processes=processes, devices=devices, fsdp=fsdp, tensor=tensor, ahead=ahead)
     assert all(result == results[0] for result in results), "every process sees the same"
     for name, expected in alone.items():
         assert results[0][name]["tokens"] == expected["tokens"]
