@@ -36,7 +36,7 @@ from tinkerflow.api.tokens import (
 )
 from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.errors import BodyTooLargeError, UserError
-from tinkerflow.backend.ids import KEY_PREFIX
+from tinkerflow.backend.ids import KEY_PREFIX, LOCAL_OWNER
 from tinkerflow.backend.journal import Journal, KeyView, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 API = "/api/v1"
 OPEN_API = "/v1"  # of the endpoints that other vendors' clients speak
-LOCAL_OWNER = "local"
 REMEMBERED_SECONDS = 5.0  # how long a key is not looked up again, and how long a revoked key still works
 _NO_KEYS_SECONDS = 1.0
 _MOST_REMEMBERED = 10_000

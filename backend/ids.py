@@ -7,6 +7,7 @@ import secrets
 from enum import StrEnum
 
 KEY_PREFIX = "tml-"  # of every API key
+LOCAL_OWNER = "local"  # the project of callers on a server that only its own machine reaches, and that has no keys
 _ALPHABET = "0123456789abcdefghijklmnopqrstuv"
 NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.'"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")

@@ -11,9 +11,15 @@ import typer
 from rich.table import Table
 
 from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.errors import StoreError
+from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.errors import StoreError, UserError
+from tinkerflow.backend.ids import LOCAL_OWNER, new_id
+from tinkerflow.backend.index import row_of
+from tinkerflow.backend.model_card import find_model
+from tinkerflow.backend.peft_import import NAME, import_adapter, save_import
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.backend.store.upkeep import Snapshot
 from tinkerflow.deployments.options import plain_console, setting, settings_with
 from tinkerflow.deployments.parts import open_journal
@@ -122,6 +128,39 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
     print(f"restored {len(done.restored)}, known {done.known}, damaged {len(done.damaged)}")
     if done.damaged:
         raise StoreError("; ".join(done.damaged))
+
+
+@app.command("import")
+def import_folder(
+    folder: Annotated[
+        Path, typer.Argument(help="with adapter_config.json and adapter_model.safetensors, as PEFT saves")
+    ],
+    base_model: Annotated[str, typer.Option(help="a folder or hub id, as the service calls the model")],
+    project: Annotated[str, typer.Option(help="whose checkpoint it becomes")] = LOCAL_OWNER,
+    name: Annotated[str, typer.Option(help="of the checkpoint")] = NAME,
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Make a checkpoint of a PEFT adapter, to be trained on and sampled; prints its tinker:// path.
+
+    Refused, with the reason: tensors that are missing or too many, DoRA, rsLoRA, biases, modules_to_save, and other
+    features that change what an adapter computes.
+    """
+    settings = settings_with(data_dir=data_dir, store=store)
+    cfg = load_config(find_model(base_model), name=base_model)
+    state = import_adapter(cfg, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER))
+    session_id = new_id("import")
+    opened = Store.open(settings.store_url)
+    with open_journal(settings) as journal:
+        saved = save_import(opened, session_id, state, base_model=base_model, owner=project, name=name)
+        print(journal.imports.record_import(session_id, row_of(saved)))
+
+
+def _file(folder: Path, file: str) -> bytes:
+    try:
+        return (folder / file).read_bytes()
+    except OSError as error:
+        raise UserError(f"{folder}: {file} cannot be read ({error}); PEFT's save_pretrained writes it") from error
 
 
 @app.command()

@@ -27,13 +27,13 @@ from tinkerflow.backend.compute.decoder import Projection
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, Array, replicated, sharding
+from tinkerflow.backend.compute.peft_names import matrix_rank, pair_names, targets
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MAX_RANK
 from tinkerflow.backend.spec.ranks import peft_factor
 
 Tree = TypeVar("Tree")
-_PEFT = "base_model.model."  # what PEFT puts before a module's name
 
 
 @flax.struct.dataclass
@@ -133,11 +133,6 @@ def low_rank(x: jax.Array, pair: LoraPair) -> jax.Array:
     return checkpoint_name(x @ A.T, "low") * scale(A.shape[-2])
 
 
-def targets(cfg: ModelConfig, spec: LoraSpec) -> tuple[str, ...]:
-    """The names of the projections that `spec` adapts."""
-    return tuple(name for name, projection in projections(cfg).items() if getattr(spec, projection.switch))
-
-
 def init_lora(cfg: ModelConfig, spec: LoraSpec, seed: int) -> Lora:
     """A fresh adapter on the host, float32: A uniform in +-1/sqrt(in) (PEFT's kaiming uniform), B zero.
 
@@ -174,10 +169,6 @@ def _scaled(spec: LoraSpec, lora: Lora, change: Callable[[Array, int], Array]) -
 
     changed: Lora = jax.tree.map(one, lora, is_leaf=lambda node: isinstance(node, LoraPair))
     return changed
-
-
-def matrix_rank(spec: LoraSpec, projection: Projection) -> int:
-    return spec.expert_rank or spec.rank if projection.of_experts else spec.rank
 
 
 def shardings(mesh: Mesh, tree: Tree) -> Tree:
@@ -251,9 +242,8 @@ def to_peft(cfg: ModelConfig, lora: Lora) -> dict[str, npt.NDArray[np.float32]]:
     for name, pair in pairs.items():
         projection = projections(cfg)[name]
         for place in np.ndindex(projection.stack):
-            module = _PEFT + projection.name(place)
-            named[f"{module}.lora_A.weight"] = np.array(pair.A[place])
-            named[f"{module}.lora_B.weight"] = np.ascontiguousarray(pair.B[place].T)
+            A, B = pair_names(projection.name(place))
+            named[A], named[B] = np.array(pair.A[place]), np.ascontiguousarray(pair.B[place].T)
     return named
 
 
@@ -263,10 +253,10 @@ def from_peft(
     """The inverse of `to_peft`: `read(name, shape)` gives each tensor, and raises when it has none of that shape."""
 
     def pair(projection: Projection) -> LoraPair:
-        modules = [_PEFT + projection.name(place) for place in np.ndindex(projection.stack)]
+        names = [pair_names(projection.name(place)) for place in np.ndindex(projection.stack)]
         rank = matrix_rank(spec, projection)
         A_shape, B_shape = (rank, projection.inputs), (projection.outputs, rank)
-        both = [(read(f"{m}.lora_A.weight", A_shape), read(f"{m}.lora_B.weight", B_shape).T) for m in modules]
+        both = [(read(A, A_shape), read(B, B_shape).T) for A, B in names]
         A, B = (np.stack(parts) for parts in zip(*both, strict=True))
         return LoraPair(A=A.reshape(*projection.stack, *A_shape), B=B.reshape(*projection.stack, *B_shape[::-1]))
 

@@ -25,9 +25,10 @@ from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import DeltaNet, ModelConfig
 from tinkerflow.backend.compute.deltanet import CHUNK
 from tinkerflow.backend.compute.families import layers_with, projections
-from tinkerflow.backend.compute.lora import matrix_rank, shardings, targets
+from tinkerflow.backend.compute.lora import shardings
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
 from tinkerflow.backend.compute.params import params_like
+from tinkerflow.backend.compute.peft_names import matrix_rank, targets
 from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
 from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, RANK_COLUMNS

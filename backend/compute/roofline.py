@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import projections
-from tinkerflow.backend.compute.lora import matrix_rank, targets
+from tinkerflow.backend.compute.peft_names import matrix_rank, targets
 from tinkerflow.backend.compute.platforms import CUDA, MEMORY_SHARE, TPU, Platform
 from tinkerflow.backend.compute.roofline_text import Work
 from tinkerflow.backend.errors import UserError

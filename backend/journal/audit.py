@@ -30,6 +30,7 @@ class Event(StrEnum):
     CHECKPOINT_UNPUBLISHED = "checkpoint_unpublished"
     CHECKPOINT_TTL_SET = "checkpoint_ttl_set"
     CHECKPOINT_COPIED = "checkpoint_copied"
+    CHECKPOINT_IMPORTED = "checkpoint_imported"
     CHECKPOINT_SHARED = "checkpoint_shared"
     CHECKPOINT_UNSHARED = "checkpoint_unshared"
     CHECKPOINT_READ = "checkpoint_read"

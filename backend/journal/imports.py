@@ -1,4 +1,4 @@
-"""Rows of checkpoints that no client saved here: copies, and checkpoints found only in the store.
+"""Rows of checkpoints that no client saved here: copies, imports, and checkpoints found only in the store.
 
 Their runs and sessions are over from the start: nobody trains or samples in them, they only hold checkpoints.
 """
@@ -39,13 +39,19 @@ class Imports(Aggregate):
         key_id, project_id: as in NewSession.
         """
         session = NewSession(saved.owner, "", key_id=key_id, project_id=project_id)
-        detail, now = f"it holds a copy of {source_path}", self._now()
+        details = {"source_path": source_path}
         with self._write() as connection:
-            if _insert_session(connection, session_id, session, detail, now):
-                _insert_run(connection, saved, {}, detail, now)
-                put_checkpoint(connection, saved, now)
-                details = {"source_path": source_path, "size_bytes": saved.size_bytes}
-                audit.note_checkpoint(connection, now, audit.Event.CHECKPOINT_COPIED, saved, details)
+            event, detail = audit.Event.CHECKPOINT_COPIED, f"it holds a copy of {source_path}"
+            record(connection, self._now(), session_id, session, saved, event, detail, details)
+        return saved.path
+
+    def record_import(self, session_id: str, saved: CheckpointSaved) -> str:
+        """Make the rows of an adapter that was made elsewhere, in a run and session made for it; its path.
+
+        session_id: of that session. saved: what the store has committed.
+        """
+        with self._write() as connection:
+            record_import(connection, self._now(), session_id, NewSession(saved.owner, ""), saved)
         return saved.path
 
     def restore(self, saved: CheckpointSaved, public: bool, run_metadata: Mapping[str, str]) -> bool:
@@ -65,6 +71,38 @@ class Imports(Aggregate):
             _insert_run(connection, saved, run_metadata, detail, at)
             put_checkpoint(connection, saved, at, public=public)
         return True
+
+
+def record_import(
+    connection: sa.Connection, now: datetime, session_id: str, session: NewSession, saved: CheckpointSaved
+) -> None:
+    """Make the rows of an imported adapter in the caller's transaction.
+
+    connection, now: of that transaction. session_id, session: made for the import. saved: what the store has committed.
+    """
+    event, detail = audit.Event.CHECKPOINT_IMPORTED, "it holds an adapter that was made elsewhere"
+    record(connection, now, session_id, session, saved, event, detail, {})
+
+
+def record(
+    connection: sa.Connection,
+    now: datetime,
+    session_id: str,
+    session: NewSession,
+    saved: CheckpointSaved,
+    event: audit.Event,
+    detail: str,
+    details: Mapping[str, object],
+) -> None:
+    """Make the rows of a checkpoint that no client saved, unless its session is there: then they are, too.
+
+    connection, now: of the caller's transaction. session_id, session: of the session that is made for it. saved: what
+    the store has committed. event, details: for the audit log. detail: of the run, for people.
+    """
+    if _insert_session(connection, session_id, session, detail, now):
+        _insert_run(connection, saved, {}, detail, now)
+        put_checkpoint(connection, saved, now)
+        audit.note_checkpoint(connection, now, event, saved, {**details, "size_bytes": saved.size_bytes})
 
 
 def _insert_session(connection: sa.Connection, session_id: str, session: NewSession, detail: str, at: datetime) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
+from safetensors import SafetensorError, deserialize
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
@@ -35,3 +35,22 @@ def decode(data: bytes) -> dict[str, Floats]:
         if array.dtype != np.float32:
             raise StoreError(f"not of a checkpoint: tensor {name!r} is {array.dtype}; checkpoints hold float32")
     return tensors
+
+
+def decode_any(data: bytes) -> dict[str, Floats]:
+    """The tensors of a safetensors file that others wrote, as float32; StoreError when it has others than floats."""
+    try:
+        found = deserialize(data)
+    except (SafetensorError, ValueError) as error:
+        raise StoreError(f"not a safetensors file ({error})") from error
+    return {name: _widened(name, each["dtype"], each["data"]).reshape(each["shape"]) for name, each in found}
+
+
+def _widened(name: str, dtype: str, raw: bytearray) -> Floats:
+    if dtype == "BF16":  # the first half of a float32
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view(np.float32)
+    if dtype == "F16":
+        return np.frombuffer(raw, "<f2").astype(np.float32)
+    if dtype == "F32":
+        return np.frombuffer(raw, "<f4")
+    raise StoreError(f"not of an adapter: tensor {name!r} is {dtype}; it must be F32, F16 or BF16")

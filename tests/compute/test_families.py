@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec
 from tinkerflow.backend.compute import families
 from tinkerflow.backend.compute.families import family_of, load_config, parse_config, projections, registered
-from tinkerflow.backend.compute.lora import targets
+from tinkerflow.backend.compute.peft_names import targets
 from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import ModelCard

@@ -24,6 +24,7 @@ from tinkerflow.backend.commands import (
     PublishSnapshot,
 )
 from tinkerflow.backend.compute.families import load_config, registered
+from tinkerflow.backend.peft_import import import_adapter
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 
@@ -114,6 +115,31 @@ def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forwar
     executor.execute(OptimStep("again", ADAM))
     for name, array in executor.execute(ExportAdapter("again", optimizer=False)).weights.items():
         np.testing.assert_array_equal(array, weights[name])
+
+
+def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, examples, adapter, forward, gradients):
+    base, executor, parts = family
+    adapter(executor, "out", **parts)
+    data = examples(LENGTHS)
+    with in_peft(base, executor, "out", tmp_path) as by_torch, torch.no_grad():
+        by_torch.save_pretrained(tmp_path / "saved")
+        wanted = [scores(by_torch, example)[:, 0].numpy() for example in data]
+    files = [(tmp_path / "saved" / file).read_bytes() for file in (ADAPTER_CONFIG, ADAPTER)]
+    state, own = (
+        import_adapter(load_config(base.folder), *files),
+        executor.execute(ExportAdapter("out", optimizer=False)),
+    )
+    assert state.spec == own.spec and sorted(state.weights) == sorted(own.weights)
+    executor.execute(ImportAdapter("in", state))
+    results = [forward(executor, each, data, backward=True) for each in ("out", "in")]
+    for found, expected in zip(results[1].logprobs, wanted, strict=True):
+        close_logprobs(found, expected)
+    trained = []
+    for each in ("out", "in"):
+        executor.execute(OptimStep(each, ADAM))
+        trained.append(executor.execute(ExportAdapter(each, optimizer=False)).weights)
+    for name, array in trained[0].items():
+        np.testing.assert_array_equal(array, trained[1][name])
 
 
 def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from datetime import UTC, datetime
@@ -10,11 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
+from safetensors.numpy import save
+from tests.test_peft_import import CONFIG as TINY
+from tests.test_peft_import import tensors
 from typer.testing import CliRunner
 
 from tinkerflow.backend.clock import SystemClock
 from tinkerflow.backend.commands import AdapterState, LoraSpec
-from tinkerflow.backend.errors import NotFoundError, StoreError
+from tinkerflow.backend.compute.families import parse_config
+from tinkerflow.backend.errors import NotFoundError, StoreError, UserError
 from tinkerflow.backend.journal import (
     CheckpointKind,
     CheckpointSaved,
@@ -28,6 +33,7 @@ from tinkerflow.backend.journal import (
 )
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import RECOVERY, CheckpointMeta, Store
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 from tinkerflow.deployments.cli import app
 from tinkerflow.deployments.parts import open_journal
 
@@ -163,3 +169,38 @@ def test_rebuild_index_names_what_it_cannot_restore_and_restores_the_rest(tmp_pa
     done = checkpoint(tmp_path, "rebuild-index")
     assert isinstance(done.exception, StoreError) and "sampler_weights/b: commit.json is damaged" in str(done.exception)
     assert done.stdout.splitlines() == [PATH, "restored 1, known 0, damaged 1"]
+
+
+# ------------------------------------------------------------------ import
+def test_a_peft_folder_becomes_a_checkpoint(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "adapter"
+    model.mkdir()
+    folder.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY))
+    config = parse_config(TINY, name="tiny")
+    weights = tensors(config, LoraSpec(4))
+    (folder / ADAPTER).write_bytes(save(weights))
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({"r": 8, "lora_alpha": 16}))
+    runner, data = CliRunner(), ["--data-dir", str(tmp_path / "data")]
+    arguments = ["checkpoint", "import", str(folder), "--base-model", str(model), "--project", "team", *data]
+    with pytest.raises(UserError, match="has shape"):
+        runner.invoke(app, arguments, catch_exceptions=False)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 16}))
+    path = runner.invoke(app, arguments, catch_exceptions=False).stdout.strip()
+    settings = Settings(data_dir=tmp_path / "data")
+    state, saved = Store.open(settings.store_url).load(path)
+    assert (state.spec, state.moments, saved.meta.base_model) == (LoraSpec(4), {}, str(model))
+    for name, array in weights.items():
+        np.testing.assert_array_equal(state.weights[name], array / 2 if "lora_B" in name else array)
+    with open_journal(settings) as journal:
+        assert journal.checkpoints.get(path, "team").kind is CheckpointKind.WEIGHTS
+        with pytest.raises(NotFoundError):
+            journal.checkpoints.get(path, "other")
+        assert journal.audit.entries("team")[-1].event == "checkpoint_imported"
+
+
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    arguments = ["checkpoint", "import", str(tmp_path), "--base-model", str(tmp_path), "--data-dir", str(tmp_path)]
+    with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
