@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pkgutil
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -59,6 +60,7 @@ def create_app(
         ),
         samplers=EndpointSamplers(journal, clock, settings.session_timeout),
         tokenizers=Tokenizers(),
+        imports=asyncio.Lock(),
     )
     app.add_middleware(Counted, metrics=metrics)
     errors.install(app)

@@ -279,7 +279,8 @@ class Services:
 
     urgent: threads for key checks and heartbeats. They must not queue behind the journal calls of thousands of polls
     that arrive together, which use the event loop's default threads. limits: what one project may have at a time.
-    samplers: of the endpoints that know no sessions. tokenizers: of the base models.
+    samplers: of the endpoints that know no sessions. tokenizers: of the base models. imports: held while an adapter
+    that was uploaded is in memory: one at a time.
     """
 
     settings: Settings
@@ -295,6 +296,7 @@ class Services:
     limits: Limits
     samplers: EndpointSamplers
     tokenizers: Tokenizers
+    imports: asyncio.Lock
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = CheckpointKind
 KINDS = tuple(CheckpointKind)
 RECOVERY = "recovery"  # recovery snapshots: clients can neither list nor name them; the journal knows their paths
 RUNS = "runs"
+UPLOADS = "uploads"  # files that are uploaded, until they become a checkpoint
 RUN_RULE = "1 to 200 letters, digits, '.', '_', ':' or '-', not starting with '.' or ':'"
 # Run ids contain ':' (`sess-1:train:0`). POSIX file names and object keys allow it, so all stores have one layout.
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}")

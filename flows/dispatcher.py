@@ -12,7 +12,7 @@ from tinkerflow.backend.commands import Done, DropSnapshot
 from tinkerflow.backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
 from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention
 from tinkerflow.backend.settings import Settings
-from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, note_changes
+from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, delete_uploads, note_changes
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.mirror import Mirror
@@ -263,6 +263,7 @@ class Dispatcher:
                 await asyncio.to_thread(delete_checkpoints, self._journal, store, keep)
                 await asyncio.to_thread(note_changes, self._journal, store)
                 await asyncio.to_thread(delete_snapshots, self._journal, store)
+                await asyncio.to_thread(delete_uploads, self._journal, store)
             except (TinkerflowError, *AWAY):
                 log.warning("a sweep failed; the next one is in %.0f s", SWEEP_SECONDS, exc_info=True)
             try:

@@ -10,6 +10,7 @@ import logging
 
 from tinkerflow.backend.errors import StoreError
 from tinkerflow.backend.journal import Journal, Retention
+from tinkerflow.backend.peft_import import import_path
 from tinkerflow.backend.store import Store
 
 log = logging.getLogger(__name__)
@@ -50,3 +51,16 @@ def delete_snapshots(journal: Journal, store: Store) -> None:
             log.warning("recovery snapshot %s cannot be deleted now", path, exc_info=True)
         else:
             journal.recovery.forget_snapshot(path)
+
+
+def delete_uploads(journal: Journal, store: Store) -> None:
+    """Remove what is left of uploads that are over. One that was committed without its rows is no checkpoint."""
+    for upload in journal.uploads.over():
+        try:
+            store.remove_pieces(upload.id)
+            if upload.path is None:
+                store.delete(str(import_path(upload.id)))
+        except StoreError:
+            log.warning("upload %s cannot be removed now", upload.id, exc_info=True)
+        else:
+            journal.uploads.forget(upload.id)

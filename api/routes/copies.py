@@ -39,7 +39,7 @@ async def copy_weights(call: Authorised) -> WeightsCopied:
 
 
 def _copy(call: Call, wanted: CopyWeights) -> str:
-    owner, label = _destination(call, wanted.destination_project_id)
+    owner, label = destination(call, wanted.destination_project_id)
     source_path = CheckpointPath.parse(wanted.source_path)
     session_id = _session_id(call, wanted, source_path)
     path = str(CheckpointPath(model_id(session_id, 0), source_path.kind, source_path.name))
@@ -59,7 +59,7 @@ def _copy(call: Call, wanted: CopyWeights) -> str:
     )
 
 
-def _destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
+def destination(call: Call, project_id: str | None) -> tuple[str, str | None]:
     """The project that owns the copy, and the copy's label there.
 
     An ordinary key writes only into its own project, where any other project_id is a label as sessions have them. An

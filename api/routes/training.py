@@ -167,8 +167,8 @@ def _fresh(call: Call, known: NewModel, values: dict[str, Any]) -> NewModel:
     asked = CreateModel.read(values)
     card = served(call.journal, asked.base_model)
     spec = {
-        **asdict(asked.spec),
-        "expert_rank": expert_rank(asked.spec.rank, card.experts_per_token, call.services.settings.expert_rank),
+        **asdict(asked.lora.spec),
+        "expert_rank": expert_rank(asked.lora.rank, card.experts_per_token, call.services.settings.expert_rank),
     }
     seed = secrets.randbits(_SEED_BITS) if asked.lora.seed is None else asked.lora.seed
     model = replace(known, base_model=asked.base_model, seed=seed, optimizer=asked.optimizer, **spec)

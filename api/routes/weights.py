@@ -36,6 +36,7 @@ class CheckpointDetails(Wire):
 
     checkpoint_id: str
     checkpoint_type: CheckpointType
+    base_model: str
     time: datetime
     tinker_path: str
     size_bytes: int
@@ -164,11 +165,17 @@ def optimizer_config(optimizer: Optimizer) -> dict[str, str | int]:
     return OPTIMIZERS[optimizer].config
 
 
+def kind_of(checkpoint_type: CheckpointType) -> CheckpointKind:
+    """The kind that clients call so."""
+    return next(kind for kind, name in _TYPES.items() if name == checkpoint_type)
+
+
 def checkpoint(row: CheckpointView) -> CheckpointDetails:
     """A checkpoint as clients see it."""
     return CheckpointDetails(
         checkpoint_id=f"{row.kind}/{row.name}",
         checkpoint_type=_TYPES[row.kind],
+        base_model=row.base_model,
         time=row.created_at,
         tinker_path=row.path,
         size_bytes=row.size_bytes,

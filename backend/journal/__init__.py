@@ -11,6 +11,7 @@ from tinkerflow.backend.journal.audit import AuditView as AuditView
 from tinkerflow.backend.journal.audit import Event as Event
 from tinkerflow.backend.journal.base_models import BaseModels as BaseModels
 from tinkerflow.backend.journal.base_models import BaseModelView as BaseModelView
+from tinkerflow.backend.journal.checkpoint_search import CheckpointQuery as CheckpointQuery
 from tinkerflow.backend.journal.checkpoints import CheckpointView as CheckpointView
 from tinkerflow.backend.journal.checkpoints import access_hash as access_hash
 from tinkerflow.backend.journal.curves import Curve as Curve
@@ -69,6 +70,8 @@ from tinkerflow.backend.journal.tables import SamplerState as SamplerState
 from tinkerflow.backend.journal.tables import SessionState as SessionState
 from tinkerflow.backend.journal.tables import UsageKind as UsageKind
 from tinkerflow.backend.journal.upkeep import Retention as Retention
+from tinkerflow.backend.journal.uploads import NewUpload as NewUpload
+from tinkerflow.backend.journal.uploads import UploadView as UploadView
 from tinkerflow.backend.journal.usage import StoredUsage as StoredUsage
 from tinkerflow.backend.journal.usage import TotalUsage as TotalUsage
 from tinkerflow.backend.journal.usage import Usage as Usage

@@ -12,6 +12,7 @@ from typing import Self
 from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.journal.audit import Audit
 from tinkerflow.backend.journal.base_models import BaseModels
+from tinkerflow.backend.journal.checkpoint_search import CheckpointSearch
 from tinkerflow.backend.journal.checkpoints import SavedCheckpoints, Shares
 from tinkerflow.backend.journal.curves import Curves
 from tinkerflow.backend.journal.database import Database
@@ -33,6 +34,7 @@ from tinkerflow.backend.journal.samples import Samples
 from tinkerflow.backend.journal.sessions import Sessions
 from tinkerflow.backend.journal.streams import Streams, TokenSubscriptions
 from tinkerflow.backend.journal.upkeep import Upkeep
+from tinkerflow.backend.journal.uploads import Uploads
 from tinkerflow.backend.journal.usage import UsageReports
 
 
@@ -57,8 +59,10 @@ class Journal:
         self.curves = Curves(*parts)
         self.samples = Samples(*parts)
         self.checkpoints = SavedCheckpoints(*parts)
+        self.checkpoint_search = CheckpointSearch(*parts)
         self.shares = Shares(*parts)
         self.imports = Imports(*parts)
+        self.uploads = Uploads(*parts)
         self.upkeep = Upkeep(*parts)
         self.usage = UsageReports(*parts)
         self.keys = Keys(*parts)

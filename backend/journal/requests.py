@@ -429,8 +429,14 @@ def take_turn(connection: sa.Connection, limits: Limits, request: NewRequest) ->
         or (request.stores and limits.stored_bytes)
         or (request.kind in (Kind.CREATE_MODEL, Kind.LOAD_MODEL) and limits.live_models)
     )
-    if limited and connection.dialect.name == "postgresql":
-        connection.execute(_TURN, {"owner": request.owner})
+    if limited:
+        take_owners_turn(connection, request.owner)
+
+
+def take_owners_turn(connection: sa.Connection, owner: str) -> None:
+    """Wait for the transactions of a project that took their turn. SQLite has one writer at a time anyway."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(_TURN, {"owner": owner})
 
 
 def _check_sample(connection: sa.Connection, limits: Limits, owner: str) -> None:
@@ -456,12 +462,17 @@ def _training_failure(connection: sa.Connection, limits: Limits, request: NewReq
 
 def storage_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:
     """Why the project may not store another checkpoint now, or None."""
-    if not limits.stored_bytes or (stored := _ask(connection, _COUNT_BYTES, owner)) < limits.stored_bytes:
+    if not limits.stored_bytes or (stored := stored_bytes(connection, owner)) < limits.stored_bytes:
         return None
     return _over(
         f"this project's checkpoints have {stored} bytes: nothing is saved from {limits.stored_bytes} on "
         "(max_stored_bytes); delete some"
     )
+
+
+def stored_bytes(connection: sa.Connection, owner: str) -> int:
+    """The bytes of the project's checkpoints."""
+    return _ask(connection, _COUNT_BYTES, owner)
 
 
 def model_failure(connection: sa.Connection, owner: str, limits: Limits) -> Failure:

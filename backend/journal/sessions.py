@@ -255,7 +255,7 @@ class Sessions(Aggregate):
         by_text = bool(query.user_metadata) or query.display_name is not None
         size, after = (_BATCH if by_text else query.limit + 1), query.after
         with self._read() as connection:
-            _check_projects(connection, query, mine)
+            check_projects(connection, query.projects, mine)
             while len(found) <= query.limit:
                 rows = connection.execute(matching.where(*_older(after)).limit(size)).all()
                 found += [row for row in rows if _matches(row, query)]
@@ -363,8 +363,10 @@ def plain_metadata(metadata: Mapping[str, object]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
 
 
-def _check_projects(connection: sa.Connection, query: SessionQuery, mine: tuple[sa.ColumnElement[bool], ...]) -> None:
-    wanted = query.projects
+def check_projects(
+    connection: sa.Connection, wanted: tuple[str, ...] | None, mine: tuple[sa.ColumnElement[bool], ...]
+) -> None:
+    """NotFoundError for one of the `wanted` projects that no session of those that are `mine` carries."""
     if not wanted:
         return
     known = set(connection.execute(sa.select(PROJECT).where(*mine, PROJECT.in_(wanted)).distinct()).scalars())

@@ -347,6 +347,31 @@ class Checkpoint(Table, table=True):
     noted: bool
 
 
+class UploadRow(Table, table=True):
+    """An adapter that somebody uploads; uploads.UploadView says what each column is."""
+
+    __tablename__ = "upload"
+    __table_args__ = (
+        sa.Index("ix_upload_owner_expires_at", "owner", "expires_at"),
+        sa.Index("ix_upload_expires_at", "expires_at"),
+    )
+
+    id: str = Field(primary_key=True)
+    owner: str
+    key_id: str
+    project_id: str | None = None
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    max_bytes: int = Field(sa_type=sa.BigInteger)
+    expires_at: datetime = Field(sa_type=UtcDateTime)
+    created_at: datetime = Field(sa_type=UtcDateTime)
+    files: dict[str, tuple[str, int]] = Field(sa_type=sa.JSON)
+    path: str | None = None
+
+
 class CustomLossRow(Table, table=True):
     """A loss that a client traced and sent; `definition`: its inputs and graph as JSON, None if they were refused."""
 

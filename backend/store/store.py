@@ -10,7 +10,14 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Self
 
-from tinkerflow.backend.checkpoint_paths import EXTERNAL_WEIGHTS, SAMPLER_WEIGHTS, WEIGHTS, CheckpointPath, check_run_id
+from tinkerflow.backend.checkpoint_paths import (
+    EXTERNAL_WEIGHTS,
+    SAMPLER_WEIGHTS,
+    UPLOADS,
+    WEIGHTS,
+    CheckpointPath,
+    check_run_id,
+)
 from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.commands import AdapterKept, AdapterState, Digest, LoraSpec, Optimizer, StoredState
 from tinkerflow.backend.encryption import encrypt
@@ -201,6 +208,31 @@ class Store:
     def discard(self, folder: str) -> None:
         """Remove what was written for a commit that does not come."""
         self._tidy(folder)
+
+    def write_piece(self, upload_id: str, name: str, number: int, data: bytes) -> None:
+        """Keep a piece of a file that is uploaded. name: of the pieces of one attempt to send it."""
+        with self._failures(f"write a piece of upload {upload_id}"):
+            self.blobs.create(f"{UPLOADS}/{upload_id}/{name}.{number:05d}", data)
+
+    def pieces(self, upload_id: str, name: str, count: int) -> bytes:
+        """The file in so many pieces; NotFoundError when one is gone."""
+        with self._failures(f"read upload {upload_id}"):
+            try:
+                return b"".join(self.blobs.read(f"{UPLOADS}/{upload_id}/{name}.{n:05d}") for n in range(count))
+            except FileNotFoundError as error:
+                raise NotFoundError(
+                    f"upload {upload_id!r}: its files are there no longer; begin another one"
+                ) from error
+
+    def remove_pieces(self, upload_id: str, name: str = "") -> None:
+        """Remove the pieces of one attempt to send a file; without a name, those of the whole upload."""
+        folder = f"{UPLOADS}/{upload_id}"
+        with self._failures(f"remove upload {upload_id}"):
+            if not name:
+                self.blobs.remove_folder(folder)
+            for piece in self.blobs.children(folder) if name else ():
+                if piece.startswith(f"{name}."):
+                    self.blobs.remove(f"{folder}/{piece}")
 
     def find(self, path: str) -> Saved | None:
         """The commit of `path`, or None; UserError for a malformed path."""

@@ -22,6 +22,7 @@ from tinkerflow.backend.wire.requests import Body as Body
 from tinkerflow.backend.wire.requests import CopyWeights as CopyWeights
 from tinkerflow.backend.wire.requests import CreateModel as CreateModel
 from tinkerflow.backend.wire.requests import CustomLossAddress as CustomLossAddress
+from tinkerflow.backend.wire.requests import FinishUpload as FinishUpload
 from tinkerflow.backend.wire.requests import LoadModel as LoadModel
 from tinkerflow.backend.wire.requests import LoadWeights as LoadWeights
 from tinkerflow.backend.wire.requests import NumSamples as NumSamples
@@ -33,6 +34,7 @@ from tinkerflow.backend.wire.requests import SampleBody as SampleBody
 from tinkerflow.backend.wire.requests import SaveExternal as SaveExternal
 from tinkerflow.backend.wire.requests import SaveForSampler as SaveForSampler
 from tinkerflow.backend.wire.requests import SaveWeights as SaveWeights
+from tinkerflow.backend.wire.requests import StartUpload as StartUpload
 from tinkerflow.backend.wire.requests import TargetTensor as TargetTensor
 from tinkerflow.backend.wire.requests import TtlSeconds as TtlSeconds
 from tinkerflow.backend.wire.requests import encode_json as encode_json

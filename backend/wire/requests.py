@@ -225,6 +225,11 @@ class LoraConfig(Body):
             )
         return self
 
+    @property
+    def spec(self) -> LoraSpec:
+        """The adapter as the workers know it."""
+        return LoraSpec(self.rank, self.train_attn, self.train_mlp, self.train_unembed)
+
 
 def _optimizer(config: Any) -> Optimizer:
     """The optimizer that an `optimizer_config` names; UserError for one that is not known here."""
@@ -249,12 +254,6 @@ class CreateModel(Body):
     lora: LoraConfig = Field(default=LoraConfig(), alias="lora_config")
     base_model: Text = GIVEN
     user_metadata: Metadata = Field(default_factory=dict)
-
-    @property
-    def spec(self) -> LoraSpec:
-        """The adapter as the workers know it."""
-        lora = self.lora
-        return LoraSpec(lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
 
 
 class _Load(Body):
@@ -500,6 +499,20 @@ class CopyWeights(Body):
     destination_project_id: OptionalText = None
     ttl_seconds: Ttl = None
     weights_access_token: OptionalText = None
+
+
+class StartUpload(Body):
+    """external_weights_upload_start: an adapter that was made elsewhere is to be uploaded."""
+
+    base_model: Text = GIVEN
+    lora: LoraConfig = Field(default=LoraConfig(), alias="lora_config")
+    destination_project_id: OptionalText = None
+
+
+class FinishUpload(Body):
+    """external_weights_upload_finish: everything is there."""
+
+    upload_id: Text = GIVEN
 
 
 class CustomLossAddress(Body):

@@ -233,6 +233,11 @@ class Target:
                 "statuses": [{"type": "active"}], "limit": 5,
                 "cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "s"},
             },
+            "checkpoints/search": {
+                "project_ids": None, "user_metadata": {"a": "b"}, "checkpoint_type": "training",
+                "owner": {"type": "own"}, "base_models": [BASE], "limit": 5,
+                "cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_checkpoint_uuid": "tinker://a/weights/b"},
+            },
             "telemetry": {"session_id": "s", "events": [{"event": "GENERIC_EVENT", "error_message": "m"}]},
             "create_sampling_session": {
                 "session_id": ids["session"], "sampling_session_seq_id": 0, "base_model": BASE, "model_path": None,
@@ -266,6 +271,8 @@ class Target:
             "cancel_future": {"request_id": "refused-"},
             "weights_info": {"tinker_path": ids["checkpoint"]},
             "copy_weights": {"source_path": ids["checkpoint"], "ttl_seconds": 3600},
+            "external_weights_upload_start": {"base_model": BASE, "lora_config": {"rank": 4}},
+            "external_weights_upload_finish": {"upload_id": "upload-1"},
             f"{one}/ttl": {"ttl_seconds": None},
             **self.of_other_clients(),
         }  # fmt: skip

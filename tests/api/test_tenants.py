@@ -6,22 +6,32 @@ Made from the app's own routes: one that is new and not in the tables below fail
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.api.conftest import BASE, Running
 from tests.api.test_auth import routes_of
+from tests.api.test_uploads import ASKED as UPLOAD
+from tests.api.test_uploads import FILES as ADAPTER_FILES
+from tests.test_peft_import import CONFIG as TINY
 from tests.wire.test_custom_losses import GOOD as CUSTOM_LOSS
 
 from tinkerflow.api import console
 from tinkerflow.backend.errors import NotFoundError
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
-NOBODYS = {"sess-": "sess-" + "0" * 16, "req-": "req-" + "0" * 16, "team-": "team-none"}
+NOBODYS = {
+    "upload-": "upload-" + "0" * 16,
+    "sess-": "sess-" + "0" * 16,
+    "req-": "req-" + "0" * 16,
+    "team-": "team-none",
+}
 _late = itertools.count(100)  # sequence ids of operations that need not be executed
 
 
@@ -85,6 +95,10 @@ class Person:
         loss = {**CUSTOM_LOSS, "session_id": session, "custom_loss_seq_id": 0}
         self.ids["loss_request"] = self.send("POST", "create_custom_loss", loss).json()["request_id"]
         self.ids["loss"] = f"{session}:loss:0"
+        upload = self.send("POST", "external_weights_upload_start", UPLOAD).json()
+        self.ids["upload"] = upload["upload_id"]
+        for file, url in upload["urls"].items():
+            assert self.server.http.put(url, content=ADAPTER_FILES[file]).status_code == 200
 
 
 def sample(sampler: str, seq: int) -> dict[str, Any]:
@@ -208,6 +222,11 @@ IN_BODY: dict[str, list[Probe]] = {
     "save_weights_external": on_model(path="x"),
     "weights_info": of_checkpoint(lambda it, me: {"tinker_path": it}),
     "copy_weights": of_checkpoint(lambda it, me: {"source_path": it}),
+    "external_weights_upload_finish": [Probe("upload", lambda it, me: {"upload_id": it})],
+    "checkpoints/search": [
+        Probe("project", lambda it, me: {"project_ids": [it]}),
+        Probe("project", lambda it, me: {"owner": {"type": "user", "owner_urns": [it]}}, found=True),
+    ],
     "sessions/search": [
         Probe("session", lambda it, me: {"session_id": it}, found=True),
         Probe("project", lambda it, me: {"project_ids": [it]}),
@@ -229,6 +248,7 @@ NO_ID = {
     "/", "/openapi.json", "/v1/models", "/v1/embeddings", "/v1/feedback",
     "healthz", "client/config", "client/dynamic_config", "get_server_capabilities", "create_session", "auth/token",
     "auth/apikey/me", "metrics", "checkpoints", "sessions", "audit", "billing/usage/events",
+    "external_weights_upload_start",  # its destination_project_id is a label, as that of copy_weights
     "telemetry",  # its session_id is written to the log, and never looked up
 }  # fmt: skip
 ONLY_EXTERNAL = {"training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls"}
@@ -289,6 +309,7 @@ def nobodys(some_id: str) -> str:
 @pytest.fixture
 def people(server: Running, engine: Any, journal: Any, lettered: Any) -> tuple[Person, Person]:
     """Two, of different projects; the first one's things are asked about by the second."""
+    (Path(lettered.path) / "config.json").write_text(json.dumps(TINY))
     found = []
     for name in ("ann", "bob"):
         _, secret = journal.keys.create(name, f"team-{name}")
@@ -385,7 +406,7 @@ def test_signed_routes_are_shut_without_their_signature(server: Running, people:
         for it in (ann.ids["weights"], nobodys(ann.ids["weights"])):
             run, kind, name = it.removeprefix("tinker://").split("/")
             where = path.removeprefix("/api/v1/").format(
-                run_id=run, kind=kind, name=name, attempt="a", file="f", session_id=run.split(":")[0]
+                run_id=run, kind=kind, name=name, attempt="a", file="f", session_id=run.split(":")[0], upload_id="u"
             )
             assert bob.send(method, f"{where}?expires=99999999999&signature=x").status_code == 403
 

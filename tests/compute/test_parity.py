@@ -117,12 +117,12 @@ def test_two_steps_are_those_of_peft(family, tmp_path, examples, adapter, forwar
         np.testing.assert_array_equal(array, weights[name])
 
 
-def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, examples, adapter, forward, gradients):
+def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, examples, adapter, forward):
     base, executor, parts = family
     adapter(executor, "out", **parts)
     data = examples(LENGTHS)
     with in_peft(base, executor, "out", tmp_path) as by_torch, torch.no_grad():
-        by_torch.save_pretrained(tmp_path / "saved")
+        by_torch.save_pretrained(tmp_path / "saved", save_embedding_layers=False)
         wanted = [scores(by_torch, example)[:, 0].numpy() for example in data]
     files = [(tmp_path / "saved" / file).read_bytes() for file in (ADAPTER_CONFIG, ADAPTER)]
     state, own = (

@@ -1,0 +1,168 @@
+"""Uploading adapters that were made elsewhere: a signed link for each of PEFT's files, then a checkpoint.
+
+Files arrive in pieces, so that no process holds more than one of them, and lie in the store until the upload is
+finished. A file that is sent again replaces what was sent before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from tinkerflow.api.call import Authorised, Call, Router, Services, Wire
+from tinkerflow.api.links import Linked, link
+from tinkerflow.api.openapi import takes
+from tinkerflow.api.routes.copies import destination
+from tinkerflow.api.routes.training import served
+from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.errors import BodyTooLargeError, ConflictError, UserError
+from tinkerflow.backend.ids import new_id
+from tinkerflow.backend.index import row_of
+from tinkerflow.backend.journal import NewUpload, UploadView
+from tinkerflow.backend.journal.uploads import anew
+from tinkerflow.backend.peft_import import import_adapter, import_path, largest_size, save_import
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
+from tinkerflow.backend.wire import FinishUpload, StartUpload, parse
+
+router = Router()
+link_router = APIRouter()  # opened by a signed link instead of a key
+
+_FILES = (ADAPTER_CONFIG, ADAPTER)
+_LINKS = "weights_uploads"
+_CONFIG_BYTES = 2**20
+_PIECE = 8 * 2**20
+
+
+class UploadStarted(Wire):
+    """An upload. urls: where each file is to be PUT, by its name, until `expires`."""
+
+    upload_id: str
+    urls: dict[str, str]
+    expires: datetime
+
+
+class UploadFinished(Wire):
+    """The path of the checkpoint that an upload became. It is a training checkpoint without optimizer state."""
+
+    tinker_path: str
+
+
+@router.post("/external_weights_upload_start", openapi_extra=takes(StartUpload))
+async def external_weights_upload_start(call: Authorised) -> UploadStarted:
+    """Begin to upload an adapter: its links."""
+    body = StartUpload.read(parse(await call.body()))
+    return await asyncio.to_thread(_start, call, body)
+
+
+@router.post("/external_weights_upload_finish", openapi_extra=takes(FinishUpload))
+async def external_weights_upload_finish(call: Authorised) -> UploadFinished:
+    """Make a checkpoint of what was uploaded. A repeat returns the same path. Refused files can be replaced."""
+    body = FinishUpload.read(parse(await call.body()))
+    async with call.services.imports:
+        return UploadFinished(tinker_path=await asyncio.to_thread(_finish, call, body.upload_id))
+
+
+@link_router.put(f"/{_LINKS}/{{upload_id}}/{{file}}", status_code=200)
+async def upload_file(upload_id: str, file: str, services: Linked, request: Request) -> Response:
+    """Take one file."""
+    upload = await asyncio.to_thread(services.journal.uploads.get, upload_id, None)
+    if upload.path is not None:
+        raise ConflictError(f"upload {upload_id!r} is finished: it has become {upload.path}")
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise UserError(f"Content-Encoding is {encoding!r}: must be absent, files are taken as they are")
+    name = f"{file}@{new_id('put')}"
+    most = _CONFIG_BYTES if file == ADAPTER_CONFIG else upload.max_bytes
+    before = await asyncio.to_thread(services.journal.uploads.begin_file, upload_id, file, name)
+    if before:
+        await asyncio.to_thread(services.store.remove_pieces, upload_id, before)
+    try:
+        count = await _take(services, request, upload_id, file, name, most)
+        await asyncio.to_thread(services.journal.uploads.arrived, upload_id, file, name, count)
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(services.store.remove_pieces, upload_id, name))
+        raise
+    return Response()
+
+
+async def _take(services: Services, request: Request, upload_id: str, file: str, name: str, most: int) -> int:
+    """Write the body into the store, piece by piece; how many there are. What exceeds `most` is read and dropped."""
+    piece, count, size = bytearray(), 0, 0
+
+    def write() -> None:
+        if services.journal.uploads.get(upload_id, None).files[file][0] != name:
+            raise anew(file)
+        services.store.write_piece(upload_id, name, count, bytes(piece))
+
+    async for part in request.stream():
+        size += len(part)
+        if size > 2 * most:
+            break
+        if size > most:
+            continue
+        piece += part
+        if len(piece) >= _PIECE:
+            await asyncio.to_thread(write)
+            count, piece = count + 1, bytearray()
+    if size > most:
+        raise BodyTooLargeError(
+            f"{file} has more than {most} bytes: must be at most that for the adapter of this upload"
+        )
+    await asyncio.to_thread(write)
+    return count + 1
+
+
+def _start(call: Call, asked: StartUpload) -> UploadStarted:
+    card = served(call.journal, asked.base_model)
+    owner, label = destination(call, asked.destination_project_id)
+    spec = asked.lora.spec
+    upload_id = new_id("upload")
+    links = {file: link(call, f"{_LINKS}/{upload_id}/{file}") for file in _FILES}
+    expires = max(expires for _, expires in links.values())
+    new = NewUpload(
+        id=upload_id,
+        owner=owner,
+        key_id=call.key_id,
+        project_id=label,
+        base_model=card.name,
+        rank=spec.rank,
+        train_attn=spec.train_attn,
+        train_mlp=spec.train_mlp,
+        train_unembed=spec.train_unembed,
+        max_bytes=largest_size(load_config(card.path, name=card.name), spec),
+        expires_at=expires,
+    )
+    call.journal.uploads.start(new, call.services.limits)
+    return UploadStarted(upload_id=upload_id, urls={file: url for file, (url, _) in links.items()}, expires=expires)
+
+
+def _finish(call: Call, upload_id: str) -> str:
+    journal, store = call.journal, call.services.store
+    upload = journal.uploads.get(upload_id, call.visible())
+    if upload.path is not None:
+        return upload.path
+    if upload.expires_at <= call.services.clock.now():
+        raise UserError(f"upload {upload_id!r} has expired at {upload.expires_at:%Y-%m-%d %H:%M} UTC; begin another")
+    card = served(journal, upload.base_model)
+    spec = LoraSpec(upload.rank, upload.train_attn, upload.train_mlp, upload.train_unembed)
+    files = [_whole(call, upload, file) for file in _FILES]
+    state = import_adapter(load_config(card.path, name=card.name), *files, spec)
+    del files
+    saved = save_import(store, upload.id, state, base_model=card.name, owner=upload.owner)
+    try:
+        path = journal.uploads.finish(upload, row_of(saved))
+    except ConflictError:
+        store.delete(str(import_path(upload.id)), saved.attempt)
+        raise
+    store.remove_pieces(upload.id)
+    return path
+
+
+def _whole(call: Call, upload: UploadView, file: str) -> bytes:
+    name, count = upload.files.get(file, ("", 0))
+    if not count:
+        raise UserError(f"upload {upload.id!r}: {file} has not arrived: PUT it to its link, then finish the upload")
+    return call.services.store.pieces(upload.id, name, count)

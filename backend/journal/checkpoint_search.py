@@ -1,0 +1,82 @@
+"""Searching for checkpoints: by label, metadata, kind, owner and base model, newest first, page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.ids import CheckpointKind
+from tinkerflow.backend.journal.checkpoints import CheckpointView, exists
+from tinkerflow.backend.journal.database import Aggregate, as_view, owned_by
+from tinkerflow.backend.journal.sessions import PROJECT, check_projects
+from tinkerflow.backend.journal.tables import Checkpoint, Model, Session
+
+_BATCH = 500  # rows read at once when metadata decides, which SQL does not compare alike everywhere
+
+
+@dataclass(frozen=True)
+class CheckpointQuery:
+    """What to look for; None and empty metadata mean anything.
+
+    projects: labels of sessions, or owners of those without one. user_metadata: pairs that all must be there. owners:
+    projects that own them. after: created_at and path of the last checkpoint of the page before.
+    """
+
+    projects: tuple[str, ...] | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    kind: CheckpointKind | None = None
+    owners: tuple[str, ...] | None = None
+    base_models: tuple[str, ...] | None = None
+    limit: int = 50
+    after: tuple[datetime, str] | None = None
+
+
+class CheckpointSearch(Aggregate):
+    """Looking for checkpoints."""
+
+    def search(self, query: CheckpointQuery, owner: str | None) -> tuple[list[CheckpointView], bool]:
+        """At most query.limit checkpoints that match, newest first, and whether there are more.
+
+        NotFoundError: a project that no session of the caller's carries.
+        """
+        newest = (col(Checkpoint.created_at).desc(), col(Checkpoint.path).desc())
+        where = (exists(self._now()), *owned_by(Checkpoint, owner), *_conditions(query))
+        matching = sa.select(Checkpoint).where(*where).order_by(*newest)
+        found: list[sa.Row[Any]] = []
+        size, after = (_BATCH if query.user_metadata else query.limit + 1), query.after
+        with self._read() as connection:
+            check_projects(connection, query.projects, owned_by(Session, owner))
+            while len(found) <= query.limit:
+                rows = connection.execute(matching.where(*_older(after)).limit(size)).all()
+                found += [row for row in rows if query.user_metadata.items() <= row.user_metadata.items()]
+                if len(rows) < size:
+                    break
+                after = (rows[-1].created_at, rows[-1].path)
+        return [as_view(CheckpointView, row) for row in found[: query.limit]], len(found) > query.limit
+
+
+def _conditions(query: CheckpointQuery) -> list[sa.ColumnElement[bool]]:
+    where: list[sa.ColumnElement[bool]] = []
+    if query.projects is not None:
+        labelled = sa.select(col(Model.id)).join(Session, col(Session.id) == col(Model.session_id))
+        where.append(col(Checkpoint.run_id).in_(labelled.where(PROJECT.in_(query.projects))))
+    if query.kind is not None:
+        where.append(col(Checkpoint.kind) == query.kind)
+    if query.owners is not None:
+        where.append(col(Checkpoint.owner).in_(query.owners))
+    if query.base_models is not None:
+        where.append(col(Checkpoint.base_model).in_(query.base_models))
+    return where
+
+
+def _older(after: tuple[datetime, str] | None) -> tuple[sa.ColumnElement[bool], ...]:
+    if after is None:
+        return ()
+    created_at, path = after
+    same = sa.and_(col(Checkpoint.created_at) == created_at, col(Checkpoint.path) < path)
+    return (sa.or_(col(Checkpoint.created_at) < created_at, same),)

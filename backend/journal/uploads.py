@@ -1,0 +1,135 @@
+"""Uploads of adapters that were made elsewhere: who began them, what has arrived, and what became of them.
+
+The bytes are in the store, in pieces, until the upload is finished or over. A finished upload is a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+
+import sqlalchemy as sa
+from sqlmodel import col
+
+from tinkerflow.backend.errors import ConflictError, UserError
+from tinkerflow.backend.journal.database import Aggregate, as_view, get_owned
+from tinkerflow.backend.journal.effects import CheckpointSaved
+from tinkerflow.backend.journal.imports import record_import
+from tinkerflow.backend.journal.requests import Limits, stored_bytes, take_owners_turn
+from tinkerflow.backend.journal.sessions import NewSession
+from tinkerflow.backend.journal.tables import UploadRow
+
+MOST_OPEN = 8  # of one project at a time
+_GRACE = timedelta(hours=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewUpload:
+    """An upload that begins, by the key `key_id` of the project `owner`.
+
+    project_id: the label of the session that will hold the checkpoint. base_model, rank, train_attn, train_mlp,
+    train_unembed: of the adapter. max_bytes: the most that its weights may have. expires_at: nothing is taken from then
+    on.
+    """
+
+    id: str
+    owner: str
+    key_id: str
+    project_id: str | None
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    max_bytes: int
+    expires_at: datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadView(NewUpload):
+    """An upload. path: of the checkpoint that it became.
+
+    files: of each file that has begun to arrive the name of its pieces, and how many they are; 0: it is not whole yet.
+    """
+
+    created_at: datetime
+    files: Mapping[str, tuple[str, int]]
+    path: str | None
+
+
+class Uploads(Aggregate):
+    """Uploads of adapters. NotFoundError everywhere: foreign ones do not exist."""
+
+    def start(self, new: NewUpload, limits: Limits) -> None:
+        """Begin an upload. UserError when the project may not: what open uploads may bring counts as stored."""
+        now = self._now()
+        is_open = (col(UploadRow.owner) == new.owner, col(UploadRow.path).is_(None), col(UploadRow.expires_at) > now)
+        counted = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(col(UploadRow.max_bytes)), 0)).where(*is_open)
+        with self._write() as connection:
+            take_owners_turn(connection, new.owner)
+            count, reserved = connection.execute(counted).one()
+            if count >= MOST_OPEN:
+                raise UserError(
+                    f"this project has {count} uploads that are not finished: must be fewer than {MOST_OPEN}; "
+                    "finish them, or wait until they expire"
+                )
+            stored = stored_bytes(connection, new.owner)
+            if limits.stored_bytes and stored + reserved + new.max_bytes > limits.stored_bytes:
+                raise UserError(
+                    f"the upload has up to {new.max_bytes} bytes, this project's checkpoints {stored}, and its other "
+                    f"uploads up to {reserved}: together they must be at most {limits.stored_bytes} (max_stored_bytes)"
+                )
+            row = {**asdict(new), "created_at": now, "files": {}, "path": None}
+            connection.execute(sa.insert(UploadRow).values(**row))
+
+    def get(self, upload_id: str, owner: str | None) -> UploadView:
+        """An upload of the owner's."""
+        with self._read() as connection:
+            return as_view(UploadView, get_owned(connection, UploadRow, upload_id, owner))
+
+    def begin_file(self, upload_id: str, file: str, name: str) -> str:
+        """Note that a file arrives in pieces called `name`; the name of those that do not count any more, or ""."""
+        return self._note(upload_id, file, name, 0)
+
+    def arrived(self, upload_id: str, file: str, name: str, pieces: int) -> None:
+        """Note that a file is whole, in so many pieces. ConflictError when it has begun to arrive anew."""
+        self._note(upload_id, file, name, pieces)
+
+    def _note(self, upload_id: str, file: str, name: str, pieces: int) -> str:
+        with self._write() as connection:
+            row = get_owned(connection, UploadRow, upload_id, None, lock=True)
+            before = str(row.files.get(file, ("",))[0])
+            if pieces and before != name:
+                raise anew(file)
+            files = {**row.files, file: (name, pieces)}
+            connection.execute(sa.update(UploadRow).where(col(UploadRow.id) == upload_id).values(files=files))
+        return before
+
+    def finish(self, upload: UploadView, saved: CheckpointSaved) -> str:
+        """Make the rows of the checkpoint that the upload became; its path. Repeating is fine.
+
+        saved: what the store has committed. ConflictError when the upload was removed meanwhile.
+        """
+        session = NewSession(upload.owner, "", key_id=upload.key_id, project_id=upload.project_id)
+        done = sa.update(UploadRow).where(col(UploadRow.id) == upload.id).values(path=saved.path)
+        with self._write() as connection:
+            if connection.execute(done.returning(col(UploadRow.id))).one_or_none() is None:
+                raise ConflictError(f"upload {upload.id!r} was removed while it was being finished; begin another one")
+            record_import(connection, self._now(), upload.id, session, saved)
+        return saved.path
+
+    def over(self) -> list[UploadView]:
+        """At most 100 uploads, finished or not, that expired an hour ago: nobody is at work on them any more."""
+        expired = sa.select(UploadRow).where(col(UploadRow.expires_at) < self._now() - _GRACE)
+        return self._views(UploadView, expired.order_by(col(UploadRow.expires_at)).limit(100))
+
+    def forget(self, upload_id: str) -> None:
+        """Remove the row of an upload."""
+        with self._write() as connection:
+            connection.execute(sa.delete(UploadRow).where(col(UploadRow.id) == upload_id))
+
+
+def anew(file: str) -> ConflictError:
+    """The error for a file that is sent twice at the same time."""
+    return ConflictError(f"{file}: another PUT of this file has begun since; only the newest one counts")

@@ -1,0 +1,195 @@
+"""Adapters that were made elsewhere come in over HTTP: links, files in pieces, a checkpoint or a reason."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+from tests.api.conftest import BASE, Running, card_json
+from tests.test_peft_import import CONFIG, DENSE, tensors
+
+from tinkerflow.api.routes import uploads
+from tinkerflow.backend.commands import LoraSpec
+from tinkerflow.backend.errors import ServerError
+from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.journal.uploads import MOST_OPEN
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.peft_import import largest_size
+from tinkerflow.backend.store import Store
+from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
+from tinkerflow.flows.expiry import delete_uploads
+
+START, FINISH = "external_weights_upload_start", "external_weights_upload_finish"
+ASKED = {"base_model": BASE, "lora_config": {"rank": 4}}
+FILES = {
+    ADAPTER_CONFIG: json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 32}).encode(),
+    ADAPTER: safetensors.numpy.save(tensors()),
+}
+
+
+@pytest.fixture(autouse=True)
+def real_model(journal: Journal, tmp_path: Path) -> None:
+    """The base model has a folder with a config."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    card = replace(ModelCard.from_json(card_json()), path=str(folder))
+    journal.base_models.register([(BASE, card.to_json())])
+
+
+def begun(server: Running, key: str = "tml-test", **changes: Any) -> dict[str, Any]:
+    answer = server.post(START, {**ASKED, **changes}, key)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def sent(upload: dict[str, Any], files: dict[str, bytes] = FILES) -> None:
+    for file, data in files.items():
+        answer = httpx.put(upload["urls"][file], content=data)
+        assert answer.status_code == 200, answer.text
+
+
+def pieces(server: Running, upload: dict[str, Any]) -> list[str]:
+    return server.store.blobs.children(f"uploads/{upload['upload_id']}")
+
+
+def test_an_upload_becomes_a_checkpoint_that_can_be_trained_on(
+    server: Running, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_PIECE", 1000)
+    upload = begun(server)
+    assert set(upload) == {"upload_id", "urls", "expires"} and set(upload["urls"]) == set(FILES)
+    sent(upload, {**FILES, ADAPTER: b"half"})
+    sent(upload)
+    assert len(pieces(server, upload)) > 2
+    body = {"upload_id": upload["upload_id"]}
+    path = server.post(FINISH, body).json()["tinker_path"]
+    state, saved = server.store.load(path)
+    assert state.spec == LoraSpec(4) and saved.meta.base_model == BASE
+    for name, array in tensors().items():
+        np.testing.assert_array_equal(state.weights[name], array)
+    assert pieces(server, upload) == []
+    assert server.post(FINISH, body).json()["tinker_path"] == path  # as after a lost answer
+    info = server.post("weights_info", {"tinker_path": path}).json()
+    assert (info["base_model"], info["lora_rank"]) == (BASE, 4)
+    load = {"session_id": server.session(), "model_seq_id": 0, "path": path}
+    assert server.post("load_weights", load).status_code == 200
+    late = httpx.put(upload["urls"][ADAPTER], content=b"x")
+    assert late.status_code == 422 and "is finished: it has become" in late.text
+
+
+def test_files_that_are_refused_can_be_replaced(server: Running) -> None:
+    upload = begun(server)
+    body = {"upload_id": upload["upload_id"]}
+    early = server.post(FINISH, body)
+    assert early.status_code == 400 and "adapter_config.json has not arrived" in early.text
+    sent(upload, {**FILES, ADAPTER_CONFIG: b'{"r": 4, "use_dora": true}'})
+    refused = server.post(FINISH, body)
+    assert refused.status_code == 400 and "use_dora is True: must be left out" in refused.text
+    sent(upload, {ADAPTER_CONFIG: FILES[ADAPTER_CONFIG]})
+    assert server.post(FINISH, body).status_code == 200
+
+
+def test_links_are_for_one_file_of_one_upload_and_bounded(server: Running) -> None:
+    first, second = begun(server), begun(server)
+    forged = first["urls"][ADAPTER].replace(first["upload_id"], second["upload_id"])
+    assert httpx.put(forged, content=b"x").status_code == 403
+    assert httpx.put(first["urls"][ADAPTER].replace(ADAPTER, "other"), content=b"x").status_code == 403
+    large = httpx.put(first["urls"][ADAPTER_CONFIG], content=b" " * (2**20 + 1))
+    assert large.status_code == 413 and "adapter_config.json has more than 1048576 bytes" in large.text
+    assert pieces(server, first) == []
+    packed = httpx.put(first["urls"][ADAPTER], content=b"x", headers={"content-encoding": "gzip"})
+    assert packed.status_code == 400 and "Content-Encoding is 'gzip'" in packed.text
+
+
+def test_uploads_count_against_the_projects_limits(start: Callable[..., Running]) -> None:
+    most = 5 * largest_size(DENSE, LoraSpec(4)) // 2
+    server = start(max_stored_bytes=most)
+    begun(server)
+    begun(server)
+    full = server.post(START, ASKED)
+    assert full.status_code == 400 and f"together they must be at most {most} (max_stored_bytes)" in full.text
+
+
+def test_few_uploads_are_open_at_a_time(server: Running) -> None:
+    for _ in range(MOST_OPEN):
+        begun(server)
+    answer = server.post(START, ASKED)
+    assert answer.status_code == 400 and f"must be fewer than {MOST_OPEN}" in answer.text
+    server.clock.advance(3601)
+    assert server.post(START, ASKED).status_code == 400  # by the journal's clock they are still open
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_model": "none"}, "none"),
+        ({"lora_config": {"rank": 0}}, "rank"),
+        ({"lora_config": {"train_attn": False, "train_mlp": False, "train_unembed": False}}, "at least one"),
+    ],
+)
+def test_what_cannot_begin(server: Running, change: dict[str, Any], message: str) -> None:
+    answer = server.post(START, {**ASKED, **change})
+    assert answer.status_code in (400, 404) and message in answer.text
+
+
+def test_what_expires_is_cleaned_up(server: Running, journal: Journal) -> None:
+    """Also what was committed before a kill kept its rows from being written: it never was a checkpoint."""
+    upload = begun(server)
+    sent(upload)
+    server.clock.advance(3601)
+    assert httpx.put(upload["urls"][ADAPTER], content=b"x").status_code == 403
+    answer = server.post(FINISH, {"upload_id": upload["upload_id"]})
+    assert answer.status_code == 400 and "has expired at" in answer.text
+    delete_uploads(journal, server.store)
+    assert pieces(server, upload)  # for an hour somebody may still be at work on it
+    later = Journal.open(server.settings.journal_url, clock=server.clock)
+    server.clock.advance(3600)
+    delete_uploads(later, server.store)
+    later.close()
+    assert pieces(server, upload) == []
+    assert server.post(FINISH, {"upload_id": upload["upload_id"]}).status_code == 404
+
+
+def test_a_kill_between_commit_and_rows(server: Running, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = begun(server)
+    sent(upload)
+    body, finish = {"upload_id": upload["upload_id"]}, type(journal.uploads).finish
+
+    def killed(*_: Any) -> str:
+        raise ServerError("killed")
+
+    monkeypatch.setattr(type(journal.uploads), "finish", killed)
+    assert server.post(FINISH, body).status_code == 503
+    (committed,) = server.store.checkpoints()
+    assert server.post("weights_info", {"tinker_path": committed.path}).status_code == 404
+    monkeypatch.setattr(type(journal.uploads), "finish", finish)
+    assert server.post(FINISH, body).json()["tinker_path"] == committed.path
+    assert [saved.attempt for saved in server.store.checkpoints()] == [committed.attempt]
+
+
+def test_a_second_put_of_a_file_ends_the_first(server: Running, journal: Journal) -> None:
+    upload = begun(server)
+    here = upload["upload_id"]
+
+    def slowly() -> Any:
+        yield FILES[ADAPTER][:100]
+        until = time.monotonic() + 60
+        while not journal.uploads.get(here, None).files and time.monotonic() < until:
+            time.sleep(0.01)
+        journal.uploads.begin_file(here, ADAPTER, f"{ADAPTER}@newer")  # as another process of the API does
+        yield FILES[ADAPTER][100:]
+
+    answer = httpx.put(upload["urls"][ADAPTER], content=slowly())
+    assert answer.status_code == 422 and "only the newest one counts" in answer.text
+    assert pieces(server, upload) == []
+    assert Store.open(server.settings.store_url).paths() == []

@@ -1,0 +1,99 @@
+"""Uploads of adapters: begun, noted file by file, finished once, and over an hour after they expire."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+
+import pytest
+
+from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
+from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Limits, NewUpload
+from tinkerflow.backend.journal.requests import NO_LIMITS
+from tinkerflow.backend.journal.uploads import MOST_OPEN
+
+
+def begun(journal, clock, upload_id="upload-1", owner="team", max_bytes=100):
+    spec = {"rank": 4, "train_attn": True, "train_mlp": False, "train_unembed": True}
+    expires_at = clock.now() + timedelta(hours=1)
+    new = NewUpload(
+        id=upload_id, owner=owner, key_id="k", project_id="label", base_model="tiny", max_bytes=max_bytes,
+        expires_at=expires_at, **spec,
+    )  # fmt: skip
+    journal.uploads.start(new, NO_LIMITS)
+    return new
+
+
+def saved(upload, attempt="attempt-1"):
+    run = f"{upload.id}:train:0"
+    path = f"tinker://{run}/weights/imported"
+    return CheckpointSaved(
+        path,
+        run,
+        CheckpointKind.WEIGHTS,
+        "imported",
+        upload.owner,
+        "tiny",
+        4,
+        True,
+        False,
+        True,
+        0,
+        10,
+        attempt=attempt,
+    )
+
+
+def test_what_was_begun_is_told_to_its_owner_alone(journal, clock):
+    new = begun(journal, clock)
+    found = journal.uploads.get(new.id, "team")
+    assert asdict(new).items() <= asdict(found).items() and (found.files, found.path) == ({}, None)
+    with pytest.raises(NotFoundError):
+        journal.uploads.get(new.id, "other")
+
+
+def test_only_the_newest_pieces_of_a_file_count(journal, clock):
+    new = begun(journal, clock)
+    assert journal.uploads.begin_file(new.id, "f", "f@1") == ""
+    journal.uploads.arrived(new.id, "f", "f@1", 3)
+    assert journal.uploads.begin_file(new.id, "f", "f@2") == "f@1"
+    with pytest.raises(ConflictError, match="only the newest one counts"):
+        journal.uploads.arrived(new.id, "f", "f@1", 3)
+    journal.uploads.arrived(new.id, "f", "f@2", 1)
+    assert [tuple(each) for each in journal.uploads.get(new.id, None).files.values()] == [("f@2", 1)]
+
+
+def test_a_finished_upload_is_a_checkpoint_of_a_session_that_is_over(journal, clock):
+    new = begun(journal, clock)
+    upload = journal.uploads.get(new.id, "team")
+    for _ in range(2):
+        assert journal.uploads.finish(upload, saved(upload)) == saved(upload).path
+    assert journal.uploads.get(new.id, "team").path == saved(upload).path
+    assert journal.checkpoints.get(saved(upload).path, "team").rank == 4
+    assert journal.sessions.get(new.id, "team").project_id == "label"
+    assert [entry.event for entry in journal.audit.entries("team")] == ["checkpoint_imported"]
+
+
+def test_an_upload_that_was_removed_makes_no_checkpoint(journal, clock):
+    upload = journal.uploads.get(begun(journal, clock).id, None)
+    journal.uploads.forget(upload.id)
+    with pytest.raises(ConflictError, match="was removed while it was being finished"):
+        journal.uploads.finish(upload, saved(upload))
+    with pytest.raises(NotFoundError):
+        journal.checkpoints.get(saved(upload).path, "team")
+
+
+def test_open_uploads_are_few_and_count_as_stored(journal, clock):
+    for number in range(MOST_OPEN):
+        begun(journal, clock, f"upload-{number}")
+    begun(journal, clock, "others", owner="other")
+    with pytest.raises(UserError, match=f"must be fewer than {MOST_OPEN}"):
+        begun(journal, clock, "one-more")
+    clock.advance(3601)
+    assert journal.uploads.over() == []
+    late = NewUpload(**{**asdict(begun(journal, clock, "late")), "id": "next"})
+    with pytest.raises(UserError, match=r"the upload has up to 100 bytes, .* its other uploads up to 100: .* 199"):
+        journal.uploads.start(late, Limits(stored_bytes=199))
+    journal.uploads.start(late, Limits(stored_bytes=200))
+    clock.advance(3600)
+    assert len(journal.uploads.over()) == MOST_OPEN + 1
