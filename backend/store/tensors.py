@@ -40,7 +40,7 @@ def decode(data: bytes) -> dict[str, Floats]:
 def decode_any(data: bytes) -> dict[str, Floats]:
     """The tensors of a safetensors file that others wrote, as float32; StoreError when it has others than floats."""
     try:
-        found = deserialize(data)
+        found = deserialize(data)  # type: ignore[no-untyped-call]
     except (SafetensorError, ValueError) as error:
         raise StoreError(f"not a safetensors file ({error})") from error
     return {name: _widened(name, each["dtype"], each["data"]).reshape(each["shape"]) for name, each in found}
