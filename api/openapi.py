@@ -22,6 +22,11 @@ def takes_protobuf() -> dict[str, Any]:
     return _body("application/x-protobuf", {"type": "string", "format": "binary"})
 
 
+def takes_bytes() -> dict[str, Any]:
+    """A route's `openapi_extra` when its body is a file."""
+    return _body("application/octet-stream", {"type": "string", "format": "binary"})
+
+
 def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from tinkerflow.api.call import Authorised, Call, Router, Services, Wire
 from tinkerflow.api.links import Linked, link
-from tinkerflow.api.openapi import takes
+from tinkerflow.api.openapi import takes, takes_bytes
 from tinkerflow.api.routes.copies import destination
 from tinkerflow.api.routes.training import served
 from tinkerflow.backend.commands import LoraSpec
@@ -66,7 +66,7 @@ async def external_weights_upload_finish(call: Authorised) -> UploadFinished:
         return UploadFinished(tinker_path=await asyncio.to_thread(_finish, call, body.upload_id))
 
 
-@link_router.put(f"/{_LINKS}/{{upload_id}}/{{file}}", status_code=200)
+@link_router.put(f"/{_LINKS}/{{upload_id}}/{{file}}", openapi_extra=takes_bytes())
 async def upload_file(upload_id: str, file: str, services: Linked, request: Request) -> Response:
     """Take one file."""
     upload = await asyncio.to_thread(services.journal.uploads.get, upload_id, None)
