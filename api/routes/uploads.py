@@ -148,9 +148,9 @@ def _finish(call: Call, upload_id: str) -> str:
         raise UserError(f"upload {upload_id!r} has expired at {upload.expires_at:%Y-%m-%d %H:%M} UTC; begin another")
     card = served(journal, upload.base_model)
     spec = LoraSpec(upload.rank, upload.train_attn, upload.train_mlp, upload.train_unembed)
-    files = [_whole(call, upload, file) for file in _FILES]
-    state = import_adapter(load_config(card.path, name=card.name), *files, spec)
-    del files
+    config, adapter = (_whole(call, upload, file) for file in _FILES)
+    state = import_adapter(load_config(card.path, name=card.name), config, adapter, spec)
+    del adapter
     saved = save_import(store, upload.id, state, base_model=card.name, owner=upload.owner)
     try:
         path = journal.uploads.finish(upload, row_of(saved))
