@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.journal import BaseModelView, Observed, UsageKind
+from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView, UsageKind
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -57,12 +57,13 @@ class Known:
     """What the journal knows, for one page of metrics.
 
     bases: the base models that are served. waiting: how many `samples` and `models` wait. observed: the numbers of the
-    service at the time `now`.
+    service at the time `now`. parts: the last heartbeats.
     """
 
     bases: Sequence[BaseModelView]
     waiting: Mapping[str, int]
     observed: Observed
+    parts: Sequence[ProcessView]
     now: datetime
 
 
@@ -122,8 +123,8 @@ def _of_journal(known: Known) -> Iterable[Metric]:
     beats = GaugeMetricFamily(
         "tinkerflow_beat_age_seconds", "Seconds since a part last said that it works.", labels=("part",)
     )
-    for part, at in observed.beats.items():
-        beats.add_metric((part,), (known.now - at).total_seconds())
+    for part in known.parts:
+        beats.add_metric((part.name,), (known.now - part.beat_at).total_seconds())
     yield beats
 
 

@@ -15,7 +15,6 @@ from tinkerflow.api.chat.events import (
     ContentDelta,
     Event,
     ReasoningDelta,
-    ToolCall,
 )
 from tinkerflow.api.generation import Generation, collected
 from tinkerflow.api.sse import event as sse
@@ -37,7 +36,7 @@ class MessageAnswer:
         self._reader = reader
         self._open: str | None = None  # the type of the block that deltas go to
         self._index = -1  # of the newest block
-        self._call: ToolCall | None = None  # one that is not whole yet
+        self._calls = iter(reader.said.calls)  # those that were not sent
 
     def whole(self, result: SampleResult) -> Json:
         """The answer when the sample is done."""
@@ -96,21 +95,14 @@ class MessageAnswer:
         match event:
             case ReasoningDelta(text):
                 return self._text("thinking", text)
-            case ContentDelta(text):
+            case ContentDelta(text) | CallBreaks(text):
                 return self._text("text", text)
-            case CallBreaks(text):
-                self._call = None
-                return self._text("text", text)
-            case CallBegins(name):
-                self._call = ToolCall(name)
+            case CallBegins():
                 return []
-            case ArgumentsDelta(text):
-                assert self._call is not None
-                self._call.arguments += text
+            case ArgumentsDelta():
                 return [_event("ping")]
             case CallEnds():
-                assert self._call is not None
-                call, self._call = self._call, None
+                call = next(self._calls)
                 parts = self._begin("tool_use", _tool_use(call.name))
                 return [*parts, self._delta("input_json_delta", partial_json=call.arguments)]
 

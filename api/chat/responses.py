@@ -15,7 +15,6 @@ from tinkerflow.api.chat.events import (
     ContentDelta,
     Event,
     ReasoningDelta,
-    ToolCall,
 )
 from tinkerflow.api.generation import Generation, collected
 from tinkerflow.api.sse import event as sse
@@ -47,7 +46,7 @@ class ResponseAnswer:
             **echoed,
         }
         self._items: list[Json] = []
-        self._call: ToolCall | None = None  # the newest, which may not be whole yet
+        self._calls = iter(reader.said.calls)  # those that are no items yet
         self._open = False  # whether deltas go to the last item
         self._number = -1  # of the newest event
 
@@ -97,24 +96,17 @@ class ResponseAnswer:
         match event:
             case ReasoningDelta(text):
                 return self._text("reasoning", text)
-            case ContentDelta(text):
+            case ContentDelta(text) | CallBreaks(text):
                 return self._text("message", text)
-            case CallBegins(name):
-                self._call = ToolCall(name)
-                return []
-            case ArgumentsDelta(text):
-                assert self._call is not None
-                self._call.arguments += text
+            case CallBegins() | ArgumentsDelta():
                 return []
             case CallEnds():
-                assert self._call is not None
-                name, arguments = self._call.name, self._call.arguments
-                begin = self._begin({"type": "function_call", "call_id": call_id(), "name": name, "arguments": ""})
-                self._items[-1]["arguments"] = arguments
-                delta = self._of_item("response.function_call_arguments.delta", delta=arguments)
+                call = next(self._calls)
+                item = {"type": "function_call", "call_id": call_id(), "name": call.name, "arguments": ""}
+                begin = self._begin(item)
+                self._items[-1]["arguments"] = call.arguments
+                delta = self._of_item("response.function_call_arguments.delta", delta=call.arguments)
                 return [*begin, delta, *self._close()]
-            case CallBreaks(text):
-                return self._text("message", text)
 
     def _text(self, kind: str, text: str) -> list[bytes]:
         begin: list[bytes] = []

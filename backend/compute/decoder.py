@@ -111,6 +111,22 @@ def decoder_config(
     return config
 
 
+def with_mixture(cfg: ModelConfig, fields: ConfigFields, *, norm_topk: bool) -> ModelConfig:
+    """The config with a mixture of experts in place of every layer's MLP.
+
+    fields: of `config.json`. norm_topk: as in ModelConfig, where the file does not say. UserError names a field that
+    is missing, or a value that asks for layers without experts.
+    """
+    fields.refuse_others(decoder_sparse_step=1, mlp_only_layers=[])
+    # transformers 5 writes num_local_experts; earlier releases, and most of the hub, num_experts.
+    number = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+    experts, active = fields.size(number), fields.size("num_experts_per_tok")
+    if not 1 <= active <= experts:
+        raise fields.error(f"num_experts_per_tok {active} of {experts} experts; must be from 1 to their number")
+    normed = bool(fields.get("norm_topk_prob", norm_topk))
+    return replace(cfg, experts=experts, experts_per_token=active, norm_topk=normed)
+
+
 def windowed(fields: ConfigFields, cfg: ModelConfig, layer_types: Sequence[str]) -> ModelConfig:
     """The config with a window of `sliding_window` tokens in the layers that have one.
 

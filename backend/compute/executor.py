@@ -318,7 +318,6 @@ class Executor:
         self._warm_up.want(self._sampler.publishing(spec, adapter))
         self._warm_up.want(
             training_programs(
-                self._cfg,
                 self._mesh,
                 self._params,
                 self._steps,

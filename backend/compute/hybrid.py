@@ -15,15 +15,17 @@ import numpy.typing as npt
 
 from tinkerflow.backend.compute.config import ConfigFields, DeltaNet, LayerKind, ModelConfig
 from tinkerflow.backend.compute.decoder import (
+    TEXT,
+    VISION_TEXT,
     LayerTensor,
     Projection,
     decoder_config,
     decoder_projections,
     decoder_tensors,
+    with_mixture,
 )
 from tinkerflow.backend.compute.weight_files import MadeTensor, Tensor
 
-TEXT, VISION_TEXT = "model.layers.{}.", "model.language_model.layers.{}."
 SKIPPED = (
     "model.visual.",
     "model.language_model.visual.",
@@ -74,21 +76,8 @@ def hybrid_config(fields: ConfigFields, *, fused: bool = False, experts: bool = 
     config = replace(config, kinds=kinds, norm_plus_one=True, gated=True, delta=delta)
     if not experts:
         return config
-    fields.refuse_others(decoder_sparse_step=1, mlp_only_layers=[])  # every layer has experts
-    number = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-    config = replace(
-        config,
-        experts=fields.size(number),
-        experts_per_token=fields.size("num_experts_per_tok"),
-        norm_topk=bool(fields.get("norm_topk_prob", True)),
-        shared_mlp=fields.size("shared_expert_intermediate_size"),
-    )
-    if not 1 <= config.experts_per_token <= config.experts:
-        raise fields.error(
-            f"num_experts_per_tok {config.experts_per_token} of {config.experts} experts; "
-            "must be from 1 to their number"
-        )
-    return config
+    config = with_mixture(config, fields, norm_topk=True)
+    return replace(config, shared_mlp=fields.size("shared_expert_intermediate_size"))
 
 
 def hybrid_projections(cfg: ModelConfig, layer: str = TEXT) -> dict[str, Projection]:

@@ -50,9 +50,9 @@ def score(
 ) -> Scored:
     """Logprobs of the targets and the loss, without gradients.
 
-    pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power of two. targets_BTK
-    int32. choice: the loss, of `inputs` by name, each [B, T, K]. devices: how many B is split over; it divides B.
-    most_logits: how many exist at a time (off CPUs: on each device); None = `most_at_once`.
+    params: the base model. pair: the adapter of the unembedding, or None. hidden_BTD: final hidden states; T is a power
+    of two. targets_BTK int32. choice: the loss, of `inputs` by name, each [B, T, K]. devices: how many B is split over;
+    it divides B. most_logits: how many exist at a time (off CPUs: on each device); None = `most_at_once`.
     """
 
     def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
@@ -83,7 +83,10 @@ def score_and_grads(
     devices: int = 1,
     most_logits: int | None = None,
 ) -> tuple[Scored, jax.Array, LoraPair | None]:
-    """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is)."""
+    """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is).
+
+    params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most_logits: as of `score`.
+    """
     most = most_logits or most_at_once(params)
     if not on_cpu():
         return _score_and_grads_by_device(params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most)

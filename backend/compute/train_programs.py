@@ -36,7 +36,6 @@ def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Lora:
 
 
 def training_programs(
-    cfg: ModelConfig,
     mesh: Mesh,
     params: Params,
     steps: Steps,
@@ -48,8 +47,9 @@ def training_programs(
 ) -> Iterator[Program]:
     """The programs of an adapter like `lora`, full micro-batches of short rows first; targets are of one dimension.
 
-    params: the base model. steps: the jitted functions. lora: the adapter without values. optimizer: the adapter's.
-    microbatch_tokens: padded tokens of a micro-batch at most. max_context: tokens of an example at most.
+    mesh: the devices. params: the base model. steps: the jitted functions. lora: the adapter without values.
+    optimizer: the adapter's. microbatch_tokens: padded tokens of a micro-batch at most. max_context: tokens
+    of an example at most.
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate
-from tinkerflow.backend.journal.tables import Model, ModelState, Process, RecoverySnapshot, UsageBucket
+from tinkerflow.backend.journal.tables import Model, ModelState, RecoverySnapshot, UsageBucket
 
 _USED = sa.select(
     col(UsageBucket.base_model), col(UsageBucket.kind), sa.cast(sa.func.sum(col(UsageBucket.quantity)), sa.BigInteger)
@@ -44,25 +44,22 @@ class Observed:
 
     used: by base model and kind, since the beginning; a kind is one of UsageKind. live: models in training by base
     model. unsaved_since: by base model, when the newest recovery snapshot was taken of the model whose changes have
-    waited longest for one; absent when none has any. beats: when each part last said that it works.
+    waited longest for one; absent when none has any.
     """
 
     used: Mapping[tuple[str, str], int]
     live: Mapping[str, int]
     unsaved_since: Mapping[str, datetime]
-    beats: Mapping[str, datetime]
 
 
 class Observations(Aggregate):
     """Numbers of the whole service."""
 
     def now(self) -> Observed:
-        """The numbers as they are. Four statements."""
-        beats = sa.select(col(Process.name), col(Process.beat_at))
+        """The numbers as they are. Three statements."""
         with self._read() as connection:
             return Observed(
                 {(base, kind): int(sum_) for base, kind, sum_ in connection.execute(_USED)},
                 {base: int(count) for base, count in connection.execute(_LIVE)},
                 {row[0]: row[1] for row in connection.execute(_OLDEST)},
-                {row.name: row.beat_at for row in connection.execute(beats)},
             )

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from prefect.client.schemas.actions import LogCreate
@@ -67,20 +67,21 @@ class Mirror:
 
         label: what its client calls it. adopted: the flow run, retried, to go on in.
         """
+        if not self.connection.api_url:
+            return []
         parameters = {"model_id": model_id, "base_model": base_model}
         name = " ".join((last_part(base_model), *label[:_LABEL].split(), model_id))
         heading = Heading(training_run, name, parameters, self._tags(base_model), deployed=True)
         drawing = self._journal and Drawing(self._journal, model_id, name, f"{self._api_url}/training_runs/{model_id}")
-        return self._shown(heading, short_name(model_id), adopted, model_id, drawing)
+        return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing)]
 
     def sampling(self, base_model: str) -> list[RunMirror]:
         """Who shows the sampling of one base model: nobody without Prefect."""
+        if not self.connection.api_url:
+            return []
         short = last_part(base_model)
         heading = Heading(sampling, f"{short} sampling", {"base_model": base_model}, self._tags(base_model))
-        return self._shown(heading, short)
-
-    def _shown(self, heading: Heading, short: str, *of_model: Any) -> list[RunMirror]:
-        return [RunMirror(self, heading, short, *of_model)] if self.connection.api_url else []
+        return [RunMirror(self, heading, short)]
 
     def _tags(self, base_model: str) -> tuple[str, ...]:
         return ("tinkerflow", last_part(base_model), self.connection.mark)

@@ -93,16 +93,13 @@ class RunReport:
         text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
         first = min(self._said_step + 1, made.step)
         steps = f"step {made.step}" if first == made.step else f"steps {first} to {made.step}, the last one"
-        line = f"{steps}: {text}, {self._tokens:,} tokens"
+        self._unsaid = f"{steps}: {text}, {self._tokens:,} tokens"
         self._loss = self._weight = 0.0
         self._tokens = 0
         now = self._clock.monotonic()
-        self._unsaid = line
         if now - self._said_at >= LINE_SECONDS:
             self.close()
-            self._said_at = now
-        if not self._unsaid:
-            self._said_step = made.step
+            self._said_at, self._said_step = now, made.step
 
 
 # ------------------------------------------------------------------ artifacts

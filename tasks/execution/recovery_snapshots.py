@@ -63,8 +63,8 @@ async def commit(
 ) -> SnapshotTaken:
     """Write `state` in a thread, as the model after its request `seq_id`; the record for the journal.
 
-    The name is new each time: an engine that was fenced off meanwhile cannot get in the way. snapshot_id: see
-    SnapshotTaken. StoreError when the store fails.
+    The name is new each time: an engine that was fenced off meanwhile cannot get in the way. context: the engine's
+    parts. model_id, owner: of the model. snapshot_id: see SnapshotTaken. StoreError when the store fails.
     """
     name, meta = new_id(f"seq-{seq_id}"), _meta(context, owner, snapshot_id or "")
     saved = await asyncio.to_thread(context.store.save, model_id, RECOVERY, name, state, meta)

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tinkerflow.api.metrics import Known, Metrics
 from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.journal import BaseModelView, Observed
+from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView
 
 
 def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> None:
@@ -22,8 +22,9 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     ]
     used = {("a/b", "sample"): 12, ("a/b", "training"): 5, ("a/b", "checkpoint"): 2}
     earlier = now - timedelta(seconds=90)
-    observed = Observed(used, {"a/b": 4}, {"a/b": earlier}, {"engine": now})
-    text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, now)).decode()
+    observed = Observed(used, {"a/b": 4}, {"a/b": earlier})
+    parts = [ProcessView("engine", "me", 1, now, now)]
+    text = Metrics().page(Known(bases, {"samples": 1, "models": 2}, observed, parts, now)).decode()
     lines = text.splitlines()
     assert 'tinkerflow_programs_planned{base_model="a/b"} 9.0' in lines
     assert 'tinkerflow_programs_late_total{base_model="a/b"} 3.0' in lines

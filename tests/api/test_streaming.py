@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -102,41 +102,45 @@ def listening(server: Running, count: int, **more: Any) -> list[Reader]:
     return readers
 
 
-def test_tokens_come_before_the_result_and_none_twice_after_a_crash(server: Running, decoder: Decoder) -> None:
-    (reader,) = listening(server, 1)
-    decoder.take(1)
-    decoder.decode(0, 8)
-    reader.until(8)
-    decoder.decode(8, 16)
-    reader.until(16)
-    decoder.decode(0, 6)  # a worker was killed: the next one begins again, in other chunks
-    decoder.decode(6, 18)
-    reader.until(18)
-    decoder.decode(20, 24)  # a row between was lost
-    decoder.answer()
-    reader.join(60)
-    assert reader.heard == TOKENS
-    assert reader.last == "data: [DONE]"
-
-
-def test_64_streams_on_two_servers_lose_nothing(start: Callable[..., Running], decoder: Decoder) -> None:
-    readers = [reader for server in (start(), start()) for reader in listening(server, 32)]
-    decoder.take(64)
-    for begin in range(0, len(TOKENS), 4):
-        decoder.decode(begin, begin + 4)
+def hear(readers: list[Reader], decoder: Decoder, ends: Iterable[int], start: int = 0) -> None:
+    """Decode from `start` up to each of the ends, and wait until all readers heard it."""
+    for end in ends:
+        decoder.decode(start, end)
         for reader in readers:
-            reader.until(begin + 4)
+            reader.until(end)
+        start = end
+
+
+def hear_all(readers: list[Reader], decoder: Decoder) -> None:
+    """Answer: every reader has heard every token, once."""
     decoder.answer()
     for reader in readers:
         reader.join(60)
         assert reader.heard == TOKENS
 
 
+def test_tokens_come_before_the_result_and_none_twice_after_a_crash(server: Running, decoder: Decoder) -> None:
+    (reader,) = listening(server, 1)
+    decoder.take(1)
+    hear([reader], decoder, (8, 16))
+    decoder.decode(0, 6)  # a worker was killed: the next one begins again, in other chunks
+    hear([reader], decoder, (18,), start=6)
+    decoder.decode(20, 24)  # a row between was lost
+    hear_all([reader], decoder)
+    assert reader.last == "data: [DONE]"
+
+
+def test_64_streams_on_two_servers_lose_nothing(start: Callable[..., Running], decoder: Decoder) -> None:
+    readers = [reader for server in (start(), start()) for reader in listening(server, 32)]
+    decoder.take(64)
+    hear(readers, decoder, range(4, len(TOKENS) + 1, 4))
+    hear_all(readers, decoder)
+
+
 def test_a_request_that_fails_after_its_beginning_ends_with_an_event(server: Running, decoder: Decoder) -> None:
     (reader,) = listening(server, 1)
     decoder.take(1)
-    decoder.decode(0, 4)
-    reader.until(4)
+    hear([reader], decoder, (4,))
     (request,) = decoder.requests.values()
     decoder.journal.results.finish([request.failed("the weights have diverged", "user")])
     reader.join(60)
@@ -151,30 +155,23 @@ def test_a_session_lives_while_its_tokens_come_without_a_pause(
     (reader,) = listening(server, 1)
     decoder.take(1)
     for begin in range(0, 12, 4):
-        decoder.decode(begin, begin + 4)
-        reader.until(begin + 4)
+        hear([reader], decoder, (begin + 4,), start=begin)
         assert len(beaten) == begin // 4, "one heartbeat for each time that one is due"
         server.clock.advance(samplers.beat_seconds)
-    decoder.answer()
-    reader.join(60)
-    assert reader.heard == TOKENS
+    hear_all([reader], decoder)
 
 
 def test_who_goes_away_is_cancelled(server: Running, decoder: Decoder) -> None:
     gone, stays = listening(server, 1), listening(server, 1)
     decoder.take(2)
-    decoder.decode(0, 4)
-    for reader in (*gone, *stays):
-        reader.until(4)
+    hear([*gone, *stays], decoder, (4,))
     gone[0].left.set()
     decoder.decode(4, 8)  # it reads this line, and closes
     deadline = time.monotonic() + 60
     while len(decoder.journal.results.finished(list(decoder.requests))) < 1:
         assert time.monotonic() < deadline, "nobody cancelled"
         time.sleep(0.01)
-    decoder.answer()
-    stays[0].join(60)
-    assert stays[0].heard == TOKENS
+    hear_all(stays, decoder)
 
 
 def test_a_slow_reader_slows_nobody(server: Running, decoder: Decoder) -> None:
@@ -186,11 +183,5 @@ def test_a_slow_reader_slows_nobody(server: Running, decoder: Decoder) -> None:
         slow.sendall(head.encode() + body)
         readers = listening(server, 4)
         decoder.take(5)
-        for begin in range(0, len(TOKENS), 4):
-            decoder.decode(begin, begin + 4)
-            for reader in readers:
-                reader.until(begin + 4)
-        decoder.answer()
-        for reader in readers:
-            reader.join(60)
-            assert reader.heard == TOKENS
+        hear(readers, decoder, range(4, len(TOKENS) + 1, 4))
+        hear_all(readers, decoder)

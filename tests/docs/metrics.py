@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from tinkerflow.api.metrics import Answered, Known, Metrics
 from tinkerflow.backend.commands import CompileStatus
-from tinkerflow.backend.journal import BaseModelView, Observed
+from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ def families() -> list[Family]:
     metrics.answered["x"] = Answered({200: 1})  # so that the page has lines of it
     now, status = datetime.now(UTC), CompileStatus(**{field.name: 1 for field in fields(CompileStatus)})
     base = BaseModelView("a/b", "", now, status, {"generation": 1, "memory": {"weights": 1}})
-    observed = Observed({("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}, {"a/b": 1}, {"a/b": now}, {"engine": now})
-    page = metrics.page(Known([base], {"samples": 0, "models": 0}, observed, now)).decode()
+    observed = Observed({("a/b", "sample"): 1, ("a/b", "checkpoint"): 1}, {"a/b": 1}, {"a/b": now})
+    parts = [ProcessView("engine", "", 1, now, now)]
+    page = metrics.page(Known([base], {"samples": 0, "models": 0}, observed, parts, now)).decode()
     found = []
     for name, text in re.findall(r"^# HELP (\S+) (.*)$", page, re.M):
         if not name.endswith("_created"):
