@@ -9,10 +9,11 @@ from datetime import timedelta
 from fastapi.responses import Response
 
 from tinkerflow.api.call import Identity
-from tinkerflow.api.console.charts import LINES, Line, chart
+from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import KeyView, UsageKind
+from tinkerflow.backend.plot import LINES, Line
 
 _DAYS = 30
 _LONGEST = 128

@@ -11,11 +11,12 @@ from fastapi.responses import Response
 from markupsafe import Markup
 
 from tinkerflow.api.call import PageOffset
-from tinkerflow.api.console.charts import LINES, Line, chart
+from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.samples import shown
 from tinkerflow.api.console.visit import Visit, Visiting, page_router
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import Curve, ModelState, ModelView, StepFigures
+from tinkerflow.backend.plot import LINES, Line
 
 PAGE = 50
 _OF_A_RUN = 100  # checkpoints of a run, shown

@@ -8,9 +8,10 @@ from datetime import timedelta
 from fastapi.responses import Response
 
 from tinkerflow.api.console import samples
-from tinkerflow.api.console.charts import Line, chart
+from tinkerflow.api.console.charts import chart
 from tinkerflow.api.console.visit import Visiting, page_router
 from tinkerflow.backend.journal import UsageKind
+from tinkerflow.backend.plot import Line
 
 _HOURS = 48
 _KINDS = {"sampled": UsageKind.SAMPLE, "prompt": UsageKind.PREFILL, "prompt, cached": UsageKind.CACHED_PREFILL}

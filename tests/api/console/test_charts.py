@@ -7,7 +7,8 @@ import json
 import re
 from xml.etree import ElementTree
 
-from tinkerflow.api.console.charts import Line, bars, chart
+from tinkerflow.api.console.charts import bars, chart
+from tinkerflow.backend.plot import Line
 
 
 def svg_of(figure: str) -> ElementTree.Element:

@@ -16,11 +16,13 @@ def test_each_line_is_drawn_inside_its_panel() -> None:
     root = ElementTree.fromstring(base64.b64decode(data_url(svg).partition(",")[2]))
     panels = root.findall(f"{SVG}g")
     assert [panel.find(f"{SVG}text").text for panel in panels] == ["loss <&>", "rate"]  # type: ignore[union-attr]
-    lines = [line.attrib["points"].split() for panel in panels for line in panel.iter(f"{SVG}polyline")]
+    drawn = [
+        path.attrib["d"] for panel in panels for path in panel.iter(f"{SVG}path") if "line-" in path.attrib["class"]
+    ]
+    lines = [[tuple(map(float, point.split())) for point in path[1:].split("L")] for path in drawn]
     assert [len(line) for line in lines] == [49, 1, 2]
-    points = [tuple(map(float, point.split(","))) for line in lines for point in line]
-    assert all(0 < x < WIDTH and 0 < y < HEIGHT for x, y in points)
-    heights = [float(point.split(",")[1]) for point in lines[0]]
+    assert all(0 < x < WIDTH and 0 < y < HEIGHT for line in lines for x, y in line)
+    heights = [y for _, y in lines[0]]
     assert heights == sorted(heights)  # falling on the screen, where y grows downwards
 
 

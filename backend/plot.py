@@ -1,0 +1,111 @@
+"""Lines as the inside of an SVG picture: grid, numbers, bands, lines and dots. A style sheet colours their classes.
+
+`grid`; `line`, `band` and `dot`, each also with `line-0`, `line-1` and so on, by the line that it belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+LINES = 8  # classes `line-0` to `line-7`; further lines begin again
+_TICKS = 4
+_DOTS = 40  # up to so many points, each has a dot
+
+Point = tuple[float, float]
+Box = tuple[int, int, int, int]  # left, top, right and bottom in pixels; numbers stand to the left of it and below it
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line. points: (x, y) from left to right; where y is None or not finite, the line has a gap.
+
+    band: (x, low, high), the range that the points are means of; drawn behind the line.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    band: Sequence[tuple[float, float | None, float | None]] = ()
+
+    @property
+    def known(self) -> list[Point]:
+        """The points without the gaps."""
+        return [(x, y) for x, y in self.points if _is_known(y)]
+
+
+def plot(lines: Sequence[Line], box: Box, number: Callable[[float], str]) -> tuple[str, Point, Point] | None:
+    """Draw lines in a box: the elements, and from where to where x and y go; None when no line has a point.
+
+    number: how the axes write a value.
+    """
+    left, top, right, bottom = box
+    every = [point for line in lines for point in line.known]
+    if not every:
+        return None
+    bounds = [y for line in lines for _, low, high in line.band for y in (low, high) if _is_known(y)]
+    x_low, x_high = _apart([x for x, _ in every])
+    y_low, y_high = _apart([y for _, y in every] + bounds)
+
+    def place(x: float, y: float) -> Point:
+        across, up = (x - x_low) / (x_high - x_low), (y - y_low) / (y_high - y_low)
+        return round(left + across * (right - left), 1), round(bottom - up * (bottom - top), 1)
+
+    def joined(points: Sequence[Point]) -> str:
+        return "M" + "L".join(f"{across} {down}" for across, down in points)
+
+    parts: list[str] = []
+    for value in _ticks(y_low, y_high):
+        _, down = place(x_low, value)
+        parts.append(f'<path class="grid" d="M{left} {down}H{right}"/>')
+        parts.append(f'<text x="{left - 6}" y="{down + 4}" text-anchor="end">{number(value)}</text>')
+    for value in _ticks(x_low, x_high, whole=all(float(x).is_integer() for x, _ in every)):
+        across, _ = place(value, y_low)
+        parts.append(f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{number(value)}</text>')
+    for i, line in enumerate(lines):
+        colour = f"line-{i % LINES}"
+        band = [(x, low, high) for x, low, high in line.band if _is_known(low) and _is_known(high)]
+        if any(low < high for _, low, high in band):
+            around = [place(x, high) for x, _, high in band] + [place(x, low) for x, low, _ in reversed(band)]
+            parts.append(f'<path class="band {colour}" d="{joined(around)}Z"/>')
+        pieces = "".join(joined([place(*point) for point in piece]) for piece in _pieces(line))
+        parts.append(f'<path class="line {colour}" d="{pieces}"/>')
+        if len(line.known) <= _DOTS:
+            for across, down in (place(*point) for point in line.known):
+                parts.append(f'<circle class="dot {colour}" cx="{across}" cy="{down}" r="2.5"/>')
+    return "".join(parts), (x_low, x_high), (y_low, y_high)
+
+
+def _is_known(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def _pieces(line: Line) -> Iterator[list[Point]]:
+    """The points between two gaps."""
+    piece: list[Point] = []
+    for x, y in line.points:
+        if _is_known(y):
+            piece.append((x, y))
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _apart(values: Sequence[float]) -> Point:
+    """The lowest and the highest value, moved apart when they are equal."""
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5))
+
+
+def _ticks(low: float, high: float, *, whole: bool = False) -> Iterator[float]:
+    """Round values between the two, about _TICKS of them. whole: only whole numbers."""
+    rough = (high - low) / _TICKS
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999)
+    if whole:
+        step = max(1.0, step)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    yield from (n * step for n in range(first, last + 1))
