@@ -76,15 +76,25 @@ def _files(tree: Path, folder: Path, name: str, call: Callable[[], object]) -> l
     windows = []
     for number in range(WINDOWS):
         switch = folder / f"on-{name}-{number}"
-        time.sleep(SETTLE_SECONDS)
         switch.touch()
-        time.sleep(SETTLE_SECONDS)
+        _of_all(folder, f"began-{switch.name}")
         call()
-        switch.unlink()
         time.sleep(SETTLE_SECONDS)
-        written = [json.loads(file.read_text()) for file in folder.glob(f"ran-{switch.name}.*.json")]
+        switch.unlink()
+        written = [json.loads(file.read_text()) for file in _of_all(folder, f"ran-{switch.name}")]
         windows.append({_relative(tree, file) for files in written for file in files})
     return sorted(file for file in set.intersection(*windows) if file and file not in LEAVES)
+
+
+def _of_all(folder: Path, what: str) -> list[Path]:
+    """The files `what` of all processes that live, once they are there: on a busy machine a process looks late."""
+    while True:
+        living = [
+            pid for pid in (file.suffix[1:] for file in folder.glob("process.*")) if Path(f"/proc/{pid}").exists()
+        ]
+        if all((folder / f"{what}.{pid}").exists() for pid in living):
+            return [folder / f"{what}.{pid}" for pid in living]
+        time.sleep(SETTLE_SECONDS)
 
 
 def _relative(tree: Path, file: str) -> str:

@@ -1,4 +1,4 @@
-"""In every process of a service that is traced: while the file $HOUSE_TRACE/on exists, note which of our files run.
+"""In every process of a service that is traced: while a file $HOUSE_TRACE/on-* exists, note which of our files run.
 
 Python imports this by its name when it starts, where the folder is on PYTHONPATH.
 """
@@ -33,12 +33,16 @@ def watch() -> None:
         if wanted is not None and not on:
             seen.clear()
             on, window = True, wanted.name
+            (FOLDER / f"began-{window}.{os.getpid()}").touch()
         elif wanted is None and on:
             on = False
-            (FOLDER / f"ran-{window}.{os.getpid()}.json").write_text(json.dumps(sorted(seen)))
+            noted = FOLDER / f"noted-{window}.{os.getpid()}"
+            noted.write_text(json.dumps(sorted(seen)))
+            noted.rename(FOLDER / f"ran-{window}.{os.getpid()}")
         time.sleep(LOOK_SECONDS)
 
 
+(FOLDER / f"process.{os.getpid()}").touch()
 threading.setprofile(note)
 sys.setprofile(note)
 threading.Thread(target=watch, daemon=True).start()
