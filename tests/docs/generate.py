@@ -7,6 +7,7 @@ makes each block. `test_generated.py` compares the committed pages with the code
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import MISSING, fields
@@ -21,6 +22,8 @@ from tests.docs import accelerators, sizing
 from tests.docs.metrics import families
 from tests.docs.pages import DOCS
 
+from tinkerflow.api.chat import parsers as chat_parsers
+from tinkerflow.api.chat.parsers import PARSERS
 from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.losses import LOSSES
@@ -219,6 +222,17 @@ def model_families() -> str:
     return table(("family", "`model_type` in `config.json`"), rows)
 
 
+# ---------------------------------------------------------------------- chats
+def parsers() -> str:
+    """Every parser of answers, with the first line of its file: the families, and how they write calls."""
+    rows = []
+    for name in PARSERS:
+        text = str(sys.modules[f"{chat_parsers.__name__}.{name}"].__doc__)
+        named, _, calls = text.partition("\n")[0].partition(": ")
+        rows.append((f"`{name}`", named, calls.replace("|", "\\|")))
+    return table(("parser", "families", "how they write calls"), rows)
+
+
 # ---------------------------------------------------------------------- what is trained with
 def losses() -> str:
     """Every loss with its inputs and its configuration."""
@@ -248,6 +262,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "metrics": metrics,
     "families": model_families,
+    "parsers": parsers,
     "losses": losses,
     "optimizers": optimizers,
     "pipelines": pipeline_table,

@@ -17,6 +17,7 @@ import tinkerflow.api.routes as routes
 from tinkerflow.api.call import API, OPEN_API
 from tinkerflow.backend.compute.families import registered
 from tinkerflow.backend.settings import Settings
+from tinkerflow.deployments.launchers import LAUNCHERS
 from tinkerflow.tasks.execution.sequencer import SaveState
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in written()}
@@ -118,6 +119,12 @@ def test_the_readme_is_short_and_has_what_newcomers_need() -> None:
 def test_the_readme_names_every_model_family() -> None:
     for family in registered().values():
         assert family.title in PAGES["README.md"], f"{family.title} is served: name it beside the other families"
+
+
+def test_every_launcher_is_on_its_page_and_in_the_text_of_its_setting() -> None:
+    for name in LAUNCHERS:
+        assert f"| `{name}` |" in PAGES["docs/operations.md"]
+        assert re.search(rf"\b{name}\b", str(Settings.model_fields["launcher"].description)), name
 
 
 def test_every_page_is_in_the_map() -> None:

@@ -250,16 +250,22 @@ async def test_work_goes_on_while_the_server_is_dead_and_is_tracked_again_after(
     assert any("is back" in record.message for record in caplog.records)
 
 
+async def restored_model(client: Any, pool: Any) -> str:
+    """A model whose worker group ended, and that goes on in the next one."""
+    model: str = await client.create()
+    await client.result(client.optim_step(model))
+    pool.die()
+    assert (await client.result(client.optim_step(model))).error is None
+    return model
+
+
 async def test_the_end_of_a_group_and_the_recovery_are_seen(
     connection: PrefectConnection, context: Any, client: Any, pool: Any, tmp_path: Path, running: Any
 ) -> None:
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
     dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
     async with running(dispatcher.serve(lambda: None)):
-        model = await client.create()
-        await client.result(client.optim_step(model))
-        pool.die()
-        assert (await client.result(client.optim_step(model))).error is None
+        model = await restored_model(client, pool)
 
         async def found() -> tuple[list[str], dict[str, Any]]:
             run = await shown(http, model)
@@ -458,10 +464,7 @@ async def test_the_logs_of_a_flow_run_tell_its_story(
     mirror = Mirror(connection, Pacing(1000.0, SystemClock()))
     dispatcher = dispatcher_of(context, client, pool, mirror, tmp_path)
     async with running(dispatcher.serve(lambda: None)):
-        model = await client.create()
-        await client.result(client.optim_step(model))
-        pool.die()
-        assert (await client.result(client.optim_step(model))).error is None
+        model = await restored_model(client, pool)
         dispatcher.stop()
     async with httpx.AsyncClient(base_url=connection.api_url, timeout=60) as http, asyncio.timeout(120):
         (run,) = await runs(connection.api_url, "flow_runs", 1, **named(model))

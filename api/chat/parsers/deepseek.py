@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1 (`function<sep>NAME` and a code block of JSON), and V3.1 (`NAME<sep>{…}`)."""
+"""DeepSeek V3, V3.1 and R1: `function<sep>NAME` and a code block of JSON; in V3.1 `NAME<sep>{…}`."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
 from tinkerflow.api.chat.reader import Reader, Steps, Tools

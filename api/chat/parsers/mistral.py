@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS]`, then a JSON list of calls, or `NAME[ARGS]{…}` (since the tokenizer of version 11)."""
+"""Mistral and Ministral: `[TOOL_CALLS]`, then a JSON list of calls, or `NAME[ARGS]{…}` (from tokenizer 11 on)."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
 from tinkerflow.api.chat.reader import Reader, Steps, Tools

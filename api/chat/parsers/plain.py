@@ -1,4 +1,4 @@
-"""Models whose chat template knows no tools: content, after reasoning if the template knows that."""
+"""All others, whose chat templates know no tools: none, `tools` are refused. Reasoning is known by the template."""
 
 from tinkerflow.api.chat.parsers import ParserSpec
 
