@@ -72,7 +72,8 @@ class Mirror:
         parameters = {"model_id": model_id, "base_model": base_model}
         name = " ".join((last_part(base_model), *label[:_LABEL].split(), model_id))
         heading = Heading(training_run, name, parameters, self._tags(base_model), deployed=True)
-        drawing = self._journal and Drawing(self._journal, model_id, name, f"{self._api_url}/training_runs/{model_id}")
+        console = f"{self._api_url}/training_runs/{model_id}"
+        drawing = None if self._journal is None else Drawing(self._journal, model_id, name, console)
         return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing)]
 
     def sampling(self, base_model: str) -> list[RunMirror]:

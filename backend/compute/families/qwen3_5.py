@@ -3,10 +3,10 @@
 from functools import partial
 
 from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
+from tinkerflow.backend.compute.decoder import VISION_TEXT
 from tinkerflow.backend.compute.families import Family
 from tinkerflow.backend.compute.hybrid import (
     SKIPPED,
-    VISION_TEXT,
     hybrid_config,
     hybrid_projections,
     hybrid_tensors,
