@@ -50,6 +50,9 @@ class Settings(BaseSettings):
 
     processes: int = Field(1, ge=1, le=1024)
     """JAX processes in the worker group"""
+    max_groups: int = Field(0, ge=0)
+    """worker groups that run at a time; a request to a base model without one has it started, when a group that has
+    nothing to do has made room; 0 = one for each base model, all the time"""
     group: str = ""
     """HOST:PORT at which workers of other hosts join; empty = all processes run on this machine"""
     group_secret_file: str = ""
@@ -198,6 +201,12 @@ class Settings(BaseSettings):
         if self.database_url and not self.database_url.startswith(("sqlite:///", "postgresql")):
             raise ValueError(f"database_url {self.database_url!r}: must start with sqlite:/// or postgresql")
         return self
+
+    @property
+    def groups(self) -> int:
+        """How many worker groups run at a time."""
+        models = max(1, len(self.base_models))
+        return min(self.max_groups or models, models)
 
     @property
     def journal_url(self) -> str:

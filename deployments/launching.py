@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 class Plan:
     """The processes that are to join a group.
 
-    processes: how many, of the groups of all base models.
+    processes: how many, of all groups that run at a time.
     devices: accelerators for each process; 0 = none is asked for.
     platform: the setting: which kind of devices.
     spread: whether each process must be on a host of its own.
@@ -55,7 +55,7 @@ class Plan:
     def of(cls, settings: Settings, environment: Mapping[str, str]) -> Plan:
         """The plan that the settings ask for. Makes the group's secret; UserError when its file does not hold one."""
         return cls(
-            processes=settings.processes * max(1, len(settings.base_models)),
+            processes=settings.processes * settings.groups,
             devices=settings.process_devices,
             platform=settings.platform,
             spread=settings.spread_hosts,

@@ -23,6 +23,7 @@ async def note_compile_status(journal: Journal, pool: Pool, base_model: str) -> 
     last, group = CompileStatus(0, 0, 0, 0, 0), None
     while True:
         try:
+            await pool.serving()
             if pool.info != group:
                 await asyncio.to_thread(journal.base_models.note_worker_group, base_model, pool.info)
                 group = pool.info

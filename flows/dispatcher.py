@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from uuid import UUID
 
+from tinkerflow.backend.clock import SystemClock
 from tinkerflow.backend.commands import Done, DropSnapshot
 from tinkerflow.backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
 from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention
@@ -17,6 +18,7 @@ from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.controls import ControlsWatch
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.runner import ModelRunner, SnapshotPolicy
+from tinkerflow.flows.turns import GroupTurns, Turns
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,11 @@ class Dispatcher:
                 *(around.create_task(self._on_group_lost(model), name="group lost") for model in self._served.values()),
                 *(around.create_task(self._on_notice(model), name="notice") for model in self._served.values()),
             ]
+            if (groups := self._settings.groups) < len(self._served):
+                turns = Turns(groups, release=self._settings.idle_release)
+                models = list(self._served.values())
+                sharing = GroupTurns(self._journal, models, turns, self._is_busy, SystemClock())
+                watches.append(around.create_task(sharing.keep(), name="turns"))
             try:
                 async with asyncio.TaskGroup() as runners:
                     self._group = runners
@@ -87,6 +94,12 @@ class Dispatcher:
             finally:
                 for task in watches:
                     task.cancel()
+
+    def _is_busy(self, base_model: str) -> bool:
+        """Whether anything of a base model is being executed."""
+        runners = (runner for runner in self._runners.values() if runner is not None)
+        busy = any(runner.busy for runner in runners if runner.base_model == base_model)
+        return busy or self._served[base_model].sampling.busy
 
     @property
     def models(self) -> frozenset[str]:
@@ -213,20 +226,30 @@ class Dispatcher:
         """A worker group ended, and all that it held: the next one begins empty, and the runners restore into it."""
         back: asyncio.Task[None] | None = None
         name = model.card.name
-        async for lost in model.pool.losses():
-            model.context.snapshots.lost()
-            text = f"worker group {lost.generation} ended ({lost.cause}); another one is being started"
-            log.error("%s: %s", name, text)
-            await model.context.read(self._journal.base_models.note_progress, name, text)
-            self._mirror.connection.tell("tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause)
-            if back is None or back.done():
-                back = asyncio.create_task(self._on_group_ready(model), name="next group")
+        try:
+            async for lost in model.pool.losses():
+                model.context.snapshots.lost()
+                text = f"worker group {lost.generation} ended ({lost.cause})"
+                if model.pool.resting:  # as it should
+                    log.info("%s: %s", name, text)
+                else:
+                    text += "; another one is being started"
+                    log.error("%s: %s", name, text)
+                    await model.context.read(self._journal.base_models.note_progress, name, text)
+                self._mirror.connection.tell(
+                    "tinkerflow.group.ended", name, generation=lost.generation, cause=lost.cause
+                )
+                if back is None or back.done():
+                    back = asyncio.create_task(self._on_group_ready(model), name="next group")
+        finally:
+            if back is not None:
+                back.cancel()
 
     async def _on_notice(self, model: ServedModel) -> None:
         """A worker group is about to end: models are saved, as far as time allows, so that little is replayed."""
         async for cause in model.pool.notices():
             log.warning("%s: %s; snapshots are taken", model.card.name, cause)
-            runners = [runner for runner in self._runners.values() if runner is not None]
+            runners = [one for one in self._runners.values() if one is not None and one.base_model == model.card.name]
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SAVING_SECONDS):
                     await asyncio.gather(*(runner.save_now() for runner in runners))

@@ -140,7 +140,7 @@ async def _run(
         api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
         mirror = Mirror(connection, pacing, journal=journal, api_url=api_url)
         ready = [pool for pool in pools if isinstance(pool, Pool)]
-        cards = [card.served_by(pool.info) for card, pool in zip(cards, ready, strict=True)]
+        cards = [card.served_by(pool.info) if pool.ready else card for card, pool in zip(cards, ready, strict=True)]
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])
         served = []
         for card, pool in zip(cards, ready, strict=True):
@@ -235,7 +235,7 @@ async def _start_pool(
     executor: str,
     store_mark: str,
 ) -> Pool:
-    """The worker group of a base model.
+    """The worker group of a base model, which is started on demand where not all base models have one.
 
     settings, card: what it serves, and how. journal: told what the start waits for. hosts: where its processes run;
     None = this machine. on_progress: told lines for people. executor: what they run (PoolConfig). store_mark: see
@@ -253,10 +253,11 @@ async def _start_pool(
         executor=executor,
         heartbeat_timeout=settings.heartbeat_timeout,
         chunks_per_microbatch=settings.chunks_per_microbatch,
-        groups=len(settings.base_models),
+        groups=settings.groups,
     )
     site = hosts or ThisMachine(settings.data_dir / "logs", settings.platform)
-    return await Pool.start(config, site, on_progress=on_progress, on_waiting=tell)
+    on_demand = settings.groups < len(settings.base_models)
+    return await Pool.start(config, site, on_progress=on_progress, on_waiting=tell, on_demand=on_demand)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

@@ -225,6 +225,16 @@ class ModelRunner:
             shown.paused("it is paused" if paused else None)
         self._woken.set()
 
+    @property
+    def base_model(self) -> str:
+        """The base model of the model."""
+        return self._unbound.card.name
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything of the model is being executed."""
+        return bool(self._flying) or self._schedule.taking
+
     def cancel(self) -> None:
         """The model was ended from outside: drop it as soon as nothing of it is in flight."""
         self._cancelled = True
@@ -264,6 +274,8 @@ class ModelRunner:
                 await self._begin_anew()
             if self._schedule.due(self._context.clock.monotonic()):
                 self._take_snapshot(group)
+            if self._unbound.pool.draining:
+                continue
             if fresh := await self._fresh(paused):
                 if await self._is_ready_for(fresh):
                     return batches(fresh, self._steps_made)
@@ -298,7 +310,11 @@ class ModelRunner:
 
         needed: whether there is anything to do with it but unload it.
         """
-        generation = await self._unbound.pool.serving()
+        pool = self._unbound.pool
+        if not needed and pool.resting and not self._flying:  # no group is started to unload a model that is in none
+            self._context = self._unbound
+            return True
+        generation = await pool.serving()
         if self._context.generation == generation:
             return True
         if self._flying:

@@ -56,6 +56,12 @@ class SamplingRunner:
         return await observed(self._serve(), self._observers)
 
     async def _serve(self) -> End:
+        while not self._context.pool.ready:
+            await self._woken.wait()  # also when a group serves
+            if self._stopping:
+                return STOPPED
+            self._woken.clear()
+        self._woken.set()
         context = self._context.bound_to(await self._context.pool.serving())
         async with asyncio.TaskGroup() as group:
             batch = self._batch = SampleBatch(context, group)
@@ -81,7 +87,14 @@ class SamplingRunner:
         for request_id in await self._context.read(self._context.journal.results.finished, taken):
             self._batch.cancel(request_id)
 
+    @property
+    def busy(self) -> bool:
+        """Whether any sample was taken and is not answered."""
+        return self._batch is not None and bool(self._batch.requests)
+
     async def _take(self, batch: SampleBatch) -> None:
+        if self._context.pool.draining:
+            return
         room = self._most - len(batch.requests)
         if room < max(1, self._most // _LOOKS if self._full else 0):
             self._full = True

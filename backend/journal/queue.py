@@ -11,6 +11,7 @@ from sqlalchemy.orm import aliased
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate
+from tinkerflow.backend.journal.recovery import of_unstored
 from tinkerflow.backend.journal.requests import count_in_range, of_base
 from tinkerflow.backend.journal.tables import IS_PENDING, BaseModelRow, Model, Request, SamplerRow
 
@@ -63,6 +64,16 @@ _WAITING_SAMPLES = (
     .where(IS_PENDING, col(Request.sampler_id).is_not(None), of_base(SamplerRow))
     .group_by(col(Request.owner))
 )
+_WANTED = sa.union_all(
+    sa.select(col(Model.base_model).label("base"), _WAITING.c.since.label("since"))
+    .join(_WAITING, _WAITING.c.model_id == col(Model.id))
+    .where(_USED >= _WIDTH, col(Model.paused).is_(None)),
+    sa.select(col(SamplerRow.base_model), sa.func.min(col(Request.created_at)))
+    .join(Request, col(SamplerRow.id) == col(Request.sampler_id))
+    .where(IS_PENDING)
+    .group_by(col(SamplerRow.base_model)),
+    of_unstored(col(Model.base_model), col(Request.created_at)),
+).subquery("wanted")
 _WAITS_FOR = (
     sa.select(sa.func.coalesce(col(Model.paused), col(Model.progress), col(BaseModelRow.progress)))
     .select_from(Request)
@@ -99,6 +110,14 @@ class Queue(Aggregate):
         with self._read() as connection:
             rows = connection.execute(_WAITING_SAMPLES, {"of_base": base_model})
             return {str(owner): int(count) for owner, count in rows}
+
+    def wanted(self) -> list[str]:
+        """Base models that have something to execute, or weights to store; longest waiting first. One statement.
+
+        What only unloads models does not count.
+        """
+        since = sa.func.min(_WANTED.c.since)
+        return self._column(sa.select(_WANTED.c.base).group_by(_WANTED.c.base).order_by(since, _WANTED.c.base))
 
     def gaps(self, timeout: float) -> list[Gap]:
         """Models that wait for `timeout` seconds or longer for a sequence id that never came. One statement."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Mapped
@@ -115,11 +116,11 @@ class Recovery(Aggregate):
 
     def unstored_models(self) -> list[str]:
         """Ids of models that take work and have saves as in `unstored`. One statement."""
-        return self._column(_unstored(col(Model.id)).distinct())
+        return self._column(of_unstored(col(Model.id)).distinct())
 
     def is_unstored(self, snapshot_id: str) -> bool:
         """Whether a save as in `unstored`, of a model that takes work, has published this snapshot."""
-        return bool(self._column(_unstored(col(Request.id)).where(col(Request.id) == snapshot_id)))
+        return bool(self._column(of_unstored(col(Request.id)).where(col(Request.id) == snapshot_id)))
 
     def unstored(self, model_id: str) -> list[Pending]:
         """The model's unnamed saves that are answered, used by samplers and not stored yet, in order."""
@@ -239,6 +240,7 @@ def _of_model(model_id: str) -> sa.ColumnElement[bool]:
     return col(RecoverySnapshot.model_id) == model_id
 
 
-def _unstored(what: Mapped[str]) -> sa.Select[tuple[str]]:
-    of_model = sa.select(what).join(Model, col(Model.id) == col(Request.model_id)).select_from(Request)
+def of_unstored(*what: Mapped[Any]) -> sa.Select[Any]:
+    """Columns of the saves that `Recovery.unstored` lists, and of their models, of all models that take work."""
+    of_model = sa.select(*what).join(Model, col(Model.id) == col(Request.model_id)).select_from(Request)
     return of_model.where(IS_UNSTORED, col(Model.state).in_(TAKES_WORK))

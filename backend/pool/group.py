@@ -51,7 +51,7 @@ from tinkerflow.backend.pool.protocol.messages import (
     same_outcome,
     to_error,
 )
-from tinkerflow.backend.pool.protocol.software import code_version, files_version
+from tinkerflow.backend.pool.protocol.software import code_version, contents_version
 from tinkerflow.backend.supervise import HeartbeatMonitor
 
 log = logging.getLogger(__name__)
@@ -102,12 +102,15 @@ class PoolConfig:
             Start(self.group, self.processes, coordinator, self.executor, self.heartbeat_timeout, numbers, groups)
         )
 
-    @property
     def digest(self) -> str:
-        """The same for pools whose processes can serve each other's drivers: told the same, from the same files."""
+        """The same for pools whose processes can serve each other's drivers: told the same, from the same files.
+
+        Reads files, for up to a second. OSError when one of them cannot be read.
+        """
+        model = Path(self.group.model_path)
         digest = hashlib.sha256(b"".join(self.start(coordinator="", places=())))
         digest.update(code_version().encode())
-        digest.update(files_version(Path(self.group.model_path).glob("*")).encode())
+        digest.update(contents_version(model, model.glob("*")).encode())
         return digest.hexdigest()
 
 
@@ -183,10 +186,10 @@ class Group:
         self._accused: int | None = None  # the rank that is named as the cause
         self._confessed = False  # the accused rank has said that it ends, and so of which command
 
-    async def launch(self, places: Sequence[WorkerSlot]) -> GroupInfo:
+    async def launch(self, places: Sequence[WorkerSlot], plan: str) -> GroupInfo:
         """Start one process in each of `places` and wait until their executors stand: what rank 0's says of itself.
 
-        The places are released when all processes have ended.
+        plan: PoolConfig.digest. The places are released when all processes have ended.
         Raises the error of the executor's constructor when that is a UserError, else GroupFailedError or DeadlineError.
         No process is left when it raises or is cancelled.
         """
@@ -194,7 +197,7 @@ class Group:
         generation, seconds = self.generation, self._config.start_deadline
         try:
             async with asyncio.timeout(seconds):
-                await self._start()
+                await self._start(plan)
                 return await asyncio.shield(self._started)
         except TimeoutError:
             ready = {m.rank for m in self._members if m.ready is not None}
@@ -297,12 +300,12 @@ class Group:
         return next((entry for entry in sent if not self._confessed or self._accused not in entry.answers), None)
 
     # ------------------------------------------------------------------ start
-    async def _start(self) -> None:
+    async def _start(self, plan: str) -> None:
         config, site = self._config, self._site
         salt = secrets.token_bytes(32)
         with socket.create_server((site.address, 0)) as listener:
             listener.setblocking(False)
-            launch = Launch(self.generation, listener.getsockname()[1], salt, config.digest)
+            launch = Launch(self.generation, listener.getsockname()[1], salt, plan)
             for rank, place in enumerate(self._places):
                 process = await place.spawn(launch, rank)
                 self._members.append(_Member(rank, process))

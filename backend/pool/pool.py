@@ -92,6 +92,11 @@ class Pool:
         self._generation = 0
         self._open = False  # whether the group takes commands
         self._opened = asyncio.Event()
+        self._wanted = asyncio.Event()  # a generation is to run
+        self._wanted.set()
+        self._on_demand = False
+        self.trouble = ""  # why the last start on demand failed, if it did
+        self.draining = False  # nothing new is to be begun: the group is released when what it executes is done
         self._restarts = Restarts()
         self._probation = 0  # commands that the next generation gets one at a time
         self._last_error: TinkerflowError | None = None
@@ -113,6 +118,7 @@ class Pool:
         *,
         on_progress: Callable[[str], None],
         on_waiting: Callable[[str], Awaitable[None]] = _say_nothing,
+        on_demand: bool = False,
     ) -> Pool:
         """A pool whose first generation is ready to serve.
 
@@ -121,18 +127,41 @@ class Pool:
         later generation, waits until the site has room.
         on_progress: called in this event loop with lines for people: what the start-up or a long command is doing.
         on_waiting: told what a generation waits for before its processes can be started, and when it waits no more.
+        on_demand: no group runs before `begin`, and none after `release` or a start that failed, until `begin` again.
         On ThisMachine, call it in a thread that lives as long as the pool: the kernel ends the workers with the thread.
         Raises UserError when the executor refuses the configuration, GroupFailedError when no group came up in three
         attempts.
         """
         pool = cls(config, site, on_progress, on_waiting)
-        while not await pool._launch():
+        if on_demand:
+            pool._on_demand = True
+            pool._wanted.clear()
+        while not on_demand and not await pool._launch():
             failures = pool._restarts.failures + 1
             if failures >= FIRST_STARTS or isinstance(pool._last_error, UserError):
                 raise pool._last_error or GroupFailedError("no worker group came up")
             await asyncio.sleep(pool._restarts.pause(steady=False))
         pool._keeper = asyncio.get_running_loop().create_task(pool._keep(), name="pool")
         return pool
+
+    def begin(self) -> None:
+        """Have a group started, and others when that fails."""
+        self._wanted.set()
+
+    def release(self, cause: str) -> None:
+        """End the group that serves, as after a notice, and start none until `begin`."""
+        self._wanted.clear()
+        self._noticed(cause)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the group that serves is to be released, or is being released."""
+        return self.draining or not self._wanted.is_set()
+
+    @property
+    def resting(self) -> bool:
+        """Whether no group runs or is being started, and none will be before `begin`."""
+        return not self._wanted.is_set() and self._group is None
 
     @property
     def info(self) -> GroupInfo:
@@ -341,16 +370,18 @@ class Pool:
     async def _keep(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            assert self._group is not None
-            began = clock()
-            error = await asyncio.shield(self._group.ended)
-            steady = clock() - began > STEADY_SECONDS or not self._group.crashed
-            self._probation = self._group.probation_of_next
-            self._losses.put_nowait(GroupLost(self._group.generation, error.message))
-            self._last_error = error
-            self._group = None
+            steady = True
+            if self._group is not None:
+                began = clock()
+                error = await asyncio.shield(self._group.ended)
+                steady = clock() - began > STEADY_SECONDS or not self._group.crashed
+                self._probation = self._group.probation_of_next
+                self._losses.put_nowait(GroupLost(self._group.generation, error.message))
+                self._last_error = error
+                self._group, self.draining = None, False
             while True:
                 await asyncio.sleep(self._restarts.pause(steady=steady))
+                await self._wanted.wait()
                 steady = False
                 try:
                     if await self._launch():
@@ -358,18 +389,22 @@ class Pool:
                 except Exception as error:  # for example the base model's files cannot be read: they may come back
                     log.exception("worker group %d cannot be started", self._generation)
                     self._last_error = GroupFailedError(f"worker group {self._generation} cannot be started: {error!r}")
+                if self._on_demand:
+                    self.trouble = str(self._last_error)
+                    self._wanted.clear()
 
     async def _launch(self) -> bool:
         """Start the next generation; whether it stands."""
         self._generation += 1
         self._open = False
+        plan = await asyncio.to_thread(self._config.digest)
         await self._wait_for_room()
         config, generation = self._config, self._generation
-        places = self._site.take(config.processes, config.digest)
+        places = self._site.take(config.processes, plan)
         self._on_progress(f"starting worker group {generation}: {config.processes} process(es)")
         group = Group(config, self._site, self._on_progress, generation, self._probation, self._noticed)
         try:
-            info = await group.launch(places)
+            info = await group.launch(places, plan)
         except TinkerflowError as error:
             self._last_error = error
             log.error("worker group %d did not start: %s", generation, error)
@@ -381,6 +416,7 @@ class Pool:
         if group.failure is None:
             self._info = info
             self._open = True
+            self.trouble = ""
             self._opened.set()
         return True
 

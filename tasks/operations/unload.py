@@ -8,11 +8,15 @@ from tinkerflow.tasks.execution.context import Execution
 
 
 async def execute(execution: Execution) -> Outcome:
-    """Drop the adapter; the model is unloaded, for the reason in the payload. Nobody reads the answer."""
+    """Drop the adapter, if a worker group holds it; the model is unloaded, for the reason in the payload.
+
+    Nobody reads the answer.
+    """
     request, model_id = execution.request, execution.model_id
     async with execution.slot:
-        reply = execution.send(DropAdapter(model_id), Done)
-    await reply
+        reply = None if execution.context.generation is None else execution.send(DropAdapter(model_id), Done)
+    if reply is not None:
+        await reply
     await execution.slot.predecessors()
     await execution.slot.earlier_saves()  # the end of a model fails what it has not answered
     return request.done(b"{}", "json", ModelEnded(model_id, ModelState.UNLOADED, request.payload.decode()))

@@ -57,6 +57,8 @@ class NumpyPool:
     executor: Unigram = field(default_factory=lambda: Unigram(CONFIG, print, 1, 0))
     generation: int = 1
     reaches_store: bool = False
+    draining: bool = False
+    resting: bool = False
     log: list[Command] = field(default_factory=list)
     hold: asyncio.Event | None = None
     failing: Exception | None = None
@@ -94,6 +96,10 @@ class NumpyPool:
     def check(self, generation: int) -> None:
         if self.down is not None or generation != self.generation:
             raise GroupFailedError(f"worker group {generation} serves no more")
+
+    @property
+    def ready(self) -> bool:
+        return self.down is None
 
     async def serving(self) -> int:
         if self.down is not None:

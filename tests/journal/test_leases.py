@@ -6,6 +6,7 @@ import pytest
 
 from tinkerflow.backend.errors import FencedError
 from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.journal.leases import LEASE_SECONDS
 
 
 @pytest.fixture
@@ -17,12 +18,12 @@ def other(url, clock):
 
 def test_a_second_engine_waits_until_the_lease_has_run_out(scene, other, clock):
     assert scene.journal.leases.acquire("first") is None
-    clock.advance(10)
+    clock.advance(LEASE_SECONDS * 2 / 3)
     scene.journal.leases.renew()
-    clock.advance(10)
+    clock.advance(LEASE_SECONDS * 2 / 3)
     held = other.leases.acquire("second")
     assert held is not None and held.holder == "first"
-    clock.advance(10)
+    clock.advance(LEASE_SECONDS * 2 / 3)
     assert other.leases.acquire("second") is None
 
 

@@ -46,6 +46,31 @@ def test_models_are_listed_longest_waiting_first_and_by_base_model(scene, clock)
     assert scene.journal.queue.pending_models("tiny") == [early, late]
 
 
+def test_base_models_are_wanted_for_what_can_be_executed_now(scene, clock):
+    session = scene.session()
+    queue = scene.journal.queue
+    late, gap, paused, over = (
+        scene.model(session, number, base_model=name) for number, name in enumerate(("late", "gap", "paused", "over"))
+    )
+    assert queue.wanted() == []
+    sampler = scene.sampler(session)
+    scene.sample(sampler, 0)
+    clock.advance(1)
+    scene.submit(late, 1)
+    scene.submit(gap, 2)
+    scene.submit(paused, 1)
+    scene.journal.models.pause(paused, "people look at it")
+    scene.journal.models.request_unload(over, "its session is over")
+    assert over in queue.pending_models()
+    assert queue.wanted() == ["tiny", "late"]
+    scene.journal.models.pause(paused, None)
+    scene.submit(gap, 1)
+    assert queue.wanted() == ["tiny", "gap", "late", "paused"]
+    for model in (late, gap, paused):
+        scene.execute(model)
+    assert queue.wanted() == ["tiny"]
+
+
 def test_a_creation_is_the_first_thing_to_execute(scene):
     model = scene.model(live=False)
     assert scene.journal.queue.pending_models() == [model]

@@ -71,6 +71,7 @@ async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIt
         start_deadline: float = 60.0,
         heartbeat_timeout: float = 30.0,
         on_progress: Callable[[str], None] = lambda text: None,
+        on_demand: bool = False,
         **patience: Any,
     ) -> Pool:
         settings = PoolConfig(
@@ -82,7 +83,8 @@ async def start_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIt
             executor=executor if ":" in executor else f"pool_executors:{executor}",
             **patience,
         )
-        pool = await Pool.start(settings, ThisMachine(tmp_path / "logs"), on_progress=on_progress)
+        site = ThisMachine(tmp_path / "logs")
+        pool = await Pool.start(settings, site, on_progress=on_progress, on_demand=on_demand)
         pools.append(pool)
         pids.update(pool.pids)
         return pool

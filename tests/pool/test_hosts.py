@@ -306,16 +306,24 @@ async def test_a_held_process_that_dies_slowly_costs_a_visit_and_no_host(
 
 
 def test_a_plan_is_another_one_when_the_files_are_others(
-    tmp_path: Path, group_config: Callable[..., GroupConfig]
+    tmp_path: Path, group_config: Callable[..., GroupConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def digest() -> str:
-        return PoolConfig(group_config(str(tmp_path)), 1, command_deadline=1.0, start_deadline=1.0).digest
+        return PoolConfig(group_config(str(tmp_path)), 1, command_deadline=1.0, start_deadline=1.0).digest()
 
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
     before = digest()
+    os.utime(weights, (0, 0))  # downloaded again, as on another host
     assert digest() == before
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    weights.write_bytes(b"Weights")
     assert digest() != before
+    monkeypatch.setattr("tinkerflow.backend.pool.protocol.software.WHOLE_BYTES", 2**20)
+    seen = set()
+    for size, number in ((2**22, 0), (2**22, 1), (2**22 + 1, 0)):  # only parts of these are read
+        weights.write_bytes(bytes([number]) * size)
+        seen.add(digest())
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("why", ["a rank is missing", "another plan"])

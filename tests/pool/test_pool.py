@@ -629,6 +629,33 @@ async def test_a_start_that_cannot_even_begin_is_tried_again(
     assert await pool.submit(step()) == OptimResult(0.0, 1)
 
 
+async def test_a_pool_on_demand_has_a_group_between_begin_and_release(
+    start_pool: StartPool, wait_until: WaitUntil, workers: Callable[[], list[int]]
+) -> None:
+    pool = await start_pool(on_demand=True)
+    assert pool.resting and not workers()
+    for generation in (1, 2):
+        waiting = asyncio.create_task(pool.submit(step()))
+        pool.begin()
+        assert not pool.resting
+        assert await waiting == OptimResult(0.0, 1)
+        assert pool.generation == generation
+        pool.draining = True
+        pool.release("others have their turn")
+        assert not pool.resting
+        await wait_until(lambda: pool.resting)
+        assert not pool.draining and not workers()
+
+
+async def test_a_pool_on_demand_rests_when_its_group_cannot_be_started(
+    start_pool: StartPool, wait_until: WaitUntil
+) -> None:
+    pool = await start_pool("Broken", on_demand=True)
+    pool.begin()
+    await wait_until(lambda: pool.resting)
+    assert "ZeroDivisionError: while loading" in pool.trouble
+
+
 async def test_an_unknown_executor_is_named(start_pool: StartPool) -> None:
     with pytest.raises(errors.GroupFailedError, match="has no attribute 'Nobody'"):
         await start_pool("Nobody")

@@ -67,7 +67,7 @@ class HostConfig:
     processes: int
     log_dir: Path | None
     compile_cache_dir: str
-    longest_pause: float = 5.0
+    longest_pause: float = 2.0
     keep_seconds: float = 120.0
     platform: str = "auto"
     leave_seconds: float = 25.0

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 from tinkerflow import backend
 from tinkerflow.backend.pool.protocol.frames import fingerprint
+
+WHOLE_BYTES = 32 * 2**20  # the largest file that is read whole
+_BLOCK, _BLOCKS = 4096, 256
 
 
 @cache
@@ -23,13 +27,30 @@ def software() -> str:
 @cache
 def code_version() -> str:
     """The version of our own code and of JAX, as they were when this process first asked."""
-    return f"jax {version('jax')}, {software()}, {files_version(Path(backend.__file__).parent.rglob('*.py'))}"
+    root = Path(backend.__file__).parent
+    return f"jax {version('jax')}, {software()}, {contents_version(root, root.rglob('*.py'))}"
 
 
-def files_version(files: Iterable[Path]) -> str:
-    """A digest of the files' paths, sizes and times of change."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        status = file.stat()
-        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+def contents_version(folder: Path, files: Iterable[Path]) -> str:
+    """A digest of the files' names in `folder` and of what they hold: the same on every host that has the same files.
+
+    Of a file over WHOLE_BYTES, its size and _BLOCKS blocks that are spread over it are read: the weights of another
+    model differ in some of them. OSError when a file cannot be read.
+    """
+    with ThreadPoolExecutor(16) as readers:  # a file system of a network answers each read late
+        named = sorted((str(file.relative_to(folder)), file) for file in files if file.is_file())
+        digests = readers.map(_content_digest, [file for _, file in named])
+        lines = [f"{name} {digest}\n" for (name, _), digest in zip(named, digests, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _content_digest(file: Path) -> str:
+    with file.open("rb") as content:
+        size = file.stat().st_size
+        if size <= WHOLE_BYTES:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        digest = hashlib.sha256(str(size).encode())
+        for number in range(_BLOCKS):
+            content.seek((size - _BLOCK) * number // (_BLOCKS - 1))
+            digest.update(content.read(_BLOCK))
+        return digest.hexdigest()

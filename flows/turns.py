@@ -1,0 +1,154 @@
+"""Which base models have a worker group, where there are more base models than groups that may run at a time.
+
+A base model that is asked for gets in line, and has its turn when a group may run for it. The line goes on when a group
+has nothing to do: the one that was unused longest ends first. When all have something to do, the one that began first
+takes nothing new after TURN_SECONDS, ends when what it runs is done, and gets in line again. A group that ends saves
+its models first, so a turn costs clients a pause, as the loss of a group does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from tinkerflow.backend.clock import Clock
+from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.flows.groups import ServedModel
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+IDLE_SECONDS = 5.0  # without anything to do until a group makes room for another one: clients pause between two steps
+TURN_SECONDS = 300.0  # of a group that always has something to do, while others wait
+RESTING = "no worker group runs for this base model: one is started for it"
+
+
+@dataclass
+class Turn:
+    """A base model's time with a worker group; times are monotonic. asked: when there was something to do last."""
+
+    began: float
+    asked: float
+    ending: bool = False
+
+
+@dataclass
+class Turns:
+    """The line, and whose turn it is.
+
+    places: how many groups may run. release: seconds after which an unused group ends although nobody waits; 0 = none
+    does. idle, turn: IDLE_SECONDS, TURN_SECONDS. held: by base model that has its turn. line: who waits, in order.
+    """
+
+    places: int
+    release: float = 0.0
+    idle: float = IDLE_SECONDS
+    turn: float = TURN_SECONDS
+    held: dict[str, Turn] = field(default_factory=dict)
+    line: list[str] = field(default_factory=list)
+
+    def look(self, wanted: Sequence[str], ready: Collection[str], now: float) -> tuple[list[str], list[str], list[str]]:
+        """Whose turn begins, whose idle group ends now, and whose busy group ends when what it runs is done.
+
+        wanted: base models that have something to do, longest waiting first. ready: those whose group serves.
+        """
+        self.line = [name for name in self.line if name in wanted]
+        self.line += [name for name in wanted if name not in self.held and name not in self.line]
+        for name in self.held.keys() & set(wanted):
+            self.held[name].asked = now
+        begin, self.line = self._split(self.line, self.places - len(self.held))
+        self.held |= {name: Turn(now, now) for name in begin}
+        short = len(self.line) - sum(turn.ending for turn in self.held.values())
+        going = {name: turn for name, turn in self.held.items() if name in ready and not turn.ending}
+        unused = sorted((turn.asked, name) for name, turn in going.items() if name not in wanted)
+        spare = [name for asked, name in unused if now - asked >= self.idle]
+        over = [name for asked, name in unused if self.release and now - asked >= self.release]
+        idle = spare[: max(short, len(over), 0)]
+        used = sorted((turn.began, name) for name, turn in going.items() if name in wanted)
+        busy = [name for began, name in used if now - began >= self.turn][: max(short - len(idle), 0)]
+        for name in (*idle, *busy):
+            self.held[name].ending = True
+        return begin, idle, busy
+
+    @staticmethod
+    def _split(line: list[str], free: int) -> tuple[list[str], list[str]]:
+        return line[: max(free, 0)], line[max(free, 0) :]
+
+
+class GroupTurns:
+    """Begins and ends worker groups as the turns say, and tells clients what they wait for."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        served: Sequence[ServedModel],
+        turns: Turns,
+        is_busy: Callable[[str], bool],
+        clock: Clock,
+    ) -> None:
+        """Nothing happens before `keep`.
+
+        journal: knows what waits. served: every base model, with a pool that was opened on demand. turns: of nobody.
+        is_busy: whether anything of a base model is being executed. clock: of the turns.
+        """
+        self._journal = journal
+        self._pools = {model.card.name: model.pool for model in served}
+        self._turns = turns
+        self._is_busy = is_busy
+        self._clock = clock
+        self._told: dict[str, str | None] = {}
+
+    async def keep(self) -> None:
+        """Look for ever at what waits."""
+        while True:
+            try:
+                await self.look()
+            except AWAY:
+                log.warning("the journal cannot be read; looking again in %.0f s", LOOK_SECONDS, exc_info=True)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Look once."""
+        turns, pools = self._turns, self._pools
+        wanted = [name for name in await asyncio.to_thread(self._journal.queue.wanted) if name in pools]
+        for name in [name for name in turns.held if pools[name].resting]:
+            del turns.held[name]  # its group has ended, or could not be started: others come first
+        for name, turn in turns.held.items():
+            turn.ending &= pools[name].ending  # unless it crashed before it was released, and was started again
+        ready = {name for name, pool in pools.items() if pool.ready}
+        begin, idle, busy = turns.look(wanted, ready, self._clock.monotonic())
+        for name in begin:
+            pools[name].begin()
+        for name in idle:
+            log.info("%s: its worker group is unused, and ends", name)
+            pools[name].release("its worker group was unused")
+        for name in busy:
+            log.info("%s: its worker group ends when what it runs is done: %s wait", name, ", ".join(turns.line))
+            pools[name].draining = True
+        for name in turns.held:
+            if pools[name].draining and not self._is_busy(name):
+                pools[name].release("other base models have their turn")
+        for name in pools:
+            await self._tell(name, self._waits_for(name, ready))
+
+    def _waits_for(self, name: str, ready: Collection[str]) -> str | None:
+        """What requests for a base model wait for beside their place in line; None = nothing."""
+        turns, pool = self._turns, self._pools[name]
+        if name in turns.held and name in ready:
+            others = f"{len(turns.line)} other base model(s) wait"
+            return f"its worker group takes nothing new: {others}" if pool.draining else None
+        if name in turns.held:
+            text = "its worker group is being started"
+        elif name in turns.line:
+            before = turns.line.index(name)
+            text = f"waiting for one of {turns.places} worker group(s), with {before} base model(s) before it"
+        else:
+            text = RESTING
+        return f"{text}; the last start failed: {pool.trouble}" if pool.trouble else text
+
+    async def _tell(self, name: str, text: str | None) -> None:
+        if self._told.get(name) != text:
+            await asyncio.to_thread(self._journal.base_models.note_progress, name, text)
+            self._told[name] = text
