@@ -15,6 +15,7 @@ from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.errors import StoreError, UserError
 from tinkerflow.backend.ids import LOCAL_OWNER, new_id
 from tinkerflow.backend.index import row_of
+from tinkerflow.backend.merging import merge as merge_model
 from tinkerflow.backend.model_card import find_model
 from tinkerflow.backend.peft_import import NAME, import_adapter, save_import
 from tinkerflow.backend.settings import Settings
@@ -161,6 +162,22 @@ def _file(folder: Path, file: str) -> bytes:
         return (folder / file).read_bytes()
     except OSError as error:
         raise UserError(f"{folder}: {file} cannot be read ({error}); PEFT's save_pretrained writes it") from error
+
+
+@app.command()
+def merge(
+    path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
+    to: Annotated[Path, typer.Option(help="the folder to write; it must not exist")],
+    base_model: Annotated[str | None, typer.Option(help="a folder or hub id (default: the checkpoint's own)")] = None,
+    store: StoreUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write the base model with a checkpoint's adapter merged into it: config, tokenizer and safetensors files.
+
+    One tensor is in memory at a time. Quantised matrices that the adapter changes are written in bfloat16.
+    """
+    state, saved = Store.open(settings_with(data_dir=data_dir, store=store).store_url).load(path, optimizer=False)
+    merge_model(find_model(base_model or saved.meta.base_model), state, to, print)
 
 
 @app.command()

@@ -6,6 +6,7 @@ Logprobs, the adapter's effect, its gradients and its steps; tokens through the 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import peft
@@ -24,6 +25,7 @@ from tinkerflow.backend.commands import (
     PublishSnapshot,
 )
 from tinkerflow.backend.compute.families import load_config, registered
+from tinkerflow.backend.merging import merge
 from tinkerflow.backend.peft_import import import_adapter
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
@@ -140,6 +142,17 @@ def test_an_adapter_that_peft_saves_is_imported_and_trains_on(family, tmp_path, 
         trained.append(executor.execute(ExportAdapter(each, optimizer=False)).weights)
     for name, array in trained[0].items():
         np.testing.assert_array_equal(array, trained[1][name])
+
+
+def test_a_merged_model_is_the_base_model_with_its_adapter(family, tmp_path, examples, adapter, forward):
+    """Also of experts, fused in the files or not: transformers reads what is written."""
+    base, executor, _ = family
+    adapter(executor, "merged", train_unembed=False)
+    merge(base.folder, executor.execute(ExportAdapter("merged", optimizer=False)), tmp_path / "merged")
+    merged = replace(base, model=type(base.model).from_pretrained(tmp_path / "merged").eval())
+    data = examples((60, 33, 7, 20))
+    for found, example in zip(forward(executor, "merged", data).logprobs, data, strict=True):
+        close_logprobs(found, merged.logprobs(example)[:, 0])
 
 
 def test_tokens_are_those_of_transformers_with_and_without_cached_prefixes(family, tmp_path, adapter, ask, run_all):

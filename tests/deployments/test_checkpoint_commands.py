@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
-from safetensors.numpy import save
+from safetensors.numpy import load_file, save
+from tests import test_merging as merging
 from tests.test_peft_import import CONFIG as TINY
 from tests.test_peft_import import tensors
 from typer.testing import CliRunner
@@ -204,3 +205,17 @@ def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     arguments = ["checkpoint", "import", str(tmp_path), "--base-model", str(tmp_path), "--data-dir", str(tmp_path)]
     with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_a_checkpoint_is_merged_into_its_base_model(tmp_path: Path) -> None:
+    cfg, base = merging.of_base()
+    folder, weights = merging.written(tmp_path / "model", base), tensors(cfg)
+    opened = Store.open(Settings(data_dir=tmp_path).store_url)
+    state, meta = AdapterState(LoraSpec(4), 1, weights), CheckpointMeta(base_model=str(folder), owner="team")
+    path = opened.save(RUN, "weights", "a", state, meta).path
+    arguments = ["checkpoint", "merge", path, "--to", str(tmp_path / "out"), "--data-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.stdout == "written: model.safetensors\n"
+    name = "model.layers.0.mlp.up_proj.weight"
+    merged = load_file(tmp_path / "out" / "model.safetensors")[name]
+    np.testing.assert_array_equal(merged, base[name] + merging.update(weights, name))

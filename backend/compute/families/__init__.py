@@ -26,8 +26,9 @@ class Family:
     model_type: as `config.json` says it. title: as documentation says it. parse: from the fields of `config.json`; it
     raises UserError for what we do not compute. projections and tensors: what `transformer.Params` holds of each
     layer, and the unembedding, by our names. unpack: the tensors of a folder by the names that these have, if its files
-    have others (fused or quantised). embed and final_norm: Hugging Face's names of these two tensors. skipped: what the
-    names of tensors begin with that are not loaded.
+    have others (fused or quantised); given a part of them, those that are made of it, as views if it is an array in
+    memory. plain: the tensors of a folder without quantisation, as transformers saves them. embed and final_norm:
+    Hugging Face's names of these two tensors. skipped: what the names of tensors begin with that are not loaded.
     """
 
     model_type: str
@@ -36,6 +37,7 @@ class Family:
     projections: Callable[[ModelConfig], dict[str, Projection]] = decoder_projections
     tensors: Callable[[ModelConfig], dict[str, LayerTensor]] = decoder_tensors
     unpack: Callable[[ModelConfig, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda _, tensors: tensors
+    plain: Callable[[ModelConfig, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda _, tensors: tensors
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     skipped: tuple[str, ...] = ()

@@ -100,4 +100,23 @@ def _of_blocks(blocks: Tensor, scales: Tensor, expert: int, own: slice, _: Any) 
     return dequantised(blocks.view(np.uint8)[expert, own], scales.view(np.uint8)[expert, own])
 
 
-FAMILY = Family(model_type="gpt_oss", title="gpt-oss", parse=_parse, tensors=_tensors, unpack=_unpack)
+def _plain(_: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors with the experts' matrices [E, inputs, outputs] in bfloat16, which holds all that MXFP4 holds."""
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        fused = name.removesuffix("_blocks")
+        blocks, scales = found.pop(name), found.pop(f"{fused}_scales")
+        experts, outputs, count, half = blocks.shape
+        shape = (experts, count * 2 * half, outputs)
+        found[fused] = MadeTensor(shape, "BF16", partial(_of_all_blocks, blocks, scales, shape))
+    return found
+
+
+def _of_all_blocks(blocks: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+    whole = np.empty(shape, dtype)
+    for expert, matrix in enumerate(whole):
+        matrix[...] = dequantised(blocks.view(np.uint8)[expert], scales.view(np.uint8)[expert]).T
+    return whole
+
+
+FAMILY = Family(model_type="gpt_oss", title="gpt-oss", parse=_parse, tensors=_tensors, unpack=_unpack, plain=_plain)
