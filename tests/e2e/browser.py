@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -22,7 +24,10 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 class Page:
-    """A page of a UI in a headless Chromium."""
+    """A page of a UI in a headless Chromium.
+
+    A script may draw any part of it anew, and a form may load the next page: an element is looked up at each try.
+    """
 
     def __init__(self, browser, pictures: Path | None) -> None:
         self._browser = browser
@@ -41,15 +46,15 @@ class Page:
             self.open("about:blank")
 
     def text(self) -> str:
-        return "".join(body.text for body in self._browser.find_elements("tag name", "body"))  # none while it loads
+        return str(self._with("body", lambda body: body.text))
 
     def shows(self, *words: str, tab: str = "", pause: float = 0.5) -> str:
         """The page's text, as soon as all the words are in it; `tab`: the id of what to click until they are."""
         deadline = time.monotonic() + 300
         while not all(word in (text := self.text()) for word in words):
             assert time.monotonic() < deadline, f"the page never showed {words}; it says:\n{text}"
-            for found in self._browser.find_elements("id", tab) if tab else ():
-                found.click()
+            if tab:
+                self.click(f"[id='{tab}']")
             time.sleep(pause)
         return text
 
@@ -78,19 +83,22 @@ class Page:
 
     def click(self, selector: str) -> None:
         """Click the first element of a CSS selector, as soon as it is there."""
-        self._wait_for(selector).click()
+        self._with(selector, lambda element: element.click())
 
     def fill(self, selector: str, text: str) -> None:
         """Write a text into a field, in place of what is there."""
-        field = self._wait_for(selector)
-        field.clear()
-        field.send_keys(text)
+
+        def write(field: Any) -> None:
+            field.clear()
+            field.send_keys(text)
+
+        self._with(selector, write)
 
     def point_at(self, selector: str) -> None:
         """Move the pointer onto an element."""
         from selenium.webdriver import ActionChains
 
-        ActionChains(self._browser).move_to_element(self._wait_for(selector)).perform()
+        self._with(selector, lambda element: ActionChains(self._browser).move_to_element(element).perform())
 
     def run(self, script: str, *values: Any) -> Any:
         """What a script returns that runs in the page; one that waits calls the last of its arguments."""
@@ -126,12 +134,23 @@ class Page:
         """Drop all cookies."""
         self._browser.delete_all_cookies()
 
-    def _wait_for(self, selector: str) -> Any:
-        deadline = time.monotonic() + 60
-        while not (found := self._browser.find_elements("css selector", selector)):
-            assert time.monotonic() < deadline, f"no {selector}; the page says:\n{self.text()}"
+    def _with(self, selector: str, act: Callable[[Any], T]) -> T:
+        """What `act` returns for the first element of a CSS selector, as soon as it is there and `act` succeeds."""
+        from selenium.common.exceptions import WebDriverException
+
+        deadline = time.monotonic() + 300
+        failed: Exception | None = None
+        while time.monotonic() < deadline:
+            try:
+                if found := self._browser.find_elements("css selector", selector):
+                    return act(found[0])
+            except WebDriverException as error:  # it was drawn anew, or something passes over it
+                failed = error
             time.sleep(0.1)
-        return found[0]
+        raise AssertionError(f"no {selector}, or it cannot be used; the page says:\n{self._source()}") from failed
+
+    def _source(self) -> str:
+        return str(self.run("return document.body ? document.body.innerText : ''"))
 
     def save(self, file: Path) -> None:
         """Write a picture of the page into a file."""
