@@ -16,10 +16,13 @@ from tinkerflow.api.call import API, Authenticator, Counted, Holds, Services, Wi
 from tinkerflow.api.metrics import Metrics
 from tinkerflow.api.samplers import EndpointSamplers
 from tinkerflow.api.text import Tokenizers
+from tinkerflow.api.threads import FairThreads
 from tinkerflow.backend.clock import Clock, SystemClock
 from tinkerflow.backend.journal import Journal, Limits, ResultSubscriptions
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store
+
+_SLOW = 8  # threads for work that may take seconds
 
 
 def create_app(
@@ -49,6 +52,7 @@ def create_app(
         auth=Authenticator(settings, journal, clock, urgent),
         holds=Holds(),
         urgent=urgent,
+        slow=FairThreads(ThreadPoolExecutor(_SLOW, "slow"), _SLOW),
         clock=clock,
         link_secret=journal.keys.service_secret(links.SECRET),
         metrics=metrics,
@@ -57,6 +61,7 @@ def create_app(
             queued_tokens=settings.max_queued_tokens,
             live_models=settings.max_live_models,
             stored_bytes=settings.max_stored_bytes,
+            feedback_per_day=settings.max_feedback_per_day,
         ),
         samplers=EndpointSamplers(journal, clock, settings.session_timeout),
         tokenizers=Tokenizers(),

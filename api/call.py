@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
 
 import zstandard
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkerflow.api.metrics import SECONDS, Answered, Metrics
+from tinkerflow.api.threads import FairThreads
 from tinkerflow.api.tokens import (
     TOKEN_LIFETIME,
     TOKEN_PREFIX,
@@ -34,6 +35,7 @@ from tinkerflow.api.tokens import (
     read_token,
     sign_token,
 )
+from tinkerflow.backend import tracing
 from tinkerflow.backend.clock import Clock
 from tinkerflow.backend.errors import BodyTooLargeError, UserError
 from tinkerflow.backend.ids import KEY_PREFIX, LOCAL_OWNER
@@ -74,6 +76,7 @@ class Strict(Wire):
 
 
 M = TypeVar("M", bound=BaseModel)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -278,9 +281,9 @@ class Services:
     """What the handlers work with, made once for an app.
 
     urgent: threads for key checks and heartbeats. They must not queue behind the journal calls of thousands of polls
-    that arrive together, which use the event loop's default threads. limits: what one project may have at a time.
-    samplers: of the endpoints that know no sessions. tokenizers: of the base models. imports: held while an adapter
-    that was uploaded is in memory: one at a time.
+    that arrive together, which use the event loop's default threads. slow: threads for tokenising and compiling.
+    limits: what one project may have at a time. samplers: of the endpoints that know no sessions. tokenizers: of the
+    base models. imports: held while an adapter that was uploaded is in memory: one at a time.
     """
 
     settings: Settings
@@ -290,6 +293,7 @@ class Services:
     auth: Authenticator
     holds: Holds
     urgent: Executor
+    slow: FairThreads
     clock: Clock
     link_secret: bytes
     metrics: Metrics
@@ -334,6 +338,10 @@ class Call:
         projects in `accessible`.
         """
         return None if scope == "accessible" and self.admin else self.owner
+
+    async def slowly(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` returns, which may take seconds: in one of the threads that projects share."""
+        return await self.services.slow.run(self.owner, work, *args, **kwargs)
 
     async def body(self) -> bytes:
         """The whole body, decompressed; UserError when it is too large or does not match its headers."""
@@ -397,7 +405,18 @@ class Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
+        parent = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"), None)
+        with tracing.span(scope["method"], parent, "SERVER") as span:
+            status = await self._answer(scope, receive, send)
+            if span is not None:
+                route = getattr(scope.get("route"), "path", "")
+                span.update_name(f"{scope['method']} {route}".rstrip())
+                span.set_attributes({"http.request.method": scope["method"], "http.response.status_code": status})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Answer one request; its status."""
         began, status = time.perf_counter(), 500
 
         async def note(message: Message) -> None:
@@ -417,6 +436,7 @@ class Counted:
             answered.statuses[status] += 1
             answered.took[bisect_left(SECONDS, seconds)] += 1
             answered.seconds += seconds
+        return status
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -220,7 +220,7 @@ async def generate(
         values["messages"] = [{"role": one["role"], "content": str(one.get("content") or "")} for one in messages]
     if values["sampling_params"].get("seed") is None:
         values["sampling_params"]["seed"] = secrets.randbits(_SEED_BITS)
-    await asyncio.to_thread(_check, target, values)
+    await call.slowly(_check, target, values)
     session_id, sampler, seq_id = await call.services.samplers.address(call.identity, target)
     values |= {"sampling_session_id": sampler, "seq_id": seq_id}
     listener = await call.services.subscriptions.tokens.listen(stream_name(sampler, seq_id)) if stream else None

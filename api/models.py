@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 
@@ -25,6 +25,7 @@ from tinkerflow.backend.store.blobs import Blobs, open_blobs
 
 CHAMPION = "champion/"
 _LONGEST_TOKENS = 16  # characters, on average over a whole context; those of texts have about four
+_SHORT = 2000  # characters that are tokenised at once on the event loop: under a millisecond
 _LISTED = 1000  # of the project's newest checkpoints, those for samplers are listed
 
 
@@ -32,29 +33,36 @@ _LISTED = 1000  # of the project's newest checkpoints, those for samplers are li
 class Target:
     """What is sampled. name: as it was asked for. checkpoint: None for the base model itself.
 
-    tokenizer: of the base model.
+    tokenizer: of the base model. call: whose threads tokenise long texts.
     """
 
     name: str
     card: ModelCard
     checkpoint: CheckpointView | None
     tokenizer: Tokenizer
+    call: Call = field(repr=False, compare=False)
 
     @property
     def path(self) -> str | None:
         """The checkpoint's path, None for the base model."""
         return None if self.checkpoint is None else self.checkpoint.path
 
+    @property
+    def longest_text(self) -> int:
+        """The most characters that a text may have."""
+        return _LONGEST_TOKENS * self.card.max_context
+
     async def encode(self, text: str, field: str, *, special: bool = True) -> list[int]:
         """The tokens of a text, as of Tokenizer.encode. UserError names the field of a text that no context holds.
 
         Without a limit, tokenising the largest body would take minutes and tens of gigabytes.
         """
-        most = _LONGEST_TOKENS * self.card.max_context
-        if len(text) > most:
+        if len(text) > (most := self.longest_text):
             rule = f"at most {most}, {_LONGEST_TOKENS} for each token of the context"
             raise UserError(f"{field} has {len(text)} characters: must have {rule}")
-        return await self.tokenizer.encode(text, special=special)
+        if len(text) <= _SHORT:
+            return self.tokenizer.encode(text, special=special)
+        return await self.call.slowly(self.tokenizer.encode, text, special=special)
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Listed:
 async def resolve(call: Call, model: str) -> Target:
     """What `model` stands for. NotFoundError: nothing that the caller may use. UserError: it cannot be sampled."""
     card, checkpoint = await asyncio.to_thread(_find, call, model)
-    return Target(model, card, checkpoint, await call.services.tokenizers.load(card))
+    return Target(model, card, checkpoint, await call.services.tokenizers.load(card), call)
 
 
 async def find(call: Call, model: str) -> Listed:

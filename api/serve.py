@@ -15,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 
 from tinkerflow.api.app import create_app
 from tinkerflow.api.call import Services
+from tinkerflow.backend import tracing
 from tinkerflow.backend.clock import every_second
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.journal import Journal
@@ -54,6 +55,7 @@ async def serve_until(
     stop: ends the server when it is set. None: SIGTERM and SIGINT end it, which only the main thread receives.
     on_ready, on_turn: as for `serve`.
     """
+    tracing.export("api")
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "journal"))
     turning = asyncio.create_task(every_second(on_turn), name="turns")
     journal = await _opened(settings)

@@ -17,7 +17,6 @@ _MOST_HELD_BACK = (
 )
 _WORD = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how it writes a byte that is no character
-_SHORT = 2000  # characters that are tokenised at once on the event loop: under a millisecond
 
 
 class Tokenizer:
@@ -33,13 +32,8 @@ class Tokenizer:
         except Exception as error:  # the package raises a bare Exception for a broken file
             raise ServerError(f"{folder / TOKENIZER} cannot be read: {error}") from error
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a text. special: with those that the tokenizer puts around every text, as a first `<s>`."""
-        if len(text) <= _SHORT:
-            return self._encode(text, special)
-        return await asyncio.to_thread(self._encode, text, special)
-
-    def _encode(self, text: str, special: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:

@@ -138,7 +138,8 @@ class SampleRequest:
     seed: 64 bits; sample i of a request uses a key derived from (seed, i), so a result never depends on the batch.
     stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
     min_p: the least probability a token may have, as a share of the most likely token's. adjustments, constraint:
-    None = none. priority: an interactive request goes before its owner's batch requests that wait.
+    None = none. priority: an interactive request goes before its owner's batch requests that wait. trace: the context
+    of the span that it belongs to.
     """
 
     request_id: str
@@ -161,6 +162,7 @@ class SampleRequest:
     constraint: Constraint | None = None
     priority: Priority = "interactive"
     stream: bool = False  # tokens are told as they are decoded, and again in the result
+    trace: str | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 
+from tinkerflow.backend import tracing
 from tinkerflow.backend.clock import SystemClock, every_second
 from tinkerflow.backend.errors import StoreError, UserError
 from tinkerflow.backend.joining import make_secret, parse_address
@@ -87,6 +88,7 @@ async def _run(
 ) -> None:
     if not settings.base_models:
         raise UserError("base_models is empty: the engine must be given at least one base model")
+    tracing.export("engine")
     clock = SystemClock()
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:

@@ -35,6 +35,8 @@ router = Router(busy=6, at=OPEN_API)
 
 Choice: TypeAlias = dict[str, Any]
 
+_MOST_PROMPTED = 2**20  # characters and token ids of a request's prompts together, where one may not have more
+
 
 class CompletionBody(SamplingFields):
     """A request. prompt: a text, the ids of tokens, or a list of either. max_tokens 0: only with echo.
@@ -84,6 +86,9 @@ async def _tokens(target: Target, prompt: str | list[Any]) -> list[list[int]]:
     if isinstance(prompt[0], int):
         return [prompt]
     check_choices(len(prompt), 1)
+    size, most = sum(map(len, prompt)), max(target.longest_text, _MOST_PROMPTED)
+    if size > most:
+        raise UserError(f"prompt has {size} characters and token ids in all its texts: must have at most {most}")
     return [await target.encode(one, f"prompt[{i}]") if isinstance(one, str) else one for i, one in enumerate(prompt)]
 
 

@@ -70,12 +70,14 @@ async def give_feedback(call: Authorised) -> FeedbackKept:
     body = await call.parsed(Feedback)
     if body.reward is None and body.label is None and body.text is None:
         raise UserError("reward, label and text are all absent: at least one must be given")
+    await asyncio.to_thread(call.journal.feedback.check, call.owner, call.services.limits)  # before the work
     request_id, index = _parts(body.id)
     view = await asyncio.to_thread(_sample, call, request_id)
     card = await asyncio.to_thread(served, call.journal, view.base_model)
     tokenizer = await call.services.tokenizers.load(card)
-    new = await asyncio.to_thread(_new, call, body, view, index, tokenizer)
-    return FeedbackKept(id=await asyncio.to_thread(call.journal.feedback.add, new), sample_id=new.sample_id)
+    new = await call.slowly(_new, call, body, view, index, tokenizer)
+    kept = await asyncio.to_thread(call.journal.feedback.add, new, call.services.limits)
+    return FeedbackKept(id=kept, sample_id=new.sample_id)
 
 
 @router.get("/feedback")

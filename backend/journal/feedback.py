@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 from sqlmodel import col
 
+from tinkerflow.backend.errors import TooManyError
 from tinkerflow.backend.journal import audit
 from tinkerflow.backend.journal.database import Aggregate, as_view
+from tinkerflow.backend.journal.requests import NO_LIMITS, Limits
 from tinkerflow.backend.journal.tables import FeedbackRow
 
 _AT_ONCE = 8  # rows that are read from the database
@@ -48,8 +50,21 @@ class FeedbackView(NewFeedback):
 class FeedbackGiven(Aggregate):
     """All feedback, oldest first."""
 
-    def add(self, new: NewFeedback) -> int:
-        """Keep feedback; its id. The audit log says who gave it, and not what it says."""
+    def check(self, owner: str, limits: Limits) -> None:
+        """TooManyError when the project has given as much in the last 24 hours as it may."""
+        if not (most := limits.feedback_per_day):
+            return
+        latest = sa.select(col(FeedbackRow.at)).where(col(FeedbackRow.owner) == owner)
+        with self._read() as connection:  # ids rise with time, and have an index
+            oldest = connection.execute(latest.order_by(col(FeedbackRow.id).desc()).offset(most - 1).limit(1)).scalar()
+        if oldest is not None and oldest > self._now() - timedelta(days=1):
+            raise TooManyError(
+                f"this project has rated {most} answers in 24 hours, as many as it may (max_feedback_per_day)"
+            )
+
+    def add(self, new: NewFeedback, limits: Limits = NO_LIMITS) -> int:
+        """Keep feedback; its id. The audit log says who gave it, and not what it says. TooManyError as of `check`."""
+        self.check(new.owner, limits)
         now = self._now()
         with self._write() as connection:
             row = {**asdict(new), "at": now}

@@ -24,6 +24,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Mapped
 from sqlmodel import col
 
+from tinkerflow.backend import tracing
 from tinkerflow.backend.errors import Category, ConflictError, TinkerflowError, TooManyError, UserError
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.journal.database import Aggregate, as_view, insert_if_absent, is_owned, missing
@@ -83,7 +84,8 @@ class NewRequest:
 class Pending:
     """A request that waits for its answer. sampler is set for samples.
 
-    answered: the request has its answer, and is executed again or has something left to do (recovery.py).
+    answered: the request has its answer, and is executed again or has something left to do (recovery.py). trace: the
+    context of the span in which it was submitted.
     """
 
     id: str
@@ -97,6 +99,7 @@ class Pending:
     created_at: datetime
     sampler: SamplerView | None = None
     answered: bool = False
+    trace: str | None = None
 
     @classmethod
     def of(cls, row: sa.Row[Any], sampler: SamplerView | None = None) -> Pending:
@@ -113,6 +116,7 @@ class Pending:
             created_at=row.created_at,
             sampler=sampler,
             answered=row.state != RequestState.PENDING,
+            trace=row.trace,
         )
 
     def done(self, result: bytes, result_type: PayloadType, *effects: Effect) -> Outcome:
@@ -139,15 +143,14 @@ class Limits:
     live_models: models that are being created or live.
     stored_bytes: bytes of checkpoints; once they are reached, nothing more is saved. A checkpoint that is being saved
     at that moment has no size yet and does not count.
+    feedback_per_day: answers that it rates in 24 hours.
     """
 
     sampling_requests: int = 0
     queued_tokens: int = 0
     live_models: int = 0
     stored_bytes: int = 0
-
-
-NO_LIMITS = Limits()
+    feedback_per_day: int = 0
 
 
 NO_LIMITS = Limits()
@@ -366,6 +369,7 @@ def store(
         "replays": False,
         "completion": completion,
         "waiting_tokens": request.tokens,
+        "trace": tracing.current(),
     }
     return request_id if insert_if_absent(connection, Request, row) else _replayed(connection, request)
 

@@ -296,6 +296,7 @@ class Request(Table, table=True):
     replays: bool = False
     completion: int | None = Field(default=None, sa_type=sa.BigInteger)
     waiting_tokens: int = Field(sa_type=sa.BigInteger)
+    trace: str | None = None  # the span in which it was submitted
     # Last, so that SQLite reads the columns before them without walking overflow pages.
     payload: bytes
     result: bytes | None = None

@@ -46,6 +46,7 @@ from tinkerflow.backend.pool.protocol.messages import (
     Progress,
     Ready,
     Start,
+    Traced,
     Transfer,
     Transferred,
     same_outcome,
@@ -226,11 +227,14 @@ class Group:
         """Process ids by rank."""
         return tuple(m.process.pid for m in self._members)
 
-    def submit(self, command: Command, deadline: float) -> asyncio.Future[Reply]:
-        """Send `command` to every rank; the future gives rank 0's reply or the error (see Pool.submit)."""
+    def submit(self, command: Command, deadline: float, parent: str | None = None) -> asyncio.Future[Reply]:
+        """Send `command` to every rank; the future gives rank 0's reply or the error (see Pool.submit).
+
+        parent: the context of the span that it belongs to.
+        """
         if self.failure is not None:
             raise self.failure
-        body = frames.encode(command)
+        body = frames.encode(command if parent is None else Traced(parent, command))
         self._last_index += 1
         entry = _Outstanding(self._last_index, type(command).__name__, body, deadline, self._loop.create_future())
         self._outstanding.append(entry)

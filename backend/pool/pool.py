@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from tinkerflow.backend import tracing
 from tinkerflow.backend.commands import (
     Command,
     Digest,
@@ -252,16 +253,17 @@ class Pool:
             raise StoreAwayError(f"{type(job).__name__} took longer than {seconds:g} s") from None
 
     async def _execute(self, command: Command, seconds: float, generation: int) -> Reply:
+        parent = tracing.current()  # the scheduler sends from elsewhere
         parts = in_parts(command, self._scheduler.microbatch, self.info.fsdp, self.info.attention_tokens)
         if len(parts) == 1:
-            return await self._scheduler.submit(command, partial(self._send, generation, command, seconds))
+            return await self._scheduler.submit(command, partial(self._send, generation, command, seconds, parent))
         sent: list[asyncio.Future[Reply]] = []
 
         def send(part: Command) -> asyncio.Future[Reply]:
             for earlier in sent:
                 if earlier.done():
                     earlier.result()  # nothing follows a part that has failed
-            sent.append(self._send(generation, part, seconds))
+            sent.append(self._send(generation, part, seconds, parent))
             return sent[-1]
 
         waiting = [self._scheduler.submit(part, partial(send, part)) for part in parts]
@@ -273,12 +275,12 @@ class Pool:
             )
         return waiting[-1].result()
 
-    def _send(self, generation: int, command: Command, deadline: float) -> asyncio.Future[Reply]:
+    def _send(self, generation: int, command: Command, deadline: float, parent: str | None) -> asyncio.Future[Reply]:
         group = self._serving()
         if group is None or group.generation != generation:
             why = "" if self._last_error is None else f": {self._last_error}"
             raise _NotSentError(f"worker group {generation} serves no more{why}")
-        return group.submit(command, deadline)
+        return group.submit(command, deadline, parent)
 
     async def _next_to_serve(self) -> int:
         try:

@@ -31,6 +31,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Protocol, cast
 
+from tinkerflow.backend import tracing
 from tinkerflow.backend.commands import Command, DeferredReply, GroupConfig, Reply
 from tinkerflow.backend.errors import OUT_OF_MEMORY, DevicesError, UserError
 from tinkerflow.backend.pool.jax_setup import join_jax
@@ -46,10 +47,12 @@ from tinkerflow.backend.pool.protocol.messages import (
     Progress,
     Ready,
     Start,
+    Traced,
     Transfer,
     Transferred,
     to_failed,
 )
+from tinkerflow.backend.pool.spans import CommandSpans
 from tinkerflow.backend.pool.transfers import Transfers
 from tinkerflow.backend.processes import die_with_parent, give_back_memory
 
@@ -314,13 +317,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_await_notice, args=(inbox, notices), name="notice", daemon=True).start()
     answers = ReplyCollector(inbox.send, spec.rank)
+    spans = CommandSpans() if spec.rank == 0 and tracing.export("worker") else None
     try:
         executor: CommandExecutor | None = None
         while True:
             driver, frame = inbox.frames.get()
             message = frames.decode(frame.body)
             if executor is not None and not isinstance(message, Start):
-                answers.give(driver, frame.index, message, executor.execute)
+                command, parent = (message.command, message.parent) if isinstance(message, Traced) else (message, None)
+                execute = executor.execute if spans is None else spans.around(executor.execute, parent)
+                answers.give(driver, frame.index, command, execute)
                 continue
             answers.drain()  # what the devices are computing for the earlier driver must not end them for this one
             executor = _begin(executor, message, spec, inbox.tell)

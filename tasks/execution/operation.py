@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from tinkerflow.backend import tracing
 from tinkerflow.backend.errors import AllocationError, GroupFailedError, StateLostError, TinkerflowError
 from tinkerflow.backend.journal import (
     Effect,
@@ -72,6 +73,12 @@ def begin(execution: Execution, group: asyncio.TaskGroup) -> Operation:
 
 
 async def _perform(execution: Execution) -> Outcome | None:
+    request = execution.request
+    with tracing.span(request.kind, request.trace, request_id=request.id, model_id=execution.model_id):
+        return await _execute_and_answer(execution)
+
+
+async def _execute_and_answer(execution: Execution) -> Outcome | None:
     """Execute, wait until every earlier operation is answered, answer, and do what is left."""
     request, slot = execution.request, execution.slot
     answered, stored = request.answered, SaveState.LOST

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from tinkerflow.backend import tracing
 from tinkerflow.backend.commands import (
     NewTokens,
     SampleProgress,
@@ -238,6 +239,11 @@ class SampleBatch:
 
     async def _perform(self, sample: _Sample) -> Outcome | None:
         request = sample.request
+        with tracing.span("sample", request.trace, request_id=request.id, sampler_id=sample.sampler.id):
+            return await self._decode_and_answer(sample)
+
+    async def _decode_and_answer(self, sample: _Sample) -> Outcome | None:
+        request = sample.request
         try:
             try:
                 outcome = await self._decode(sample)
@@ -272,7 +278,7 @@ class SampleBatch:
         # A grammar takes longer to check than its bytes tell: never on the loop. A name may be written with escapes.
         maybe = b'"constraint"' in request.payload or b"\\" in request.payload
         work = INLINE_BYTES + 1 if maybe else len(request.payload)
-        wanted = await self._context.decode(work, decode)
+        wanted = replace(await self._context.decode(work, decode), trace=tracing.current() if request.trace else None)
         sample.prompt = len(wanted.prompt_T)
         snapshot = sampler.snapshot_id  # None: the base model
         if sampler.model_path is not None:

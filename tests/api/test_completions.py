@@ -145,13 +145,25 @@ def test_a_text_that_no_context_holds_is_not_tokenised(
     path: str, given: dict[str, Any], field: str, server: Running, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(Tokenizer, "_encode", lambda _, text, special: read.append(text) or [2])
+    monkeypatch.setattr(Tokenizer, "encode", lambda _, text, *, special: read.append(text) or [2])
     refused = post(server, path, {"model": BASE, **given})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == (
         f"{field} has 1025 characters: must have at most 1024, 16 for each token of the context"
     )
     assert read in ([], ["a"])
+
+
+def test_many_long_prompts_are_bounded_together(
+    server: Running, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkerflow.api.routes.completions._MOST_PROMPTED", 2000)
+    refused = post(server, "completions", {"model": BASE, "prompt": ["a" * 1001, "b" * 1000]})
+    assert refused.status_code == 400
+    rule = "prompt has 2001 characters and token ids in all its texts: must have at most 2000"
+    assert refused.json()["error"]["message"] == rule
+    refused = post(server, "completions", {"model": BASE, "prompt": ["a" * 1000, "b" * 1000], "max_tokens": 1})
+    assert "in all its texts" not in refused.text  # each is too long for the context
 
 
 def test_errors_have_openais_form(server: Running, journal: Any, start: Any, engine: Engine) -> None:

@@ -134,3 +134,12 @@ def test_rated_answers_are_rows_for_every_pipeline(
     report = check_data.fn(DataSource(url=url, kind="preference"), work)
     assert (report.rows, report.bad_rows) == (2, 0)
     assert load_rows(work, report.digest)[0].chosen[0]["content"] == said["good"]
+
+
+def test_a_project_rates_as_many_answers_a_day_as_it_may(start: Any, engine: Any) -> None:
+    server = start(max_feedback_per_day=1)
+    answer = answered(server, "bcd")
+    rate(server, answer["id"], label="good")
+    refused = ask(server, "POST", "feedback", {"id": answer["id"], "label": "good"})
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    assert "max_feedback_per_day" in refused.json()["error"]["message"]

@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def spoken(tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = (), step: int = 1) -> tuple[list[str], str | None]:
-    tokens = asyncio.run(tokenizer.encode(text))
+    tokens = tokenizer.encode(text)
     detokenizer = Detokenizer(tokenizer, stop)
     parts = [detokenizer.feed(tokens[at : at + step]) for at in range(0, len(tokens), step)]
     return [*parts, detokenizer.finish()], detokenizer.stopped
@@ -33,7 +33,7 @@ def spoken(tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = (), step: in
 @given(text=st.text(max_size=40), step=st.integers(1, 5))
 def test_the_parts_are_the_whole_and_no_character_is_split(tokenizer: Tokenizer, text: str, step: int) -> None:
     parts, stopped = spoken(tokenizer, text, step=step)
-    assert "".join(parts) == tokenizer.decode(asyncio.run(tokenizer.encode(text)))
+    assert "".join(parts) == tokenizer.decode(tokenizer.encode(text))
     assert stopped is None
     if "\N{REPLACEMENT CHARACTER}" not in text:
         assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts)
@@ -62,7 +62,7 @@ def test_text_ends_before_the_first_stop_string(
 
 
 def test_bytes_that_are_no_text_do_not_hold_a_stream_back(tokenizer: Tokenizer) -> None:
-    (first, *_) = asyncio.run(tokenizer.encode("🙂"))  # the first byte of a character
+    (first, *_) = tokenizer.encode("🙂")  # the first byte of a character
     detokenizer = Detokenizer(tokenizer)
     parts = [detokenizer.feed([first]) for _ in range(64)]
     assert "".join(parts).count("\N{REPLACEMENT CHARACTER}") >= 32
@@ -71,7 +71,7 @@ def test_bytes_that_are_no_text_do_not_hold_a_stream_back(tokenizer: Tokenizer) 
 
 def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
     end = min(tokenizer.special_ids)
-    tokens = [*asyncio.run(tokenizer.encode("hi")), end]
+    tokens = [*tokenizer.encode("hi"), end]
     shown = Detokenizer(tokenizer, special=True)
     assert shown.feed(tokens) + shown.finish() == "hi" + tokenizer.token_text(end)
     assert tokenizer.decode(tokens) == "hi"
@@ -97,6 +97,6 @@ def test_a_tokenizer_is_loaded_once_and_tried_again_after_a_failure(tokenizer: T
 def test_every_token_has_its_bytes(tmp_path: Path) -> None:
     tokenizer = Tokenizer(make_tiny(tmp_path / "tiny"))
     text = "Ein Bär 🐻 sagt: «hm»\n"
-    tokens = asyncio.run(tokenizer.encode(text))
+    tokens = tokenizer.encode(text)
     assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
     assert any("\ufffd" in tokenizer.token_text(token) for token in tokens)

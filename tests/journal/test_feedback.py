@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from tinkerflow.backend.journal import feedback
+from tinkerflow.backend.errors import TooManyError
+from tinkerflow.backend.journal import Limits, feedback
 from tinkerflow.backend.journal.feedback import NewFeedback
 
 
-def give(scene: Any, answer: str) -> int:
+def give(scene: Any, answer: str, *limits: Limits, owner: str = "local") -> int:
     prompt = [{"role": "user", "content": "x\0"}]
-    new = NewFeedback("local", "", "req-a-0", 0.5, None, None, "base", None, prompt, answer, b"\1", b"")
-    return int(scene.journal.feedback.add(new))
+    new = NewFeedback(owner, "", "req-a-0", 0.5, None, None, "base", None, prompt, answer, b"\1", b"")
+    return int(scene.journal.feedback.add(new, *limits))
 
 
 def test_a_page_of_long_rows_is_shorter_and_the_next_one_goes_on(scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +35,17 @@ def test_since_may_be_any_time(scene: Any) -> None:
     for zone in (timezone(timedelta(hours=14)), timezone(timedelta(hours=-14))):
         assert len(scene.journal.feedback.page("local", since=datetime(1, 1, 1, tzinfo=zone))) == 1
         assert scene.journal.feedback.page("local", since=datetime(9999, 12, 31, 23, 59, tzinfo=zone)) == []
+
+
+def test_a_project_gives_as_much_in_24_hours_as_it_may(scene: Any, clock: Any) -> None:
+    limits = Limits(feedback_per_day=2)
+    give(scene, "a", limits)
+    clock.advance(3600)
+    give(scene, "b", limits)
+    with pytest.raises(TooManyError, match="rated 2 answers in 24 hours"):
+        give(scene, "c", limits)
+    give(scene, "c", limits, owner="them")
+    clock.advance(23 * 3600)
+    give(scene, "c", limits)  # the first one is a day old
+    with pytest.raises(TooManyError):
+        give(scene, "d", limits)

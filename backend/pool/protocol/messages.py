@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinkerflow.backend import errors
-from tinkerflow.backend.commands import Digest, FetchState, GroupConfig, WriteState
+from tinkerflow.backend.commands import Command, Digest, FetchState, GroupConfig, WriteState
 
 # The errors that an executor may raise by name: it cannot pretend that its group failed. Only classes of
 # backend/errors.py: classes that other rooms derive take more than a message, and no executor raises them.
@@ -87,6 +87,14 @@ class Failed:
 
     error: str
     message: str
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Driver to worker, in place of a command that belongs to a traced request. parent: the context of its span."""
+
+    parent: str
+    command: Command
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,9 @@ class Ended:
     crashed: bool
 
 
-WorkerMessage = Start | Left | Ready | Progress | Beat | Failed | Transfer | Transferred | Ack | Leaving | Fatal
+WorkerMessage = (
+    Start | Left | Ready | Progress | Beat | Failed | Traced | Transfer | Transferred | Ack | Leaving | Fatal
+)
 HostMessage = Offer | Welcome | Refusal | Spawn | TakeOver | Signal | Spawned | Ended
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
+from tinkerflow.backend import tracing
 from tinkerflow.backend.commands import OptimStep
 from tinkerflow.backend.errors import StateLostError, UserError
 from tinkerflow.backend.journal import Kind, ModelEnded, ModelState
@@ -32,6 +34,32 @@ async def test_operations_are_answered_and_what_changes_the_model_is_replayed(
     assert client.journal.models.get(model, None).step == 1
     replayed = [row.request.id for row in client.journal.recovery.executed(model, -1, 10)]
     assert replayed == [created, step]
+
+
+async def test_commands_are_sent_inside_the_trace_of_their_request(
+    client: Any, pool: Any, execute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, str | None] = {}
+    submit = pool.submit
+
+    async def noting(command: Any, *args: Any, **kwargs: Any) -> Any:
+        seen[type(command).__name__] = tracing.current()
+        return await submit(command, *args, **kwargs)
+
+    monkeypatch.setattr(pool, "submit", noting)
+    tracing.use(TracerProvider())
+    try:
+        with tracing.span("POST", None, "SERVER"):
+            model, _ = client.submit_create()
+            context = tracing.current()
+        client.optim_step(model)  # in no span
+        assert context is not None
+        await execute(model)
+    finally:
+        tracing.use(None)
+    created = seen["CreateAdapter"]
+    assert created is not None and created.split("-")[1] == context.split("-")[1] and created != context
+    assert seen["OptimStep"] is None
 
 
 async def test_an_operation_whose_group_ends_is_not_answered_and_neither_are_later_ones(

@@ -1,0 +1,16 @@
+"""Requests know the span in which they were submitted. Those of before were in none."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "v0008"
+down_revision = "v0007"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Bring the schema here, in place. No row changes."""
+    op.add_column("request", sa.Column("trace", sa.String(), nullable=True))

@@ -1,0 +1,65 @@
+"""The span of an HTTP request, whose context goes into the journal with what was submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tests.api.conftest import BASE, KEY, Running
+
+from tinkerflow.backend import tracing
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture
+def exporter() -> Iterator[InMemorySpanExporter]:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.use(provider)
+    yield exporter
+    tracing.use(None)
+
+
+def complete(server: Running, **headers: str) -> None:
+    """Submit a sample that nobody answers, and give up."""
+    body = {"model": BASE, "prompt": "b", "max_tokens": 1, "stream": True}
+    headers["Authorization"] = f"Bearer {KEY}"
+    with server.http.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as answer:
+        assert answer.status_code == 200
+
+
+def of(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
+    (found,) = [span for span in exporter.get_finished_spans() if span.name == name]
+    return found
+
+
+def test_a_request_is_stored_with_the_context_of_its_span(
+    server: Running, lettered: Any, engine: Any, exporter: InMemorySpanExporter
+) -> None:
+    stored = []
+    answer = engine._answer
+    engine._answer = lambda request: stored.append(request) or answer(request)
+    complete(server, traceparent=f"00-{TRACE}-{PARENT}-01")
+    span = of(exporter, "POST /v1/completions")
+    assert span.parent is not None
+    assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, PARENT)
+    assert span.attributes == {"http.request.method": "POST", "http.response.status_code": 200}
+    assert [request.trace for request in stored] == [f"00-{TRACE}-{span.context.span_id:016x}-01"]
+    exporter.clear()
+    assert server.http.get(f"{server.url}/nothing").status_code == 404
+    assert of(exporter, "GET").parent is None, "a trace of its own"
+
+
+def test_without_an_exporter_nothing_is_noted(server: Running, lettered: Any, engine: Any) -> None:
+    stored = []
+    answer = engine._answer
+    engine._answer = lambda request: stored.append(request) or answer(request)
+    complete(server, traceparent=f"00-{TRACE}-{PARENT}-01")
+    assert [request.trace for request in stored] == [None]
+    with tracing.span("SERVER", None, "SERVER") as span:
+        assert (span, tracing.current(), tracing.begin("x", f"00-{TRACE}-{PARENT}-01")) == (None, None, None)
