@@ -411,8 +411,7 @@ class Counted:
         with tracing.span(scope["method"], parent, "SERVER") as span:
             status = await self._answer(scope, receive, send)
             if span is not None:
-                route = getattr(scope.get("route"), "path", "")
-                span.update_name(f"{scope['method']} {route}".rstrip())
+                span.update_name(f"{scope['method']} {_operation(scope)}")
                 span.set_attributes({"http.request.method": scope["method"], "http.response.status_code": status})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -428,8 +427,7 @@ class Counted:
         try:
             await self._app(scope, receive, note)
         finally:
-            endpoint = scope.get("endpoint")
-            operation = "none" if endpoint is None else endpoint.__name__
+            operation = _operation(scope)
             if (answered := self._answered.get(operation)) is None:
                 answered = self._answered[operation] = Answered()
             seconds = time.perf_counter() - began
@@ -437,6 +435,11 @@ class Counted:
             answered.took[bisect_left(SECONDS, seconds)] += 1
             answered.seconds += seconds
         return status
+
+
+def _operation(scope: Scope) -> str:
+    endpoint = scope.get("endpoint")
+    return "none" if endpoint is None else str(endpoint.__name__)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
