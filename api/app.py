@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pkgutil
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Literal
@@ -65,7 +66,7 @@ def create_app(
         ),
         samplers=EndpointSamplers(journal, clock, settings.session_timeout),
         tokenizers=Tokenizers(),
-        imports=asyncio.Lock(),
+        imports=defaultdict(asyncio.Lock),
     )
     app.add_middleware(Counted, metrics=metrics)
     errors.install(app)

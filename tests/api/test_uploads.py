@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,26 @@ def test_a_second_put_of_a_file_ends_the_first(server: Running, journal: Journal
     assert answer.status_code == 422 and "only the newest one counts" in answer.text
     assert pieces(server, upload) == []
     assert Store.open(server.settings.store_url).paths() == []
+
+
+def test_a_project_has_one_upload_in_the_queue(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it asks: others come after one of its finishes, not after all."""
+    running, most, finish = [], [], uploads._finish
+
+    def slow(call: Any, upload_id: str) -> str:
+        running.append(upload_id)
+        most.append(len(running))
+        time.sleep(0.02)
+        try:
+            return finish(call, upload_id)
+        finally:
+            running.remove(upload_id)
+
+    monkeypatch.setattr(uploads, "_finish", slow)
+    begins = [begun(server) for _ in range(3)]
+    for upload in begins:
+        sent(upload)
+    with ThreadPoolExecutor(6) as threads:
+        bodies = [{"upload_id": upload["upload_id"]} for upload in begins] * 2
+        answers = list(threads.map(lambda body: server.post(FINISH, body).status_code, bodies))
+    assert answers == [200] * 6 and max(most) == 1
