@@ -11,9 +11,9 @@ Layers with linear attention have no pages: they keep one state of a sequence. S
 page of one position each, and go with page tables: who writes positions gets a state of its own, forks share it until
 then, and a state with a key, which is that of a prompt up to some token, stays until its room is needed.
 
-Page 0 of each shard holds zeros and is never written: a page table names it where a sequence has no page, and a page
-that may hold what is not finite is overwritten with it. Pure: what the devices are to copy waits in `pending`. Every
-process of a group takes the same pages.
+Page 0 of each shard holds zeros and is never written: a page table names it where a sequence has no page, or none any
+more, because all layers see a window of the last tokens. A page that may hold what is not finite is overwritten with
+it. Pure: what the devices are to copy waits in `pending`. Every process of a group takes the same pages.
 """
 
 from __future__ import annotations
@@ -60,13 +60,16 @@ class PageTable:
 class PagePool:
     """The pages of one KV cache, by reference count."""
 
-    def __init__(self, pages: int, *, shards: int = 1, page: int = PAGE, states: int = 0) -> None:
+    def __init__(
+        self, pages: int, *, shards: int = 1, page: int = PAGE, states: int = 0, window: int | None = None
+    ) -> None:
         """All pages free.
 
         pages: of each shard, page 0 included; page p of shard s is number s * pages + p. shards: parts of the cache on
         different devices. page: positions of a page. states: of each shard, counted alike; 0 = there are none. There
-        must be enough for all sequences at once.
+        must be enough for all sequences at once. window: how many of the last tokens a query sees; None = all.
         """
+        self._window = window
         self.pages, self.shards, self.page = pages, shards, page
         self.states = PagePool(states, shards=shards, page=1) if states else None
         self.clear()
@@ -152,15 +155,26 @@ class PagePool:
         self.release(PageTable(table.shard, table.pages[self.pages_for(tokens) :]))
         del table.pages[self.pages_for(tokens) :]
 
+    def slide(self, table: PageTable, start: int) -> None:
+        """Release the pages that no query from position `start` on sees; page 0 takes their places."""
+        if self._window is None:
+            return
+        for place in reversed(range(max(0, start - self._window + 1) // self.page)):
+            if not self._held(table.pages[place]):
+                return  # those before it are gone, too
+            self._release(table.pages[place])
+            table.pages[place] = table.shard * self.pages
+
     def release(self, table: PageTable, *, spoiled: int | None = None) -> None:
         """The sequence needs its pages no more.
 
         spoiled: from this place in the table on, its pages may hold what is not finite, and lose their keys.
         """
-        for page in table.pages[spoiled:] if spoiled is not None else ():
+        for page in filter(self._held, table.pages[spoiled:] if spoiled is not None else ()):
             self._spoiled.add(page)
             self._unkey(page)
-        for page in reversed(table.pages):  # a page of a prompt is of no use without those before it: these stay longer
+        # A page of a prompt is of no use without those before it: these stay longer.
+        for page in filter(self._held, reversed(table.pages)):
             self._release(page)
         table.pages.clear()
         self.release_state(table)
@@ -247,6 +261,10 @@ class PagePool:
             if spoiled:
                 self._spoiled.add(page)
                 self._clean(page)
+
+    def _held(self, page: int) -> bool:
+        """Whether it is one of the table's own, and not page 0."""
+        return page % self.pages > 0
 
     def _writable(self, page: int) -> bool:
         return self._users[page] == 1 and page not in self._key_of

@@ -96,7 +96,9 @@ class Sampler:
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
         shards = mesh.shape[FSDP]
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
-        self._pool = PagePool(plan.pages, shards=shards, page=page, states=plan.states)
+        windows = {kind.window for kind in cfg.layer_kinds if kind.mixer != "delta"}
+        window = max((one for one in windows if one), default=None) if None not in windows else None
+        self._pool = PagePool(plan.pages, shards=shards, page=page, states=plan.states, window=window)
         self._max_context = min(config.max_context, cfg.max_positions, self._pool.capacity)
         usual = usual_spec(cfg, config.expert_rank)
         self._runs_ahead = not on_cpu()  # on CPUs, decoding after an end costs more than the host's work

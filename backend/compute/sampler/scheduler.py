@@ -551,6 +551,7 @@ class Scheduler:
         for sequence in self.decoding:
             if sequence.unproven is None:
                 self._pool.release(sequence.source)
+                self._pool.slide(sequence.table, sequence.cached)
         order = {parent: place for place, parent in enumerate(self._parents.values())}
         oldest = sorted(self.running, key=lambda one: (not one.preempted, order[one.parent], one.index))
         for shard in range(self._pool.shards):

@@ -34,6 +34,22 @@ def test_a_sequence_takes_a_page_when_it_needs_one(pool: PagePool) -> None:
     assert (pool.free(0), pool.used, table.pages) == (6, 0, [])
 
 
+def test_pages_before_the_window_are_released() -> None:
+    pool = PagePool(7, page=32, window=40)
+    table = grown(pool, 130)
+    whole = list(table.pages)
+    pool.keep(KEYS[:1], table)
+    pool.slide(table, 70)
+    assert table.pages == whole, "position 31 is the first that a query at 70 sees"
+    pool.slide(table, 104)
+    assert table.pages == [0, 0, *whole[2:]] and pool.free(0) == 3
+    found = pool.find(KEYS[:1])
+    assert found.pages == whole[:1], "others may still begin with it"
+    pool.release(found)
+    pool.release(table, spoiled=1)
+    assert pool.used == 0 and [copy.into for copy in pool.pending()] == whole[:1:-1], "those it still had are zeroed"
+
+
 def test_without_pages_nothing_changes(pool: PagePool) -> None:
     table, other = grown(pool, 100), PageTable(0)
     before = list(table.pages)
