@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import pkgutil
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Literal
@@ -66,7 +64,7 @@ def create_app(
         ),
         samplers=EndpointSamplers(journal, clock, settings.session_timeout),
         tokenizers=Tokenizers(),
-        imports=defaultdict(asyncio.Lock),
+        imports=FairThreads(ThreadPoolExecutor(1, "imports"), 2),
     )
     app.add_middleware(Counted, metrics=metrics)
     errors.install(app)

@@ -13,7 +13,6 @@ import ipaddress
 import re
 import time
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -284,8 +283,7 @@ class Services:
     urgent: threads for key checks and heartbeats. They must not queue behind the journal calls of thousands of polls
     that arrive together, which use the event loop's default threads. slow: threads for tokenising and compiling.
     limits: what one project may have at a time. samplers: of the endpoints that know no sessions. tokenizers: of the
-    base models. imports: that of None is held while an uploaded adapter is in memory, and that of a project before:
-    each has one in the queue.
+    base models. imports: a thread for uploaded adapters, one of which is in memory at a time.
     """
 
     settings: Settings
@@ -302,7 +300,7 @@ class Services:
     limits: Limits
     samplers: EndpointSamplers
     tokenizers: Tokenizers
-    imports: defaultdict[str | None, asyncio.Lock]
+    imports: FairThreads
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ async def external_weights_upload_start(call: Authorised) -> UploadStarted:
 async def external_weights_upload_finish(call: Authorised) -> UploadFinished:
     """Make a checkpoint of what was uploaded. A repeat returns the same path. Refused files can be replaced."""
     body = FinishUpload.read(parse(await call.body()))
-    async with call.services.imports[call.owner], call.services.imports[None]:
-        return UploadFinished(tinker_path=await asyncio.to_thread(_finish, call, body.upload_id))
+    return UploadFinished(tinker_path=await call.services.imports.run(call.owner, _finish, call, body.upload_id))
 
 
 @link_router.put(f"/{_LINKS}/{{upload_id}}/{{file}}", openapi_extra=takes_bytes())
