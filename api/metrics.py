@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate
 
@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tinkerflow.backend.commands import CompileStatus
 from tinkerflow.backend.journal import BaseModelView, Observed, ProcessView, UsageKind
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -30,7 +29,7 @@ _TOKENS = "Tokens of training, of prompts (computed, and found in the cache), an
 _UNSAVED = "Seconds since the last recovery snapshot of the model whose changes have waited longest for one."
 _GENERATION = "Number of the worker group that serves: one more than the groups before it that ended."
 _MEMORY = "Bytes of each device that are set aside, by use."
-# The fields of CompileStatus, counted since the worker group's start.
+# Fields of CompileStatus, counted since the worker group's start.
 _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {
     "planned": (GaugeMetricFamily, "Programs that the warm-up compiles before they are needed."),
     "ready": (GaugeMetricFamily, "Planned programs that the warm-up has finished, failed ones included."),
@@ -38,6 +37,7 @@ _PROGRAMS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], 
     "needed": (CounterMetricFamily, "Programs compiled for a waiting request before the warm-up had ended."),
     "late": (CounterMetricFamily, "Programs compiled for a waiting request after the warm-up had ended."),
 }
+_PAGES = "Pages of the KV cache: those that sequences use, and free ones."
 
 
 @dataclass
@@ -137,10 +137,14 @@ def _of_groups(known: Known) -> Iterable[Metric]:
             for use, size in base.worker_group.get("memory", {}).items():
                 memory.add_metric((base.name, use), size)
     yield from (generation, memory)
-    for number in fields(CompileStatus):
-        family, meaning = _PROGRAMS[number.name]
-        metric = family(f"tinkerflow_programs_{number.name}", meaning, labels=("base_model",))
-        for base in known.bases:
-            if base.compile_status is not None:
-                metric.add_metric((base.name,), getattr(base.compile_status, number.name))
+    statuses = [(base.name, base.compile_status) for base in known.bases if base.compile_status is not None]
+    for number, (family, meaning) in _PROGRAMS.items():
+        metric = family(f"tinkerflow_programs_{number}", meaning, labels=("base_model",))
+        for name, status in statuses:
+            metric.add_metric((name,), getattr(status, number))
         yield metric
+    pages = GaugeMetricFamily("tinkerflow_kv_pages", _PAGES, labels=("base_model", "state"))
+    for name, status in statuses:
+        pages.add_metric((name, "used"), status.kv_pages_used)
+        pages.add_metric((name, "free"), status.kv_pages - status.kv_pages_used)
+    yield pages

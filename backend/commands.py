@@ -514,10 +514,11 @@ class SampleProgress:
 
 @dataclass(frozen=True)
 class CompileStatus:
-    """Compiled programs of rank 0.
+    """Compiled programs of rank 0, and the pages of its KV cache.
 
     planned: programs that the warm-up compiles. ready: planned programs that are compiled, or `failed` to. needed:
     programs compiled for a command before the warm-up had ended. late: programs compiled for a command after that.
+    kv_pages: of all shards. kv_pages_used: those of sequences; what is kept of prompts that may come again is free.
     """
 
     planned: int
@@ -525,6 +526,8 @@ class CompileStatus:
     failed: int
     needed: int
     late: int
+    kv_pages: int = 0
+    kv_pages_used: int = 0
 
 
 Reply = Done | ForwardResult | OptimResult | AdapterState | AdapterKept | SnapshotHeld | SampleProgress | CompileStatus

@@ -1,4 +1,4 @@
-"""What the worker group of a base model is and has compiled: asked now and then, and kept where people look."""
+"""What the worker group of a base model is, has compiled, and has in use: asked now and then, for people to see."""
 
 from __future__ import annotations
 

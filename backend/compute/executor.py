@@ -21,6 +21,7 @@ import numpy as np
 from tinkerflow.backend.commands import (
     AdapterState,
     Command,
+    CompileStatus,
     CreateAdapter,
     DeferredReply,
     Done,
@@ -173,7 +174,7 @@ class Executor:
         or a DevicesError, after which the executor cannot be used any more.
         """
         if isinstance(command, ReadCompileStatus):
-            return self._warm_up.warmth
+            return self._status()
         before = self._compiles.here
         try:
             with self._warm_up.pause(lambda: self._compiles.here):
@@ -267,12 +268,18 @@ class Executor:
             case DropSnapshot(snapshot_id):  # what was fetched may be for the next of that id: it overtakes commands
                 self._sampler.drop(snapshot_id)
             case ReadCompileStatus():
-                return self._warm_up.warmth
+                return self._status()
             case Ping():
                 pass
             case _:
                 assert_never(command)
         return Done()
+
+    def _status(self) -> CompileStatus:
+        pages = self._sampler.pages
+        total = (pages.pages - 1) * pages.shards  # the first of each shard is nobody's
+        free = sum(pages.free(shard) for shard in range(pages.shards))
+        return replace(self._warm_up.warmth, kv_pages=total, kv_pages_used=total - free)
 
     def _brought(self, owner: str, state: AdapterState | StoredState) -> AdapterState:
         """The state with its tensors: those that came with the command, or that this process has read."""

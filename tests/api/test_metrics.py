@@ -16,7 +16,7 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     now = datetime(2026, 1, 1, tzinfo=UTC)
     group = {"generation": 3, "memory": {"weights": 5, "kv_cache": 7}}
     bases = [
-        BaseModelView("a/b", "", now, CompileStatus(9, 4, 1, 2, 3), group),
+        BaseModelView("a/b", "", now, CompileStatus(9, 4, 1, 2, 3, 64, 10), group),
         BaseModelView('odd "name"\\', "", now, CompileStatus(0, 0, 0, 5, 0)),
         BaseModelView("new", "", now),
     ]
@@ -36,6 +36,8 @@ def test_each_count_is_a_family_of_its_own_with_a_line_for_each_base_model() -> 
     assert 'tinkerflow_unsaved_seconds{base_model="a/b"} 90.0' in lines
     assert 'tinkerflow_beat_age_seconds{part="engine"} 0.0' in lines
     assert 'tinkerflow_worker_group_generation{base_model="a/b"} 3.0' in lines
+    assert 'tinkerflow_kv_pages{base_model="a/b",state="used"} 10.0' in lines
+    assert 'tinkerflow_kv_pages{base_model="a/b",state="free"} 54.0' in lines
     assert 'tinkerflow_device_memory_bytes{base_model="a/b",use="kv_cache"} 7.0' in lines
 
 

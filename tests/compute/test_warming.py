@@ -67,7 +67,9 @@ def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(
         progress = executor.execute(SampleStep(requests))
         while progress.active or progress.waiting:
             assert not any(result.error for result in progress.finished)
+            assert not progress.active or 0 < warmth().kv_pages_used <= warmth().kv_pages
             progress = executor.execute(SampleStep())
+        assert warmth().kv_pages_used == 0
 
     executor.execute(CreateAdapter("a", LoraSpec(32), 0))
     for step, lengths in enumerate(((5,), (30, 20, 3), (32, 31, 32, 1))):
@@ -85,7 +87,8 @@ def test_nothing_is_compiled_for_mixed_traffic_after_the_warm_up(
     executor.execute(LoadSnapshot("loaded", executor.execute(ExportAdapter("b", optimizer=False))))
     executor.execute(DropSnapshot("s0"))
     decode(*(sample(f"last{i}", "loaded", 20 - i, 12) for i in range(3)))
-    assert warmth() == CompileStatus(warmth().planned, warmth().planned, failed=0, needed=0, late=0)
+    told = warmth()
+    assert told == CompileStatus(told.planned, told.planned, failed=0, needed=0, late=0, kv_pages=told.kv_pages)
 
     forward(executor, "a", (random_example(rng, 8, targets=3),))  # not among what is planned
     assert warmth().late > 0

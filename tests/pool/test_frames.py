@@ -108,7 +108,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ),
     c.Ping: st.builds(c.Ping),
     c.ReadCompileStatus: st.builds(c.ReadCompileStatus),
-    c.CompileStatus: st.builds(c.CompileStatus, *[st.integers(0, 2**40)] * 5),
+    c.CompileStatus: st.builds(c.CompileStatus, *[st.integers(0, 2**40)] * 7),
     c.Done: st.builds(c.Done),
     c.SnapshotHeld: st.builds(c.SnapshotHeld, st.none() | st.integers(0, 2**40)),
     c.ForwardResult: st.builds(c.ForwardResult, st.lists(floats32, max_size=3).map(tuple), numbers),
