@@ -16,7 +16,7 @@ from tinkerflow.backend.journal.database import Aggregate, insert_if_absent
 from tinkerflow.backend.journal.tables import Process
 
 ENGINE, API = "engine", "api"
-LEASE_SECONDS = 6.0  # without a heartbeat, the lease is free: another engine serves within ten seconds
+LEASE_SECONDS = 6.0  # without a heartbeat, the lease is free
 PAUSE_SECONDS = 15.0  # without a heartbeat, the API was away
 
 
