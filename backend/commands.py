@@ -45,11 +45,28 @@ class LoraSpec:
 
 
 @dataclass(frozen=True)
+class ImagePixels:
+    """An image in a sequence, as the model's tower takes it. start: the number of its first placeholder token.
+
+    pixels_HWC uint8: rows, columns, and red, green and blue. Its sides are multiples of those of a token.
+    """
+
+    start: int
+    pixels_HWC: npt.NDArray[np.uint8]
+
+    def tokens(self, side: int) -> int:
+        """How many tokens it has; side: of a token, in pixels."""
+        rows, columns, _ = self.pixels_HWC.shape
+        return int(rows // side * (columns // side))
+
+
+@dataclass(frozen=True)
 class Example:
     """One training sequence: tokens_T is scored against targets_TK; a 1-D request has K = 1 and `flat` set.
 
     weights_TK multiply a token's loss. inputs: what else the loss reads, by its name on the wire: float32 [T, K] for
     the losses of backend/spec/losses; float32 or int32 of rank 0, 1 or 2 for a traced loss, as it declares them.
+    images: in the order of their places; tokens_T has placeholders there.
     """
 
     tokens_T: Int32
@@ -57,6 +74,7 @@ class Example:
     weights_TK: Float32
     flat: bool = True
     inputs: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    images: tuple[ImagePixels, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Self
 
 from tinkerflow.backend.commands import GroupInfo
 from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import family_of, load_config
+from tinkerflow.backend.compute.vision_config import open_processor
 from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 
 TOKENIZER = "tokenizer.json"
@@ -86,6 +89,15 @@ class ModelCard:
         if not isinstance(values, dict) or not needed <= set(values) <= known:
             raise ValueError(f"not a model card: {text[:80]!r}; it must be an object with {', '.join(sorted(known))}")
         return cls(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
+
+
+@cache
+def image_processor(folder: str) -> ImageProcessor | None:
+    """The image processor of the model in a card's folder; None when the model takes text.
+
+    UserError when it asks for something not done here.
+    """
+    return open_processor(load_config(folder), folder)
 
 
 def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:

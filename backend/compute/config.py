@@ -52,6 +52,45 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Vision:
+    """The shape of the tower that sees images (`vision`), and how the text model takes what it saw.
+
+    layers, hidden, heads, mlp: of its blocks. patch: the side of a patch, in pixels. frames: how many times a patch is
+    seen, as a film that stands still. merge: merge * merge patches become one token. grid: the side of the square of
+    learned positions. deep: the numbers of the blocks whose outputs are added behind the first layers of the text model
+    (DeepStack), one each. token: the id of the placeholder. sections: how many pairs of a head's dimensions turn with
+    time, rows and columns.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    patch: int
+    frames: int
+    merge: int
+    grid: int
+    deep: tuple[int, ...]
+    token: int
+    sections: tuple[int, int, int]
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors the text model takes for each token of an image."""
+        return 1 + len(self.deep)
+
+    @property
+    def token_side(self) -> int:
+        """The side of the square that one token stands for, in pixels."""
+        return self.patch * self.merge
+
+    def turns_with(self, pair: int) -> int:
+        """What a pair of a head's dimensions turns with: 0 time, 1 rows, 2 columns (interleaved M-RoPE)."""
+        axis = pair % 3
+        return axis if pair < 3 * self.sections[axis] else 0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only transformer. Hashable, so that it can be a static argument of jit.
 
@@ -65,7 +104,8 @@ class ModelConfig:
     the experts' clamped SwiGLU, 0 = plain SwiGLU (gpt-oss). embed_scale: of embeddings. query_scale: of queries, beside
     1 / sqrt(head_dim). kinds: of every layer, if they are not all alike.
     gated: q has a second half for each head, a gate on what it has seen. shared_mlp: the width of an expert that every
-    token goes to, with a gate of its own; 0 = none. delta: the shape of the layers with the mixer "delta".
+    token goes to, with a gate of its own; 0 = none. delta: the shape of the layers with the mixer "delta". vision: what
+    sees images; None = the model takes text.
     """
 
     architecture: str
@@ -98,6 +138,7 @@ class ModelConfig:
     gated: bool = False
     shared_mlp: int = 0
     delta: DeltaNet | None = None
+    vision: Vision | None = None
 
     @property
     def rope(self) -> Rope:

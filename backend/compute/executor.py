@@ -65,6 +65,7 @@ from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.train import make_steps
 from tinkerflow.backend.compute.train_programs import adapter_like, training_programs
+from tinkerflow.backend.compute.vision import open_eyes
 from tinkerflow.backend.compute.warming import WarmUp
 from tinkerflow.backend.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, optimizer_of
@@ -107,6 +108,7 @@ class Executor:
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
         self._fetched: dict[tuple[str, str], Mapping[str, Float32]] = {}  # tensors, by owner and folder of the store
         self._announced: set[object] = set()
+        self._eyes = open_eyes(self._cfg, config.model_path, self._mesh, self._params)
         self._training = Training(
             params=self._params,
             steps=self._steps,
@@ -115,10 +117,13 @@ class Executor:
             microbatch_tokens=self.microbatch_tokens,
             announce=self._announce,
             read=self._read,
+            eyes=self._eyes,
         )
         self.ahead = not on_cpu()  # commands are begun before the devices are done with the last one
         self._warm_up = WarmUp(on=config.warm_up)
         self._warm_up.want(self._sampler.programs())
+        if self._eyes is not None:
+            self._warm_up.want(self._eyes.programs(self._config.max_context))
         self._shapes_wanted: set[tuple[LoraSpec, Optimizer]] = set()
         self._want(usual_spec(self._cfg, config.expert_rank), DEFAULT_OPTIMIZER)
 
@@ -332,6 +337,7 @@ class Executor:
                 optimizer=optimizer,
                 microbatch_tokens=self.microbatch_tokens,
                 max_context=self._config.max_context,
+                sees=None if self._eyes is None else self._cfg,
             )
         )
 

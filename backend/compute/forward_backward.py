@@ -25,6 +25,7 @@ from tinkerflow.backend.compute.packing import MicroBatch, pack
 from tinkerflow.backend.compute.platforms import platform
 from tinkerflow.backend.compute.train import Steps, to_devices
 from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.vision import Eyes
 from tinkerflow.backend.errors import OUT_OF_MEMORY, AllocationError, ServerError
 from tinkerflow.backend.spec.losses import LOSSES
 
@@ -38,7 +39,8 @@ class Training:
     """What passes need of the executor.
 
     microbatch_tokens: of a micro-batch at most, padding included. announce(what, adapter, batch) is called before each
-    micro-batch. read(reply) waits for the devices; a failure there is a DevicesError.
+    micro-batch. read(reply) waits for the devices; a failure there is a DevicesError. eyes: None in models that take
+    text.
     """
 
     params: Params
@@ -48,6 +50,7 @@ class Training:
     microbatch_tokens: int
     announce: Callable[[str, Adapter, MicroBatch], None]
     read: Callable[[ReadResult], ForwardResult]
+    eyes: Eyes | None = None
 
 
 class ForwardRun:
@@ -141,7 +144,8 @@ class _Pass:
         training, command, batch = self._training, self._command, self._batches[len(self._scored)]
         try:
             training.announce("forward_backward" if command.backward else "forward", self._adapter, batch)
-            arrays = to_devices(batch, self._choice, training.mesh)
+            seen = training.eyes.seen(command.examples, batch) if training.eyes else None
+            arrays = to_devices(batch, self._choice, training.mesh, seen)
             if command.backward:
                 self._grads, scored = training.steps.backward(training.params, self._adapter.lora, self._grads, arrays)
             else:

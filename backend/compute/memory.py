@@ -34,6 +34,7 @@ from tinkerflow.backend.compute.sampler.pages import PAGE, pages_for
 from tinkerflow.backend.compute.sampler.shapes import PREFILL_ROWS, RANK_COLUMNS
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
 from tinkerflow.backend.compute.transformer import KEPT
+from tinkerflow.backend.compute.vision import tower_bytes
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.spec.limits import MODEL_CONTEXT
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
@@ -349,6 +350,9 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
         state = cfg.delta.key_dim * cfg.delta.value_dim // CHUNK
         layer += 4 * tokens * heads * (6 * wide + 4 * CHUNK + 2 * state)
     ends = 3 * tokens * cfg.hidden * item
+    if cfg.vision is not None:  # what stands in place of images, and what sees them before the step
+        seen = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
+        ends += tokens * cfg.vision.vectors * cfg.hidden * item + seen
     vocab = _share(cfg.vocab, config.tensor)
     logits = min(tokens, SCORED_ROWS) * vocab * _LOGIT_BYTES
     logits += vocab * (cfg.hidden + RANK_COLUMNS) * item  # the unembedding and its adapter as one matrix

@@ -30,6 +30,7 @@ from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback,
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight, rounded, scales
 from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.vision_config import tower_tensors
 from tinkerflow.backend.compute.weight_files import StoredTensor, Tensor, open_tensors
 from tinkerflow.backend.errors import UserError
 
@@ -83,7 +84,8 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
     family = family_of(cfg)
     matrices = {name: matrix for name, matrix in family.projections(cfg).items() if name != "unembed"}
     tensors, total = family.tensors(cfg), 2 if cfg.tied else 3
-    numbers, total = counter(1), total + len(matrices) + len(tensors)
+    seeing = {} if cfg.vision is None else tower_tensors(cfg.vision, cfg.hidden)
+    numbers, total = counter(1), total + len(matrices) + len(tensors) + len(seeing)
 
     def told(weight: Loaded) -> Loaded:
         progress(f"loading weights {next(numbers)}/{total}")
@@ -99,6 +101,7 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
         unembed_VD=None
         if cfg.tied
         else told(load.whole(f"{unembed.module}.weight", (unembed.outputs, unembed.inputs), TENSOR, FSDP)),
+        tower={name: told(load.layer_tensors(tensor)) for name, tensor in seeing.items()} or None,
     )
 
 

@@ -28,7 +28,7 @@ from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
 from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, row_parts, sharding
 from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
 from tinkerflow.backend.compute.packing import MicroBatch
-from tinkerflow.backend.compute.transformer import Mixers, Params, forward
+from tinkerflow.backend.compute.transformer import Mixers, Params, Seen, forward
 from tinkerflow.backend.spec.losses import packed_inputs
 
 Result = TypeVar("Result")
@@ -45,6 +45,7 @@ class DeviceBatch:
     ints_BTI: Leaf
     floats_BTJK: Leaf
     choice: LossChoice
+    seen: Seen | None = None
 
     @property
     def tokens(self) -> jax.Array:
@@ -103,7 +104,8 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         recur = None if cfg.delta is None else recur_segments(cfg.delta, batch.segments, mesh)
         mixers = Mixers(attend_segments(batch.segments, mesh), recur)
         tokens, positions = batch.tokens, batch.positions
-        return forward(cfg, mesh, params, lora, tokens, positions, mixers, apply_one, constrain=constrain, remat=remat)
+        given = (cfg, mesh, params, lora, tokens, positions, mixers, apply_one)
+        return forward(*given, constrain=constrain, remat=remat, seen=batch.seen)
 
     def with_head(params: Params) -> Params:
         # The unembedding gathered over fsdp once, not again for every chunk of logits.
@@ -142,16 +144,18 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
     )
 
 
-def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh) -> DeviceBatch:
-    """Copy a micro-batch to the devices. Rows are split over ROWS."""
+def to_devices(batch: MicroBatch, choice: LossChoice, mesh: Mesh, seen: Seen | None = None) -> DeviceBatch:
+    """Copy a micro-batch to the devices, with its images. Rows are split over ROWS."""
     single = (batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     host = DeviceBatch(
         ints_BTI=np.concatenate([np.stack(single, axis=-1), batch.targets_BTK], axis=-1),
         floats_BTJK=np.stack([batch.inputs_BTK[name] for name in packed_inputs()], axis=2),
         choice=choice,
+        seen=seen,
     )
     rows = sharding(mesh, batch.tokens_BT.shape, ROWS)
-    return put(host, DeviceBatch(ints_BTI=rows, floats_BTJK=rows, choice=LossChoice(replicated(mesh))))
+    images = jax.tree.map(lambda _: rows, seen)
+    return put(host, DeviceBatch(ints_BTI=rows, floats_BTJK=rows, choice=LossChoice(replicated(mesh)), seen=images))
 
 
 def _ranks(cfg: ModelConfig, lora: Lora) -> int:

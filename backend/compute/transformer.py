@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
@@ -78,12 +79,14 @@ class Params:
     shared_up and shared_down, as in a dense MLP, and shared_router [1, D]. With gated q is [2*H*d, D]. Layers with the
     mixer "delta" have what `deltanet.delta_net` names in place of q, k, v and o. The matrices may be
     `quantized.Int8`. Or a tuple of layers (`params.by_layer`). A matrix that some layers lack is stacked over the rest.
+    tower: the tensors of `vision_config.tower_tensors`, whole on each device; None in models that take text.
     """
 
     embed_VD: jax.Array
     layers: LayerParams | tuple[LayerParams, ...]
     final_norm_D: jax.Array
     unembed_VD: jax.Array | None
+    tower: Mapping[str, jax.Array] | None = None
 
     @property
     def head(self) -> jax.Array:
@@ -94,6 +97,19 @@ class Params:
     def apart(self) -> bool:
         """Whether each layer has arrays of its own."""
         return isinstance(self.layers, tuple)
+
+
+@flax.struct.dataclass
+class Seen:
+    """Images in a batch. Each token has E vectors: one in place of its embedding, and those of DeepStack.
+
+    here_BT bool: which tokens are an image's. positions_BT3 int32: time, row and column of every token, text as well.
+    vectors_BTED: in the dtype of the weights, zeros where there is no image.
+    """
+
+    here_BT: Array
+    positions_BT3: Array
+    vectors_BTED: Array
 
 
 def embed(cfg: ModelConfig, params: Params, tokens_BT: Array) -> jax.Array:
@@ -127,10 +143,17 @@ def rms_norm(cfg: ModelConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rope_tables(cfg: ModelConfig, positions_BT: jax.Array) -> RopeTables:
-    """cos and sin [B, T, dims/2] in float32 for `rotate`, by embedding; made once, outside of the loop over layers."""
+    """cos and sin [B, T, dims/2] in float32 for `rotate`, by embedding; made once, outside of the loop over layers.
+
+    positions_BT: or [B, T, 3], time, row and column, in a model that sees images.
+    """
 
     def tables(rope: Rope) -> tuple[Turns, Turns]:
-        angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope), jnp.float32)
+        if cfg.vision is not None and positions_BT.ndim == len("BT3"):
+            turning = positions_BT[..., np.array([cfg.vision.turns_with(pair) for pair in range(rope.dims // 2)])]
+        else:
+            turning = positions_BT[..., None]
+        angles = turning.astype(jnp.float32) * jnp.asarray(rope_frequencies(rope), jnp.float32)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         if rope.attention != 1:
             cos, sin = cos * rope.attention, sin * rope.attention
@@ -264,22 +287,37 @@ def forward(
     *,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     remat: bool = False,
+    seen: Seen | None = None,
 ) -> jax.Array:
     """Final hidden states [B, T, D] for training, in the dtype of the weights: a loop over the layers.
 
     cfg, mesh, params: the base model and its devices. lora: one adapter, float32 A and B. tokens_BT int32: token ids.
     positions_BT int32: each token's place in its own sequence, from 0. mixers: what mixes tokens.
     lora_apply: computes the adapter's updates. constrain: pins the sharding of [B, T, D] activations between layers.
-    remat: for a backward pass keep only each layer's input, not `KEPT`, and compute the rest again.
+    remat: for a backward pass keep only each layer's input, not `KEPT`, and compute the rest again. seen: the images
+    among the tokens, None = there are none; its positions are taken in place of positions_BT.
     """
-    rope = rope_tables(cfg, positions_BT)
+    rope = rope_tables(cfg, positions_BT if seen is None else jnp.asarray(seen.positions_BT3))
 
     def layer(kind: LayerKind, x_BTD: jax.Array, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> jax.Array:
-        _, layer_params, layer_lora = stacked
-        return constrain(block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, mixers, lora_apply))
+        number, layer_params, layer_lora = stacked
+        x_BTD = constrain(block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, mixers, lora_apply))
+        return x_BTD if seen is None else deepened(seen, number, x_BTD)
 
     kept = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
     body: Any = jax.checkpoint(layer, policy=kept, static_argnums=0)
-    return final_hidden(
-        cfg, params, over_layers(cfg, body, constrain(embed(cfg, params, tokens_BT)), params.layers, lora.layers)
+    x_BTD = embed(cfg, params, tokens_BT)
+    if seen is not None:
+        x_BTD = jnp.where(jnp.asarray(seen.here_BT)[..., None], jnp.asarray(seen.vectors_BTED)[:, :, 0], x_BTD)
+    return final_hidden(cfg, params, over_layers(cfg, body, constrain(x_BTD), params.layers, lora.layers))
+
+
+def deepened(seen: Seen, number: Any, x_BTD: jax.Array) -> jax.Array:
+    """x_BTD behind layer `number`, with the vectors that DeepStack adds there (arXiv 2406.04334)."""
+    deep = seen.vectors_BTED.shape[2] - 1
+    if not deep:
+        return x_BTD
+    vectors_BTD = jax.lax.dynamic_index_in_dim(
+        jnp.asarray(seen.vectors_BTED), jnp.minimum(number + 1, deep), axis=2, keepdims=False
     )
+    return jnp.where(number < deep, x_BTD + vectors_BTD, x_BTD)

@@ -19,12 +19,23 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from tinkerflow.backend.commands import CustomLoss, Example, Float32, Forward, ForwardResult, Int32, StabilityInfo
+from tinkerflow.backend.commands import (
+    CustomLoss,
+    Example,
+    Float32,
+    Forward,
+    ForwardResult,
+    ImagePixels,
+    Int32,
+    StabilityInfo,
+)
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.drift import kl_sample_train
-from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_TARGETS, MODEL_CONTEXT
+from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_REQUEST_PIXEL_BYTES, MAX_TARGETS, MODEL_CONTEXT
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.model_input import counted_tokens, model_input
 
 _TARGETS = "target_tokens"
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -32,7 +43,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),
 }
-_TOKEN, _INT64 = np.dtype("<i4"), np.dtype("<i8")
+_INT64 = np.dtype("<i8")
 
 Inputs = dict[str, npt.NDArray[Any]]  # of one datum, by name, as they came
 M = TypeVar("M", pb.ForwardBackwardHeader, pb.ForwardBackwardRequest)
@@ -54,12 +65,12 @@ def forward_backward_header(body: bytes) -> ForwardHeader:
 
 
 def training_tokens(body: bytes) -> int:
-    """How many text tokens a ForwardBackwardRequest has, each int32; 0 for what is none (it will be told so)."""
+    """How many tokens a ForwardBackwardRequest has; 0 for what is none (it will be told so)."""
     try:
         request = _parsed(pb.ForwardBackwardRequest(), body)
     except UserError:
         return 0
-    return sum(len(chunk.encoded_text.tokens) // 4 for datum in request.data for chunk in datum.model_input)
+    return sum(counted_tokens(chunk) for datum in request.data for chunk in datum.model_input)
 
 
 def _parsed(message: M, body: bytes) -> M:
@@ -75,7 +86,7 @@ class ForwardRead:
     """A ForwardBackwardRequest read so far that it says what else is needed to decode it.
 
     loss_id: of the traced loss, when the loss is `custom`. sequence_ids: the sequences whose recorded stability
-    information the loss needs.
+    information the loss needs. images: how many there are.
     """
 
     request: pb.ForwardBackwardRequest
@@ -83,6 +94,7 @@ class ForwardRead:
     config: Mapping[str, float]
     loss_id: str | None
     sequence_ids: frozenset[str]
+    images: int = 0
 
 
 def read_forward(body: bytes) -> ForwardRead:
@@ -96,7 +108,8 @@ def read_forward(body: bytes) -> ForwardRead:
         raise broken("data", [], "at least one datum")
     named = _check_spans(request.data, needed_by=loss.name if loss.recorded else None)
     config, loss_id = _read_config(loss, request)
-    return ForwardRead(request, loss, config, loss_id, named if loss.recorded else frozenset())
+    images = sum(chunk.WhichOneof("chunk") == "image" for datum in request.data for chunk in datum.model_input)
+    return ForwardRead(request, loss, config, loss_id, named if loss.recorded else frozenset(), images)
 
 
 def decode_forward(
@@ -107,20 +120,31 @@ def decode_forward(
     context_rule: str = MODEL_CONTEXT,
     custom: CustomLoss | None = None,
     recorded: Mapping[str, StabilityInfo] | None = None,
+    processor: ImageProcessor | None = None,
 ) -> Forward:
     """The command for a request; adapter_id is its model_id, config is complete (defaults filled in).
 
     read: the request. context_rule: what max_context follows from. custom: the traced loss that it names. recorded:
-    what was recorded of its sequence_ids.
+    what was recorded of its sequence_ids. processor: of images; None when the model takes text.
     UserError names the field, its value and the rule: unknown loss, config key or input; missing input; sequence
     empty or longer than `max_context`; lengths that differ; token ids outside [0, vocab_size); floats that are not
-    finite; images; spans that do not fit what was sampled.
+    finite; images that the model does not take; spans that do not fit what was sampled.
     """
     request, loss = read.request, read.loss
     examples_read = []
-    cells = 0
+    pictures: list[tuple[ImagePixels, ...]] = []
+    cells = seen = 0
     for i, datum in enumerate(request.data):
-        tokens_T = _tokens(datum, i, max_context, context_rule)
+        tokens_T, images = model_input(
+            datum.model_input, f"data[{i}].model_input", max_context, context_rule, processor
+        )
+        pictures.append(images)
+        seen += sum(image.pixels_HWC.size for image in images)
+        if seen > MAX_REQUEST_PIXEL_BYTES:
+            raise UserError(
+                f"data has images of more than {MAX_REQUEST_PIXEL_BYTES} bytes of pixels up to data[{i}], as the model "
+                f"takes them: must be at most {MAX_REQUEST_PIXEL_BYTES}"
+            )
         inputs = _inputs(datum, i, len(tokens_T), loss, custom)
         cells += inputs[_TARGETS].size
         if cells > MAX_REQUEST_CELLS:
@@ -128,7 +152,10 @@ def decode_forward(
         examples_read.append((tokens_T, inputs))
     _check_values(examples_read, loss, vocab_size)
     declared = None if custom is None else tuple(custom.inputs)[1:]
-    examples = [_example(tokens_T, inputs, declared) for tokens_T, inputs in examples_read]
+    examples = [
+        replace(_example(tokens_T, inputs, declared), images=images)
+        for (tokens_T, inputs), images in zip(examples_read, pictures, strict=True)
+    ]
     if loss.recorded:
         both = enumerate(zip(examples, request.data, strict=True))
         examples = [_attribute(example, datum, i, recorded or {}) for i, (example, datum) in both]
@@ -175,26 +202,6 @@ def _add_record(output: pb.ForwardBackwardOutput, trailing: tuple[int, ...], arr
 
 
 # ------------------------------------------------------------------ one datum
-def _tokens(datum: pb.Datum, index: int, max_context: int, context_rule: str) -> Int32:
-    parts = []
-    for j, chunk in enumerate(datum.model_input):
-        if chunk.WhichOneof("chunk") != "encoded_text":
-            what = chunk.WhichOneof("chunk") or "empty"
-            raise UserError(
-                f"data[{index}].model_input.chunks[{j}] is {what}: must be encoded_text, the model takes no {what}s"
-            )
-        parts.append(chunk.encoded_text.tokens)
-    data = parts[0] if len(parts) == 1 else b"".join(parts)
-    if len(data) % _TOKEN.itemsize:
-        raise UserError(f"data[{index}].model_input has {len(data)} bytes of tokens: must be a multiple of 4 (int32)")
-    tokens_T = np.frombuffer(data, _TOKEN)
-    if not 0 < len(tokens_T) <= max_context:
-        raise UserError(
-            f"data[{index}].model_input has {len(tokens_T)} tokens: must be 1 to {max_context}, {context_rule}"
-        )
-    return tokens_T
-
-
 def _inputs(datum: pb.Datum, index: int, tokens: int, loss: LossSpec, custom: CustomLoss | None) -> Inputs:
     """The loss's inputs: each of the shape of target_tokens, or of the rank that a traced loss declared for it.
 

@@ -199,8 +199,10 @@ def _prompt(chunks: Any, vocab_size: int, max_context: int, context_rule: str) -
     for i, chunk in enumerate(chunks):
         kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else chunk
         if kind != "encoded_text":
-            takes = "no images" if kind in ("image", "image_asset_pointer") else "text only"
-            raise UserError(f"prompt.chunks[{i}].type is {shown(kind)}: must be encoded_text, the model takes {takes}")
+            takes = (
+                "sampling takes no images" if kind in ("image", "image_asset_pointer") else "the model takes text only"
+            )
+            raise UserError(f"prompt.chunks[{i}].type is {shown(kind)}: must be encoded_text, {takes}")
         parts.append(_token_array(chunk.get("tokens"), f"prompt.chunks[{i}].tokens", vocab_size))
     prompt_T = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if not 1 <= len(prompt_T) < max_context:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from tinkerflow.backend.commands import ForwardResult
 from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
+from tinkerflow.backend.model_card import image_processor
 from tinkerflow.backend.spec.drift import KL_MEAN
+from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS
 from tinkerflow.backend.wire import decode_forward, drift_metrics, encode_forward, load_custom_loss, read_forward
 from tinkerflow.tasks.execution.context import Execution
 
@@ -28,8 +30,9 @@ async def execute(execution: Execution) -> Outcome:
         custom = load_custom_loss(stored)
     if read.sequence_ids:
         recorded = await context.read(context.journal.losses.stability, request.session_id, read.sequence_ids)
+    processor = image_processor(card.path) if read.images else None
     command = await context.decode(
-        size,
+        size + read.images * MAX_IMAGE_PIXELS,  # a small file may hold that many
         lambda: decode_forward(
             read,
             vocab_size=card.vocab_size,
@@ -37,6 +40,7 @@ async def execute(execution: Execution) -> Outcome:
             context_rule=card.context_rule,
             custom=custom,
             recorded=recorded,
+            processor=processor,
         ),
     )
     async with execution.slot:

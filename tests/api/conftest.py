@@ -51,6 +51,7 @@ from tinkerflow.backend.journal import (
 from tinkerflow.backend.journal.notify import RECHECK_SECONDS
 from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.settings import Settings
+from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath, Store
 from tinkerflow.backend.wire import (
     LoadModel,
@@ -94,6 +95,7 @@ class Engine:
     steps: dict[str, int] = field(default_factory=dict)
     executed: list[tuple[Kind, int | None]] = field(default_factory=list)
     next_outcome: Callable[[Pending], Outcome] | None = None  # answers one request in our place
+    processor: ImageProcessor | None = None  # of images; the table gives placeholders logits like any token
     stopped: bool = False
     _paused: bool = False
     _working: Any = field(default_factory=threading.RLock)
@@ -156,7 +158,8 @@ class Engine:
         return request.done(encode_loaded(model, asked.path), "json", StepMade(model, 0))
 
     def _forward_backward(self, request: Pending) -> Outcome:
-        command = decode_forward(read_forward(request.payload), vocab_size=VOCAB, max_context=CONTEXT)
+        read = read_forward(request.payload)
+        command = decode_forward(read, vocab_size=VOCAB, max_context=CONTEXT, processor=self.processor)
         model, logprobs, loss = str(request.model_id), [], 0.0
         for e in command.examples:
             rows = log_softmax(self.tables[model])[e.tokens_T]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import time
 from typing import Any
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from PIL import Image
 from tinker import types
+
+from tinkerflow.backend.spec.images import ImageProcessor
 
 BASE = "tiny/bigram"
 TOKENS = [3, 4, 5, 6]
@@ -134,6 +138,23 @@ def test_wrong_data_is_named_at_once(model: tinker.TrainingClient, wrong: types.
     assert text in str(caught.value)
     assert time.monotonic() - start < 30
     assert loss_of(model) == pytest.approx(4 * np.log(16))
+
+
+def test_an_image_is_trained_on_where_the_model_sees(model: tinker.TrainingClient, engine: Any) -> None:
+    engine.processor = ImageProcessor(token=15, side=8, least=64, most=1024, mean=(0.0,) * 3, deviation=(1.0,) * 3)
+    out = io.BytesIO()
+    Image.new("RGB", (24, 16), "red").save(out, "png")
+
+    def seen(expected: int) -> types.Datum:
+        image = types.ImageChunk(data=out.getvalue(), format="png", expected_tokens=expected)
+        chunks = [types.EncodedTextChunk(tokens=[3, 4]), image, types.EncodedTextChunk(tokens=[5])]
+        inputs = {"target_tokens": np.ones(9, np.int64), "weights": np.ones(9, np.float32)}
+        return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+
+    result = model.forward_backward([seen(6), datum()], "cross_entropy").result()
+    assert [len(output["logprobs"].data) for output in result.loss_fn_outputs] == [9, 4]
+    with pytest.raises(tinker.RequestFailedError, match=r"chunks\[1\].expected_tokens is 5: must be 6"):
+        model.forward_backward([seen(5)], "cross_entropy").result()
 
 
 def test_an_image_is_refused_by_name(model: tinker.TrainingClient) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 REFUSED: dict[str, str] = {
-    "types.ImageChunk": "the models served take text",
-    "types.ImageAssetPointerChunk": "the models served take text; pointers are never fetched",
+    "types.ImageChunk": "in prompts to sample, and where the model takes text ([training](operations.md#images))",
+    "types.ImageAssetPointerChunk": "pointers are never fetched",
     "types.DmelChunk": "the models served take text",
 }
 

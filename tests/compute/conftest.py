@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tinkerflow.backend.commands import (
     CreateAdapter,
@@ -18,6 +20,7 @@ from tinkerflow.backend.commands import (
     ExportAdapter,
     Forward,
     GroupConfig,
+    ImagePixels,
     ImportAdapter,
     LoraSpec,
     SampleRequest,
@@ -96,8 +99,22 @@ QWEN_VISION = {
 }
 
 
+# What the towers of some families have beside that. Some of their layers get DeepStack's vectors, some do not.
+TOWER: dict[str, dict[str, Any]] = {"qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0]}}
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": QWEN_VISION["patch_size"],
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 4 * 64, "longest_edge": 24 * 64},
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.6, 0.7],
+}
+IMAGE_TOKEN = VOCAB - 1
+
 # Models that see images, and their text models.
 SEEING = {
+    "qwen3_vl": "qwen3_vl_text",
     "gemma3": "gemma3_text",
     "mistral3": "ministral3",
     "qwen3_5": "qwen3_5_text",
@@ -153,6 +170,9 @@ FAMILY_SHAPE: dict[str, dict[str, Any]] = {
         },
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "qwen3_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+    },
     "qwen3_next": SHARED,
     "qwen3_5": LINEAR,
     "qwen3_5_moe": SHARED,
@@ -174,9 +194,19 @@ class Reference:
     def logprobs(self, example: Example) -> np.ndarray:
         """[T, K] of the example's targets, by torch."""
         with torch.no_grad():
-            logits = self.model(torch.tensor(example.tokens_T[None].astype(np.int64))).logits[0].float()
+            logits = self.model(**inputs_of(example)).logits[0].float()
         scored = torch.log_softmax(logits, -1).numpy()
         return np.take_along_axis(scored, example.targets_TK.astype(np.int64), axis=1)
+
+
+def inputs_of(example: Example) -> dict[str, torch.Tensor]:
+    """The example as a model of transformers takes it."""
+    tokens = torch.tensor(example.tokens_T[None].astype(np.int64))
+    if not example.images:
+        return {"input_ids": tokens}
+    processor = Qwen2VLImageProcessorPil(**PROCESSOR)
+    pixels = processor([image.pixels_HWC for image in example.images], do_resize=False, return_tensors="pt")
+    return {"input_ids": tokens, "mm_token_type_ids": (tokens == IMAGE_TOKEN).int(), **pixels}
 
 
 def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
@@ -184,6 +214,8 @@ def build(folder: Path, architecture: str, *, tied: bool) -> Reference:
     shape = {**SHAPE, "tie_word_embeddings": tied, **FAMILY_SHAPE.get(architecture, {})}
     model = random_model(architecture, shape)
     model.eval().save_pretrained(folder)
+    if architecture in TOWER:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return Reference(folder, model)
 
 
@@ -192,10 +224,12 @@ def random_model(architecture: str, shape: dict[str, Any]) -> Any:
     kind = transformers.AutoModelForCausalLM
     if architecture in SEEING:
         text = {**shape, **FAMILY_SHAPE.get(SEEING[architecture], {}), "model_type": SEEING[architecture]}
-        sees = {**QWEN_VISION, "out_hidden_size": shape["hidden_size"]} if "qwen" in architecture else VISION
+        sees, token = VISION, {"image_token_id": IMAGE_TOKEN} if architecture in TOWER else {}
+        if "qwen" in architecture:
+            sees = {**QWEN_VISION, "out_hidden_size": shape["hidden_size"], **TOWER.get(architecture, {})}
         tied = shape.get("tie_word_embeddings", False)
         shape, kind = (
-            {"text_config": text, "vision_config": sees, "tie_word_embeddings": tied},
+            {"text_config": text, "vision_config": sees, "tie_word_embeddings": tied, **token},
             transformers.AutoModelForImageTextToText,
         )
     model = kind.from_config(transformers.AutoConfig.for_model(architecture, **shape))
@@ -254,6 +288,18 @@ def random_example(rng: np.random.Generator, length: int, targets: int = 1) -> E
             "advantages": rng.normal(size=(length, targets)).astype(np.float32),
         },
     )
+
+
+def seeing(example: Example, *images: tuple[int, int, int]) -> Example:
+    """The example with images in place of some tokens. Each is (first token, rows, columns), of tokens."""
+    rng, side = np.random.default_rng(len(images)), 2 * PROCESSOR["patch_size"]
+    tokens_T = example.tokens_T % IMAGE_TOKEN
+    made = []
+    for start, rows, columns in images:
+        tokens_T[start : start + rows * columns] = IMAGE_TOKEN
+        pixels = rng.integers(0, 256, (rows * side, columns * side, 3)).astype(np.uint8)
+        made.append(ImagePixels(start, pixels))
+    return replace(example, tokens_T=tokens_T, images=tuple(made))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 import torch
 from tests.compute.closeness import close, close_logprobs
-from tests.compute.conftest import VOCAB, build
+from tests.compute.conftest import TOWER, VOCAB, build, inputs_of, seeing
 
 from tinkerflow.backend.commands import (
     CreateAdapter,
@@ -180,9 +180,37 @@ def test_examples_in_one_row_are_as_alone(family, examples, adapter, forward):
         close_logprobs(found, forward(executor, "packed", (example,)).logprobs[0])
 
 
+@pytest.mark.parametrize("family", TOWER, indirect=True)
+def test_images_in_one_row_are_seen_as_in_transformers(family, tmp_path, examples, adapter, forward, gradients):
+    base, executor, parts = family
+    adapter(executor, "sees", **parts)
+    text, *others = examples((20, 60, 33, 7), targets=2)
+    data = (text, seeing(others[0], (3, 2, 3), (20, 4, 2)), seeing(others[1], (0, 1, 5)), others[2])
+    before = executor.execute(ExportAdapter("sees", optimizer=True))
+    with in_peft(base, executor, "sees", tmp_path) as by_torch:
+        scored = [scores(by_torch, example) for example in data]
+        loss = -sum((one * torch.tensor(example.weights_TK)).sum() for one, example in zip(scored, data, strict=True))
+        loss.backward()
+        result = forward(executor, "sees", data, backward=True)
+        for found, wanted in zip(result.logprobs, scored, strict=True):
+            close_logprobs(found, wanted.detach().numpy())
+        same_gradients(gradients(executor, "sees"), by_torch)
+    base.model.model.rope_deltas = None  # transformers remembers those of the last images
+    for found, example in zip(result.logprobs, data, strict=True):
+        close_logprobs(found, forward(executor, "sees", (example,)).logprobs[0])
+    # Again from the state before, as after a crash: the same bits.
+    executor.execute(ImportAdapter("replayed", before))
+    again = forward(executor, "replayed", data, backward=True)
+    for one, other in zip(again.logprobs, result.logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    found = gradients(executor, "replayed")
+    for name, gradient in gradients(executor, "sees").items():
+        np.testing.assert_array_equal(found[name], gradient)
+
+
 def scores(by_torch, example):
     """Logprobs [T, K] of the example's targets, with their graph."""
-    logits = by_torch(torch.tensor(example.tokens_T[None].astype(np.int64))).logits[0]
+    logits = by_torch(**inputs_of(example)).logits[0]
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(example.targets_TK.astype(np.int64)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tinker import types
 
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.wire import decode_forward, forward_backward_header, read_forward
+from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS
+from tinkerflow.backend.wire import decode_forward, forward, forward_backward_header, read_forward, training_tokens
 from tinkerflow.backend.wire import tinker_pb2 as pb
 
 VOCAB, CONTEXT = 100, 64
@@ -251,3 +255,53 @@ def test_a_full_chunk_decodes_in_the_time_of_a_few_milliseconds(body: Any, datum
     start = time.process_time()
     decode(message)
     assert time.process_time() - start < 0.25  # about 25 ms here; a loop per token would take far longer
+
+
+def test_an_image_is_a_run_of_placeholders_and_its_pixels(body: Any) -> None:
+    processor = ImageProcessor(token=99, side=8, least=64, most=4096, mean=(0.0,) * 3, deviation=(1.0,) * 3)
+    out = io.BytesIO()
+    Image.new("RGB", (24, 16), (1, 2, 3)).save(out, "png")
+    image = types.ImageChunk(data=out.getvalue(), format="png", expected_tokens=6)
+    chunks = [image, types.EncodedTextChunk(tokens=[1, 2]), image]
+    inputs = {"target_tokens": np.zeros(14, np.int64), "weights": np.ones(14, np.float32)}
+    sent = body([types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)])
+    assert training_tokens(sent) == 14
+
+    def read(sent: bytes, context: int = CONTEXT) -> Any:
+        return decode_forward(read_forward(sent), vocab_size=VOCAB, max_context=context, processor=processor)
+
+    (example,) = read(sent).examples
+    assert example.tokens_T.tolist() == [99] * 6 + [1, 2] + [99] * 6
+    assert [one.start for one in example.images] == [0, 8]
+    assert example.images[1].pixels_HWC.tolist() == [[[1, 2, 3]] * 24] * 16
+    with pytest.raises(
+        UserError, match=r"has more than 7 tokens up to chunks\[1\]: must be 1 to 7, the model's context"
+    ):
+        read(sent, 7)
+    message = pb.ForwardBackwardRequest.FromString(sent)
+    message.data[0].model_input[0].image.override_dimensions.width = 8
+    with pytest.raises(UserError, match=r"chunks\[0\].override_dimensions is '8 x 0': must be absent"):
+        read(message.SerializeToString())
+    message.data[0].model_input[0].image.ClearField("override_dimensions")
+    message.data[0].model_input[1].dmel.dmel = b"x"
+    with pytest.raises(
+        UserError, match=r"chunks\[1\] is dmel: must be encoded_text or image, the model takes no dmels"
+    ):
+        read(message.SerializeToString())
+    message.data[0].model_input[1].encoded_text.tokens = b"abc"
+    with pytest.raises(UserError, match="has 27 bytes of tokens: must be a multiple of 4"):
+        read(message.SerializeToString())
+    message.data[0].model_input[0].image.ClearField("expected_tokens")
+    assert training_tokens(message.SerializeToString()) == MAX_IMAGE_TOKENS + 0 + 6
+
+
+def test_the_pixels_of_a_request_are_bounded(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = ImageProcessor(token=99, side=8, least=64, most=4096, mean=(0.0,) * 3, deviation=(1.0,) * 3)
+    out = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(out, "jpeg")
+    image = types.ImageChunk(data=out.getvalue(), format="jpeg", expected_tokens=4)
+    inputs = {"target_tokens": np.zeros(4, np.int64), "weights": np.ones(4, np.float32)}
+    data = [types.Datum(model_input=types.ModelInput(chunks=[image]), loss_fn_inputs=inputs)] * 3
+    monkeypatch.setattr(forward, "MAX_REQUEST_PIXEL_BYTES", 2 * 3 * 16 * 16)
+    with pytest.raises(UserError, match=r"more than 1536 bytes of pixels up to data\[2\], .*: must be at most 1536"):
+        decode_forward(read_forward(body(data)), vocab_size=VOCAB, max_context=CONTEXT, processor=processor)

@@ -1,0 +1,31 @@
+"""Qwen3-VL: Qwen3, and a tower that sees images. The tower is frozen."""
+
+from dataclasses import replace
+from functools import partial
+
+from tinkerflow.backend.compute.config import ConfigFields, ModelConfig
+from tinkerflow.backend.compute.decoder import (
+    VISION_TEXT,
+    decoder_config,
+    decoder_projections,
+    decoder_tensors,
+    text_fields,
+)
+from tinkerflow.backend.compute.families import Family
+from tinkerflow.backend.compute.vision_config import read_vision
+
+
+def _parse(fields: ConfigFields) -> ModelConfig:
+    config = decoder_config(text_fields(fields), qk_norm=True, rope_theta=500_000.0)
+    return replace(config, vision=read_vision(fields))
+
+
+FAMILY = Family(
+    model_type="qwen3_vl",
+    title="Qwen3-VL",
+    parse=_parse,
+    projections=partial(decoder_projections, layer=VISION_TEXT),
+    tensors=partial(decoder_tensors, layer=VISION_TEXT),
+    embed="model.language_model.embed_tokens.weight",
+    final_norm="model.language_model.norm.weight",
+)

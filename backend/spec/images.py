@@ -1,0 +1,89 @@
+"""Images as the image processor of a model takes them: which sizes it makes, and the pixels of a PNG or JPEG file.
+
+The rules are those of transformers' Qwen2VLImageProcessor, which Qwen3-VL uses: sides are multiples of a token's, the
+number of pixels has bounds, the shape stays as it is as far as possible. Resizing is Pillow's, bicubic.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS, MAX_IMAGE_TOKENS
+
+_FORMATS = {"png": "PNG", "jpeg": "JPEG"}
+_LONGEST = 200  # times the shorter side: transformers refuses more
+_ORIENTATION = 0x0112  # a tag of EXIF
+_SIDEWAYS = (5, 6, 7, 8)  # its values for an image whose rows are shown as columns
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """How a model wants its images.
+
+    token: the id of its placeholder. side: of the square of pixels that one token stands for. least, most: pixels of an
+    image. mean, deviation: of each colour, where 1 is the brightest.
+    """
+
+    token: int
+    side: int
+    least: int
+    most: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """What an image is resized to, as (width, height); ValueError when it is too long for its width."""
+        if max(width, height) > _LONGEST * min(width, height):
+            raise ValueError(f"{width} x {height} pixels: the longer side must be at most {_LONGEST} times the other")
+        wide, high = (round(size / self.side) * self.side for size in (width, height))
+        if wide * high > self.most:
+            shrink = math.sqrt(width * height / self.most)
+            wide, high = (max(self.side, math.floor(size / shrink / self.side) * self.side) for size in (width, height))
+        elif wide * high < self.least:
+            grow = math.sqrt(self.least / (width * height))
+            wide, high = (math.ceil(size * grow / self.side) * self.side for size in (width, height))
+        return wide, high
+
+    def read(self, data: bytes, kind: str, name: str, expected: int | None = None) -> npt.NDArray[np.uint8]:
+        """The pixels [rows, columns, 3] of a file, as many as the model takes.
+
+        data: of a file of format `kind`, png or jpeg. name: how errors call the image. expected: how many tokens the
+        client thinks it has. UserError names what is wrong. The size is checked before anything is decoded.
+        """
+        from PIL import Image, ImageOps, UnidentifiedImageError  # here: most processes never see an image
+
+        if kind not in _FORMATS:
+            raise broken(f"{name}.format", kind, "png or jpeg")
+        try:
+            with Image.open(io.BytesIO(data), formats=[_FORMATS[kind]]) as file:
+                if file.width * file.height > MAX_IMAGE_PIXELS:
+                    rule = f"at most {MAX_IMAGE_PIXELS}"
+                    raise UserError(f"{name} has {file.width} x {file.height} pixels: must have {rule}")
+                turned = file.getexif().get(_ORIENTATION, 1) in _SIDEWAYS
+                wide, high = self.size(*(file.size[::-1] if turned else file.size))
+                self._check(name, file.size, wide * high // self.side**2, expected)
+                image = ImageOps.exif_transpose(file).convert("RGB").resize((wide, high), Image.Resampling.BICUBIC)
+        except UserError:
+            raise
+        except UnidentifiedImageError as error:
+            raise UserError(f"{name}.data is no {kind} file") from error
+        except Exception as error:  # Pillow raises whatever it finds in a broken file
+            raise UserError(f"{name}.data cannot be read as {kind}: {error}") from error
+        return np.asarray(image)
+
+    @staticmethod
+    def _check(name: str, size: tuple[int, int], tokens: int, expected: int | None) -> None:
+        wide, high = size
+        if tokens > MAX_IMAGE_TOKENS:
+            raise UserError(
+                f"{name} has {wide} x {high} pixels, {tokens} tokens: must have at most {MAX_IMAGE_TOKENS} tokens"
+            )
+        if expected is not None and expected != tokens:
+            rule = f"{tokens}, what the model makes of {wide} x {high} pixels"
+            raise broken(f"{name}.expected_tokens", expected, rule)

@@ -1,0 +1,72 @@
+"""The model input of a datum, text and images, as tokens: an image is a run of placeholders, and its pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.backend.commands import ImagePixels, Int32
+from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.spec.limits import MAX_IMAGE_TOKENS
+from tinkerflow.backend.wire import tinker_pb2 as pb
+
+_TOKEN = np.dtype("<i4")
+
+
+def counted_tokens(chunk: pb.Chunk) -> int:
+    """About how many tokens a chunk has. Files are not opened for that: an image has what the client says, or most."""
+    if chunk.WhichOneof("chunk") != "image":
+        return len(chunk.encoded_text.tokens) // _TOKEN.itemsize
+    said = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else MAX_IMAGE_TOKENS
+    return min(max(said, 0), MAX_IMAGE_TOKENS)
+
+
+def model_input(
+    chunks: Sequence[pb.Chunk], name: str, max_context: int, context_rule: str, processor: ImageProcessor | None
+) -> tuple[Int32, tuple[ImagePixels, ...]]:
+    """The tokens of an input, placeholders where it has images, and the images.
+
+    chunks: of the input. name: how errors call it. max_context: tokens at most. context_rule: what that follows from.
+    processor: of images; None when the model takes text. UserError names a chunk that the model does not take, what is
+    wrong with an image, and a length that is.
+    """
+    parts: list[bytes] = []
+    images: list[ImagePixels] = []
+    size = 0  # in bytes
+    for j, chunk in enumerate(chunks):
+        kind, here = chunk.WhichOneof("chunk") or "empty", f"{name}.chunks[{j}]"
+        if kind == "image" and processor is not None:
+            _check_whole(name, size)
+            image = ImagePixels(size // _TOKEN.itemsize, _pixels(chunk.image, here, processor))
+            images.append(image)
+            parts.append(np.full(image.tokens(processor.side), processor.token, _TOKEN).tobytes())
+        elif kind == "encoded_text":
+            parts.append(chunk.encoded_text.tokens)
+        else:
+            takes = "encoded_text" if processor is None else "encoded_text or image"
+            raise UserError(f"{here} is {kind}: must be {takes}, the model takes no {kind}s")
+        size += len(parts[-1])
+        if images and size > max_context * _TOKEN.itemsize:  # before the next image is decoded
+            rule = f"must be 1 to {max_context}, {context_rule}"
+            raise UserError(f"{name} has more than {max_context} tokens up to chunks[{j}]: {rule}")
+    _check_whole(name, size)
+    tokens_T = np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), _TOKEN)
+    if not 0 < len(tokens_T) <= max_context:
+        raise UserError(f"{name} has {len(tokens_T)} tokens: must be 1 to {max_context}, {context_rule}")
+    return tokens_T, tuple(images)
+
+
+def _check_whole(name: str, size: int) -> None:
+    if size % _TOKEN.itemsize:
+        raise UserError(f"{name} has {size} bytes of tokens: must be a multiple of 4 (int32)")
+
+
+def _pixels(image: pb.ImageChunk, name: str, processor: ImageProcessor) -> npt.NDArray[np.uint8]:
+    if image.HasField("override_dimensions"):
+        asked = f"{image.override_dimensions.width} x {image.override_dimensions.height}"
+        raise broken(f"{name}.override_dimensions", asked, "absent: the model's processor says what size images have")
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return processor.read(image.data, image.format, name, expected)

@@ -1,0 +1,79 @@
+"""Images of a request reach the worker group as the base model's processor makes them."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tinkerflow.backend.commands import Forward
+from tinkerflow.backend.journal import Kind
+from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.tasks.execution.context import ExecutionContext
+
+CONFIG = {
+    "model_type": "qwen3_vl",
+    "image_token_id": 31,
+    "text_config": {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
+    },
+    "vision_config": {
+        "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16,
+        "num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": [0],
+    },
+}  # fmt: skip
+PROCESSOR = {
+    "size": {"shortest_edge": 64, "longest_edge": 1024}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def context(context: ExecutionContext, tmp_path: Path) -> ExecutionContext:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return replace(context, card=replace(context.card, path=str(tmp_path)))
+
+
+def request(model: str, seq_id: int, expected: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (24, 16), (9, 8, 7)).save(out, "png")
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.asarray([5], np.int32).tobytes()
+    image = datum.model_input.add().image
+    image.data, image.format, image.expected_tokens = out.getvalue(), "png", expected
+    targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
+    targets.dense, targets.dtype = np.full(7, 3, np.int64).tobytes(), pb.DTYPE_INT64
+    weights.dense, weights.dtype = np.ones(7, np.float32).tobytes(), pb.DTYPE_FLOAT32
+    return message.SerializeToString()
+
+
+async def test_an_image_reaches_the_group_as_pixels(
+    journal: Any, connect: Any, make_runner: Any, running: Any, pool: Any
+) -> None:
+    client = await connect(journal)
+    model, created = client.submit_create()
+    runner = make_runner(model)
+
+    async def forward_backward(expected: int) -> Any:
+        body = request(model, client.seqs[model], expected)
+        return await client.result(client.submit(model, Kind.FORWARD_BACKWARD, body))
+
+    async with running(runner.serve()), running(client.ring("model:", runner)):
+        assert (await client.result(created)).error is None
+        done, refused = await forward_backward(6), await forward_backward(5)
+    assert done.error is None
+    (command,) = [command for command in pool.log if isinstance(command, Forward)]
+    (example,) = command.examples
+    assert example.tokens_T.tolist() == [5] + [31] * 6
+    (image,) = example.images
+    assert image.start == 1
+    assert image.pixels_HWC.tolist() == [[[9, 8, 7]] * 24] * 16
+    assert "chunks[1].expected_tokens is 5: must be 6, what the model makes of 24 x 16 pixels" in refused.error
