@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import peft
 import pyrage
@@ -114,6 +115,26 @@ def test_an_encrypted_export_is_downloaded_as_it_is(
     ]
     config = json.loads(pyrage.decrypt((folder / "adapter_config.json.age").read_bytes(), [identity]))
     assert (config["r"], config["base_model_name_or_path"]) == (4, server.base_model)
+
+
+def test_an_uploaded_adapter_trains_on(server: Any, service: tinker.ServiceClient, make_datum: Any) -> None:
+    """As SDK 0.39 uploads it: each file to its link. What was exported comes in again and gives the same logprobs."""
+    trainer = train(server, service, make_datum)
+    exported = trainer.save_weights_external("again", ttl_seconds=3600).result().path
+    run, kind, name = exported.removeprefix("tinker://").split("/")
+    with httpx.Client(base_url=server.api_url, headers={"X-API-Key": "tml-test"}, timeout=60) as http:
+        links = http.get(f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls").json()["urls"]
+        asked = {"base_model": server.base_model, "lora_config": {"rank": 8}}
+        upload = http.post("/api/v1/external_weights_upload_start", json=asked).json()
+        for file, url in upload["urls"].items():
+            assert httpx.put(url, content=httpx.get(links[file]).content).status_code == 200
+        body = {"upload_id": upload["upload_id"]}
+        path = http.post("/api/v1/external_weights_upload_finish", json=body).json()["tinker_path"]
+    imported = service.create_training_client_from_state(path).result()
+    np.testing.assert_array_equal(ours(imported, make_datum), ours(trainer, make_datum))
+    imported.forward_backward([make_datum(TEXT)], "cross_entropy")
+    imported.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    assert (ours(imported, make_datum) != ours(trainer, make_datum)).any()
 
 
 def test_the_command_line_manages_checkpoints(server: Any, service: tinker.ServiceClient, cli: Any) -> None:
