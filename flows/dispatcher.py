@@ -158,7 +158,8 @@ class Dispatcher:
             if served is None:
                 await self._give_up(model_id, self._not_served(model.base_model))
                 return
-            label = await asyncio.to_thread(self._journal.models.label, model_id)
+            shows = bool(self._mirror.connection.api_url)
+            label = await asyncio.to_thread(self._journal.models.label, model_id) if shows else ""
             observers = self._mirror.training_run(model_id, model.base_model, label, self._adopted.get(model_id))
             verb = "is created" if model.state is ModelState.CREATING else "goes on"
             for shown in observers:

@@ -389,19 +389,23 @@ def start(journal: Journal, settings_for: Callable[..., Settings]) -> Iterator[C
         stop()
 
 
-@pytest.fixture
-def lettered(journal: Journal, tmp_path: Path) -> ModelCard:
-    """The base model with a tokenizer: token 1 ends a text, the others are letters from `a` on."""
+def lettered_card(folder: Path) -> ModelCard:
+    """The base model with a tokenizer in `folder`: token 1 ends a text, the others are letters from `a` on."""
     letters = {"a": 0, "</s>": EOS, **{chr(ord("a") + n - 1): n for n in range(2, VOCAB)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>"])
-    folder = tmp_path / "bigram"
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    card = replace(ModelCard.from_json(card_json()), path=str(folder))
+    return replace(ModelCard.from_json(card_json()), path=str(folder))
+
+
+@pytest.fixture
+def lettered(journal: Journal, tmp_path: Path) -> ModelCard:
+    """The base model with a tokenizer, registered."""
+    card = lettered_card(tmp_path / "bigram")
     journal.base_models.register([(BASE, card.to_json())])
     return card
 

@@ -27,7 +27,7 @@ import httpx
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from tests.api.conftest import BASE, Engine, card_json
+from tests.api.conftest import BASE, Engine, lettered_card
 from tests.api.fuzz import KEY, PROTO, Target, attacks
 from tests.benchmarks.waiters import cpu_seconds, memory
 
@@ -97,7 +97,7 @@ def main() -> None:
         configured = Settings(data_dir=Path(folder), port=port, poll_hold=0.5, database_url=given_.database_url)
         migrate(configured.journal_url)
         journal = Journal.open(configured.journal_url)
-        journal.base_models.register([(BASE, card_json())])
+        journal.base_models.register([(BASE, lettered_card(Path(folder) / "bigram").to_json())])
         store = Store.open(configured.store_url)
         document = create_app(configured, journal, MagicMock(), store).openapi()
         engine = Engine(journal, store)

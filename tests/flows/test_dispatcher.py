@@ -32,11 +32,16 @@ async def dispatcher(context: Any, mirror: Mirror, journal: Any, pool: Any, tmp_
         yield dispatcher, task
 
 
-async def test_models_and_samples_are_served_side_by_side(dispatcher: Any, client: Any) -> None:
+async def test_models_and_samples_are_served_side_by_side(
+    dispatcher: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(client.journal.models, "label", lambda model: asked.append(model) or "")
     models = await asyncio.gather(*(client.create(number) for number in range(5)))
     requests = [client.optim_step(model) for model in models for _ in range(3)]
     requests.append(client.sample(client.sampler(9)))
     assert all(result.error is None for result in await client.results(*requests))
+    assert asked == [], "names are read for Prefect's page alone"
 
 
 async def test_a_cancelled_sample_makes_room_at_once(
