@@ -17,12 +17,14 @@ class LayerKind:
     """How some layers of a model differ from others.
 
     rope: their rotary embedding; None = they do not know positions. window: how many tokens a query sees, itself
-    included; None = all earlier ones. mixer: what mixes tokens. Layers with the same mixer have the same matrices.
+    included; None = all earlier ones. mixer: what mixes tokens. Layers with the same mixer have the same matrices for
+    it. dense: in a model with experts, the layer has an MLP in their place.
     """
 
     rope: Rope | None
     window: int | None = None
     mixer: str = "attention"
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,30 @@ class Vision:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """The shape of multi-head latent attention (`latent`).
+
+    rank: the width of a token's latent, which keys and values are made of. query_rank: of that of queries; 0 = queries
+    are made of the hidden states. plain and rotary: how many dimensions of a head of q and k stay, and how many turn.
+    values: the dimensions of a head of v. interleaved: the two of a pair that turns lie side by side. norm_eps: of the
+    norms on both latents, whatever the model's other norms have.
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotary: int
+    values: int
+    interleaved: bool
+    norm_eps: float = 1e-6
+
+    @property
+    def cell(self) -> int:
+        """What is kept of a token: its latent, and the part of a key that turns, for all heads."""
+        return self.rank + self.rotary
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only transformer. Hashable, so that it can be a static argument of jit.
 
@@ -104,8 +130,12 @@ class ModelConfig:
     the experts' clamped SwiGLU, 0 = plain SwiGLU (gpt-oss). embed_scale: of embeddings. query_scale: of queries, beside
     1 / sqrt(head_dim). kinds: of every layer, if they are not all alike.
     gated: q has a second half for each head, a gate on what it has seen. shared_mlp: the width of an expert that every
-    token goes to, with a gate of its own; 0 = none. delta: the shape of the layers with the mixer "delta". vision: what
-    sees images; None = the model takes text.
+    token goes to; 0 = none. delta: the shape of the layers with the mixer "delta". sigmoid: experts are scored by
+    sigmoids, and a correction of each takes part in choosing (`experts.route`); of their `router_groups` groups a token
+    goes to `groups_per_token`, and its shares are multiplied by `router_scale` (DeepSeek V3). dense_mlp: the width of
+    the MLP in layers that are `dense`. latent: the shape of latent attention, in place of q, k and v; `head_dim` is
+    then that of q and k. vision: what sees images; None = the model takes
+    text.
     """
 
     architecture: str
@@ -139,11 +169,30 @@ class ModelConfig:
     shared_mlp: int = 0
     delta: DeltaNet | None = None
     vision: Vision | None = None
+    sigmoid: bool = False
+    router_groups: int = 1
+    groups_per_token: int = 1
+    router_scale: float = 1.0
+    dense_mlp: int = 0
+    latent: Latent | None = None
 
     @property
     def rope(self) -> Rope:
         """The rotary embedding of the layers, unless `kinds` has others."""
         return Rope(self.rope_theta, self.rotary_dims or self.head_dim, self.rope_scaling)
+
+    @property
+    def value_dim(self) -> int:
+        """The dimensions of a head of v."""
+        return self.latent.values if self.latent else self.head_dim
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What attention keeps of a token: how many heads, and the widths of a key and of a value.
+
+        Values of a latent are a part of its one key: they have no room of their own.
+        """
+        return (1, self.latent.cell, 0) if self.latent else (self.kv_heads, self.head_dim, self.head_dim)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -212,6 +212,13 @@ def decoder_tensors(
     return tensors
 
 
+def rotary_share(fields: ConfigFields, usual: float) -> ConfigFields:
+    """The fields with the share of a head that turns, `usual` where the file does not say, for `decoder_config`."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or usual
+    return replace(fields, values={**fields.values, "partial_rotary_factor": share})
+
+
 def read_ropes(fields: ConfigFields, head_dim: int, theta: float = 10_000.0) -> Mapping[str, Rope]:
     """The rotary embedding of each `layer_types`, or of all under the name "".
 

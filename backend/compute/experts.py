@@ -1,4 +1,4 @@
-"""The mixture of experts in place of a layer's MLP (Qwen3-MoE): each token goes to the k experts that its router names.
+"""The mixture of experts in place of a layer's MLP: each token goes to the k experts that its router names.
 
 Tokens are sorted by expert and every projection is one grouped matmul, so no token is dropped, and how many an expert
 gets changes no shape: nothing is compiled for a routing. Over the mesh's `expert` axis every device holds some of the
@@ -25,21 +25,24 @@ from jax.sharding import Mesh, PartitionSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.lora import LoraApply, LoraPair
-from tinkerflow.backend.compute.matmul import matmul
+from tinkerflow.backend.compute.matmul import matmul, product
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, ROWS, TENSOR, row_parts
 from tinkerflow.backend.compute.quantized import Int8, Weight
 
 MLP = ("gate", "up", "down")
 _STEEP = 1.702
+_NOT_ZERO = 1e-20  # of a sum that is divided by
 
 
-def route(
-    cfg: ModelConfig, y_BTD: jax.Array, router_ED: jax.Array, bias_E: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def route(cfg: ModelConfig, y_BTD: jax.Array, layer_params: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
     """The experts of every token, int32 [B, T, k], and the share of each one's result, float32 [B, T, k].
 
-    Softmax over all experts in float32, then the k largest; with `norm_topk` these are made to sum to 1.
+    Softmax over all experts in float32, then the k largest; with `norm_topk` these are made to sum to 1. With `sigmoid`
+    as `_route_by_sigmoid` says.
     """
+    router_ED, bias_E = layer_params["router"], layer_params.get("router_bias")
+    if cfg.sigmoid:
+        return _route_by_sigmoid(cfg, y_BTD, router_ED, layer_params["router_correction"])
     scores_BTE = matmul(y_BTD, router_ED)
     if bias_E is not None:
         scores_BTE = scores_BTE + bias_E
@@ -48,6 +51,29 @@ def route(
     if cfg.norm_topk:
         shares_BTk = shares_BTk / jnp.sum(shares_BTk, axis=-1, keepdims=True)
     return chosen_BTk, shares_BTk
+
+
+def _route_by_sigmoid(
+    cfg: ModelConfig, y_BTD: jax.Array, router_ED: jax.Array, correction_E: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """DeepSeek V3's routing (arXiv 2412.19437, section 2.1.2), in float32.
+
+    Scores plus corrections choose: first groups, by the sum of their two largest, then the k experts in these. The
+    scores alone are the shares.
+    """
+    scores_BTE = jax.nn.sigmoid(product(y_BTD.astype(jnp.float32), router_ED.astype(jnp.float32)))
+    wanted_BTE = scores_BTE + correction_E
+    if cfg.router_groups > 1:
+        wanted_BTgn = wanted_BTE.reshape(*wanted_BTE.shape[:2], cfg.router_groups, -1)
+        _, groups_BTj = jax.lax.top_k(jnp.sum(jax.lax.top_k(wanted_BTgn, 2)[0], axis=-1), cfg.groups_per_token)
+        there_BTg = jnp.any(groups_BTj[..., None] == jnp.arange(cfg.router_groups), axis=-2)
+        wanted_BTE = jnp.where(there_BTg[..., None], wanted_BTgn, -jnp.inf).reshape(wanted_BTE.shape)
+    _, chosen_BTk = jax.lax.top_k(wanted_BTE, cfg.experts_per_token)
+    own_BTkE = chosen_BTk[..., None] == jnp.arange(cfg.experts)  # not a gather: its gradient would be a scatter
+    shares_BTk = jnp.sum(jnp.where(own_BTkE, scores_BTE[..., None, :], 0), axis=-1)
+    if cfg.norm_topk:
+        shares_BTk = shares_BTk / (jnp.sum(shares_BTk, axis=-1, keepdims=True) + _NOT_ZERO)
+    return chosen_BTk, shares_BTk * cfg.router_scale
 
 
 def mixture(
@@ -61,10 +87,11 @@ def mixture(
     """The experts' results for y_BTD, summed by share: [B, T, D] in its dtype.
 
     cfg: how many experts a token goes to. mesh: experts are split over its `expert` axis. layer_params: `router`
-    [E, D], gate and up [E, D, F], down [E, F, D], and biases of any, as gate_bias [E, F]. layer_lora: pairs [E, R, ...]
-    for some or all of gate, up and down. y_BTD: normalised hidden states. lora_apply: computes the adapters' updates.
+    [E, D] and what `route` takes, gate and up [E, D, F], down [E, F, D], and biases of any, as gate_bias [E, F].
+    layer_lora: pairs [E, R, ...] for some or all of gate, up and down. y_BTD: normalised hidden states. lora_apply:
+    computes the adapters' updates.
     """
-    chosen_BTk, shares_BTk = route(cfg, y_BTD, layer_params["router"], layer_params.get("router_bias"))
+    chosen_BTk, shares_BTk = route(cfg, y_BTD, layer_params)
     weights = {name: layer_params[name] for name in MLP}
     biases = {name: layer_params[f"{name}_bias"] for name in MLP if f"{name}_bias" in layer_params}
     pairs = {name: layer_lora[name] for name in MLP if name in layer_lora}

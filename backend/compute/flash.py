@@ -115,10 +115,12 @@ def _splash(
 def _triton(
     interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks_H: jax.Array | None
 ) -> jax.Array:
-    d = q.shape[-1]
-    wide = max(_GPU_LEAST, pl.next_power_of_2(d)) - d
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide))) if wide else x for x in (q, k, v))
-    return _attend(interpret, d**-0.5, q, k, v, segments, sinks_H)[..., :d]
+    d = max(q.shape[-1], v.shape[-1])
+    wide = max(_GPU_LEAST, pl.next_power_of_2(d))
+    padded = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - x.shape[-1]))) if x.shape[-1] < wide else x for x in (q, k, v)
+    )
+    return _attend(interpret, q.shape[-1] ** -0.5, *padded, segments, sinks_H)[..., : v.shape[-1]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -22,6 +22,7 @@ from tinkerflow.backend.compute.decoder import (
     decoder_config,
     decoder_projections,
     decoder_tensors,
+    rotary_share,
     with_mixture,
 )
 from tinkerflow.backend.compute.weight_files import MadeTensor, Tensor
@@ -51,9 +52,7 @@ def hybrid_config(fields: ConfigFields, *, fused: bool = False, experts: bool = 
     fields: of the text model. fused: as in DeltaNet. experts: a mixture in place of each MLP, beside a shared expert.
     UserError names a field that is missing, or the value of one that asks for something this decoder does not compute.
     """
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or _ROTARY
-    fields = replace(fields, values={**fields.values, "partial_rotary_factor": share})
+    fields = rotary_share(fields, _ROTARY)
     config = decoder_config(fields, mlp="moe_intermediate_size" if experts else "intermediate_size", qk_norm=True)
     fields.refuse_others(attn_output_gate=True)
     delta = DeltaNet(

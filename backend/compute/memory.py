@@ -377,7 +377,7 @@ def _results(cfg: ModelConfig) -> int:
 def _attended(cfg: ModelConfig) -> int:
     """What the mixers of all layers give, in numbers of one token."""
     delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
-    return cfg.heads * cfg.head_dim * len(cfg.numbers("attention")) + delta
+    return cfg.heads * cfg.value_dim * len(cfg.numbers("attention")) + delta
 
 
 def _ranks(cfg: ModelConfig) -> int:
@@ -396,9 +396,9 @@ def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStru
 
 def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What a page of the KV cache takes of the device that holds it."""
-    heads = _share(cfg.kv_heads, config.tensor)
+    heads, key, value = cfg.cached
     layers = len(cfg.numbers("attention"))
-    return 2 * layers * heads * cfg.head_dim * jnp.dtype(config.dtype).itemsize * PAGE
+    return layers * _share(heads, config.tensor) * (key + value) * jnp.dtype(config.dtype).itemsize * PAGE
 
 
 def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:

@@ -37,7 +37,7 @@ from tinkerflow.backend.errors import UserError
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 _UNUSED = (".rotary_emb.inv_freq", ".masked_bias")  # buffers that old releases of transformers saved
 # The tensor axis splits their inputs, and their outputs are summed over it.
-_ROW_PARALLEL = ("o", "down", "out", "shared_down")
+_ROW_PARALLEL = ("o", "down", "out", "shared_down", "dense_down")
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
 Part = Callable[..., None]  # (out, stored tensor or layer, slices...): write that part into `out`

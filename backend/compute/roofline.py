@@ -115,7 +115,12 @@ def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
     0: without attention.
     """
     windows = (min(length, kind.window or length) for kind in cfg.layer_kinds if kind.mixer == "attention")
-    total = 6.0 * cfg.heads * cfg.head_dim * sum(window * (2 - window / max(1, length)) for window in windows)
+    total = (
+        3.0
+        * cfg.heads
+        * (cfg.head_dim + cfg.value_dim)
+        * sum(window * (2 - window / max(1, length)) for window in windows)
+    )
     adapted = targets(cfg, spec) if spec else ()
     for name, matrix in projections(cfg).items():
         rank = matrix_rank(spec, matrix) if spec and name in adapted else 0

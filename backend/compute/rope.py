@@ -217,7 +217,10 @@ def _interpolated(rope: Rope, scaling: YarnRope) -> Frequencies:
 
 
 def _yarn_attention(factor: float, mscale: float, mscale_all_dim: float) -> float:
-    def of(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    both = mscale and mscale_all_dim
+    return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim) if both else yarn_scale(factor, 1.0)
 
-    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """How much YaRN's attention grows with `factor`; DeepSeek V3 multiplies its scores by the square of it."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -16,7 +16,7 @@ Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head di
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import flax.struct
@@ -33,6 +33,7 @@ from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair
 from tinkerflow.backend.compute.matmul import matmul, product
 from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.compute.quantized import Weight
 from tinkerflow.backend.compute.rope import Rope, YarnRope, rope_frequencies
 
 Turns = tuple[jax.Array, jax.Array]  # cos and sin
@@ -52,20 +53,60 @@ class Attend(Protocol):
         """What each query has seen, [B, T, H, d]."""
 
 
+class Absorb(Protocol):
+    """absorb(q_BTHp, q_BTHr, c_BTc, k_BTr, kv_b, pair) -> o_BTHv: latent attention without keys and values of heads.
+
+    q_BTHp and q_BTHr: the parts of queries that stay, and that are rotated. c_BTc: latents. k_BTr: what is rotated of
+    keys. kv_b: the matrix that makes keys and values of latents. pair: of its adapter.
+    """
+
+    def __call__(
+        self,
+        plain: jax.Array,
+        turned: jax.Array,
+        latents: jax.Array,
+        keys: jax.Array,
+        kv_b: Weight,
+        pair: LoraPair | None,
+        /,
+    ) -> jax.Array:
+        """What each query has seen, [B, T, H, v]."""
+
+
 @dataclass(frozen=True)
 class Mixers:
-    """What mixes the tokens of a batch, and keeps what later tokens need. recur: None in models without such layers."""
+    """What mixes the tokens of a batch, and keeps what later tokens need. recur: None in models without such layers.
+
+    absorb: latent attention that keeps latents alone; None: keys and values of all heads are made of them.
+    """
 
     attend: Attend
     recur: Recur | None = None
+    absorb: Absorb | None = None
 
 
 # What a layer keeps for its backward pass: the results of matmuls (`low`: an adapter's x @ A.T; attention.py and
 # flash.py name `attended` and `log_totals`). Keeping everything took twice the memory, and on CPU more time too, for
 # writing it out.
+_LATENT = ("q_a", "q_b", "kv_a", "kv_b")
 _DELTA = ("in_qkvz", "in_ba", "in_qkv", "in_z", "in_b", "in_a", "out")
-_SHARED = ("shared_gate", "shared_up")
-KEPT = ("q", "k", "v", "attended", "log_totals", "o", "gate", "up", "low", "qkv", "gate_up", *_DELTA, *_SHARED)
+_SHARED = ("shared_gate", "shared_up", "dense_gate", "dense_up")
+KEPT = (
+    "q",
+    "k",
+    "v",
+    "attended",
+    "log_totals",
+    "o",
+    "gate",
+    "up",
+    "low",
+    "qkv",
+    "gate_up",
+    *_DELTA,
+    *_SHARED,
+    *_LATENT,
+)
 
 
 @flax.struct.dataclass
@@ -75,10 +116,13 @@ class Params:
     layers, each stacked [L, ...]: q [H*d, D], k and v [G*d, D], o [D, H*d], gate and up [F, D], down [D, F]; with
     `fused` qkv and gate_up for five of these. [D], as the family has them: attn_norm and mlp_norm before attention and
     MLP, attn_out_norm and mlp_out_norm behind. q_norm and k_norm [d], or of all heads. Biases of any, as q_bias. With
-    experts gate and up are [E, D, F], down is [E, F, D], and there is router [E, D]; with shared_mlp shared_gate,
-    shared_up and shared_down, as in a dense MLP, and shared_router [1, D]. With gated q is [2*H*d, D]. Layers with the
-    mixer "delta" have what `deltanet.delta_net` names in place of q, k, v and o. The matrices may be
-    `quantized.Int8`. Or a tuple of layers (`params.by_layer`). A matrix that some layers lack is stacked over the rest.
+    experts gate and up are [E, D, F], down is [E, F, D], and there is router [E, D], with sigmoid router_correction
+    [E] in float32, too; with shared_mlp shared_gate, shared_up and shared_down, as in a dense MLP, and of some families
+    shared_router [1, D]. Layers that are dense have dense_gate, dense_up and dense_down in place of all these. With
+    gated q is [2*H*d, D]. With a latent q_a [query_rank, D] and q_b [H*d, query_rank] or q, kv_a [cell, D],
+    kv_b [H*(plain + values), rank], o [D, H*values], and norms of both latents. Layers with the mixer "delta" have what
+    `deltanet.delta_net` names in place of q, k, v and o. The matrices may be `quantized.Int8`. Or a tuple of layers
+    (`params.by_layer`). A matrix that some layers lack is stacked over the rest.
     tower: the tensors of `vision_config.tower_tensors`, whole on each device; None in models that take text.
     """
 
@@ -216,18 +260,27 @@ def block(
     if kind.mixer == "delta":
         assert cfg.delta is not None and mixers.recur is not None
         o_BTD = delta_net(cfg.delta, cfg.norm_eps, layer_params, y_BTD, project, mixers.recur)
+    elif cfg.latent is not None:
+        o_BTD = _latent_attention(cfg, kind, layer_params, layer_lora, y_BTD, rope, project, mixers)
     else:
         o_BTD = _attention(cfg, kind, layer_params, y_BTD, rope, project, norm, mixers.attend)
     x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
 
+    def swiglu(gate: str, up: str, down: str) -> jax.Array:
+        gate_BTF, up_BTF = project(y_BTD, gate, up)
+        return project(jax.nn.silu(gate_BTF) * up_BTF, down)[0]
+
     y_BTD = norm(x_BTD, "mlp_norm")
+    if kind.dense:
+        return x_BTD + swiglu("dense_gate", "dense_up", "dense_down")
     if cfg.experts:
         x_BTD = x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
         if not cfg.shared_mlp:
             return x_BTD
-        gate_BTF, up_BTF = project(y_BTD, "shared_gate", "shared_up")
-        (down_BTD,) = project(jax.nn.silu(gate_BTF) * up_BTF, "shared_down")
-        return x_BTD + jax.nn.sigmoid(matmul(y_BTD, layer_params["shared_router"])) * down_BTD
+        shared_BTD = swiglu("shared_gate", "shared_up", "shared_down")
+        if "shared_router" not in layer_params:
+            return x_BTD + shared_BTD
+        return x_BTD + jax.nn.sigmoid(matmul(y_BTD, layer_params["shared_router"])) * shared_BTD
     if cfg.fused:
         gate_BTF, up_BTF = jnp.split(project(y_BTD, "gate_up")[0], 2, axis=-1)
     else:
@@ -272,6 +325,57 @@ def _attention(
     if gate_BTHd is not None:
         o_BTHd = o_BTHd * jax.nn.sigmoid(gate_BTHd)
     (o_BTD,) = project(o_BTHd.reshape(B, T, queries), "o")
+    return o_BTD
+
+
+def _latent_attention(
+    cfg: ModelConfig,
+    kind: LayerKind,
+    layer_params: LayerParams,
+    layer_lora: Mapping[str, LoraPair],
+    y_BTD: jax.Array,
+    rope: RopeTables,
+    project: Project,
+    mixers: Mixers,
+) -> jax.Array:
+    """What latent attention adds to the layer's input (DeepSeek V2, arXiv 2405.04434, section 2.1).
+
+    Letters, beside those above: c a latent's width; p and r the dimensions of a head that stay and that turn, which
+    together are d; v those of its values.
+    """
+    latent, (B, T, _) = cfg.latent, y_BTD.shape
+    assert latent is not None and kind.rope is not None
+    own = replace(cfg, norm_eps=latent.norm_eps)
+
+    def turned(x_BTHr: jax.Array, tables: Turns) -> jax.Array:
+        if latent.interleaved:  # pairs side by side become first halves and second halves
+            pairs = x_BTHr.reshape(*x_BTHr.shape[:-1], -1, 2)
+            x_BTHr = jnp.swapaxes(pairs, -1, -2).reshape(x_BTHr.shape)
+        return rotate(x_BTHr, tables)
+
+    if latent.query_rank:
+        low, kv = project(y_BTD, "q_a", "kv_a")
+        (q,) = project(rms_norm(own, low, layer_params["q_norm"]), "q_b")
+    else:
+        q, kv = project(y_BTD, "q", "kv_a")
+    of_queries, of_keys = rope[kind.rope]
+    q_BTHp, q_BTHr = jnp.split(q.reshape(B, T, cfg.heads, cfg.head_dim), (latent.plain,), axis=-1)
+    q_BTHr = turned(q_BTHr, of_queries)
+    if cfg.query_scale != 1:
+        q_BTHp, q_BTHr = (x * jnp.asarray(cfg.query_scale, x.dtype) for x in (q_BTHp, q_BTHr))
+    c_BTc, k_BTr = jnp.split(kv, (latent.rank,), axis=-1)
+    c_BTc = rms_norm(own, c_BTc, layer_params["kv_norm"])
+    k_BT1r = turned(k_BTr[:, :, None], of_keys)
+    if mixers.absorb is not None:
+        kv_b, pair = layer_params["kv_b"], layer_lora.get("kv_b")
+        o_BTHv = mixers.absorb(q_BTHp, q_BTHr, c_BTc, k_BT1r[:, :, 0], kv_b, pair)
+    else:
+        (kv,) = project(c_BTc, "kv_b")
+        k_BTHp, v_BTHv = jnp.split(kv.reshape(B, T, cfg.heads, -1), (latent.plain,), axis=-1)
+        k_BTHd = jnp.concatenate([k_BTHp, jnp.broadcast_to(k_BT1r, q_BTHr.shape)], axis=-1)
+        q_BTHd = jnp.concatenate([q_BTHp, q_BTHr], axis=-1)
+        o_BTHv = mixers.attend(q_BTHd, k_BTHd, v_BTHv, window=kind.window, sinks_H=None)
+    (o_BTD,) = project(o_BTHv.reshape(B, T, -1), "o")
     return o_BTD
 
 

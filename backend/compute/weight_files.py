@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import numpy.typing as npt
 import safetensors
 
 from tinkerflow.backend.compute.config import read_object
+from tinkerflow.backend.compute.fp8 import BLOCK, dequantised, scales_shape
 from tinkerflow.backend.errors import UserError
 
 WEIGHTS = "model.safetensors"
+_FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of a matrix in blocks; `key` + _SCALES has its scales
 INDEX = "model.safetensors.index.json"
 
 
@@ -56,12 +59,13 @@ class MadeTensor:
 Tensor = StoredTensor | MadeTensor
 
 
-def open_tensors(folder: Path, name: str) -> dict[str, StoredTensor]:
+def open_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     """Every tensor of the base model `name`, by Hugging Face's name; the files stay mapped as long as it is held.
 
+    Matrices in FP8 blocks (`fp8`) are as if the files had them in float32.
     Errors (UserError) name the file that is missing or no safetensors file.
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in _files(folder, name):
         path = folder / file
         try:
@@ -70,7 +74,33 @@ def open_tensors(folder: Path, name: str) -> dict[str, StoredTensor]:
             raise _broken(name, f"there is no {path}; weights must be safetensors") from error
         except (OSError, safetensors.SafetensorError) as error:
             raise _broken(name, f"{path} is not a safetensors file ({error})") from error
-    return tensors
+    return _without_blocks(tensors, name)
+
+
+def _without_blocks(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors with plain matrices in place of those in FP8 and their scales."""
+    found = dict(tensors)
+    for scaled in [key for key in tensors if key.endswith(_SCALES)]:
+        key = scaled.removesuffix(_SCALES)
+        scales, blocks = tensors[scaled], tensors.get(key)
+        if blocks is None or blocks.dtype != _FP8:
+            continue  # named as a tensor that the model does not use
+        if scales.shape != scales_shape(blocks.shape) or scales.dtype not in ("F32", "BF16"):
+            raise _broken(
+                name,
+                f"tensor {scaled!r} is {scales.dtype} of shape {scales.shape}; must be F32 or BF16 of shape "
+                f"{scales_shape(blocks.shape)}, a scale for each {BLOCK} x {BLOCK} of {key!r}",
+            )
+        del found[scaled]
+        found[key] = MadeTensor(blocks.shape, "F32", partial(_of_blocks, blocks, scales))
+    return found
+
+
+def _of_blocks(blocks: Tensor, scales: Tensor, _: Any) -> npt.NDArray[Any]:
+    if scales.dtype == "F32":
+        return dequantised(blocks.view(np.uint8), scales.view(np.float32))
+    wide = scales.view(np.uint16).astype(np.uint32) << 16  # BF16 is the first half of F32
+    return dequantised(blocks.view(np.uint8), wide.view(np.float32))
 
 
 def _open_file(path: Path) -> dict[str, StoredTensor]:

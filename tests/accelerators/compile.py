@@ -72,7 +72,8 @@ def _step(counts: Counts, steps: int) -> float:
 def _needed(programs: Programs, case: Case) -> float:
     """Bytes that a decode step cannot do without, on each device: the weights, and keys and values of all positions."""
     cfg, (slots, positions) = programs.cfg, case.sizes
-    cell = 2 * len(cfg.numbers("attention")) * cfg.kv_heads * cfg.head_dim * programs.params.embed_VD.dtype.itemsize
+    heads, key, value = cfg.cached
+    cell = len(cfg.numbers("attention")) * heads * (key + value) * programs.params.embed_VD.dtype.itemsize
     return held_bytes(programs.params) + slots * positions * cell / programs.mesh.size
 
 

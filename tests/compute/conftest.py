@@ -72,6 +72,25 @@ LONG = {
     "long_factor": [2.0, 6.0],
 }
 ALTERNATING = {"num_hidden_layers": 5, "sliding_window": 12}
+ROUTED = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+LATENT = {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LINEAR: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -169,6 +188,16 @@ FAMILY_SHAPE: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "glm4_moe": {**ROUTED, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v3": {
+        **ROUTED,
+        **LATENT,
+        "num_hidden_layers": 3,
+        "q_lora_rank": 16,
+        "rope_parameters": {key: value for key, value in YARN.items() if key != "llama_4_scaling_beta"},
+    },
+    "glm4_moe_lite": {**ROUTED, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": HALF},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "qwen3_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
@@ -247,6 +276,9 @@ def biases_are_not_zero(model: Any) -> None:
                 parameter.normal_(std=0.5)
             elif "norm" in name and not parameter.any():
                 parameter.normal_(std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # above zero: transformers scores other groups' experts 0
+                buffer.uniform_(0, 0.5)
 
 
 @pytest.fixture(scope="session", params=[f"{family}-{head}" for family in registered() for head in ("tied", "untied")])

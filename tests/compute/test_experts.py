@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 import torch
 from tests.compute.closeness import close_logprobs
+from tests.compute.conftest import build
 
 from tinkerflow.backend.commands import LORA_ALPHA, ExportAdapter, ImportAdapter
 from tinkerflow.backend.compute.families import load_config
@@ -61,7 +62,17 @@ def adapted_weights(model, weights, scale=lambda rank: LORA_ALPHA / rank):
     return named
 
 
-def test_gradients_of_every_adapter_as_torch_has_them(moe, executor, examples, forward, gradients):
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+def test_gradients_of_every_adapter_as_torch_has_them(
+    request, tmp_path, architecture, adapter, examples, forward, gradients
+):
+    """Experts alone; and with latent attention, shared experts and a dense layer."""
+    if architecture == "qwen3_moe":
+        moe, executor = (request.getfixturevalue(name) for name in ("moe", "executor"))
+    else:
+        moe = build(tmp_path, architecture, tied=False)
+        executor = moe.executor()
+        adapter(executor, "a", train_unembed=False)
     state = executor.execute(ExportAdapter("a", optimizer=False))
     weights = {name: torch.tensor(array, requires_grad=True) for name, array in state.weights.items()}
     named = adapted_weights(moe.model, weights)

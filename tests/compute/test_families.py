@@ -100,7 +100,8 @@ def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
     modules = dict(reference.model.named_modules())  # transformers fuses the experts of a layer
     for matrix in family.projections(cfg).values():
         place = tuple(size - 1 for size in matrix.stack)
-        assert matrix.name(place).split(".experts.")[0] in modules
+        module = matrix.name(place).split(".experts.")[0]
+        assert module.replace("block_sparse_moe", "mlp") in modules  # it renames MiniMax-M2's, as vLLM does not
 
 
 @pytest.mark.parametrize("model", sorted(registered()))

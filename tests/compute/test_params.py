@@ -29,6 +29,7 @@ def test_every_parameter_is_loaded_and_counted(reference):
     params = load(reference.folder)
     skipped = family_of(load_config(reference.folder)).skipped  # what sees images
     named = [(name, each) for name, each in reference.model.named_parameters() if not name.startswith(skipped)]
+    named += [each for each in reference.model.named_buffers() if each[0].endswith("e_score_correction_bias")]
     assert count(params) == sum(each.numel() for _, each in named)
     layer = getattr(reference.model.model, "language_model", reference.model.model).layers[1]
     place = layers_with(load_config(reference.folder))["o"].index(1)

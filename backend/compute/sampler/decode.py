@@ -21,6 +21,7 @@ from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraPair
 from tinkerflow.backend.compute.mesh import FSDP, Array, by_rows, replicated
 from tinkerflow.backend.compute.platforms import CUDA, platform
+from tinkerflow.backend.compute.sampler.absorbed import absorbed
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
@@ -176,7 +177,10 @@ def layers(
             states = with_layer(states, place, own)
             return o
 
-        x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur), apply)
+        absorb = (
+            None if cfg.latent is None else functools.partial(absorbed, cfg.latent, attend, columns_S2, width_of(lora))
+        )
+        x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur, absorb), apply)
         return cache, states, by_rows(mesh, x_SQD)
 
     start = (cache, states, by_rows(mesh, embed(cfg, params, tokens_SQ)))
@@ -189,7 +193,8 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     if platform() is not CUDA or mesh.size > 1:
         return frozenset()
     matrices = projections(cfg)
-    return frozenset(name for name in params.layers if name in matrices and len(matrices[name].stack) == 1)
+    plain = (name for name in params.layers if name in matrices and len(matrices[name].stack) == 1)
+    return frozenset(plain) - {"kv_b"}  # which `absorbed` multiplies by head
 
 
 def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:

@@ -45,7 +45,8 @@ _RUN = CPU.prefill_tokens[0]  # positions that prefill writes at once: they divi
 class KVCache:
     """Keys (rotated) [L, N, G, d, P], values [L, N, G, P, d], in the dtype of the weights; or L of each with L = 1.
 
-    For the kernel of TPUs k holds both, by turns, as [L, N, P, 2 G, d], and v is None.
+    For the kernel of TPUs k holds both, by turns, as [L, N, P, 2 G, d], and v is None. In models with latent attention
+    k has the latent and the rotated part of a key as one head, and v, which is a part of the latent, has d = 0.
     states: of the layers that have no keys; None in models without such layers, and while a dispatch has taken them.
     """
 
@@ -56,7 +57,7 @@ class KVCache:
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh) -> NamedSharding:
     """Pages over fsdp, heads over tensor (whole where the axis does not divide them); of a single layer as well."""
-    return NamedSharding(mesh, _cache_spec(mesh, cfg.kv_heads, together=_together(cfg, mesh)))
+    return NamedSharding(mesh, _cache_spec(mesh, cfg.cached[0], together=_together(cfg, mesh)))
 
 
 def _together(cfg: ModelConfig, mesh: Mesh) -> bool:
@@ -89,7 +90,8 @@ def empty_cache(
     pool = empty_pool(cfg, mesh, states, dtype)
     if _together(cfg, mesh):
         return KVCache(k=part(page, 2 * cfg.kv_heads, cfg.head_dim), v=None, states=pool)
-    return KVCache(k=part(cfg.kv_heads, cfg.head_dim, page), v=part(cfg.kv_heads, page, cfg.head_dim), states=pool)
+    heads, key, value = cfg.cached
+    return KVCache(k=part(heads, key, page), v=part(heads, page, value), states=pool)
 
 
 def copy_pages(
@@ -183,7 +185,8 @@ def attend_cached(
     mesh: pages and rows are split over fsdp, heads over tensor. cache: updated in place. layer: its number, an int if
     the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's own shard; 0 = none, and what
     is written there is dropped. start_S int32: where each row's first query stands. q [S, Q, H, d] and k [S, Q, G, d]:
-    rotated. v [S, Q, G, d]. sinks_H: a score of each head that takes part in the softmax and has no value.
+    rotated. v [S, Q, G, d]; if the cache has no room for values, the first dimensions of k. sinks_H: a score of each
+    head that takes part in the softmax and has no value.
     """
     if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
         own = KVCache(cache.k[layer], cache.v[layer])
@@ -208,11 +211,14 @@ def _attend_stacked(
     # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
     held = _cache_spec(mesh, k.shape[2], together=cache.v is None)
     axis = TENSOR if TENSOR in held else None
+    of_keys = PartitionSpec(FSDP, None, axis, None)
+    if _latents(cache) and q.shape[2] % mesh.shape[TENSOR] == 0:
+        axis = TENSOR  # every device has the one key, and some of the queries' heads
     rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, axis, None)
     local = jax.shard_map(
         functools.partial(_attend_local, window),
         mesh=mesh,
-        in_specs=(held, PartitionSpec(), rows, rows, heads, heads, heads, PartitionSpec(axis)),
+        in_specs=(held, PartitionSpec(), rows, rows, heads, of_keys, of_keys, PartitionSpec(axis)),
         out_specs=(held, heads),
         check_vma=False,
     )
@@ -233,12 +239,20 @@ def _attend_local(
     v_SQGd: jax.Array,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, jax.Array]:
-    cache = _written(cache, layer, tables_SW, start_S, k_SQGd, v_SQGd)
+    latents = _latents(cache)
+    cache = _written(cache, layer, tables_SW, start_S, k_SQGd, v_SQGd[..., :0] if latents else v_SQGd)
     q_SQHd = q_SQHd * q_SQHd.shape[-1] ** -0.5
     if cache.v is None:
         return cache, paged_tpu.attend(cache.k, layer, tables_SW, start_S, q_SQHd, window)
-    attend = paged_gpu.attend if platform() is CUDA else _attend_by_page
-    return cache, attend(cache.k, cache.v, layer, tables_SW, start_S, q_SQHd, window, sinks_H)
+    values = v_SQGd.shape[-1] if latents else 0
+    by_kernel = platform() is CUDA and paged_gpu.takes(q_SQHd.shape[-1], values)
+    attend = paged_gpu.attend if by_kernel else _attend_by_page
+    return cache, attend(cache.k, cache.v, layer, tables_SW, start_S, q_SQHd, window, sinks_H, values)
+
+
+def _latents(cache: KVCache) -> bool:
+    """Whether values are a part of the keys."""
+    return cache.v is not None and cache.v.shape[-1] == 0
 
 
 def _attend_by_page(
@@ -250,9 +264,13 @@ def _attend_by_page(
     q_SQHd: jax.Array,
     window: int | None = None,
     sinks_H: jax.Array | None = None,
+    values: int = 0,
 ) -> jax.Array:
+    """What `paged_gpu.attend` gives of the same arguments. values: how many of a key's dimensions are its value, if
+    these have no array of their own.
+    """
     S, Q, H, d = q_SQHd.shape
-    G, P = cache_v.shape[2:4]
+    (G, P), values = cache_v.shape[2:4], values or cache_v.shape[-1]
 
     # The query heads that share a key-value head, and a row's queries, are rows of one matrix.
     q = q_SQHd.reshape(S, Q, G, H // G, d).transpose(0, 2, 3, 1, 4).reshape(S, G, H // G * Q, d)
@@ -267,7 +285,10 @@ def _attend_by_page(
             top, total, out = state
             here_S = jax.lax.dynamic_index_in_dim(tables, i, axis=1, keepdims=False)
             k_SGdP = cache_k.at[layer, here_S].get(mode="promise_in_bounds")
-            v_SGPd = cache_v.at[layer, here_S].get(mode="promise_in_bounds")
+            if cache_v.shape[-1]:
+                v_SGPd = cache_v.at[layer, here_S].get(mode="promise_in_bounds")
+            else:
+                v_SGPd = jnp.swapaxes(k_SGdP[:, :, :values], 2, 3)
             scores = jnp.einsum("sgqd,sgdp->sgqp", q, k_SGdP, preferred_element_type=jnp.float32)
             places = i * P + jnp.arange(P)
             within = places <= seen if window is None else (places <= seen) & (places > seen - window)
@@ -283,7 +304,7 @@ def _attend_by_page(
         state = (
             jnp.full((*q.shape[:3], 1), _MASKED, jnp.float32),
             jnp.zeros((*q.shape[:3], 1), jnp.float32),
-            jnp.zeros(q.shape, jnp.float32),
+            jnp.zeros((*q.shape[:3], values), jnp.float32),
         )
         pages = jnp.minimum(jnp.max(seen) // P + 1, tables.shape[1])
         # What a page before a row's window adds (weights of exp(0)) is undone by the first page in the window.
@@ -302,7 +323,7 @@ def _attend_by_page(
         o: jax.Array = jax.lax.map(attended, groups)
     else:
         o = attended((q, seen, tables_SW))
-    return o.reshape(S, G, H // G, Q, d).transpose(0, 3, 1, 2, 4).reshape(S, Q, H, d)
+    return o.reshape(S, G, H // G, Q, values).transpose(0, 3, 1, 2, 4).reshape(S, Q, H, values)
 
 
 def _written(
@@ -360,7 +381,7 @@ def _written_in_runs(
             return jax.lax.dynamic_update_slice(part, jnp.where(page == 0, old, new[None]), at)
 
         new_k = jax.lax.dynamic_slice(k_SGdQ, (row, 0, 0, first), (1, G, d, run))
-        new_v = jax.lax.dynamic_slice(v_SGQd, (row, 0, first, 0), (1, G, run, d))
+        new_v = jax.lax.dynamic_slice(v_SGQd, (row, 0, first, 0), (1, G, run, v_SGQd.shape[-1]))
         return KVCache(
             k=into(cache.k, new_k, (layer, page, 0, 0, begin % P)),
             v=into(cache.v, new_v, (layer, page, 0, begin % P, 0)),

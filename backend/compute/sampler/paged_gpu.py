@@ -10,11 +10,13 @@ Every program writes a block of its own and sums in one order, so results come o
 
 Letters: S rows, Q queries of a row, H query heads, G key-value heads, r = H / G, d head dimension, L layers, N pages,
 P positions of a page, W pages of a row's table, D splits of a row's pages, M = Q r; m, t, w: a program's tile of
-queries, positions and head dimension.
+queries, positions and head dimension; v dimensions of a value, and u of its tile.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ from jax.experimental.pallas import triton
 
 _LEAST = 16  # of a tile's side: what tensor cores multiply
 _MOST_QUERIES, _POSITIONS = 64, 64  # of a tile, in two bytes a number; half of that in float32, for shared memory
+_WIDE = 256  # dimensions of a value; with more, tiles have fewer queries and positions
 _PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
 _MASKED = -1e30
 
@@ -37,53 +40,64 @@ def attend(
     q_SQHd: jax.Array,
     window: int | None = None,
     sinks_H: jax.Array | None = None,
+    values: int = 0,
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """o [S, Q, H, d]: query i of a row sees positions 0 .. start_S + i of its pages.
+    """o [S, Q, H, v]: query i of a row sees positions 0 .. start_S + i of its pages.
 
     cache_k [L, N, G, d, P], cache_v [L, N, G, P, d]: the pages, with the keys and values of the queries' own positions.
     layer: int32 scalar. tables_SW int32: each row's pages. start_S int32: where each row's first query stands.
     q_SQHd: scaled queries, in the dtype of the cache. window: how many of the last positions a query sees; None: all.
-    sinks_H: a score of each head that takes part in the softmax and has no value. interpret: run the kernel on a CPU,
-    for tests.
+    sinks_H: a score of each head that takes part in the softmax and has no value. values: how many of a key's
+    dimensions are its value, where cache_v has none: keys are then read once. interpret: run the kernel on a CPU, for
+    tests.
     """
     S, Q, H, d = q_SQHd.shape
     (G, P), W = (cache_v.shape[2], cache_v.shape[3]), tables_SW.shape[1]
+    apart, v = cache_v.shape[4] > 0, cache_v.shape[4] or values
     r, each = H // G, 4 // q_SQHd.dtype.itemsize
-    M, w = Q * r, max(_LEAST, pl.next_power_of_2(d))
-    m = max(_LEAST, min(each * _MOST_QUERIES // 2, pl.next_power_of_2(M)))
-    t = min(each * _POSITIONS // 2, P & -P)
+    M, u = Q * r, _tile(v)
+    parts = ((0, d),) if apart or v == d else ((0, v), (v, d - v))  # of a key: where they begin, and their dimensions
+    less = max(1, u // _WIDE)
+    m = max(_LEAST, min(each * _MOST_QUERIES // 2 // less, pl.next_power_of_2(M)))
+    t = max(_LEAST, min(each * _POSITIONS // 2 // less, P & -P))
     blocks = pl.cdiv(M, m)
     D = min(pl.next_power_of_2(pl.cdiv(_PROGRAMS, S * G * blocks)), W)
     precision = jax.lax.Precision.HIGHEST if q_SQHd.dtype == jnp.float32 else None  # else float32 would be TF32
 
-    def kernel(
-        layer_ref: Any, table_ref: Any, start_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, o_ref: Any, log_ref: Any
-    ) -> None:
+    def kernel(layer_ref: Any, table_ref: Any, start_ref: Any, q_ref: Any, k_ref: Any, *refs: Any) -> None:
+        v_ref, (o_ref, log_ref) = refs[0], refs[-2:]
         block, split, head, row = pl.program_id(0) // D, pl.program_id(0) % D, pl.program_id(1), pl.program_id(2)
         first, start, layer = block * m, start_ref[row], layer_ref[0]
         query_m = first + jnp.arange(m)
-        dims_w = jnp.arange(w) < d
-        mine = (query_m < M)[:, None] & dims_w[None]
-        q_mw = triton.load(q_ref.at[row, head, pl.ds(first, m), pl.ds(0, w)], mask=mine, other=0)
+
+        def queries(begin: int, dims: int) -> jax.Array:
+            w = _tile(dims)
+            mine = (query_m < M)[:, None] & (jnp.arange(w) < dims)[None]
+            return triton.load(q_ref.at[row, head, pl.ds(first, m), pl.ds(begin, w)], mask=mine, other=0)
+
+        q_parts = [queries(*part) for part in parts]
         seen_m = start + query_m // r
 
         def tile(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-            top_m, total_m, out_mw = state
+            top_m, total_m, out_mu = state
             at = i % (P // t) * t
             page = table_ref[row, i // (P // t)]
-            k_wt = triton.load(
-                k_ref.at[layer, page, head, pl.ds(0, w), pl.ds(at, t)],
-                mask=jnp.broadcast_to(dims_w[:, None], (w, t)),
-                other=0,
-            )
-            v_tw = triton.load(
-                v_ref.at[layer, page, head, pl.ds(at, t), pl.ds(0, w)],
-                mask=jnp.broadcast_to(dims_w[None], (t, w)),
-                other=0,
-            )
-            scores_mt = triton.dot(q_mw, k_wt, precision=precision)
+
+            def keys(begin: int, dims: int) -> jax.Array:
+                w = _tile(dims)
+                there = jnp.broadcast_to((jnp.arange(w) < dims)[:, None], (w, t))
+                return triton.load(k_ref.at[layer, page, head, pl.ds(begin, w), pl.ds(at, t)], mask=there, other=0)
+
+            k_parts = [keys(*part) for part in parts]
+            if apart:
+                there = jnp.broadcast_to((jnp.arange(u) < v)[None], (t, u))
+                v_tu = triton.load(v_ref.at[layer, page, head, pl.ds(at, t), pl.ds(0, u)], mask=there, other=0)
+            else:
+                v_tu = k_parts[0].T
+            products = (triton.dot(q, k, precision=precision) for q, k in zip(q_parts, k_parts, strict=True))
+            scores_mt = functools.reduce(operator.add, products)
             places_t = i * t + jnp.arange(t)
             within_mt = places_t[None] <= seen_m[:, None]
             if window is not None:
@@ -92,38 +106,49 @@ def attend(
             higher_m = jnp.maximum(top_m, jnp.max(scores_mt, axis=1))
             weights_mt = jnp.exp(scores_mt - higher_m[:, None])
             shrink_m = jnp.exp(top_m - higher_m)
-            part_mw = triton.dot(weights_mt.astype(v_tw.dtype), v_tw, precision=precision)
+            part_mu = triton.dot(weights_mt.astype(v_tu.dtype), v_tu, precision=precision)
             total_m = total_m * shrink_m + jnp.sum(weights_mt, axis=1)
-            return higher_m, total_m, out_mw * shrink_m[:, None] + part_mw
+            return higher_m, total_m, out_mu * shrink_m[:, None] + part_mu
 
         last = start + jnp.minimum(first + m - 1, M - 1) // r  # the last position that a query of the tile sees
         tiles = jnp.minimum(last // t + 1, W * (P // t))
         begin = 0 if window is None else jnp.maximum(start + first // r - window + 1, 0) // t
         share = pl.cdiv(tiles - begin, D)
         begin += split * share
-        state = (jnp.full(m, _MASKED, jnp.float32), jnp.zeros(m, jnp.float32), jnp.zeros((m, w), jnp.float32))
-        top_m, total_m, out_mw = jax.lax.fori_loop(begin, jnp.minimum(begin + share, tiles), tile, state)
+        state = (jnp.full(m, _MASKED, jnp.float32), jnp.zeros(m, jnp.float32), jnp.zeros((m, u), jnp.float32))
+        top_m, total_m, out_mu = jax.lax.fori_loop(begin, jnp.minimum(begin + share, tiles), tile, state)
         total_m = jnp.where(total_m > 0, total_m, 1.0)  # of a split without pages
-        there = o_ref.at[split, row, head, pl.ds(first, m), pl.ds(0, w)]
-        triton.store(there, (out_mw / total_m[:, None]).astype(o_ref.dtype), mask=mine)
+        there = o_ref.at[split, row, head, pl.ds(first, m), pl.ds(0, u)]
+        mine = (query_m < M)[:, None] & (jnp.arange(u) < v)[None]
+        triton.store(there, (out_mu / total_m[:, None]).astype(o_ref.dtype), mask=mine)
         triton.store(log_ref.at[split, row, head, pl.ds(first, m)], top_m + jnp.log(total_m), mask=query_m < M)
 
     q = q_SQHd.reshape(S, Q, G, r, d).transpose(0, 2, 1, 3, 4).reshape(S, G, M, d)
     o, log_totals = pl.pallas_call(
         kernel,
         out_shape=[
-            jax.ShapeDtypeStruct((D, S, G, M, d), q.dtype if D == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((D, S, G, M, v), q.dtype if D == 1 else jnp.float32),
             jax.ShapeDtypeStruct((D, S, G, M), jnp.float32),
         ],
         grid=(blocks * D, G, S),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="paged_attention",
-    )(jnp.reshape(layer, 1), tables_SW, start_S, q, cache_k, cache_v)
+    )(jnp.reshape(layer, 1), tables_SW, start_S, q, cache_k, *((cache_v,) if apart else ()))
     shares = jax.nn.softmax(log_totals, axis=0)
     if sinks_H is not None:
         sinks_GM = jnp.tile(sinks_H.astype(jnp.float32).reshape(G, r), (1, Q))
         shares *= jax.nn.sigmoid(jax.nn.logsumexp(log_totals, axis=0) - sinks_GM)
     plain = D == 1 and sinks_H is None
     whole: jax.Array = o[0] if plain else jnp.sum(o * shares[..., None], axis=0).astype(q.dtype)
-    return whole.reshape(S, G, Q, r, d).transpose(0, 2, 1, 3, 4).reshape(S, Q, H, d)
+    return whole.reshape(S, G, Q, r, v).transpose(0, 2, 1, 3, 4).reshape(S, Q, H, v)
+
+
+def takes(d: int, values: int) -> bool:
+    """Whether the kernel computes keys of `d` dimensions whose first `values`, if there are any, are their values."""
+    return not values or all(dims == _tile(dims) for dims in (values, d - values) if dims)
+
+
+def _tile(dims: int) -> int:
+    """The side of a tile for so many dimensions."""
+    return max(_LEAST, pl.next_power_of_2(dims))

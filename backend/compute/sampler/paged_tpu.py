@@ -23,7 +23,7 @@ _PAGES, _QUERIES = 4, 32  # of a block: those that the kernel's authors found fo
 def takes(cfg: ModelConfig, tensor: int) -> bool:
     """Whether the kernel computes this model's attention with its heads split over `tensor` devices."""
     kv_heads = cfg.kv_heads // tensor if cfg.kv_heads % tensor == 0 else cfg.kv_heads
-    whole = cfg.head_dim % _LANES == 0 and "sinks" not in layers_with(cfg)
+    whole = cfg.head_dim % _LANES == 0 and cfg.latent is None and "sinks" not in layers_with(cfg)
     return whole and (kv_heads in (1, 2, 4) or kv_heads % _SUBLANES == 0)
 
 

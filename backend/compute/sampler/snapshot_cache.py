@@ -297,8 +297,7 @@ def stack_apply(columns_B2: Array, width: int | None = None) -> LoraApply:
 
     def apply(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
         def update(pair: LoraPair) -> jax.Array:
-            place = jnp.arange(pair.A.shape[-2], dtype=jnp.int32) * ((width or pair.A.shape[-2]) // pair.A.shape[-2])
-            own_BK = (place >= columns_B2[:, :1]) & (place < columns_B2[:, 1:])
+            own_BK = own_columns(columns_B2, pair, width)
             # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
             if groups is None:
                 hidden = jnp.einsum("bti,ki->btk", x, pair.A)
@@ -309,6 +308,13 @@ def stack_apply(columns_B2: Array, width: int | None = None) -> LoraApply:
         return tuple(update(pair) for pair in pairs)
 
     return apply
+
+
+def own_columns(columns_B2: Array, pair: LoraPair, width: int | None = None) -> jax.Array:
+    """Which of the pair's columns each row sees, bool [B, K]. columns_B2 and width: as of `stack_apply`."""
+    columns = pair.A.shape[-2]
+    place = jnp.arange(columns, dtype=jnp.int32) * ((width or columns) // columns)
+    return (place >= columns_B2[:, :1]) & (place < columns_B2[:, 1:])
 
 
 def _gap(stack: _Stack, columns: int) -> int | None:

@@ -49,6 +49,17 @@ def test_the_kernel_of_gpus(
     np.testing.assert_allclose(paged_gpu.attend(*args, interpret=True), expected, rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize("queries", ENDS)
+def test_the_kernel_of_gpus_takes_values_that_are_a_part_of_keys(queries: int) -> None:
+    cache, tables_SW, start_S, q = stacked(queries, 48)
+    args = cache.k, cache.v[..., :0], jnp.int32(1), tables_SW, start_S, q, None, None, 32
+    own = cache.k[..., :32, :].swapaxes(3, 4)
+    assert paged_gpu.takes(48, 32) and paged_gpu.takes(576, 512) and not paged_gpu.takes(24, 20)
+    expected = kv_cache._attend_by_page(cache.k, own, *args[2:6])
+    np.testing.assert_allclose(kv_cache._attend_by_page(*args), expected, rtol=1e-4, atol=5e-5)
+    np.testing.assert_allclose(paged_gpu.attend(*args, interpret=True), expected, rtol=1e-4, atol=5e-5)
+
+
 def as_its_authors_define_it(*args: Any, num_kv_pages_per_block: int, num_queries_per_block: int, **more: Any) -> Any:
     """JAX's interpreter of TPU kernels cannot run this one: it knows no reshaped references."""
     return ref_ragged_paged_attention(*args, **more)

@@ -1,0 +1,74 @@
+"""Latent attention in the sampler: the cache has latents, and keys and values of heads are never made of them.
+
+A score is q . (K c) = (K^T q) . c, and what a head has seen is the sum of w (V c) = V (sum of w c): the matrix that
+makes keys and values of latents is multiplied into queries and results instead (DeepSeek V2, arXiv 2405.04434, section
+2.1.2). So all heads share one key, and its first part is their value. An adapter of that matrix is multiplied in the
+same way, and into queries its B comes first.
+
+Letters: S rows, Q tokens, H heads, K columns of the stack of adapters, c a latent's width; p and r dimensions of a head
+that stay and that turn, v those of its values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tinkerflow.backend.compute.config import Latent
+from tinkerflow.backend.compute.lora import LoraPair
+from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.compute.quantized import Int8, Weight
+from tinkerflow.backend.compute.sampler.snapshot_cache import own_columns
+from tinkerflow.backend.compute.transformer import Attend
+
+
+def absorbed(
+    latent: Latent,
+    attend: Attend,
+    columns_S2: Array,
+    width: int | None,
+    q_SQHp: jax.Array,
+    q_SQHr: jax.Array,
+    c_SQc: jax.Array,
+    k_SQr: jax.Array,
+    kv_b: Weight,
+    pair: LoraPair | None,
+) -> jax.Array:
+    """What each query has seen, [S, Q, H, v] in its dtype.
+
+    latent: the shapes. attend: over the cache; it is given one key-value head. columns_S2 int32 and width: each row's
+    columns of the stack, and how many that has. q_SQHp, q_SQHr: the parts of queries that stay, and that are rotated.
+    c_SQc: latents. k_SQr: what is rotated of keys. kv_b: the matrix [H * (p + v), c]. pair: of its adapters, A [K, c]
+    and B [K, H * (p + v)].
+    """
+    H, p = q_SQHp.shape[2:]
+    keys_Hpc, values_Hvc, key_scale, value_scale = _halves(kv_b, H, p, q_SQHp.dtype)
+    q_SQHc = jnp.einsum("sqhp,hpc->sqhc", q_SQHp * key_scale, keys_Hpc)
+    if pair is not None:
+        own = own_columns(columns_S2, pair, width)[:, None, None]
+        keys_KHp, values_KHv = jnp.split(jnp.asarray(pair.B).reshape(-1, H, p + latent.values), (p,), axis=-1)
+        low_SQHK = jnp.einsum("sqhp,khp->sqhk", q_SQHp, keys_KHp)
+        # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
+        q_SQHc = q_SQHc + jnp.einsum("sqhk,kc->sqhc", jnp.where(own, low_SQHK, 0), pair.A)
+    # `attend` scales queries by the width of what it is given; they are to be scaled by that of a head.
+    scale = jnp.asarray((latent.cell / (latent.plain + latent.rotary)) ** 0.5, q_SQHc.dtype)
+    q = jnp.concatenate([q_SQHc, q_SQHr], axis=-1) * scale
+    c_SQ1c = c_SQc[:, :, None]
+    seen_SQHc = attend(q, jnp.concatenate([c_SQ1c, k_SQr[:, :, None]], axis=-1), c_SQ1c, window=None, sinks_H=None)
+    o_SQHv = jnp.einsum("sqhc,hvc->sqhv", seen_SQHc, values_Hvc) * value_scale
+    if pair is not None:
+        low_SQHK = jnp.einsum("sqhc,kc->sqhk", seen_SQHc, pair.A)
+        o_SQHv = o_SQHv + jnp.einsum("sqhk,khv->sqhv", jnp.where(own, low_SQHK, 0), values_KHv)
+    return o_SQHv
+
+
+def _halves(kv_b: Weight, H: int, p: int, dtype: Any) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """What makes keys [H, p, c] and values [H, v, c] of latents; and the scales of both, [H, p] and [H, v], or 1."""
+    matrix = kv_b.values.astype(dtype) if isinstance(kv_b, Int8) else kv_b
+    by_head = matrix.reshape(H, -1, matrix.shape[-1])
+    if not isinstance(kv_b, Int8):
+        return by_head[:, :p], by_head[:, p:], 1, 1
+    scale_Ho = kv_b.scale.reshape(H, -1)
+    return by_head[:, :p], by_head[:, p:], scale_Ho[:, :p], scale_Ho[:, p:]

@@ -1,0 +1,92 @@
+"""FP8 blocks: values as torch has them, and a folder in DeepSeek V3's layout."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.compute.conftest import SHAPE, random_model
+
+from tinkerflow.backend.compute.families import load_config
+from tinkerflow.backend.compute.fp8 import dequantised
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.model_card import ModelCard
+
+BITS = torch.tensor(np.arange(256, dtype=np.uint8)).view(torch.float8_e4m3fn)
+KEPT = ("embed", "norm", "lm_head", "bias")
+
+
+def in_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The matrix in FP8, its scales, and what torch makes of them, block by block."""
+    scales = (torch.rand(*(-(-size // 128) for size in matrix.shape)) * 3 + 0.1).to(dtype)
+    blocks, plain = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn), torch.empty(matrix.shape)
+    for row, column in np.ndindex(*scales.shape):
+        here = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+        blocks[here] = (matrix[here] / scales[row, column].float()).to(torch.float8_e4m3fn)
+        plain[here] = blocks[here].float() * scales[row, column].float()
+    return blocks, scales, plain
+
+
+def test_every_number_is_that_of_torch():
+    found = dequantised(BITS.view(torch.uint8).numpy().reshape(2, 128), np.ones((1, 1), np.float32))
+    np.testing.assert_array_equal(found.reshape(-1), BITS.float().numpy())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model with blocks that are not full, in FP8 and in float32."""
+    torch.manual_seed(1)
+    shape = {**SHAPE, "hidden_size": 160, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 144}
+    plain, packed = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("packed")
+    random_model("qwen3", {**shape, "tie_word_embeddings": False}).save_pretrained(plain)
+    tensors, quantised = load_file(plain / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if any(part in name for part in KEPT):
+            quantised[name] = tensor
+            continue
+        dtype = torch.bfloat16 if "k_proj" in name else torch.float32  # Qwen3's, and DeepSeek V3's
+        quantised[name], quantised[f"{name}_scale_inv"], tensors[name] = in_blocks(tensor, dtype)
+    save_file(tensors, plain / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (packed / "config.json").write_text(json.dumps(config))
+    save_file(quantised, packed / "model.safetensors")
+    for folder in (plain, packed):
+        (folder / "tokenizer.json").write_text("{}")
+    return plain, packed, quantised
+
+
+@pytest.mark.parametrize("weights", ["full", "int8"])
+def test_a_published_folder_is_loaded(folders, weights):
+    plain, packed, _ = folders
+    cfg, mesh = load_config(packed), make_mesh(1, 1)
+    found, wanted = (load_params(cfg, one, mesh, "float32", base_weights=weights) for one in (packed, plain))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert ModelCard.load(str(packed)).parameters == ModelCard.load(str(plain)).parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda scales: scales[:1],
+            r"'{}_scale_inv' is F32 of shape \(1, 2\); must be F32 or BF16 of shape \(2, 2\), a scale",
+        ),
+        (lambda scales: scales.half(), r"'{}_scale_inv' is F16 of shape"),
+        (lambda scales: None, r"'{}' is F8_E4M3; supported"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(folders, tmp_path, change, said):
+    _, packed, quantised = folders
+    name = "model.layers.0.mlp.gate_proj.weight"
+    changed = {**quantised, f"{name}_scale_inv": change(quantised[f"{name}_scale_inv"])}
+    save_file({key: value for key, value in changed.items() if value is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=said.format(name.replace(".", r"\."))):
+        load_params(load_config(packed), tmp_path, make_mesh(1, 1), "float32")

@@ -1,0 +1,178 @@
+"""Latent attention: published models, what they keep of a token, and heads that are never made, also with adapters."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.compute.test_routed import numbers
+
+from tinkerflow.backend.commands import GroupConfig
+from tinkerflow.backend.compute import memory
+from tinkerflow.backend.compute.config import Latent
+from tinkerflow.backend.compute.families import parse_config
+from tinkerflow.backend.compute.lora import LoraPair
+from tinkerflow.backend.compute.platforms import CUDA, compiling_for
+from tinkerflow.backend.compute.quantized import Int8
+from tinkerflow.backend.compute.roofline import useful_flops
+from tinkerflow.backend.compute.sampler.absorbed import absorbed
+from tinkerflow.backend.errors import UserError
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+MOONLIGHT = DEEPSEEK_V3 | {
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+GLM_4_7_FLASH = MOONLIGHT | {
+    "model_type": "glm4_moe_lite",
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_shared_experts": 1,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+SHAPE = Latent(rank=12, query_rank=0, plain=6, rotary=4, values=10, interleaved=True)
+
+
+def test_published_models_have_the_sizes_that_are_told_of_them():
+    deepseek, moonlight, flash = (parse_config(one, name="m") for one in (DEEPSEEK_V3, MOONLIGHT, GLM_4_7_FLASH))
+    assert 670 < numbers(DEEPSEEK_V3) < 672 and 15.5 < numbers(MOONLIGHT) < 16.5 and 29 < numbers(GLM_4_7_FLASH) < 31
+    assert [each.cached for each in (deepseek, moonlight, flash)] == [(1, 576, 0)] * 3
+    assert (deepseek.head_dim, deepseek.rope.dims, deepseek.rope.attention) == (192, 64, 1.0)
+    assert deepseek.query_scale == pytest.approx((0.1 * np.log(40) + 1) ** 2)
+    assert (flash.head_dim, flash.value_dim, flash.query_scale) == (256, 256, 1.0)
+    # Attention of two tokens: a quarter of scores and of products with values, forward and twice backward.
+    each = 3 * 128 * (192 + 128) * 61 * 2
+    assert useful_flops(deepseek, None, 2) - useful_flops(deepseek, None, 0) == each
+
+
+def test_the_memory_plan_counts_latents():
+    config = GroupConfig(
+        "m", dtype="bfloat16", fsdp=1, tensor=2, max_context=8192, microbatch_tokens=0, sample_slots=64,
+        decode_chunk=16, compile_cache_dir="",
+    )  # fmt: skip
+    cfg = parse_config(MOONLIGHT, name="m")
+    assert memory._page_bytes(cfg, config) == 27 * 576 * 2 * memory.PAGE  # whole on each device of the tensor axis
+    with compiling_for(CUDA):
+        plan = memory.plan_memory(cfg, config, 73 * 10**9)
+    assert plan.context == 8192 and plan.uses is not None and plan.uses.total <= 73 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (DEEPSEEK_V3 | {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        (DEEPSEEK_V3 | {"q_lora_rank": 0}, "q_lora_rank is 0"),
+        (DEEPSEEK_V3 | {"attention_bias": True}, "attention_bias True is not supported"),
+        (DEEPSEEK_V3 | {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        (GLM_4_7_FLASH | {"partial_rotary_factor": 0.5}, "partial_rotary_factor makes 32 of qk_rope_head_dim 64"),
+    ],
+)
+def test_what_is_not_computed_is_named(values, named):
+    with pytest.raises(UserError, match=named):
+        parse_config(values, name="m")
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["full", "int8"])
+def test_what_is_absorbed_is_what_heads_see(int8):
+    """Two rows with an adapter each, in columns of one stack, and one without."""
+    rng, H, S, Q = np.random.default_rng(0), 3, 3, 5
+    outputs = H * (SHAPE.plain + SHAPE.values)
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    plain, turned, c, k = drawn(S, Q, H, 6), drawn(S, Q, H, 4), drawn(S, Q, 12), drawn(S, Q, 4)
+    kv_b, pair = drawn(outputs, 12), LoraPair(A=drawn(8, 12), B=drawn(8, outputs))
+    columns = np.array([[0, 2], [2, 8], [0, 0]], np.int32)
+    if int8:
+        kv_b = Int8(jnp.asarray(rng.integers(-127, 128, (outputs, 12)), jnp.int8), jnp.abs(drawn(outputs)) / 100)
+    whole = kv_b.values * kv_b.scale[:, None] if int8 else kv_b
+
+    def seen(q: jax.Array, k: jax.Array, v: jax.Array, **_: Any) -> jax.Array:
+        """Causal attention, with one head of keys for all or one for each."""
+        scores = jnp.einsum("sqhd,skhd->shqk", q, jnp.broadcast_to(k, (*k.shape[:2], *q.shape[2:])))
+        scores = jnp.where(jnp.tri(Q, dtype=bool), scores * q.shape[-1] ** -0.5, -np.inf)
+        return jnp.einsum("shqk,skhd->sqhd", jax.nn.softmax(scores, -1), jnp.broadcast_to(v, (S, Q, H, v.shape[-1])))
+
+    found = jax.jit(partial(absorbed, SHAPE, seen, columns, 8))(plain, turned, c, k, kv_b, pair)
+    for row, (start, end) in enumerate(columns):
+        update = (pair.A[start:end].T @ pair.B[start:end]).T
+        made = (c[row] @ (whole + update).T).reshape(Q, H, -1)
+        keys = jnp.concatenate([made[..., :6], jnp.broadcast_to(k[row][:, None], (Q, H, 4))], -1)
+        queries = jnp.concatenate([plain[row], turned[row]], -1)
+        scores = jnp.einsum("qhd,khd->hqk", queries, keys) * 10**-0.5
+        weights = jax.nn.softmax(jnp.where(jnp.tri(Q, dtype=bool), scores, -np.inf), -1)
+        wanted = jnp.einsum("hqk,khd->qhd", weights, made[..., 6:])
+        np.testing.assert_allclose(found[row], wanted, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,157 @@
+"""Routing by sigmoids as transformers has it; models that have it, as they are published; what of them is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.compute.conftest import FAMILY_SHAPE, SHAPE, build, random_model
+
+from tinkerflow.backend.compute.experts import route
+from tinkerflow.backend.compute.families import load_config, parse_config, projections
+from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.params import load_params
+from tinkerflow.backend.errors import UserError
+
+GLM_4_5_AIR: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+MINIMAX_M2: dict[str, Any] = {
+    "model_type": "minimax_m2",
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
+
+def numbers(values: dict[str, Any]) -> float:
+    """Parameters of all matrices, in billions."""
+    cfg = parse_config(values, name="m")
+    sizes = (one.inputs * one.outputs * int(np.prod(one.stack or (2,))) for one in projections(cfg).values())
+    return sum(sizes) / 1e9
+
+
+def test_published_models_have_the_sizes_that_are_told_of_them():
+    glm, minimax = (parse_config(values, name="m") for values in (GLM_4_5_AIR, MINIMAX_M2))
+    assert 106 < numbers(GLM_4_5_AIR) < 108 and 228 < numbers(MINIMAX_M2) < 230
+    assert (glm.rope.dims, glm.rope.theta, glm.norm_eps) == (64, 1e6, 1e-5)
+    assert [kind.dense for kind in glm.layer_kinds] == [True] + [False] * 45
+    assert (minimax.rope.dims, minimax.qk_norm_whole, minimax.shared_mlp, minimax.dense_mlp) == (64, True, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (GLM_4_5_AIR | {"n_group": 3}, "n_group 3 of 128 experts; it must divide them"),
+        (GLM_4_5_AIR | {"n_group": 128}, "n_group 128 of 128 experts.*groups of at least 2"),
+        (GLM_4_5_AIR | {"n_group": 4, "topk_group": 5}, "topk_group 5 of n_group 4.*at most n_group"),
+        (GLM_4_5_AIR | {"n_group": 64, "topk_group": 3}, "must have num_experts_per_tok 8 experts"),
+        (GLM_4_5_AIR | {"num_experts_per_tok": 129}, "num_experts_per_tok 129 of 128 experts"),
+        (GLM_4_5_AIR | {"first_k_dense_replace": 46}, "first_k_dense_replace 46 of 46 layers"),
+        (GLM_4_5_AIR | {"mlp_layer_types": ["sparse"]}, "mlp_layer_types .* must be 46 of dense, sparse"),
+        (GLM_4_5_AIR | {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        (MINIMAX_M2 | {"attn_type_list": [0] * 62}, "attn_type_list .* is not supported"),
+        (MINIMAX_M2 | {"num_experts_per_tok": 257}, "num_experts_per_tok 257 of 256 experts"),
+    ],
+)
+def test_what_is_not_computed_is_named(values, named):
+    with pytest.raises(UserError, match=named):
+        parse_config(values, name="m")
+
+
+def test_experts_and_shares_are_those_of_transformers(tmp_path):
+    torch.manual_seed(2)
+    layer = random_model("glm4_moe", {**SHAPE, **FAMILY_SHAPE["glm4_moe"]}).model.layers[1].mlp
+    cfg = load_config(build(tmp_path, "glm4_moe", tied=False).folder)
+    y = torch.randn(40, 32)
+    with torch.no_grad():
+        experts, shares = layer.route_tokens_to_experts(layer.gate(y))
+    weights = {"router": layer.gate.weight, "router_correction": layer.gate.e_score_correction_bias}
+    weights = {name: jnp.asarray(tensor.detach().numpy()) for name, tensor in weights.items()}
+    routed = jax.jit(lambda y_BTD, weights: route(cfg, y_BTD, weights))
+    found, found_shares = (np.asarray(x[0]) for x in routed(jnp.asarray(y.numpy())[None], weights))
+    order, wanted = np.argsort(found), np.argsort(experts.numpy())
+    np.testing.assert_array_equal(np.take_along_axis(found, order, 1), np.take_along_axis(experts.numpy(), wanted, 1))
+    ours, theirs = np.take_along_axis(found_shares, order, 1), np.take_along_axis(shares.numpy(), wanted, 1)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    np.testing.assert_allclose(found_shares.sum(1), 1.5, rtol=1e-5)  # routed_scaling_factor
+    # A group whose best experts are worst is not chosen, and none of its experts is, however low the others are.
+    low = np.where(np.arange(8) < 6, -3.0, -9.0).astype(np.float32)
+    found, _ = routed(jnp.asarray(y.numpy())[None], {**weights, "router_correction": low})
+    assert set(np.unique(np.asarray(found) // 2, axis=None).tolist()) <= {0, 1, 2}
+    assert all(len(set((row // 2).tolist())) == 2 for row in np.asarray(found)[0])
+
+
+def test_layers_that_predict_are_left_and_others_are_named(tmp_path):
+    build(tmp_path, "glm4_moe", tied=False)
+    cfg, mesh, file = load_config(tmp_path), make_mesh(1, 1), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert cfg.layers == 2
+    predictor = {f"model.layers.2.{name}.weight": torch.ones(2) for name in ("eh_proj", "self_attn.q_proj")}
+    save_file({**tensors, **predictor}, file)
+    params = load_params(cfg, tmp_path, mesh, "float32")
+    assert params.layers["router_correction"].dtype == jnp.float32
+    for changed, said in (
+        ({**tensors, "model.layers.2.self_attn.q_proj.weight": torch.ones(2)}, "'model.layers.2.*is not part of this"),
+        ({**tensors, "model.layers.0.mlp.gate.weight": torch.ones(8, 32)}, "'model.layers.0.mlp.gate.*is not part"),
+        (
+            {name: one for name, one in tensors.items() if not name.endswith("score_correction_bias")},
+            "'model.layers.1.mlp.gate.e_score_correction_bias' is missing",
+        ),
+        (
+            {name: one for name, one in tensors.items() if "shared_experts.up" not in name},
+            "'model.layers.1.mlp.shared_experts.up_proj.weight' is missing",
+        ),
+    ):
+        save_file(changed, file)
+        with pytest.raises(UserError, match=said):
+            load_params(cfg, tmp_path, mesh, "float32")
