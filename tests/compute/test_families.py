@@ -16,6 +16,7 @@ from tinkerflow.backend.commands import CreateAdapter, ExportAdapter, LoraSpec
 from tinkerflow.backend.compute import families
 from tinkerflow.backend.compute.families import family_of, load_config, parse_config, projections, registered
 from tinkerflow.backend.compute.peft_names import targets
+from tinkerflow.backend.compute.vision_config import tower_tensors
 from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import ModelCard
@@ -91,7 +92,8 @@ def test_names_and_shapes_are_those_of_the_files(model, tmp_path):
     for matrix in family.projections(cfg).values():
         for place in np.ndindex(matrix.stack):
             wanted[f"{matrix.name(place)}.weight"] = (matrix.outputs, matrix.inputs)
-    for tensor in family.tensors(cfg).values():
+    tower = tower_tensors(cfg.vision, cfg.hidden) if cfg.vision is not None else {}
+    for tensor in (*family.tensors(cfg).values(), *tower.values()):
         layers = range(cfg.layers) if tensor.layers is None else tensor.layers
         wanted |= {tensor.tensor.format(layer): tensor.shape for layer in layers}
     wanted |= {family.embed: (cfg.vocab, cfg.hidden), family.final_norm: (cfg.hidden,)}
