@@ -76,7 +76,8 @@ class SamplerModel:
         size, start, widths = group.piece, group.start, group.widths
         for job in group.jobs:
             if job.sequences:  # else its request is gone, and its row writes nothing
-                self._pool.own_state(job.table)
+                owned = self._pool.own_state(job.table)
+                assert owned, "there are fewer states than prompts"
         piece = Piece(
             tokens_BQ=np.zeros((group.rows, size), np.int32),
             start=np.int32(start),

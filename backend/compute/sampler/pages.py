@@ -67,7 +67,7 @@ class PagePool:
 
         pages: of each shard, page 0 included; page p of shard s is number s * pages + p. shards: parts of the cache on
         different devices. page: positions of a page. states: of each shard, counted alike; 0 = there are none. There
-        must be enough for all sequences at once. window: how many of the last tokens a query sees; None = all.
+        must be enough for all sequences of a chunk. window: how many of the last tokens a query sees; None = all.
         """
         self._window = window
         self.pages, self.shards, self.page = pages, shards, page
@@ -118,7 +118,8 @@ class PagePool:
     def extend(self, table: PageTable, start: int, end: int, *, spare: int = 0) -> bool:
         """Let the sequence write positions [start, end): pages that are missing are taken, shared ones are copied.
 
-        False, and nothing has changed, when the shard has too few free pages; `spare` are to stay free.
+        False, and nothing has changed, when the shard has too few free pages, of which `spare` are to stay free, or
+        no free state.
         """
         first, last = start // self.page, self.pages_for(end) if start < end else 0
         shared = [
@@ -128,14 +129,14 @@ class PagePool:
         wanted = len(shared) + missing
         if wanted and wanted + spare > self.free(table.shard):
             return False
+        if start < end and not self.own_state(table):
+            return False
         for place in shared:
             old = table.pages[place]
             table.pages[place] = self._take(table.shard)
             self._pending.append(PageCopy(old, table.pages[place]))
             self._release(old)
         table.pages += [self._take(table.shard) for _ in range(missing)]
-        if start < end:
-            self.own_state(table)
         return True
 
     def fork(self, table: PageTable, shard: int) -> PageTable | None:
@@ -144,7 +145,7 @@ class PagePool:
             for page in table.pages:
                 self._share(page)
             return PageTable(shard, list(table.pages), self._forked_state(table, shard))
-        if len(table.pages) > self.free(shard):
+        if len(table.pages) > self.free(shard) or (self.states and table.state and not self.states.free(shard)):
             return None
         copies = [PageCopy(page, self._take(shard)) for page in table.pages]
         self._pending += copies
@@ -180,12 +181,13 @@ class PagePool:
         self.release_state(table)
 
     # ------------------------------------------------------------------ states
-    def own_state(self, table: PageTable) -> None:
-        """Let the sequence write its state: one that others share, or that has a key, is copied."""
-        if self.states:
-            table.state = table.state or PageTable(table.shard)
-            owned = self.states.extend(table.state, 0, 1)
-            assert owned, "there are fewer states than sequences"
+    def own_state(self, table: PageTable) -> bool:
+        """Let the sequence write its state: one that others share, or that has a key, is copied. False without room."""
+        state = table.state or PageTable(table.shard)
+        if self.states and not self.states.extend(state, 0, 1):
+            return False
+        table.state = state if self.states else None
+        return True
 
     def fork_state(self, table: PageTable) -> PageTable:
         """A table without pages that shares the state as it is now."""

@@ -546,7 +546,7 @@ class Scheduler:
     def make_room(self, steps: int) -> bool:
         """Give each sequence pages for `steps` more tokens; the youngest wait again where there are too few.
 
-        False when one is to wait again of which tokens are not read yet: they are to be read, and room made again.
+        False when tokens are not read yet: they are to be read, which shows who has ended, and room made again.
         """
         for sequence in self.decoding:
             if sequence.unproven is None:
@@ -561,7 +561,7 @@ class Scheduler:
                 end = sequence.cached + min(steps, sequence.remaining)
                 if self._pool.extend(sequence.table, sequence.cached, end):
                     served += 1
-                elif mine[-1].ahead:
+                elif any(one.ahead for one in self.decoding):
                     return False
                 else:
                     self._preempt(mine.pop())

@@ -50,6 +50,27 @@ def test_pages_before_the_window_are_released() -> None:
     assert pool.used == 0 and [copy.into for copy in pool.pending()] == whole[:1:-1], "those it still had are zeroed"
 
 
+def test_without_a_state_nothing_changes() -> None:
+    pool = PagePool(9, page=32, states=3)
+    table, other, third = PageTable(0), PageTable(0), PageTable(0)
+    assert pool.extend(table, 0, 10) and pool.extend(other, 0, 10)
+    assert not pool.extend(third, 0, 40)
+    assert (third.pages, third.state, pool.free(0)) == ([], None, 6)
+    forked = pool.fork(table, 0)
+    assert forked is not None and not pool.extend(forked, 10, 20) and forked.pages == table.pages
+    pool.release(other)
+    assert pool.extend(forked, 10, 20) and forked.pages != table.pages
+
+
+def test_without_a_state_there_is_no_fork_in_another_shard() -> None:
+    pool = PagePool(9, shards=2, page=32, states=2)
+    table, other = PageTable(0), PageTable(1)
+    assert pool.extend(table, 0, 5) and pool.extend(other, 0, 5)
+    assert pool.fork(table, 1) is None
+    pool.release(other)
+    assert pool.fork(table, 1) is not None
+
+
 def test_without_pages_nothing_changes(pool: PagePool) -> None:
     table, other = grown(pool, 100), PageTable(0)
     before = list(table.pages)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.compute.closeness import close_logprobs
+from tests.compute.sampler.conftest import make_tiny
 from tests.compute.sampler.tokenizer import END, save_tokenizer
 
 from tinkerflow.backend.commands import Adjustments, Constraint, SampleStep
@@ -75,6 +76,17 @@ def test_a_chunk_is_asked_for_before_the_last_one_is_read(
     happened.clear()
     run_all(ahead(), ask("a", prompt(20), 12, adjustments=Adjustments(frequency=1.0)))
     assert happened == ["decode_chunk", "read"] * 3, "penalties count tokens that the host must know"
+
+
+def test_sequences_that_ended_unread_keep_no_state_from_the_next_ones(
+    ask: Any, run_all: Any, prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid, slots = make_tiny(tmp_path, "qwen3_5"), 64  # for so many there are fewer states than two for each
+    monkeypatch.setattr(sampler_module, "on_cpu", lambda: False)
+    sampler = hybrid.sampler(sample_slots=slots, decode_chunk=4)
+    results = run_all(sampler, *(ask(name, prompt(20), 4, num_samples=slots) for name in "ab"))
+    assert [results[name].error for name in "ab"] == [None, None]
+    assert sampler.pages.used == 0
 
 
 def test_who_is_cancelled_frees_its_pages_at_once_and_disturbs_nobody(
