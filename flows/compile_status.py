@@ -8,6 +8,7 @@ import logging
 from tinkerflow.backend.commands import CompileStatus, ReadCompileStatus
 from tinkerflow.backend.errors import TinkerflowError
 from tinkerflow.backend.journal import AWAY, Journal
+from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -15,17 +16,19 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
 
 
-async def note_compile_status(journal: Journal, pool: Pool, base_model: str) -> None:
+async def note_compile_status(journal: Journal, pool: Pool, card: ModelCard) -> None:
     """Keep what changed, until cancelled; ends at once when the group's executor compiles nothing.
 
     One warning for each time that programs were compiled for a request although everything planned was there.
     """
-    last, group = CompileStatus(0, 0, 0, 0, 0), None
+    last, group, base_model = CompileStatus(0, 0, 0, 0, 0), None, card.name
     while True:
         try:
             await pool.serving()
             if pool.info != group:
                 await asyncio.to_thread(journal.base_models.note_worker_group, base_model, pool.info)
+                card = card.served_by(pool.info)  # which nobody knew before the first group of a base model
+                await asyncio.to_thread(journal.base_models.note_card, base_model, card.to_json())
                 group = pool.info
             found = await pool.submit(ReadCompileStatus())
             if not isinstance(found, CompileStatus):

@@ -326,6 +326,6 @@ async def _drop(model: ServedModel, snapshot_ids: Sequence[str]) -> None:
     """Send all before anything else happens: whoever loads one again does so after it was dropped."""
     for snapshot_id in snapshot_ids:
         model.context.snapshots.dropped(snapshot_id)
-    for sent in [model.context.send(DropSnapshot(snapshot_id), Done) for snapshot_id in snapshot_ids]:
-        with suppress(GroupFailedError):  # all of them went with the group
-            await sent
+    with suppress(GroupFailedError):  # all of them went with the group; the sweeps never wait for another one
+        context = model.context.bound_to(model.pool.generation)
+        await asyncio.gather(*(context.send(DropSnapshot(snapshot_id), Done) for snapshot_id in snapshot_ids))

@@ -151,7 +151,7 @@ async def _run(
                 journal, pool, store, card, clock, answers, saves, Snapshots(saves), most_drift=settings.most_drift
             )
             stack.callback(context.close)
-            noting = asyncio.create_task(note_compile_status(journal, pool, card.name), name="compile status")
+            noting = asyncio.create_task(note_compile_status(journal, pool, card), name="compile status")
             stack.callback(noting.cancel)
             sampling = SamplingRunner(context, mirror.sampling(card.name), most_waiting=4 * settings.sample_slots)
             served.append(ServedModel(card, context, pool, sampling))

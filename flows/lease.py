@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -73,9 +74,13 @@ def _birth(pid: int) -> str:
 
 
 async def _renew(journal: Journal) -> None:
-    while True:
-        await asyncio.sleep(RENEW_SECONDS)
-        try:
-            await asyncio.to_thread(journal.leases.renew)
-        except AWAY:
-            log.warning("the lease cannot be renewed; trying again in %.0f s", RENEW_SECONDS, exc_info=True)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="lease")  # its own: a slow store may hold all common ones
+    try:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            try:
+                await asyncio.get_running_loop().run_in_executor(thread, journal.leases.renew)
+            except AWAY:
+                log.warning("the lease cannot be renewed; trying again in %.0f s", RENEW_SECONDS, exc_info=True)
+    finally:
+        thread.shutdown(wait=False)

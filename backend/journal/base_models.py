@@ -68,6 +68,10 @@ class BaseModels(Aggregate):
         """Keep what the worker group of a base model is: its devices, its memory, its size."""
         self._set(base_model, worker_group=json.dumps(asdict(group)))
 
+    def note_card(self, base_model: str, card: str) -> None:
+        """Keep the card of a base model that has changed, as JSON text."""
+        self._set(base_model, card=card)
+
     def note_progress(self, base_model: str, text: str | None) -> None:
         """Say what all requests for a base model wait for, None when nothing holds them up."""
         self._set(base_model, progress=text)

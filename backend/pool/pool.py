@@ -150,7 +150,8 @@ class Pool:
         self._wanted.set()
 
     def release(self, cause: str) -> None:
-        """End the group that serves, as after a notice, and start none until `begin`."""
+        """End the group that serves, as after a notice, and start none until `begin`. It takes nothing new."""
+        self.draining = True
         self._wanted.clear()
         self._noticed(cause)
 

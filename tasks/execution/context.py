@@ -62,8 +62,8 @@ class ExecutionContext:
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def bound_to(self, generation: int) -> ExecutionContext:
-        """The same, for the worker group of this generation alone."""
-        return replace(self, generation=generation)
+        """The same, for the worker group of this generation alone, with the context that fits its devices."""
+        return replace(self, generation=generation, card=self.card.served_by(self.pool.info))
 
     def send(self, command: Command, reply: type[R]) -> asyncio.Task[R]:
         """Start a command; of one adapter, those started earlier are executed earlier. The task holds its reply."""

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.commands import Command, GroupConfig, Reply
+from tinkerflow.backend.commands import Command, GroupConfig, GroupInfo, Reply
 from tinkerflow.backend.errors import GroupFailedError, SuspectError
 from tinkerflow.backend.ids import model_id, sampler_id
 from tinkerflow.backend.journal import (
@@ -48,6 +48,7 @@ from numpy_executor import VOCAB, Unigram  # noqa: E402
 
 CONFIG = GroupConfig("none", "float32", 1, 1, 64, 64, 4, 4, "")
 CARD = ModelCard("folder/unigram", "/nowhere", "unigram", "Unigram", VOCAB, 64, (2,), VOCAB, tied=False)
+INFO = GroupInfo(("cpu:0",), 1, 64, 1, 64, CARD.max_context, CARD.context_rule, 1)
 
 
 @dataclass
@@ -59,6 +60,7 @@ class NumpyPool:
     reaches_store: bool = False
     draining: bool = False
     resting: bool = False
+    info: GroupInfo = INFO
     log: list[Command] = field(default_factory=list)
     hold: asyncio.Event | None = None
     failing: Exception | None = None

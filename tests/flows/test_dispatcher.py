@@ -14,7 +14,7 @@ from tinkerflow.backend.commands import DropSnapshot
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import Kind, ModelState
 from tinkerflow.backend.settings import Settings
-from tinkerflow.flows.dispatcher import Dispatcher
+from tinkerflow.flows.dispatcher import Dispatcher, _drop
 from tinkerflow.flows.groups import ServedModel
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.sampling_runner import SamplingRunner
@@ -86,6 +86,14 @@ async def test_snapshots_that_nobody_uses_are_dropped(
     await until(lambda: DropSnapshot(kept[0]) in pool.log)
     assert DropSnapshot(kept[1]) not in pool.log
     assert (await other.result(other.sample(f"{other.session}:sample:1"))).error is None
+
+
+async def test_no_sweep_waits_for_the_group_that_follows_one_which_is_gone(dispatcher: Any, pool: Any) -> None:
+    (served,) = dispatcher[0]._served.values()
+    pool.down = asyncio.Event()  # for ever, as where base models take turns
+    async with asyncio.timeout(60):
+        await _drop(served, ["one", "two"])
+    assert pool.log == []
 
 
 async def test_too_many_snapshots_make_room_until_they_are_sampled_again(

@@ -33,6 +33,8 @@ def test_what_the_worker_group_is_and_what_requests_wait_for(scene):
     group = GroupInfo(("cpu:0",), 7, 32, 1, 64, 128, "the model's context", 2, memory={"weights": 2**40})
     journal.base_models.note_worker_group("a", group)
     journal.base_models.note_progress("a", "the group starts")
+    journal.base_models.note_card("a", '{"max_context": 128}')
     (found,) = journal.base_models.all()
+    assert found.card == '{"max_context": 128}'
     assert found.worker_group is not None and found.worker_group["devices"] == ["cpu:0"]
     assert (found.worker_group["memory"], found.progress) == ({"weights": 2**40}, "the group starts")

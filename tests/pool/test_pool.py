@@ -640,9 +640,8 @@ async def test_a_pool_on_demand_has_a_group_between_begin_and_release(
         assert not pool.resting
         assert await waiting == OptimResult(0.0, 1)
         assert pool.generation == generation
-        pool.draining = True
         pool.release("others have their turn")
-        assert not pool.resting
+        assert pool.draining and not pool.resting
         await wait_until(lambda: pool.resting)
         assert not pool.draining and not workers()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ async def test_a_bound_context_commands_its_own_worker_group_alone(context: Any,
     with pytest.raises(GroupFailedError):
         await bound.send(DropAdapter("model"), Done)
     await context.send(DropAdapter("model"), Done)
+
+
+async def test_a_bound_context_says_how_long_a_sequence_its_worker_group_takes(context: Any, pool: Any) -> None:
+    pool.info = replace(pool.info, context=7, context_rule="what fits")
+    card = context.bound_to(pool.generation).card
+    assert (card.max_context, card.context_rule) == (7, "what fits")
+    assert context.card.max_context > 7, "the next group may have other devices"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""The engine's lease is renewed whatever else the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from tinkerflow.flows import lease
+
+
+async def test_the_lease_is_renewed_while_a_slow_store_holds_all_threads(
+    journal: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
+    renewed, let_go = threading.Event(), threading.Event()
+    monkeypatch.setattr(journal.leases, "renew", renewed.set)
+    async with lease.hold_lease(journal):
+        saves = [asyncio.create_task(asyncio.to_thread(let_go.wait)) for _ in range(64)]
+        try:
+            await asyncio.sleep(0)  # they have the threads
+            renewed.clear()
+            await until(renewed.is_set)
+        finally:
+            let_go.set()
+            await asyncio.gather(*saves)
