@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from tinkerflow.backend.errors import UserError
@@ -86,8 +86,19 @@ def test_what_is_wrong_with_an_image_is_named(data: bytes, kind: str, expected: 
 def test_a_small_file_of_too_many_pixels_is_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = file_of(Image.new("1", (MAX_IMAGE_PIXELS // 1024 + 1, 1024)))
     large = file_of(Image.new("1", (4096, 4096)))
-    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
     with pytest.raises(UserError, match=f"32769 x 1024 pixels: must have at most {MAX_IMAGE_PIXELS}"):
         QWEN.read(bomb, "png", "image")
     with pytest.raises(UserError, match="16384 tokens: must have at most 4096 tokens"):
         QWEN.read(large, "png", "image")
+
+
+def test_a_small_file_of_many_scans_is_never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scan of a progressive JPEG goes over all pixels again."""
+    data = file_of(Image.new("RGB", (64, 64)), "jpeg", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    most = data[:-2] + last * 90 + data[-2:]
+    assert QWEN.read(most, "jpeg", "image").shape == (256, 256, 3)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(UserError, match=r"image\.data has 101 scans: must have at most 100"):
+        QWEN.read(most[:-2] + last + data[-2:], "jpeg", "image")

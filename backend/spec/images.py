@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +19,8 @@ from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS, MAX_IMAGE_TOKENS
 
 _FORMATS = {"png": "PNG", "jpeg": "JPEG"}
 _LONGEST = 200  # times the shorter side: transformers refuses more
-_ORIENTATION = 0x0112  # a tag of EXIF
-_SIDEWAYS = (5, 6, 7, 8)  # its values for an image whose rows are shown as columns
+_MOST_SCANS = 100  # of a JPEG file: each passes over all pixels, and a file could hold one in every 14 bytes
+_SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # marker, length, colours
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ class ImageProcessor:
                 if file.width * file.height > MAX_IMAGE_PIXELS:
                     rule = f"at most {MAX_IMAGE_PIXELS}"
                     raise UserError(f"{name} has {file.width} x {file.height} pixels: must have {rule}")
-                turned = file.getexif().get(_ORIENTATION, 1) in _SIDEWAYS
-                wide, high = self.size(*(file.size[::-1] if turned else file.size))
+                wide, high = self.size(*file.size)  # as many tokens as when it is turned
                 self._check(name, file.size, wide * high // self.side**2, expected)
-                image = ImageOps.exif_transpose(file).convert("RGB").resize((wide, high), Image.Resampling.BICUBIC)
+                if kind == "jpeg" and (scans := sum(1 for _ in _SCAN.finditer(data))) > _MOST_SCANS:
+                    raise UserError(f"{name}.data has {scans} scans: must have at most {_MOST_SCANS}")
+                image = ImageOps.exif_transpose(file).convert("RGB")
+                image = image.resize(self.size(*image.size), Image.Resampling.BICUBIC)
         except UserError:
             raise
         except UnidentifiedImageError as error:
