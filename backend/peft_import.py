@@ -6,7 +6,6 @@ rounds nothing if it is a power of two.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,12 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 
 from tinkerflow.backend.commands import LORA_ALPHA, AdapterState, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.families import family_of, projections
 from tinkerflow.backend.compute.peft_names import matrix_rank, modules, pair_names, targets
-from tinkerflow.backend.errors import StoreError, UserError
+from tinkerflow.backend.errors import StoreError, UserError, shown
 from tinkerflow.backend.ids import CheckpointKind, model_id
 from tinkerflow.backend.spec.limits import MAX_RANK
 from tinkerflow.backend.spec.ranks import peft_factor
@@ -59,10 +59,8 @@ def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraS
         own = matrix_rank(spec, projection)
         factor = scales.alpha(module, own) / LORA_ALPHA * peft_factor(spec.rank, own)
         shapes = (own, projection.inputs), (projection.outputs, own)
-        for name, shape in zip(pair_names(module), shapes, strict=True):
-            weights[name] = _checked(tensors, name, shape, cfg, spec)
-        B = pair_names(module)[1]
-        weights[B] = weights[B] * np.float32(factor) if factor != 1 else weights[B]
+        for name, shape, scale in zip(pair_names(module), shapes, (1.0, factor), strict=True):
+            weights[name] = _scaled(_checked(tensors, name, shape, cfg, spec), scale, name)
     if surplus := sorted(set(tensors) - set(weights)):
         raise _wrong(ADAPTER, f"tensor {surplus[0]!r} is no part of {_called(cfg, spec)}: must not be there")
     return AdapterState(spec, 0, weights)
@@ -96,22 +94,23 @@ def import_path(session_id: str, name: str = NAME) -> CheckpointPath:
 def _fields(config: bytes) -> Mapping[str, Any]:
     """The fields of adapter_config.json; UserError for one that asks for something we do not compute."""
     try:
-        values = json.loads(config)
-    except ValueError as error:
+        values = orjson.loads(config)
+        orjson.dumps(values)  # fails for what nests too deeply to be shown
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
         raise _wrong(ADAPTER_CONFIG, f"it cannot be read as JSON ({error})") from error
     if not isinstance(values, dict):
         raise _wrong(ADAPTER_CONFIG, f"it holds a {type(values).__name__}: must be an object")
     for field, wanted in _EXACT.items():
         if values.get(field, wanted) != wanted:
-            raise _wrong(ADAPTER_CONFIG, f"{field} is {_shown(values[field])}: must be {wanted!r}")
+            raise _wrong(ADAPTER_CONFIG, f"{field} is {shown(values[field])}: must be {wanted!r}")
     if (init := values.get("init_lora_weights")) not in _INITS:
-        raise _wrong(ADAPTER_CONFIG, f"init_lora_weights is {_shown(init)}: must not change the base model's weights")
+        raise _wrong(ADAPTER_CONFIG, f"init_lora_weights is {shown(init)}: must not change the base model's weights")
     for field, value in values.items():
         if field not in _READ and field not in _EXACT and value:
-            raise _wrong(ADAPTER_CONFIG, f"{field} is {_shown(value)}: must be left out, it is not supported here")
+            raise _wrong(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be left out, it is not supported here")
     rank = values.get("r")
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise _wrong(ADAPTER_CONFIG, f"r is {_shown(rank)}: must be a whole number from 1 to {MAX_RANK}")
+        raise _wrong(ADAPTER_CONFIG, f"r is {shown(rank)}: must be a whole number from 1 to {MAX_RANK}")
     return values
 
 
@@ -141,7 +140,7 @@ def _spec(
         return asked
     projection = projections(cfg)[of_experts[0]]
     first = pair_names(projection.name((0, 0)))[0]
-    own = len(tensors[first]) if first in tensors else rank
+    own = next(iter(tensors[first].shape), 0) if first in tensors else rank
     if not 1 <= own <= rank:
         raise _wrong(ADAPTER, f"tensor {first!r} has rank {own}: must be 1 to r, {rank}")
     return replace(asked, expert_rank=None if own == rank else own)
@@ -162,27 +161,30 @@ class _Scales:
         return _alpha(f"alpha_pattern of {module!r}", _of(self._alphas, module, self._alpha))
 
 
-def _pattern(values: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+def _pattern(values: Mapping[str, Any], field: str) -> Mapping[str, tuple[int, Any]]:
+    """The keys of a pattern; of each, which one it is, and its value."""
     pattern = values.get(field) or {}
     if not isinstance(pattern, dict):
-        raise _wrong(ADAPTER_CONFIG, f"{field} is {_shown(pattern)}: must be an object")
+        raise _wrong(ADAPTER_CONFIG, f"{field} is {shown(pattern)}: must be an object")
     for key in pattern:
         if not _KEY.fullmatch(key):
-            raise _wrong(
-                ADAPTER_CONFIG, f"{field} has the key {_shown(key)}: must be a module's name or the end of one"
-            )
-    return pattern
+            raise _wrong(ADAPTER_CONFIG, f"{field} has the key {shown(key)}: must be a module's name or the end of one")
+    return {key: (place, value) for place, (key, value) in enumerate(pattern.items())}
 
 
-def _of(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first key that fits a module, as PEFT looks it up (`get_pattern_key`)."""
-    fits = (value for key, value in pattern.items() if module == key.lstrip("^") or module.endswith(f".{key}"))
-    return next(fits, default)
+def _of(pattern: Mapping[str, tuple[int, Any]], module: str, default: Any) -> Any:
+    """The value of the first key that fits a module, as PEFT looks it up (`get_pattern_key`).
+
+    A hundred thousand keys take no longer than one.
+    """
+    parts = module.split(".")
+    keys = (f"^{module}", *(".".join(parts[n:]) for n in range(len(parts))))
+    return min((pattern[key] for key in keys if key in pattern), default=(0, default))[1]
 
 
 def _alpha(field: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise _wrong(ADAPTER_CONFIG, f"{field} is {_shown(value)}: must be a number above 0")
+        raise _wrong(ADAPTER_CONFIG, f"{field} is {shown(value)}: must be a number above 0")
     return float(value)
 
 
@@ -193,18 +195,21 @@ def _checked(
     if array is None or array.shape != shape:
         found = "is missing" if array is None else f"has shape {array.shape}"
         raise _wrong(ADAPTER, f"tensor {name!r} {found}: must be there with shape {shape}, for {_called(cfg, spec)}")
-    if not np.isfinite(array).all():
-        raise _wrong(ADAPTER, f"tensor {name!r} holds a number that is not finite: must be finite")
     return array
+
+
+def _scaled(array: Floats, scale: float, name: str) -> Floats:
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = array if scale == 1 else array * np.float32(scale)
+    if not np.isfinite(scaled).all():
+        times = "" if scale == 1 else f", times {scale:g} for its alpha,"
+        raise _wrong(ADAPTER, f"tensor {name!r}{times} holds a number that is not finite: must be finite")
+    return scaled
 
 
 def _called(cfg: ModelConfig, spec: LoraSpec) -> str:
     parts = ", ".join(part for part in ("train_attn", "train_mlp", "train_unembed") if getattr(spec, part))
     return f"an adapter of rank {spec.rank} with {parts} on this {family_of(cfg).title} model"
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]
 
 
 def _wrong(file: str, why: str) -> UserError:

@@ -14,7 +14,7 @@ from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.peft_names import matrix_rank, modules, pair_names
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.peft_import import import_adapter, largest_size
+from tinkerflow.backend.peft_import import _of, import_adapter, largest_size
 from tinkerflow.backend.store.peft import adapter_config
 
 CONFIG = {
@@ -68,6 +68,35 @@ def test_another_alpha_goes_into_B() -> None:
         np.testing.assert_array_equal(state.weights[name], wanted)
 
 
+def test_the_first_key_that_fits_decides() -> None:
+    arrays = tensors()
+    first = taken(arrays, alpha_pattern={"k_proj": 64, "self_attn.k_proj": 8}).weights
+    second = taken(arrays, alpha_pattern={"self_attn.k_proj": 8, "k_proj": 64}).weights
+    other = taken(arrays, alpha_pattern={"roj": 64}).weights
+    B = Q.format("B").replace("q_proj", "k_proj")
+    for weights, factor in ((first, 2), (second, 0.25), (other, 1)):
+        np.testing.assert_array_equal(weights[B], arrays[B] * np.float32(factor))
+
+
+def test_patterns_of_many_keys_cost_no_more_for_each_module() -> None:
+    asked: list[str] = []
+
+    class Counting(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            asked.append(str(key))
+            return super().__contains__(key)
+
+        def items(self) -> Any:
+            pytest.fail("looked through")
+
+    assert _of(Counting(), "a.b.c", 1) == 1 and asked == ["^a.b.c", "a.b.c", "b.c", "c"]
+
+
+def test_an_alpha_that_leaves_float32_is_refused() -> None:
+    with pytest.raises(UserError, match=r"lora_B\.weight', times 3\.125e\+298 for its alpha, holds a number that is"):
+        taken(tensors(), lora_alpha=1e300)
+
+
 def test_half_precision_is_widened() -> None:
     arrays = tensors()
     for dtype in (ml_dtypes.bfloat16, np.float16):
@@ -92,6 +121,13 @@ def test_experts_have_the_rank_of_their_tensors(own: int | None) -> None:
     assert state.spec == spec
     for name, array in arrays.items():
         np.testing.assert_array_equal(state.weights[name], array)
+
+
+def test_experts_of_no_rank_are_refused() -> None:
+    cfg = parse_config({**CONFIG, **EXPERTS}, name="tiny")
+    arrays = {name: np.zeros((), np.float32) if ".experts." in name else array for name, array in tensors(cfg).items()}
+    with pytest.raises(UserError, match=r"experts\.0\.gate_proj\.lora_A\.weight' has rank 0: must be 1 to r, 4"):
+        taken(arrays, cfg=cfg)
 
 
 def test_the_largest_size_is_no_less_than_the_file() -> None:
@@ -126,7 +162,15 @@ def test_configs_that_are_refused(fields: dict[str, Any], message: str) -> None:
         taken(tensors(), **fields)
 
 
-@pytest.mark.parametrize("config", [b"{", b"[]", b"\xff"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(b"{", b"[]", b"\xff", b'{"\\ud800": 1}'),
+        pytest.param(b'{"lora_alpha": 1%s}' % (400 * b"0"), id="huge"),
+        pytest.param(b'{"x":' + b"[" * 1000 + b"]" * 1000 + b"}", id="nested"),
+        pytest.param(b"[" * 100_000, id="more nested"),
+    ],
+)
 def test_configs_that_are_none(config: bytes) -> None:
     with pytest.raises(UserError, match=r"adapter_config\.json: it"):
         import_adapter(DENSE, config, safetensors.numpy.save(tensors()), SPEC)
@@ -140,6 +184,7 @@ def test_configs_that_are_none(config: bytes) -> None:
         (lambda all_: all_.update({Q.format("A"): np.zeros((4, 3), np.float32)}), r"has shape \(4, 3\): must be"),
         (lambda all_: all_[Q.format("A")].__setitem__((0, 0), np.nan), "holds a number that is not finite"),
         (lambda all_: all_.update({Q.format("A"): np.zeros((4, 16), np.int8)}), "is I8; it must be F32, F16 or BF16"),
+        (lambda all_: all_.update({Q.format("A"): np.zeros((), np.float32)}), r"has shape \(\): must be"),
         (dict.clear, "is missing"),
     ],
 )
