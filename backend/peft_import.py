@@ -37,7 +37,8 @@ _READ = {
     *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "megatron_config", "megatron_core"),
 }
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")  # the others change the base model's weights, too
-_KEY = re.compile(r"\^?[\w.]+")
+_KEY = re.compile(r"\^?(experts\.\\d\+\.)?[\w.]+")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def import_adapter(cfg: ModelConfig, config: bytes, adapter: bytes, asked: LoraSpec | None = None) -> AdapterState:
@@ -177,8 +178,10 @@ def _of(pattern: Mapping[str, tuple[int, Any]], module: str, default: Any) -> An
 
     A hundred thousand keys take no longer than one.
     """
-    parts = module.split(".")
-    keys = (f"^{module}", *(".".join(parts[n:]) for n in range(len(parts))))
+    keys = [f"^{module}"]
+    for name in {module, _EXPERT.sub(r".experts.\\d+.", module)}:  # the second as keys call all experts
+        parts = name.split(".")
+        keys += (".".join(parts[n:]) for n in range(len(parts)))
     return min((pattern[key] for key in keys if key in pattern), default=(0, default))[1]
 
 

@@ -138,3 +138,30 @@ def test_what_is_no_adapter_of_the_model_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="exists: give a new one"):
         merging.merge(folder, AdapterState(LoraSpec(4), 0, weights), folder)
+
+
+def test_fp8_is_widened_whatever_the_adapter_changes(tmp_path: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (cfg, base), rng, packed = of_base(hidden_size=160), np.random.default_rng(3), {}
+    for name, array in base.items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = array
+            continue
+        scales = rng.uniform(0.1, 3, [-(-size // 128) for size in array.shape]).astype(np.float32)
+        packed[f"{name}_scale_inv"] = scales
+        wide = np.repeat(np.repeat(scales, 128, 0), 128, 1)[: len(array), : array.shape[1]]
+        packed[name] = (array / wide).astype(ml_dtypes.float8_e4m3fn)
+        base[name] = packed[name].astype(np.float32) * wide
+    spec = LoraSpec(4, train_mlp=False, train_unembed=False)
+    weights = tensors(cfg, spec)
+    folder = written(tmp_path / "base", packed, hidden_size=160, **quantised)
+    merging.merge(folder, AdapterState(spec, 0, weights), tmp_path / "out")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == base.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    for name, array in base.items():
+        wanted = array.astype(ml_dtypes.bfloat16) if name.endswith("_proj.weight") else array
+        if ".self_attn." in name and name.endswith("_proj.weight"):
+            wanted = (wanted.astype(np.float32) + update(weights, name)).astype(ml_dtypes.bfloat16)
+        assert merged[name].dtype == wanted.dtype
+        np.testing.assert_array_equal(merged[name], wanted)

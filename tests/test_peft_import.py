@@ -30,6 +30,8 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {**EXPERTS, "model_type": "glm4_moe", "n_routed_experts": 4}
+MINIMAX = {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2}
 DENSE = parse_config(CONFIG, name="tiny")
 SPEC = LoraSpec(4)
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -112,9 +114,11 @@ def test_what_the_files_adapt_is_found(parts: tuple[str, ...]) -> None:
     assert taken(tensors(spec=spec), None).spec == spec
 
 
+@pytest.mark.parametrize("experts", [EXPERTS, ROUTED, MINIMAX])
 @pytest.mark.parametrize("own", [1, 2, None])
-def test_experts_have_the_rank_of_their_tensors(own: int | None) -> None:
-    cfg, spec = parse_config({**CONFIG, **EXPERTS}, name="tiny"), LoraSpec(4, expert_rank=own)
+def test_experts_have_the_rank_of_their_tensors(own: int | None, experts: dict[str, Any]) -> None:
+    """And no others: shared experts, and layers that are dense, have the rank of the adapter."""
+    cfg, spec = parse_config({**CONFIG, **experts}, name="tiny"), LoraSpec(4, expert_rank=own)
     arrays = tensors(cfg, spec)
     config = adapter_config("tiny", spec, arrays)
     state = import_adapter(cfg, config, safetensors.numpy.save(arrays), LoraSpec(4))

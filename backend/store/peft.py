@@ -15,6 +15,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT = re.compile(r"base_model\.model\.(?:[\w.]+\.)?(\w+)\.lora_[AB]\.weight")
 _TEXT_MODEL = "language_model"
+# The parameters of transformers 5, and the modules of an expert that each is made of.
+_FUSED = (
+    ("gate_up_proj", {"gate_proj", "up_proj"}),
+    ("gate_up_proj", {"w1", "w3"}),
+    ("down_proj", {"down_proj"}),
+    ("down_proj", {"w2"}),
+)
 
 
 def adapter_config(base_model: str, spec: LoraSpec, weight_names: Collection[str]) -> bytes:
@@ -48,8 +55,8 @@ def _only_text(weight_names: Collection[str]) -> dict[str, str]:
 def _patterns(spec: LoraSpec, weight_names: Collection[str]) -> dict[str, dict[str, float]]:
     """rank_pattern and alpha_pattern of experts whose rank is not that of the other matrices.
 
-    The keys are the ends of modules' names, and of the parameter that transformers 5 fuses gate_proj and up_proj into:
-    PEFT joins the two adapters there, and takes the first key that fits.
+    The keys are the ends of names, and fit experts alone: each one's modules, and the parameters that transformers 5
+    fuses those of a layer into. PEFT joins the adapters of the two that make one, and takes the first key that fits.
     """
     own = spec.expert_rank
     names = {_module(name) for name in weight_names if _EXPERT.search(name)} if own else set()
@@ -57,8 +64,8 @@ def _patterns(spec: LoraSpec, weight_names: Collection[str]) -> dict[str, dict[s
         return {}
     # The scale of the experts' update is LORA_ALPHA / own; a part of it is in their B.
     alpha = LORA_ALPHA / peft_factor(spec.rank, own)
-    fused = {"gate_up_proj": 2} if {"gate_proj", "up_proj"} <= names else {}
-    times = dict.fromkeys(sorted(names), 1) | fused
+    times = {rf"experts.\d+.{name}": 1 for name in sorted(names)}
+    times |= {f"experts.{fused}": len(parts) for fused, parts in _FUSED if parts <= names}
     return {
         "rank_pattern": {name: own * many for name, many in times.items()},
         "alpha_pattern": {name: alpha * many for name, many in times.items()},

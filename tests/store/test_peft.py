@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tinkerflow.backend.commands import LORA_ALPHA, AdapterState, LoraSpec
@@ -120,3 +121,21 @@ def test_config_names_what_is_adapted() -> None:
     config = json.loads(adapter_config("org/base", LoraSpec(rank=8), names))
     assert config["target_modules"] == ["q_proj", "v_proj"]
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, LORA_ALPHA, "org/base")
+
+
+@pytest.mark.parametrize(
+    ("module", "parts"), [("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))]
+)
+def test_patterns_fit_experts_alone(module: str, parts: tuple[str, str, str]) -> None:
+    """As PEFT looks them up, of modules and of the parameters of transformers 5."""
+    layer = "model.layers.1"
+    shared = [f"{layer}.mlp.shared_experts.{part}" for part in ("gate_proj", "down_proj")]
+    experts = [f"{layer}.{module}.experts.{number}.{part}" for number in (0, 12) for part in parts]
+    names = [f"base_model.model.{name}.lora_A.weight" for name in (*shared, *experts)]
+    config = json.loads(adapter_config("base", LoraSpec(8, expert_rank=2), names))
+    fused = {f"{layer}.mlp.experts.gate_up_proj": 4, f"{layer}.mlp.experts.down_proj": 2}
+    for field, whole, of in (("rank_pattern", 8, 1), ("alpha_pattern", LORA_ALPHA, 4)):
+        pattern = config[field]
+        wanted = dict.fromkeys(shared, whole) | {name: rank * of for name, rank in fused.items()}
+        for name, value in (wanted | dict.fromkeys(experts, 2 * of)).items():
+            assert pattern.get(get_pattern_key(pattern, name), whole) == value, (field, name)
