@@ -169,6 +169,8 @@ class Settings(BaseSettings):
     """port of the embedded Prefect server; 0 = any free port"""
     tracked_runs_per_second: float = Field(3.0, gt=0)
     """task runs per second that Prefect is sent; above this rate several operations share one task run"""
+    budget_tokens: int = Field(0, ge=0)
+    """training tokens of one run, at which Prefect is sent the event tinkerflow.budget.reached; 0 = no budget"""
 
     @field_validator("data_dir")
     @classmethod

@@ -11,7 +11,7 @@ from uuid import UUID
 from tinkerflow.backend.clock import SystemClock
 from tinkerflow.backend.commands import Done, DropSnapshot
 from tinkerflow.backend.errors import GroupFailedError, ServerError, TinkerflowError, UserError
-from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention
+from tinkerflow.backend.journal import AWAY, Journal, ModelEnded, ModelState, Retention, Trained
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.expiry import delete_checkpoints, delete_snapshots, delete_uploads, note_changes
 from tinkerflow.flows.groups import ServedModel
@@ -160,7 +160,9 @@ class Dispatcher:
                 return
             shows = bool(self._mirror.connection.api_url)
             label = await asyncio.to_thread(self._journal.models.label, model_id) if shows else ""
-            observers = self._mirror.training_run(model_id, model.base_model, label, self._adopted.get(model_id))
+            trained = await asyncio.to_thread(self._journal.curves.trained, model_id) if shows else Trained()
+            adopted = self._adopted.get(model_id)
+            observers = self._mirror.training_run(model_id, model.base_model, label, adopted, trained)
             verb = "is created" if model.state is ModelState.CREATING else "goes on"
             for shown in observers:
                 shown.log(f"model {model_id} of {model.base_model} {verb} at optimizer step {model.step}")

@@ -140,7 +140,7 @@ async def _run(
         )
         pacing = Pacing(settings.tracked_runs_per_second, clock)
         api_url = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
-        mirror = Mirror(connection, pacing, journal=journal, api_url=api_url)
+        mirror = Mirror(connection, pacing, journal=journal, api_url=api_url, budget_tokens=settings.budget_tokens)
         ready = [pool for pool in pools if isinstance(pool, Pool)]
         cards = [card.served_by(pool.info) if pool.ready else card for card, pool in zip(cards, ready, strict=True)]
         await asyncio.to_thread(journal.base_models.register, [(card.name, card.to_json()) for card in cards])

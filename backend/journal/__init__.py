@@ -16,6 +16,7 @@ from tinkerflow.backend.journal.checkpoints import CheckpointView as CheckpointV
 from tinkerflow.backend.journal.checkpoints import access_hash as access_hash
 from tinkerflow.backend.journal.curves import Curve as Curve
 from tinkerflow.backend.journal.curves import StepFigures as StepFigures
+from tinkerflow.backend.journal.curves import Trained as Trained
 from tinkerflow.backend.journal.database import AWAY as AWAY
 from tinkerflow.backend.journal.effects import CheckpointSaved as CheckpointSaved
 from tinkerflow.backend.journal.effects import Effect as Effect

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlmodel import col
 
 from tinkerflow.backend.journal.database import Aggregate, get_owned
-from tinkerflow.backend.journal.tables import Model, TrainingStep
+from tinkerflow.backend.journal.tables import UNMADE, Model, TrainingStep
 
 MOST = 500  # points of one curve: more than a screen shows
 
@@ -40,6 +40,22 @@ _FIGURES = (
     .group_by("part")
     .order_by("part")
 )
+
+
+_TOKENS_OF_RUN = sa.select(
+    sa.cast(sa.func.coalesce(sa.func.sum(col(TrainingStep.tokens)).filter(_SEQ >= 0), 0), sa.BigInteger),
+    sa.cast(sa.func.coalesce(sa.func.sum(col(TrainingStep.tokens)).filter(_SEQ == UNMADE), 0), sa.BigInteger),
+).where(col(TrainingStep.model_id) == sa.bindparam("run_id"))
+_TOKENS_OF_LAST = sa.select(col(TrainingStep.tokens)).where(*_OF_RUN).order_by(_SEQ.desc()).limit(1)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Training tokens of a run. made: of all its steps; last: of the newest one; begun: of the step after it."""
+
+    made: int = 0
+    last: int = 0
+    begun: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,13 @@ class Curves(Aggregate):
             width = 1 if steps <= most else -(-(last - first + 1) // most)
             rows = connection.execute(_FIGURES, {"run_id": run_id, "first": first, "width": width}).all()
         return Curve(tuple(_figures(rows)), steps, last)
+
+    def trained(self, run_id: str) -> Trained:
+        """How many tokens a run was trained on. Two statements."""
+        with self._read() as connection:
+            made, begun = connection.execute(_TOKENS_OF_RUN, {"run_id": run_id}).one()
+            last = connection.execute(_TOKENS_OF_LAST, {"run_id": run_id}).scalar()
+        return Trained(made, last or 0, begun)
 
     def last_seq(self, run_id: str, owner: str | None) -> int:
         """The sequence id of the newest step, -1 before the first. Two statements. NotFoundError as in `of_run`."""

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
+from uuid import NAMESPACE_URL, uuid5
 
 import httpx
 from prefect import get_client
@@ -154,16 +155,20 @@ class PrefectConnection:
         of: str = "base-model",
         *,
         emit: Callable[[dict[str, Any]], object] | None = None,
+        once: str = "",
         **payload: object,
     ) -> None:
         """Emit a Prefect event about the `of` that is called `name`, such as `tinkerflow.group.ended`; never waits.
 
-        emit: sends it: `FlowRunRecord.emit` adds the flow run, which automations can suspend or cancel.
+        event, name, of: of the event, and of the thing it is about. emit: sends it: `FlowRunRecord.emit` adds the flow
+        run, which automations can suspend or cancel. once: Prefect keeps one such event of each thing with this text.
+        payload: its facts.
         """
         if self.api_url:
             resource = {"prefect.resource.id": f"tinkerflow.{of}.{name}", "prefect.resource.name": name}
             emit = emit or (lambda event: emit_event(**event))
-            emit({"event": event, "resource": resource, "payload": payload})
+            key = uuid5(NAMESPACE_URL, f"{event}/{of}/{name}/{once}") if once else None
+            emit({"event": event, "resource": resource, "payload": payload, "id": key})
 
     async def close(self) -> None:
         """Give what was not sent yet END_SECONDS to be sent, requests and events alike."""

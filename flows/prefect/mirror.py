@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed, Paused, Running
 
 from tinkerflow.backend.clock import SystemClock
-from tinkerflow.backend.journal import Journal, Kind, Outcome
+from tinkerflow.backend.journal import Journal, Kind, Outcome, Trained
 from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.flow_run import FlowRunRecord, Heading, TaskRunRecord, sampling, training_run
 from tinkerflow.flows.prefect.pacing import Pacing
@@ -49,23 +49,32 @@ class Mirror:
         most_task_runs: int = MOST_TASK_RUNS,
         journal: Journal | None = None,
         api_url: str = "",
+        budget_tokens: int = 0,
     ) -> None:
         """Nothing is shown yet.
 
         connection, pacing: to Prefect, and of task runs. most_task_runs: how many one flow run shows. journal: what
         the artifacts of training runs are drawn from; None: they have none. api_url: where our console is.
+        budget_tokens: after how many training tokens of a run Prefect is told; 0: never.
         """
         self.connection = connection
         self._journal, self._api_url = journal, api_url
+        self.budget_tokens = budget_tokens
         self.pacing = pacing
         self.most_task_runs = most_task_runs
 
     def training_run(
-        self, model_id: str, base_model: str, label: str = "", adopted: UUID | None = None
+        self,
+        model_id: str,
+        base_model: str,
+        label: str = "",
+        adopted: UUID | None = None,
+        trained: Trained = Trained(),  # noqa: B008  it is frozen
     ) -> list[RunMirror]:
         """Who shows one model's training run: nobody without Prefect.
 
-        label: what its client calls it. adopted: the flow run, retried, to go on in.
+        model_id, base_model: of the run. label: what its client calls it. adopted: the flow run, retried, to go on
+        in. trained: the tokens that the run was trained on before.
         """
         if not self.connection.api_url:
             return []
@@ -74,7 +83,7 @@ class Mirror:
         heading = Heading(training_run, name, parameters, self._tags(base_model), deployed=True)
         console = f"{self._api_url}/training_runs/{model_id}"
         drawing = None if self._journal is None else Drawing(self._journal, model_id, name, console)
-        return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing)]
+        return [RunMirror(self, heading, short_name(model_id), adopted, model_id, drawing, trained)]
 
     def sampling(self, base_model: str) -> list[RunMirror]:
         """Who shows the sampling of one base model: nobody without Prefect."""
@@ -99,11 +108,12 @@ class RunMirror:
         adopted: UUID | None = None,
         model_id: str = "",
         drawing: Drawing | None = None,
+        trained: Trained = Trained(),  # noqa: B008  it is frozen
     ) -> None:
         """The first flow run begins now, or as soon as Prefect is back and there is something to show.
 
         mirror, heading: of the runner, and of its flow runs. short: what the names of task runs begin with. adopted:
-        the flow run to go on in. model_id, drawing: of a training run, and of its artifacts.
+        the flow run to go on in. model_id, drawing, trained: of a training run, of its artifacts, and of its past.
         """
         self._mirror = mirror
         self._connection = mirror.connection
@@ -121,9 +131,9 @@ class RunMirror:
         self._model_id, self._drawing = model_id, drawing
         self._drawn = False
         self._draw_next: asyncio.TimerHandle | None = None
-        self._report = RunReport(SystemClock(), self.log, self._tell)
         if adopted is not None or self._connection.reachable:
             self._begin_flow_run(adopted)
+        self._report = RunReport(SystemClock(), self.log, self._tell, trained, mirror.budget_tokens)
         self._connection.when_back(self._on_back)
 
     @property
@@ -243,9 +253,9 @@ class RunMirror:
             self._drawn = True
             self._flow_run.draw(self._drawing)
 
-    def _tell(self, event: str, **payload: object) -> None:
+    def _tell(self, event: str, *, once: str = "", **payload: object) -> None:
         emit = self._flow_run.emit if self._flow_run is not None else None
-        self._connection.tell(event, self._model_id, of="model", emit=emit, **payload)
+        self._connection.tell(event, self._model_id, of="model", emit=emit, once=once, **payload)
 
     # ------------------------------------------------------------------ which flow run and which task run
     def _shows(self) -> bool:

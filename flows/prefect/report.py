@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from tinkerflow.backend.clock import Clock
-from tinkerflow.backend.journal import CheckpointSaved, Curve, Journal, LossMeasured, Outcome, StepMeasured
+from tinkerflow.backend.journal import (
+    CheckpointSaved,
+    Curve,
+    Journal,
+    LossMeasured,
+    ModelLive,
+    Outcome,
+    StepMeasured,
+    Trained,
+)
 from tinkerflow.backend.journal.checkpoints import CheckpointView
 from tinkerflow.backend.journal.curves import StepFigures
 from tinkerflow.tasks.pipelines.curves import data_url, picture
@@ -42,11 +51,24 @@ class Shown:
 class RunReport:
     """Follows the answers of one run's operations."""
 
-    def __init__(self, clock: Clock, say: Say, tell: Tell) -> None:
-        """say: adds a line of a level to the run's logs. tell: emits an event with a payload."""
+    def __init__(
+        self,
+        clock: Clock,
+        say: Say,
+        tell: Tell,
+        trained: Trained = Trained(),  # noqa: B008  it is frozen
+        budget: int = 0,
+    ) -> None:
+        """Follow a run from where it is.
+
+        clock: paces the lines. say: adds a line of a level to the run's logs. tell: emits an event with a payload.
+        trained: the tokens that the run was trained on before. budget: after how many the step is told, 0 = none.
+        """
         self._clock, self._say, self._tell = clock, say, tell
         self._loss = self._weight = 0.0
-        self._tokens = 0
+        self._tokens = trained.begun
+        self._trained, self._budget = trained.made - trained.last, budget
+        self._spend(trained.last)  # again: the engine may have ended before it told the last step
         self._said_at = -math.inf
         self._said_step = 0
         self._unsaid = ""
@@ -65,7 +87,11 @@ class RunReport:
                         self._say(f"the loss is {effect.loss}, not a finite number", logging.ERROR)
                         self._tell("tinkerflow.run.nan", loss=str(effect.loss))
                     self._finite = math.isfinite(effect.loss)
+                case ModelLive():  # a checkpoint has no gradients
+                    self._loss = self._weight = 0.0
+                    self._tokens = 0
                 case StepMeasured():
+                    self._spend(self._tokens)
                     self._step_made(effect)
                     news = True
                 case CheckpointSaved():
@@ -86,6 +112,13 @@ class RunReport:
         if self._unsaid:
             self._say(self._unsaid, logging.INFO)
             self._unsaid = ""
+
+    def _spend(self, tokens: int) -> None:
+        """Count the tokens of a step. The step that reaches the budget is told."""
+        before, self._trained = self._trained, self._trained + tokens
+        if before < self._budget <= self._trained:
+            self._say(f"trained on {self._trained:,} tokens: the budget of {self._budget:,} is spent", logging.WARNING)
+            self._tell("tinkerflow.budget.reached", once=str(self._budget), tokens=self._trained, budget=self._budget)
 
     def _step_made(self, made: StepMeasured) -> None:
         loss = self._loss / self._weight if self._weight else self._loss

@@ -6,8 +6,19 @@ import logging
 import math
 from typing import Any
 
+import pytest
+
 from tinkerflow.backend.clock import ManualClock
-from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Effect, LossMeasured, Outcome, StepMeasured
+from tinkerflow.backend.journal import (
+    CheckpointKind,
+    CheckpointSaved,
+    Effect,
+    LossMeasured,
+    ModelLive,
+    Outcome,
+    StepMeasured,
+    Trained,
+)
 from tinkerflow.flows.prefect.report import LINE_SECONDS, RunReport
 
 RUN = "sess-ab12:train:0"
@@ -16,7 +27,7 @@ RUN = "sess-ab12:train:0"
 class Told:
     """A report, and what it has said and told."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: Trained = Trained(), budget: int = 0) -> None:  # noqa: B008  it is frozen
         self.clock = ManualClock()
         self.lines: list[tuple[int, str]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -24,6 +35,8 @@ class Told:
             self.clock,
             lambda text, level: self.lines.append((level, text)),
             lambda event, **payload: self.events.append((event, payload)),
+            trained,
+            budget,
         )
 
     def step(self, number: int, loss: float = 6.0, *, seconds: float = 0.0) -> None:
@@ -72,3 +85,43 @@ def test_a_checkpoint_is_said_and_told() -> None:
     assert told.events == [
         ("tinkerflow.checkpoint.saved", {"path": path, "kind": "weights", "step": 3, "bytes": 2**20})
     ]
+
+
+def test_the_step_that_reaches_the_budget_is_told_once() -> None:
+    told = Told(budget=16)
+    told.step(1)
+    assert told.events == []
+    told.step(2)
+    told.step(3)
+    assert told.events == [("tinkerflow.budget.reached", {"once": "16", "tokens": 16, "budget": 16})]
+    assert [text for level, text in told.lines if level == logging.WARNING] == [
+        "trained on 16 tokens: the budget of 16 is spent"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trained", "budget", "steps"),
+    [
+        (Trained(made=8, last=8, begun=0), 20, {2}),
+        (Trained(made=8, last=8, begun=4), 20, {1}),  # with what its step had before
+        (Trained(made=24, last=8, begun=0), 20, {0}),  # again, by the same key: the engine may have ended first
+        (Trained(made=32, last=8, begun=0), 20, set()),
+        (Trained(made=32, last=8, begun=0), 0, set()),
+    ],
+)
+def test_a_budget_is_counted_on_by_the_next_engine(trained: Trained, budget: int, steps: set[int]) -> None:
+    told = Told(trained, budget)
+    found = {0} if told.events else set()
+    for number in (1, 2, 3):
+        before = len(told.events)
+        told.step(number)
+        found |= {number} if len(told.events) > before else set()
+    assert found == steps
+
+
+def test_tokens_whose_gradients_a_checkpoint_replaced_are_not_of_the_budget() -> None:
+    told = Told(budget=16)
+    told.answered(LossMeasured(RUN, 100, 3.0, 1.0))
+    told.answered(ModelLive(RUN))
+    told.step(1)
+    assert told.events == []

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from tinkerflow.backend.errors import NotFoundError
-from tinkerflow.backend.journal import LossMeasured, ModelLive, StepMeasured
+from tinkerflow.backend.journal import LossMeasured, ModelLive, StepMeasured, Trained
 from tinkerflow.backend.journal.database import driver_url
 from tinkerflow.backend.journal.tables import TrainingStep
 
@@ -39,6 +39,19 @@ def test_a_step_has_the_losses_that_it_was_made_of(scene, clock):
     assert (two.step, two.tokens, two.loss, two.kl, two.tokens_per_second) == (2, 8, 0.5, None, 4.0)
     assert two.at - one.at == timedelta(seconds=2)
     assert (curve.steps, curve.last_seq) == (2, 5) == (2, scene.journal.curves.last_seq(model, "local"))
+
+
+def test_the_tokens_of_a_run_are_those_of_its_steps_and_of_the_next_one(scene):
+    model = scene.model()
+    assert scene.journal.curves.trained(model) == Trained()
+    answer(scene, model, 1, LossMeasured(model, 10, 5.0, 20.0))
+    assert scene.journal.curves.trained(model) == Trained(0, 0, 10)
+    answer(scene, model, 2, StepMeasured(model, 2, 1, 1.0, 1.0))
+    answer(scene, model, 3, LossMeasured(model, 7, 5.0, 20.0))
+    answer(scene, model, 4, StepMeasured(model, 4, 2, 1.0, 1.0))
+    answer(scene, model, 5, LossMeasured(model, 3, 5.0, 20.0))
+    assert scene.journal.curves.trained(model) == Trained(17, 7, 3)
+    assert scene.journal.curves.trained(scene.model()) == Trained()
 
 
 def test_losses_whose_gradients_a_checkpoint_replaced_belong_to_no_step(scene):
