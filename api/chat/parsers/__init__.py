@@ -24,7 +24,8 @@ class ParserSpec:
     looks for; all other special tokens are no part of an answer's text. think: what encloses reasoning at the start of
     an answer, where the template knows it; None: `parse` finds it itself. parse: reads an answer after its reasoning,
     up to where only content is left; None: the family calls no tools. opening: what precedes a call that is one JSON
-    object with `name` and `arguments`, where the family writes calls so.
+    object with `name` and `arguments`, where the family writes calls so. calls: how calls begin; a model that calls a
+    tool while it reasons has ended its reasoning, as Qwen3 does without a word.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ParserSpec:
     think: tuple[str, str] | None = THINK
     parse: Callable[[Reader, Tools], Steps[None]] | None = None
     opening: str = ""
+    calls: tuple[str, ...] = ()
 
     def thinks(self, template: str) -> bool:
         """Whether models with this chat template reason before they answer."""
@@ -70,7 +72,9 @@ class Parser:
 def _answer(spec: ParserSpec, reader: Reader, tools: Tools, *, thinks: bool, opened: bool) -> Steps[None]:
     if spec.think is not None and thinks and (opened or (yield from reader.skip(spec.think[0]))):
         reader.trim()
-        yield from reader.until(spec.think[1:], ReasoningDelta)
+        begun = yield from reader.until((spec.think[1], *(spec.calls if tools else ())), ReasoningDelta)
+        if begun in spec.calls:
+            reader.text = begun + reader.text
     if spec.parse is not None and (tools or spec.think is None):
         yield from spec.parse(reader, tools)
     yield from reader.until(())

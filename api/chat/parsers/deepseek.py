@@ -30,4 +30,4 @@ def _call(reader: Reader) -> Steps[None]:
         yield from reader.skip(CALL_END)
 
 
-PARSER = ParserSpec("deepseek", signs=(CALLS,), marks=tuple(MARKS), parse=parse)
+PARSER = ParserSpec("deepseek", signs=(CALLS,), marks=tuple(MARKS), parse=parse, calls=(CALLS,))

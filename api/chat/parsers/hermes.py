@@ -13,4 +13,5 @@ def parse(reader: Reader, tools: Tools) -> Steps[None]:
             yield from reader.skip(CLOSE)
 
 
-PARSER = ParserSpec("hermes", signs=(OPEN,), marks=(OPEN, CLOSE), parse=parse, opening=f"{OPEN}\n")
+CALLS = (f"{OPEN}\n{{", f"{OPEN}{{")
+PARSER = ParserSpec("hermes", signs=(OPEN,), marks=(OPEN, CLOSE), parse=parse, opening=f"{OPEN}\n", calls=CALLS)

@@ -39,4 +39,4 @@ def _named(reader: Reader) -> Steps[None]:
 
 
 MARKS = (CALLS, CALL_ID, ARGUMENTS, *THINK)
-PARSER = ParserSpec("mistral", signs=(CALLS,), marks=MARKS, think=THINK, parse=parse)
+PARSER = ParserSpec("mistral", signs=(CALLS,), marks=MARKS, think=THINK, parse=parse, calls=(CALLS,))

@@ -58,4 +58,7 @@ def _call(reader: Reader, tools: Tools, taken: list[str]) -> Steps[bool]:
     return True
 
 
-PARSER = ParserSpec("qwen_xml", signs=(OPEN, FUNCTION), marks=(OPEN, CLOSE), parse=calls_between(OPEN, CLOSE))
+CALLS = (f"{OPEN}\n{FUNCTION}", f"{OPEN}{FUNCTION}")
+PARSER = ParserSpec(
+    "qwen_xml", signs=(OPEN, FUNCTION), marks=(OPEN, CLOSE), parse=calls_between(OPEN, CLOSE), calls=CALLS
+)

@@ -43,6 +43,7 @@ class Case:
 
 PARIS = ("weather", {"city": "Paris", "days": 3})
 OSLO = ("weather", {"city": "Oslo", "days": 1})
+STOP: tuple[str, dict[str, object]] = ("stop", {})
 XML = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
@@ -189,6 +190,81 @@ CASES = [
     Case("harmony", " to=functions.stop<|channel|>commentary<|message|>{}<|call|>", calls=(("stop", {}),)),
     Case("harmony", "No channel at all", "No channel at all"),
     Case("harmony", "<|channel|>fin", "<|channel|>fin"),
+    # What models are known to write: forms of parallel calls, order of keys, white space, reasoning that is not closed.
+    Case("hermes", f"I look\n\n<tool_call>\n{JSON}\n</tool_call>", "", "I look", (PARIS,), opened=True),
+    Case("hermes", f"<think>so<tool_call>{JSON}</tool_call>", "", "so", (PARIS,)),
+    Case("hermes", "in <tool_call> tags\n</think>\n\nOk", "Ok", "in <tool_call> tags", opened=True),
+    Case("hermes", f"\n</think>\n\n<tool_call>\n{JSON}\n</tool_call>", calls=(PARIS,), opened=True),
+    Case("hermes", "<think>\n\n</think>\n\nOk", "Ok"),
+    Case("hermes", '<tool_call>\n{"name": "stop", "arguments": null}\n</tool_call>', calls=(STOP,)),
+    Case("qwen_xml", f"I look.\n\n{XML}", "", "I look.", (PARIS,), opened=True),
+    Case("qwen_xml", f"hm\n</think>\n\n{XML}", "", "hm", (PARIS,), opened=True),
+    Case(
+        "qwen_xml",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nA\n\nB\n</parameter>\n"
+        "<parameter=units>\nnone\n</parameter>\n</function>\n</tool_call>",
+        calls=(("weather", {"city": "A\n\nB", "units": "none"}),),
+    ),
+    Case("glm", f"\nhm</think>\n{GLM}", "", "hm", (PARIS,), opened=True),
+    Case("glm", "  \n <tool_call>stop\n</tool_call>", calls=(STOP,)),
+    Case("glm", f"Look.{GLM}".replace("\n", ""), "Look.", calls=(PARIS,)),
+    *(
+        Case("llama", f'{{"name": "stop", "parameters": {{}}}}{between}{JSON}', calls=(STOP, PARIS))
+        for between in (";", "; ", " ; ", ";\n", "\n")
+    ),
+    Case("llama", '{"type": "function", "name": "stop", "parameters": {}}', calls=(STOP,)),
+    Case("llama", '{"name": "stop", "parameters": {}} by {stop}', " by {stop}", calls=(STOP,)),
+    Case("llama", '{"name": "stop"}', '{"name": "stop"}'),
+    Case("llama", '{"parameters": {}}', '{"parameters": {}}'),
+    Case("llama", '{"name": "stop", "parameters": {oops}', '{"name": "stop", "parameters": {oops}'),
+    Case(
+        "mistral",
+        '[TOOL_CALLS][{"arguments": {"name": "Al"}, "name": "stop"}]\nmore',
+        "more",
+        calls=(("stop", {"name": "Al"}),),
+    ),
+    Case("mistral", f'Hi[TOOL_CALLS] [{JSON[:-1]}, "id": "abc123def"}}]', "Hi", calls=(PARIS,)),
+    Case("mistral", f"[TOOL_CALLS]weather{ARGS}[TOOL_CALLS]stop{{}}", calls=(PARIS, STOP)),
+    Case("mistral", f"[THINK]hm[TOOL_CALLS]weather[ARGS]{ARGS}", "", "hm", (PARIS,)),
+    Case(
+        "deepseek",
+        f"<think>hm</think>\n{D['calls begin']}"
+        + "\n".join(
+            f"{D['call begin']}function{D['sep']}{name}\n```json\n{values}\n```{D['call end']}"
+            for name, values in (("weather", ARGS), ("stop", "{}"))
+        )
+        + D["calls end"],
+        "",
+        "hm",
+        (PARIS, STOP),
+    ),
+    Case(
+        "deepseek",
+        f"hm{D['calls begin']}{D['call begin']}stop{D['sep']}{{}}{D['call end']}{D['calls end']}",
+        "",
+        "hm",
+        (STOP,),
+        opened=True,
+    ),
+    Case(
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant to=functions.stop<|channel|>commentary json<|message|>{}<|call|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.weather<|message|>\n{ARGS}<|call|>",
+        "I look.",
+        "hm",
+        (STOP, PARIS),
+    ),
+    Case("harmony", "<|channel|>analysis to=functions.stop code<|message|>{}<|call|>", calls=(STOP,)),
+    Case("harmony", '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', '{"a": 1}'),
+    Case(
+        "seed",
+        "<seed:think>a<seed:cot_budget_reflect>b</seed:cot_budget_reflect></seed:think>\n"
+        + XML.replace("tool_call", "seed:tool_call"),
+        "",
+        "a<seed:cot_budget_reflect>b</seed:cot_budget_reflect>",
+        (PARIS,),
+    ),
 ]
 
 
