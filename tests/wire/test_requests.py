@@ -69,10 +69,10 @@ def test_create_model() -> None:
     body = of(base_model="m", lora_config=lora, optimizer_config={"type": "adamw"}, user_metadata={"a": "b"})
     assert CreateModel.decode(body) == CreateModel(base_model="m", lora_config=lora, user_metadata={"a": "b"})
     made = CreateModel.decode(body)
-    assert (made.spec, made.lora.seed, made.optimizer) == (LoraSpec(8, train_mlp=False), 3, "adamw")
+    assert (made.lora.spec, made.lora.seed, made.optimizer) == (LoraSpec(8, train_mlp=False), 3, "adamw")
     assert CreateModel.decode(of(base_model="m")) == CreateModel(base_model="m")
     plain = CreateModel(base_model="m")
-    assert (plain.spec, plain.lora.seed, plain.user_metadata) == (LoraSpec(32), None, {})
+    assert (plain.lora.spec, plain.lora.seed, plain.user_metadata) == (LoraSpec(32), None, {})
 
 
 def test_loads_and_saves() -> None:
