@@ -38,7 +38,7 @@ def contents_version(folder: Path, files: Iterable[Path]) -> str:
     model differ in some of them. OSError when a file cannot be read.
     """
     with ThreadPoolExecutor(16) as readers:  # a file system of a network answers each read late
-        named = sorted((str(file.relative_to(folder)), file) for file in files if file.is_file())
+        named = sorted((str(file.relative_to(folder)), file) for file in files if not file.is_dir())
         digests = readers.map(_content_digest, [file for _, file in named])
         lines = [f"{name} {digest}\n" for (name, _), digest in zip(named, digests, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
