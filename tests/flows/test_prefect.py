@@ -73,7 +73,7 @@ async def runs(url: str, kind: str, wanted: int, **filters: object) -> list[dict
             order = {"sort": "EXPECTED_START_TIME_ASC"} if kind == "task_runs" else {}
             found = await post(http, f"{url}/{kind}/filter", json=filters | order)
             if len(found) >= wanted and all(
-                run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for run in found
+                run["state"] and run["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for run in found
             ):
                 break
             await asyncio.sleep(0.2)
