@@ -36,23 +36,39 @@ TICK = os.sysconf("SC_CLK_TCK")
 class Connection:
     """One HTTP/1.1 connection, kept alive; as little client as possible beside the server on the same cores."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, key: str = KEY) -> None:
+        self._port, self._key = port, key
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer; AssertionError unless it is a 200."""
+        return json.loads(await self.send(path, json.dumps(body).encode()))
+
+    async def send(self, path: str, content: bytes) -> bytes:
+        """The answer's body; AssertionError unless it is a 200. A connection closed while idle is opened again."""
+        kept = self._streams is not None
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
-        content = json.dumps(body).encode()
-        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: a\r\nX-API-Key: {KEY}\r\nContent-Length: {len(content)}\r\n\r\n"
-        writer.write(head.encode() + content)
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: a\r\nX-API-Key: {self._key}\r\n"
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        try:
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.close()
+            if kept:
+                return await self.send(path, content)
+            raise
         length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length:"))
         answer = await reader.readexactly(length)
         assert " 200 " in lines[0], (lines[0], answer)
-        return json.loads(answer)
+        return answer
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another one."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
 
 
 def memory(pid: int) -> int:
