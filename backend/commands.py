@@ -363,11 +363,13 @@ class DropSnapshot:
 class SampleStep:
     """Admit requests into the decode batch, cancel others, prefill or decode a chunk. Reply: SampleProgress.
 
-    An empty SampleStep continues the requests that are in the batch or wait for it.
+    An empty SampleStep continues the requests that are in the batch or wait for it. wait: the reply comes when the
+    devices have done all that they were asked for; else they may still decode a chunk, which the next step reads.
     """
 
     admit: tuple[SampleRequest, ...] = ()
     cancel: tuple[str, ...] = ()
+    wait: bool = False
 
 
 @dataclass(frozen=True)

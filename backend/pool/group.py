@@ -22,7 +22,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tinkerflow.backend.commands import Command, Digest, FetchState, GroupConfig, GroupInfo, Reply, WriteState
+from tinkerflow.backend.commands import (
+    Command,
+    Digest,
+    FetchState,
+    GroupConfig,
+    GroupInfo,
+    Reply,
+    SampleStep,
+    WriteState,
+)
 from tinkerflow.backend.errors import (
     OUT_OF_MEMORY,
     AllocationError,
@@ -234,6 +243,8 @@ class Group:
         """
         if self.failure is not None:
             raise self.failure
+        if self._probation and isinstance(command, SampleStep):
+            command = replace(command, wait=True)  # or what it leaves on the devices has the next command blamed
         body = frames.encode(command if parent is None else Traced(parent, command))
         self._last_index += 1
         entry = _Outstanding(self._last_index, type(command).__name__, body, deadline, self._loop.create_future())

@@ -199,7 +199,8 @@ class ByMicroBatch(Echo):
 class Ahead(Echo):
     """Begins an OptimStep, and is done with it when the next command is executed or has failed, or in two seconds.
 
-    Its grad_norm is how many commands it had begun by then. learning_rate: what becomes of it in the end.
+    Its grad_norm is how many commands it had begun by then. learning_rate: what becomes of it in the end. A SampleStep
+    that is to wait has one active request, any other none.
     """
 
     def __init__(self, config: GroupConfig, progress: Callable[[str], None], processes: int, rank: int) -> None:
@@ -208,6 +209,8 @@ class Ahead(Echo):
         self.another = threading.Condition()
 
     def execute(self, command: Command) -> Reply | DeferredReply:
+        if isinstance(command, SampleStep):
+            return SampleProgress((), active=int(command.wait), waiting=0)
         try:
             if not isinstance(command, OptimStep):
                 return super().execute(command)

@@ -15,9 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import Example, Forward, ForwardResult, GroupConfig
+from tinkerflow.backend.commands import (
+    Example,
+    Forward,
+    ForwardResult,
+    GroupConfig,
+    SampleProgress,
+    SampleRequest,
+    SampleStep,
+)
 from tinkerflow.backend.errors import GroupFailedError, SuspectError
 from tinkerflow.backend.pool import Pool
+from tinkerflow.deployments.tiny_model import make_tiny
 
 StartPool = Callable[..., Coroutine[Any, Any, Pool]]
 
@@ -155,3 +164,39 @@ async def test_a_rank_that_is_told_to_end_leaves_time_for_what_is_on_its_devices
         break
     assert await pool.serving() == 2
     assert await pool.submit(total(8)) == ForwardResult((), 28.0)
+
+
+async def test_a_kill_with_a_chunk_that_nobody_has_read_changes_no_token(
+    start_pool: StartPool, group_config: Callable[..., GroupConfig], tmp_path: Path
+) -> None:
+    config = replace(group_config(str(make_tiny(tmp_path / "tiny"))), compile_cache_dir=str(tmp_path / "cache"))
+    pool = await start_pool("running_ahead:RunsAhead", config=config)
+    prompt_T = np.arange(1, 20, dtype=np.int32)
+    drawn = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 7, "stream": True}
+    requests = tuple(
+        SampleRequest(name, "owner", None, prompt_T, num_samples=samples, max_tokens=24, **drawn)  # type: ignore[arg-type]
+        for name, samples in (("a", 1), ("b", 2))
+    )
+
+    async def answers(steps: int = 1000) -> tuple[dict[str, list[list[int]]], int]:
+        """What is answered within so many steps, and how many tokens were told by then."""
+        found: dict[str, list[list[int]]] = {}
+        told, command = 0, SampleStep(requests)
+        while len(found) < len(requests) and steps:
+            progress = await pool.submit(command)
+            assert isinstance(progress, SampleProgress)
+            found |= {one.request_id: [each.tokens_T.tolist() for each in one.sequences] for one in progress.finished}
+            told += sum(len(new.tokens_T) for new in progress.streamed)
+            steps, command = steps - 1, SampleStep()
+        return found, told
+
+    expected, told = await answers()
+    assert told == 3 * 24
+    steps = 3
+    assert await answers(steps) == ({}, (steps - 1) * 3 * config.decode_chunk), "the last chunk is not read"
+    os.kill(pool.pids[0], signal.SIGKILL)
+    async for lost in pool.losses():
+        assert lost.generation == 1
+        break
+    assert await pool.serving() == 2
+    assert await answers() == (expected, told)

@@ -32,6 +32,7 @@ from tinkerflow.backend.commands import (
     OptimStep,
     Ping,
     Reply,
+    SampleProgress,
     SampleStep,
 )
 from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
@@ -216,11 +217,13 @@ async def test_after_a_crash_commands_go_one_at_a_time_and_the_right_one_is_blam
     start_pool: StartPool, wait_until: WaitUntil
 ) -> None:
     pool = await start_pool("Ahead", probation=3)
+    assert await pool.submit(SampleStep()) == SampleProgress((), active=0, waiting=0)
     innocent, guilty = together(pool, step(), order("die"))
     with pytest.raises(SuspectError):  # it was being computed: nobody knows better
         await innocent
     assert not isinstance(await failure_of(guilty), SuspectError)
     await pool.serving()
+    assert await pool.submit(SampleStep()) == SampleProgress((), active=1, waiting=0), "it leaves no chunk undone"
     innocent, guilty, third = together(pool, step(), order("die"), step())
     assert await innocent == OptimResult(1.0, 1)
     assert isinstance(await failure_of(guilty), SuspectError)

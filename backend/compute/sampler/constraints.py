@@ -1,7 +1,7 @@
 """The tokens that a constraint allows next: one `Matcher` a sequence, on the host, alike in every process of a group.
 
-A constraint decides token by token, so a chunk with a constrained sequence is one step long. The end-of-text token is
-allowed where the text may end, and where nothing else may follow it is the only one.
+A constraint decides token by token, so each token of a constrained sequence is read before the next one is asked for.
+The end-of-text token is allowed where the text may end, and where nothing else may follow it is the only one.
 """
 
 from __future__ import annotations

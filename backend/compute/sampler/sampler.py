@@ -8,7 +8,8 @@ Off CPUs it runs ahead: a step asks the devices for its chunk, and then reads th
 compute while the host hands tokens out, answers, and waits for the next command. Last tokens stay on the devices; a
 sequence that had ended is found out one chunk later, and what was decoded after its end is dropped. Where the host must
 know the tokens first, because of penalties, a constraint, or a sequence that has to wait again, the chunk is read
-before the next one is begun. What a step does follows from commands and from chunks that were read, and a chunk is
+before the next one is begun. Constrained sequences decode token by token within a step; on CPUs the others decode their
+chunk beside them. What a step does follows from commands and from chunks that were read, and a chunk is
 always read in the same step: so processes of a group agree.
 
     request --admit--> Scheduler --next_group--> prefill --join--> decode, chunk by chunk --hand_out--> result
@@ -221,6 +222,9 @@ class Sampler:
             self._served_short = not self._served_short and self._serve_short()
             if not self._served_short:
                 self._prefill_or_decode()
+            if command.wait:
+                self._read_asked()
+                jax.block_until_ready(self._model.last_piece)
         except Exception as error:
             # The batch is gone with its donated buffers (say, no memory was left), but not the snapshots.
             log.exception("a sample step failed; every request in it is answered with an error")
@@ -329,41 +333,56 @@ class Sampler:
         return spent
 
     def _decode(self) -> None:
-        """One chunk of every sequence."""
+        """One chunk of every sequence, and as many tokens of those which the host leads one by one."""
         scheduler = self._scheduler
+        if any(sequence.needs_host for sequence in scheduler.running):
+            self._read_asked()
+        while not scheduler.make_room(steps := self._steps(scheduler.running)):
+            self._read_asked()
+        if not scheduler.running:  # a group in prefill has the pages: who was preempted begins after it
+            self._read_asked()
+            return
+        self.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
         running = scheduler.running
-        if any(sequence.needs_host for sequence in running):
-            self._read_asked()
-            self._constrain()
-            running = scheduler.running
-        while not scheduler.make_room(steps := self._steps(running)):
-            self._read_asked()
-            running = scheduler.running
-        if running := scheduler.running:  # else a group in prefill has the pages: who was preempted begins after it
-            self.snapshots.use(scheduler.snapshots())  # prefill may have given their columns to others
-            self._ask(running, steps)
-        else:
+        led = self._led(running)
+        self._decode_led(led, steps)
+        if others := [sequence for sequence in running if sequence not in set(led)]:
+            self._ask(others, steps)
+
+    def _led(self, running: list[ActiveSequence]) -> list[ActiveSequence]:
+        """The sequences that decode token by token: constrained ones, whose last token decides which may be the next.
+
+        Where a step takes as long for few rows as for many, the others go along: apart, they would take a step more.
+        """
+        led = [sequence for sequence in running if sequence.matcher is not None]
+        return running if led and not self._shapes.rows_are_dear else led
+
+    def _decode_led(self, led: list[ActiveSequence], steps: int) -> None:
+        """`steps` tokens of each, of which every one is read before the next is asked for."""
+        for _ in range(steps):
+            self._constrain(led)
+            led = [sequence for sequence in led if self._scheduler.expects(sequence)]
+            if not led:
+                return
+            self._ask(led, 1)
             self._read_asked()
 
-    def _constrain(self) -> None:
+    def _constrain(self, led: list[ActiveSequence]) -> None:
         """Compute what each constrained sequence may say next; requests for which that is nothing are answered."""
-        for sequence in self._scheduler.running:
-            request_id = sequence.parent.request.request_id
-            if sequence.matcher is None or not self._scheduler.holds(request_id):
+        for sequence in led:
+            if sequence.matcher is None or not self._scheduler.expects(sequence):
                 continue
             try:
                 sequence.matcher.advance(sequence.tokens)
             except UserError as error:
+                request_id = sequence.parent.request.request_id
                 self._scheduler.remove(request_id)
                 self._failed.append(SampleResult(request_id, error=error.message))
 
     def _steps(self, running: Sequence[ActiveSequence]) -> int:
-        """How many tokens to decode: up to where the first sequence reaches its limit, but half a chunk to a whole.
-
-        One when a sequence is constrained: its last token decides which may be the next.
-        """
+        """How many tokens to decode: up to where the first sequence reaches its limit, but half a chunk to a whole."""
         chunk = self._config.decode_chunk
-        if not running or any(sequence.matcher is not None for sequence in running):
+        if not running:
             return 1
         remaining = [sequence.remaining for sequence in running]
         return min(chunk, max(remaining), max(min(remaining), -(-chunk // 2)))

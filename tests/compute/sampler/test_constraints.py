@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tinkerflow.backend.commands import Adjustments, Constraint
 from tinkerflow.backend.compute.sampler import sampler as sampler_module
 from tinkerflow.backend.compute.sampler.constraints import everything, new_matcher, words
 from tinkerflow.backend.compute.sampler.decode import decode
+from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.errors import UserError
 
 SCHEMA = {
@@ -106,6 +108,35 @@ def test_answers_are_what_was_asked_and_others_stay_as_they_are(
             assert one.tokens_T.tolist() == other.tokens_T.tolist(), request.request_id
     run_all(sampler, ask("a", prompt(5), 9, constraint=REGEX), ask("b", prompt(5), 9, constraint=LARK))
     assert decode._cache_size() <= known + 3, "a program for each number of slots, whatever the constraint"
+
+
+@pytest.mark.parametrize("rows_are_dear", [True, False])
+def test_others_decode_in_chunks_beside_constrained_sequences_where_rows_are_dear(
+    qwen: Any,
+    ask: Any,
+    run_all: Any,
+    prompt: Any,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows_are_dear: bool,
+) -> None:
+    sampler, asked = qwen.sampler(model_path=str(folder), decode_chunk=4), list[tuple[str, int]]()
+    sampler._shapes = replace(sampler._shapes, rows_are_dear=rows_are_dear)
+    real = SamplerModel.decode_chunk
+
+    def watched(model: SamplerModel, slots: int, held: Any, steps: int, before: Any) -> Any:
+        asked.append((" ".join(sorted({one.parent.request.request_id for _, one in held})), steps))
+        return real(model, slots, held, steps, before)
+
+    monkeypatch.setattr(SamplerModel, "decode_chunk", watched)
+    requests = [ask("regex", prompt(9), 60, constraint=REGEX), ask("free", prompt(9), 24)]
+    regex = run_all(sampler, *requests)["regex"].sequences[0]
+    if rows_are_dear:
+        assert [steps for names, steps in asked if names == "free"] == [4] * 6
+        assert [steps for names, steps in asked if names == "regex"] == [1] * len(regex.tokens_T)
+    else:
+        assert asked[: len(regex.tokens_T)] == [("free regex", 1)] * len(regex.tokens_T)
+    assert len({names for names, _ in asked}) == 2, "in few dispatches, and never in both ways"
 
 
 def test_what_cannot_be_obeyed_fails_alone(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerflow.backend.commands import Adjustments, PromptWishes, SampleRequest, SampleResult, SampleStep
+from tinkerflow.backend.commands import Adjustments, Constraint, PromptWishes, SampleRequest, SampleResult, SampleStep
 from tinkerflow.backend.compute.config import LayerKind
 from tinkerflow.backend.compute.mesh import FSDP
 from tinkerflow.backend.compute.platforms import CPU, CUDA
@@ -59,6 +59,20 @@ class Snapshots:
 
     def reset(self) -> None:
         self.used = set()
+
+
+class Matcher:
+    """In the place of a constraint's matcher: it allows everything. seen: the tokens that it was told last."""
+
+    def __init__(self, *_: Any) -> None:
+        self.seen: list[int] = []
+
+    def fresh(self) -> Matcher:
+        return Matcher()
+
+    def advance(self, tokens: list[int]) -> None:
+        assert tokens[: len(self.seen)] == self.seen
+        self.seen = list(tokens)
 
 
 def digests(tokens: Any) -> list[int]:
@@ -164,6 +178,7 @@ class Devices:
         tokens_CS, logprobs_CS = np.zeros((self.chunk, slots), np.int32), np.zeros((self.chunk, slots), np.float32)
         for slot, sequence in held:
             assert not (sequence.needs_host and sequence.ahead), "its tokens are not read yet"
+            assert sequence.matcher is None or (steps, sequence.matcher.seen) == (1, sequence.tokens)
             self.row(slot, slots, sequence.table, sequence.parent)
             known = texts[sequence] = before.texts[sequence] if sequence.ahead else digests(sequence.prefix())
             finite = self.reads(sequence.table, known[:-1], sequence.parent)
@@ -224,6 +239,7 @@ def requests(chance: random.Random, most: int) -> Iterator[SampleRequest]:
             prompt_logprobs=wishes is not None or chance.random() < 0.1,
             prompt=wishes,
             adjustments=Adjustments(presence=1.0) if chance.random() < 0.05 else None,
+            constraint=Constraint("regex", ".*", (STOP,)) if chance.random() < 0.05 else None,
         )
 
 
@@ -239,6 +255,7 @@ def test_random_traffic(seed: int, shards: int, monkeypatch: pytest.MonkeyPatch)
         "by_layer": lambda cfg, params: params,
         "usual_spec": lambda *_: None,
         "SamplerPrograms": lambda *_, **__: None,
+        "new_matcher": Matcher,
         "on_cpu": lambda: cpu,
         "platform": lambda: CPU if cpu else CUDA,
     }.items():

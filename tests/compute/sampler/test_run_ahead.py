@@ -78,6 +78,21 @@ def test_a_chunk_is_asked_for_before_the_last_one_is_read(
     assert happened == ["decode_chunk", "read"] * 3, "penalties count tokens that the host must know"
 
 
+def test_a_step_that_is_to_wait_leaves_no_chunk_unread(
+    ahead: Any, ask: Any, run_all: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, request, happened = ahead(), ask("a", prompt(20), 12), list[str]()
+    expected = run_all(sampler, request)["a"].sequences[0]
+    real = SamplerModel.read
+    monkeypatch.setattr(SamplerModel, "read", lambda model, chunk: happened.append("read") or real(model, chunk))
+    sampler.step(SampleStep((request,), wait=True))
+    assert happened == ["read"]
+    sampler.step(SampleStep())
+    assert happened == ["read"], "then it runs ahead again"
+    (result,) = sampler.step(SampleStep(wait=True)).finished
+    assert result.sequences[0].tokens_T.tolist() == expected.tokens_T.tolist()
+
+
 def test_sequences_that_ended_unread_keep_no_state_from_the_next_ones(
     ask: Any, run_all: Any, prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from tinkerflow.backend.commands import PromptWishes, SampleRequest, SampleResult
+from tinkerflow.backend.compute.platforms import CUDA
 from tinkerflow.backend.compute.sampler.pages import PagePool
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, prompt_scores
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
@@ -394,3 +396,40 @@ def test_short_requests_beside_the_batch_have_a_slot_each_in_their_shard(ask: An
     assert group is not None and [job.parent.request.request_id for job in group.jobs] == ["1"]
     slots, held = line.held(line.join_beside(group))
     assert [slot // (slots // pool.shards) for slot, _ in held] == [one.table.shard for _, one in held]
+
+
+def test_full_pages_stay_busy_and_nobody_is_preempted_twice(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 requests of 512 tokens and up to 7,680 more, and pages for a sixteenth of all that they may grow to."""
+    pool, chunk, most, stop = PagePool(4096), 64, 7680, 99
+    line = Scheduler(make_shapes(max_slots=256, fsdp=1, pieces=CUDA.prefill_tokens), 256, pool)
+    lengths = np.random.default_rng(0).integers(1, most + 1, 1024).tolist()
+    for number in range(1024):
+        parent = ParentRequest(ask(str(number), range(512), most, owner="ab"[number % 2]), None, most)
+        detector = StopDetector(frozenset({stop}), (), None)
+        line.admit(parent, [ActiveSequence(parent, 0, detector, UniformStream(0, 0))])
+    begun, left, busy, preempted = dict[int, None](), list[int](), list[float](), Counter[int]()
+    real = Scheduler._preempt
+
+    def counted(self: Scheduler, sequence: ActiveSequence) -> None:
+        preempted[int(sequence.parent.request.request_id)] += 1
+        real(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "_preempt", counted)
+    while line.waiting or line.active:
+        while line.next_group() is not None:
+            begun |= {int(one.parent.request.request_id): None for one in advance(line)}
+        assert line.make_room(chunk)
+        if line._waiting:
+            busy.append(pool.used / (pool.pages - 1))
+        for sequence in line.running:
+            number = int(sequence.parent.request.request_id)
+            rest = lengths[number] - len(sequence.tokens)
+            tokens = [1] * chunk if rest > chunk else [1] * (rest - 1) + [stop]
+            if sequence.take(tokens, [0.0] * len(tokens)):
+                line.end(sequence, finite=True)
+        left += [len(result.sequences[0].tokens_T) for result in line.finish()]
+    assert np.mean(busy) >= 0.9
+    assert preempted and set(preempted.values()) == {1}
+    assert sorted(left) == sorted(lengths) and not pool.used
+    for owner in (0, 1):
+        assert [one for one in begun if one % 2 == owner] == list(range(owner, 1024, 2))
