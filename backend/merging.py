@@ -25,7 +25,7 @@ from tinkerflow.backend.compute.families import Family, family_of, load_config
 from tinkerflow.backend.compute.peft_names import pair_names
 from tinkerflow.backend.compute.weight_files import INDEX, WEIGHTS, MadeTensor, StoredTensor, Tensor, open_tensors
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_card import TEXT_FILES
+from tinkerflow.backend.model_source import TEXT_FILES
 from tinkerflow.backend.spec.ranks import peft_factor
 
 SHARD_BYTES = 4 * 2**30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -16,12 +15,11 @@ from tinkerflow.backend.compute.families import family_of, load_config
 from tinkerflow.backend.compute.vision_config import open_processor
 from tinkerflow.backend.compute.weight_files import open_tensors
 from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.model_source import find_model, hub_id
 from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import DEFAULT_MAX_CONTEXT, MODEL_CONTEXT
 
 TOKENIZER = "tokenizer.json"
-TEXT_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")  # of a model on the hub
-HUB_FILES = ("*.safetensors", *TEXT_FILES)
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class ModelCard:
 
     @classmethod
     def load(cls, name: str, *, max_context: int = 0) -> Self:
-        """The card of the model that `name` means: a folder, else a hub id, which is downloaded on first use.
+        """The card of the model that `name` means (`find_model`), which is copied to this host on first use.
 
         max_context 0 = what the model allows, up to 32768. UserError says what is missing, unreadable or not supported.
         """
@@ -60,7 +58,7 @@ class ModelCard:
         return cls(
             name=name,
             path=str(folder),
-            tokenizer_id=str(folder) if Path(name).expanduser().is_dir() else name,
+            tokenizer_id=_tokenizer_id(name, folder),
             architecture=config.architecture,
             vocab_size=config.vocab,
             max_context=context_of(name, config, max_context),
@@ -100,35 +98,6 @@ def image_processor(folder: str) -> ImageProcessor | None:
     return open_processor(load_config(folder), folder)
 
 
-def find_model(name: str, files: Sequence[str] = HUB_FILES) -> Path:
-    """The folder of a base model given as a folder or as a hub id (downloaded, or from the hub's cache).
-
-    files: what to download of it.
-    """
-    if not name:
-        raise UserError("base model '': give a folder or a hub id")
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise UserError(f"base model {name!r}: there is no folder {folder.resolve()}")
-    # Imported here: a model in a folder should not wait for a network library.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(files))).resolve()
-    except HFValidationError as error:
-        raise UserError(f"base model {name!r}: neither a folder nor a hub id ({error})") from error
-    except LocalEntryNotFoundError as error:
-        raise UserError(
-            f"base model {name!r}: not a folder, not in the local hub cache, and the hub cannot be reached; "
-            "give a folder, or download it where there is a network"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise UserError(f"base model {name!r}: not a folder, and the hub did not give it ({error})") from error
-
-
 def context_of(name: str, config: ModelConfig, wanted: int) -> int:
     """The longest sequence to serve of a model, in tokens; UserError when `wanted` is more than it allows.
 
@@ -137,6 +106,11 @@ def context_of(name: str, config: ModelConfig, wanted: int) -> int:
     if wanted > config.max_positions:
         raise UserError(f"base model {name!r}: max_context {wanted}; the model allows at most {config.max_positions}")
     return wanted or min(config.max_positions, DEFAULT_MAX_CONTEXT)
+
+
+def _tokenizer_id(name: str, folder: Path) -> str:
+    of_the_hub = "://" not in name and not Path(name).expanduser().is_dir()
+    return hub_id(name) if of_the_hub else str(folder)
 
 
 def _eos(name: str, folder: Path, config: ModelConfig) -> tuple[int, ...]:

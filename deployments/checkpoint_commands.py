@@ -16,7 +16,7 @@ from tinkerflow.backend.errors import StoreError, UserError
 from tinkerflow.backend.ids import LOCAL_OWNER, new_id
 from tinkerflow.backend.index import row_of
 from tinkerflow.backend.merging import merge as merge_model
-from tinkerflow.backend.model_card import find_model
+from tinkerflow.backend.model_source import find_model
 from tinkerflow.backend.peft_import import NAME, import_adapter, save_import
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.store import Store

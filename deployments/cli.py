@@ -231,7 +231,7 @@ def fetch_models(
     data_dir: DataDir = None,
 ) -> None:
     """Make or download the base models of the settings on this host, and print their folders."""
-    from tinkerflow.backend.model_card import HUB_FILES, TEXT_FILES, find_model
+    from tinkerflow.backend.model_source import HUB_FILES, TEXT_FILES, find_model
 
     for name in with_base_models(settings_with(data_dir=data_dir)).base_models:
         print(find_model(name, HUB_FILES if weights else TEXT_FILES))

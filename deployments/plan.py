@@ -15,7 +15,8 @@ from tinkerflow.backend.compute.lora import check_spec
 from tinkerflow.backend.compute.memory import GB, MemoryPlan, adapter_bytes, plan_memory, weight_bytes
 from tinkerflow.backend.compute.roofline import Estimate, Topology, decode_bound, parse_topology, training_bound
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.model_card import context_of, find_model
+from tinkerflow.backend.model_card import context_of
+from tinkerflow.backend.model_source import find_model
 from tinkerflow.backend.settings import Settings
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER
 from tinkerflow.backend.spec.ranks import expert_rank

@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,6 +27,15 @@ from tinkerflow.backend.store.objects import ObjectBlobs
 RESUMABLE = 16 * 2**20  # bytes; larger objects are sent in pieces of this size, and a failed piece is repeated alone
 _TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=20, sock_read=60)  # seconds, of one request
 _NOT_SATISFIABLE = 416  # a range that begins at the end or after it
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Size, generation and MD5 of an object; the MD5 is empty for objects that were composed of others."""
+
+    size: int
+    generation: str
+    md5: bytes
 
 
 class GcsBlobs(ObjectBlobs):
@@ -88,6 +98,12 @@ class GcsBlobs(ObjectBlobs):
         """An object's size in bytes."""
         with _failures(key):
             return int(self._about(key)["size"])
+
+    def stamp(self, key: str) -> Stamp:
+        """What tells this content of an object from any other; FileNotFoundError when there is none."""
+        with _failures(key):
+            about = self._about(key)
+            return Stamp(int(about["size"]), str(about["generation"]), base64.b64decode(about.get("md5Hash", "")))
 
     def remove(self, key: str, old: bytes | None = None) -> bool:
         """Remove an object; with `old`, only the generation that holds these bytes."""
