@@ -12,7 +12,7 @@ from tinkerflow.backend.commands import GroupConfig, LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.lora import check_spec
-from tinkerflow.backend.compute.memory import GB, MemoryPlan, adapter_bytes, plan_memory, weight_bytes
+from tinkerflow.backend.compute.memory import GB, MemoryPlan, adapter_bytes, plan_memory, sampling_config, weight_bytes
 from tinkerflow.backend.compute.roofline import Estimate, Topology, decode_bound, parse_topology, training_bound
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.model_card import context_of
@@ -66,7 +66,7 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
             config,
             target.device,
             weights=whole,
-            slots=_slots(config, plan, positions),
+            slots=_slots(sampling_config(cfg, config), plan, positions),
             positions=positions,
             cell=plan.uses.kv_cache / plan.cells,
         )
@@ -107,7 +107,7 @@ def _compiled(cfg: ModelConfig, config: GroupConfig, target: Topology, plan: Mem
     programs = Programs(cfg, str(target), rank, config.tensor, config.expert)
     rows = max(config.fsdp, plan.budget.microbatch_tokens // _ROW)
     each = plan.budget.microbatch_tokens // rows
-    slots, chunk = _slots(config, plan, plan.context), config.decode_chunk
+    slots, chunk = _slots(sampling_config(cfg, config), plan, plan.context), config.decode_chunk
     made = {
         f"forward_backward of {rows}x{each} tokens": (programs.forward_backward(rows, each), rows * each),
         f"forward_backward of {config.fsdp}x{plan.context} tokens": (

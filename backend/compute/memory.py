@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import DeltaNet, ModelConfig
 from tinkerflow.backend.compute.deltanet import CHUNK
 from tinkerflow.backend.compute.families import layers_with, projections
 from tinkerflow.backend.compute.lora import shardings
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, heads_split
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.peft_names import matrix_rank, targets
 from tinkerflow.backend.compute.platforms import SCORED_ROWS, on_cpu
@@ -106,10 +107,10 @@ class MemoryPlan:
 
     limit: bytes of each device that the group may use; None on CPUs, which share the host's memory: there only `pages`
     depends on the machine, and a prompt for which they are too few is refused by the sampler. budget: of training.
-    context: the longest sequence that can be trained on and sampled, in tokens. pages: of the KV cache on each device
-    of the fsdp axis, the one of zeros included. cells: positions of all pages that sequences may have, over the whole
-    mesh. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same time; None on CPUs.
-    states: of sequences in layers with linear attention, on each device of the fsdp axis; 0 in models without them.
+    context: the longest sequence that can be trained on and sampled, in tokens. pages: of each shard of the KV cache
+    (`sampling_config`), the one of zeros included. cells: positions of all pages that sequences may have, over the
+    whole mesh. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same time; None on CPUs.
+    states: of sequences in layers with linear attention, of each shard; 0 in models without them.
     """
 
     limit: int | None
@@ -152,12 +153,13 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
     limit = device_limit(config)
     if limit is None:
         longest = min(config.max_context, cfg.max_positions)
-        slots = -(-config.sample_slots // config.fsdp) * pages_for(min(longest, _POSITIONS_A_SLOT_ON_CPUS))
+        shards = sampling_config(cfg, config).fsdp
+        slots = -(-config.sample_slots // shards) * pages_for(min(longest, _POSITIONS_A_SLOT_ON_CPUS))
         fit = least(int(_host_bytes() * _CACHE_ON_CPUS / _page_bytes(cfg, config)))
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
         states = state_count(cfg, config)
-        return MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * config.fsdp, states=states)
+        return MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * shards, states=states)
     return plan_memory(cfg, config, least(limit))
 
 
@@ -203,7 +205,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         adapters=free - sum(step) - sampling,
         reserve=reserve,
     )
-    cells = (pages - 1) * PAGE * config.fsdp
+    cells = (pages - 1) * PAGE * sampling_config(cfg, config).fsdp
     resident = uses.adapters // reference
     return MemoryPlan(
         limit, budget, min(context, longest), pages, cells, uses, resident, states=state_count(cfg, config)
@@ -256,11 +258,17 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
 
 
 def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
-    """How many states a device of the fsdp axis has: of all sequences at once, and of prompts that are kept."""
+    """How many states a shard of the KV cache has: of all sequences at once, and of prompts that are kept."""
     if cfg.delta is None:
         return 0
-    slots = -(-config.sample_slots // config.fsdp)
+    slots = -(-config.sample_slots // sampling_config(cfg, config).fsdp)
     return 1 + slots + PREFILL_ROWS[-1] + _BESIDE + max(_LEAST_KEPT_STATES, slots // 2)
+
+
+def sampling_config(cfg: ModelConfig, config: GroupConfig) -> GroupConfig:
+    """The configuration with the axes that the KV cache has: those of `mesh.cache_mesh`."""
+    heads = heads_split(_mesh(config), cfg.cached[0])
+    return replace(config, fsdp=config.fsdp * config.tensor // heads, tensor=heads)
 
 
 def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
@@ -313,7 +321,7 @@ def least(value: int, gather: Gather | None = None) -> int:
 
 def _mesh(config: GroupConfig) -> Any:
     """The group's mesh without devices."""
-    return jax.sharding.AbstractMesh((config.fsdp, config.expert, config.tensor), (FSDP, EXPERT, TENSOR))
+    return AbstractMesh((config.fsdp, config.expert, config.tensor), (FSDP, EXPERT, TENSOR))
 
 
 def _share(size: int, parts: int) -> int:
@@ -397,14 +405,16 @@ def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStru
 def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What a page of the KV cache takes of the device that holds it."""
     heads, key, value = cfg.cached
+    heads //= sampling_config(cfg, config).tensor
     layers = len(cfg.numbers("attention"))
-    return layers * _share(heads, config.tensor) * (key + value) * jnp.dtype(config.dtype).itemsize * PAGE
+    return layers * heads * (key + value) * jnp.dtype(config.dtype).itemsize * PAGE
 
 
 def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What states take of a device, and those that a dispatch has taken out of their pool."""
     if cfg.delta is None:
         return 0
+    config = sampling_config(cfg, config)
     heads = _state_heads(cfg.delta, config)
     conv = (cfg.delta.taps - 1) * cfg.delta.channels * jnp.dtype(config.dtype).itemsize
     one = len(cfg.numbers("delta")) * (4 * heads * cfg.delta.key_dim * cfg.delta.value_dim + conv)

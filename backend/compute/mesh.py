@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.errors import UserError
 
 FSDP, EXPERT, TENSOR = "fsdp", "expert", "tensor"
+_ORDER = (EXPERT, TENSOR, FSDP)  # of a mesh's axes: so TENSOR and FSDP together are one range of devices
+WEIGHTS = (TENSOR, FSDP)  # the axes that base matrices are split over
 ROWS = (FSDP, EXPERT)  # the axes that rows of training are split over
 Tree = TypeVar("Tree")
 Array = jax.Array | npt.NDArray[Any]  # on the devices, or on the host; inside a jitted function always the first
@@ -42,7 +44,44 @@ def make_mesh(fsdp: int, tensor: int, expert: int = 1) -> Mesh:
         raise UserError(
             f"mesh fsdp {fsdp} x expert {expert} x tensor {tensor}: the product must equal the group's {count} devices"
         )
-    return jax.make_mesh((fsdp, expert, tensor), (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3)
+    return over(jax.devices(), fsdp, tensor, expert)
+
+
+def over(devices: Sequence[jax.Device], fsdp: int, tensor: int, expert: int) -> Mesh:
+    """A mesh of these sizes over all of `devices`. Neighbours along the tensor axis are near each other."""
+    auto = (AxisType.Auto,) * 3
+    near = jax.make_mesh((fsdp, expert, tensor), (FSDP, EXPERT, TENSOR), axis_types=auto, devices=devices)
+    return Mesh(near.devices.transpose(1, 2, 0), _ORDER, axis_types=auto)
+
+
+def sampling_mesh(mesh: Mesh) -> Mesh:
+    """The same devices with all of WEIGHTS as the tensor axis: what a training step gathers is used where it lies.
+
+    A matrix that `params` has split over WEIGHTS lies there as this mesh's tensor axis splits it, so both use the same
+    memory, and a token moves activations between devices in place of matrices.
+    """
+    return _reshaped(mesh, 1)
+
+
+def cache_mesh(mesh: Mesh, kv_heads: int) -> Mesh:
+    """The same devices with as much of WEIGHTS as the tensor axis as divides the key-value heads; rows get the rest.
+
+    So no two devices of these axes hold the same keys and values.
+    """
+    return _reshaped(mesh, mesh.shape[TENSOR] * mesh.shape[FSDP] // heads_split(mesh, kv_heads))
+
+
+def heads_split(mesh: Mesh | AbstractMesh, kv_heads: int) -> int:
+    """Over how many devices a sequence's key-value heads are split."""
+    return math.gcd(mesh.shape[TENSOR] * mesh.shape[FSDP], kv_heads)
+
+
+@functools.cache
+def _reshaped(mesh: Mesh, fsdp: int) -> Mesh:
+    """The devices of a mesh in the same order, with another size of fsdp; the tensor axis has the others."""
+    if mesh.shape[FSDP] == fsdp:
+        return mesh
+    return Mesh(mesh.devices.reshape(mesh.shape[EXPERT], -1, fsdp), _ORDER, axis_types=(AxisType.Auto,) * 3)
 
 
 def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | tuple[str, ...] | None) -> NamedSharding:
@@ -57,8 +96,8 @@ def sharding(mesh: Mesh, shape: tuple[int, ...], *axes: str | tuple[str, ...] | 
 
 
 def by_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """`x` with its first dimension split over the fsdp axis, if that divides it, and whole otherwise."""
-    return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, FSDP))
+    """`x` with its first dimension split over WEIGHTS, if they divide it, and whole otherwise."""
+    return jax.lax.with_sharding_constraint(x, sharding(mesh, x.shape, WEIGHTS))
 
 
 def row_parts(mesh: Mesh) -> int:

@@ -26,7 +26,7 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.decoder import LayerTensor, Projection
 from tinkerflow.backend.compute.families import family_of, layers_with
 from tinkerflow.backend.compute.layers import LayerParams
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, from_callback, sharding
+from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, WEIGHTS, from_callback, sharding
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.compute.quantized import Int8, Weight, rounded, scales
 from tinkerflow.backend.compute.transformer import Params
@@ -40,6 +40,7 @@ _UNUSED = (".rotary_emb.inv_freq", ".masked_bias")  # buffers that old releases 
 _ROW_PARALLEL = ("o", "down", "out", "shared_down", "dense_down")
 Loaded = TypeVar("Loaded", bound=Weight)
 Array = npt.NDArray[Any]
+Axis = str | tuple[str, ...] | None  # of the mesh: what splits a dimension
 Part = Callable[..., None]  # (out, stored tensor or layer, slices...): write that part into `out`
 _THREADS = 8  # or one for each processor, if these are fewer
 _ROWS = 4096  # of an embedding that are copied by one thread
@@ -95,12 +96,12 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
     layers |= {name: told(load.layer_tensors(tensor)) for name, tensor in tensors.items()}
     unembed = family.projections(cfg)["unembed"]
     return Params(
-        embed_VD=told(load.whole(family.embed, (cfg.vocab, cfg.hidden), TENSOR, FSDP)),
+        embed_VD=told(load.whole(family.embed, (cfg.vocab, cfg.hidden), *load.axes(cfg.vocab))),
         layers=layers,
         final_norm_D=told(load.whole(family.final_norm, (cfg.hidden,), None)),
         unembed_VD=None
         if cfg.tied
-        else told(load.whole(f"{unembed.module}.weight", (unembed.outputs, unembed.inputs), TENSOR, FSDP)),
+        else told(load.whole(f"{unembed.module}.weight", (unembed.outputs, unembed.inputs), *load.axes(cfg.vocab))),
         tower={name: told(load.layer_tensors(tensor)) for name, tensor in seeing.items()} or None,
     )
 
@@ -122,7 +123,7 @@ class _Loader:
     threads: ThreadPoolExecutor
     used: set[str] = field(default_factory=set)
 
-    def whole(self, name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+    def whole(self, name: str, shape: tuple[int, ...], *axes: Axis) -> jax.Array:
         """One tensor of the checkpoint; `axes` split its dimensions."""
         tensor = self._tensor(name, shape)
 
@@ -148,12 +149,13 @@ class _Loader:
 
     def matrices(self, matrix: Projection, row_parallel: bool) -> Weight:
         """A matrix of every layer, stacked [L, o, i], or of every layer and expert, [L, E, i, o]."""
-        shape, axes = (matrix.outputs, matrix.inputs), (FSDP, TENSOR) if row_parallel else (TENSOR, FSDP)
+        shape = (matrix.outputs, matrix.inputs)
+        axes = self.axes(matrix.inputs)[::-1] if row_parallel else self.axes(matrix.outputs)
         each = np.empty(matrix.stack, object)
         for place in np.ndindex(matrix.stack):
             each[place] = self._tensor(f"{matrix.name(place)}.weight", shape)
 
-        def stacked(part: Part, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any) -> jax.Array:
+        def stacked(part: Part, shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: Any) -> jax.Array:
             if len(matrix.stack) == 1:
                 place = (len(each), *shape)
                 return self._stack(place, axes, dtype, lambda out, layer, *where: part(out, each[layer], *where))
@@ -169,6 +171,15 @@ class _Loader:
             values = stacked(self._values, shape, axes, jnp.int8)
             return Int8(values, stacked(self._scales, shape[:1], axes[:1], self.dtype))
         return stacked(_copy, shape, axes, self.dtype)
+
+    def axes(self, long: int) -> tuple[Any, Any]:
+        """What splits the dimensions of a matrix: WEIGHTS its first, of size `long`; else each axis one of the two.
+
+        The first is that which a device computes a part of by itself, in training on the tensor axis and in sampling
+        on all of WEIGHTS (`mesh.sampling_mesh`). Its parts are gathered over fsdp in training.
+        """
+        devices = math.prod(self.mesh.shape[axis] for axis in WEIGHTS)
+        return (TENSOR, FSDP) if long % devices else (WEIGHTS, None)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.used.add(name)
@@ -187,7 +198,7 @@ class _Loader:
             )
         return tensor
 
-    def _stack(self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, part: Part) -> jax.Array:
+    def _stack(self, shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: Any, part: Part) -> jax.Array:
         """An array of `shape`, L first; part(out, layer, *slices) writes a device's part of a layer into `out`.
 
         axes: split the dimensions after L.
@@ -204,7 +215,7 @@ class _Loader:
         for _ in self.threads.map(do, numbers):
             pass
 
-    def _place(self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, fill: Part) -> jax.Array:
+    def _place(self, shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: Any, fill: Part) -> jax.Array:
         """An array of `shape`; fill(out, *slices of shape) writes each device's part into `out`."""
         where = sharding(self.mesh, shape, *axes)
         if self.stored is None:

@@ -180,7 +180,8 @@ def decode_bound(
     cfg: the model. config: the mesh. device: of the mesh. weights: bytes of all base
     weights. slots: sequences. positions: of each in the KV cache. cell: bytes of one position on each device.
     """
-    own = weights / config.tensor / config.expert
+    own, parts = weights / _devices(config), config.fsdp * config.tensor
     flops = useful_flops(cfg, None, 0) / 2 * slots / _devices(config)
-    sent = own * (config.fsdp - 1) / config.fsdp  # the layers' matrices are gathered for every token
+    # The results of attention and of the MLP are summed over the devices, and every device gets the sums.
+    sent = 4 * cfg.layers * slots * cfg.hidden * (4 if config.dtype == "float32" else 2) * (parts - 1) / parts
     return _bound(slots, device, flops=flops, moved=own + slots * positions * cell, sent=sent)

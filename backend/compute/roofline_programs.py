@@ -18,7 +18,7 @@ from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.logprobs import score_and_grads
 from tinkerflow.backend.compute.lora import Lora, gathered, shardings
 from tinkerflow.backend.compute.memory import plan_memory
-from tinkerflow.backend.compute.mesh import FSDP, TENSOR, replicated, sharding
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh, replicated, sharding
 from tinkerflow.backend.compute.optimizer import fresh_state
 from tinkerflow.backend.compute.params import params_like
 from tinkerflow.backend.compute.platforms import compiling_for
@@ -168,7 +168,7 @@ class Programs:
 
     def _pages(self, rows: int, length: int) -> tuple[Any, Any]:
         """A cache with pages for `length` positions of each of `rows`, and page tables."""
-        shards, wide = self.mesh.shape[FSDP], pages_for(length)
+        shards, wide = cache_mesh(self.mesh, self.cfg.cached[0]).shape[FSDP], pages_for(length)
         pages = (-(-rows // shards) * wide + 1) * shards
         states = 0 if self.cfg.delta is None else (-(-rows // shards) + 1) * shards
         cache = result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain, states)

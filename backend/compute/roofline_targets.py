@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR
+from tinkerflow.backend.compute.mesh import over
 from tinkerflow.backend.compute.platforms import CUDA, TPU, compiling_for, environment
 from tinkerflow.backend.compute.roofline import Topology, parse_topology, seconds
 from tinkerflow.backend.compute.roofline_text import Counts, count
@@ -136,8 +136,7 @@ def mesh_for(target: str, *, tensor: int = 1, expert: int = 1) -> Mesh:
         raise UserError(
             f"topology {target!r}: {len(found)} devices; tensor {tensor} x expert {expert} must divide them"
         )
-    shape = (len(found) // (tensor * expert), expert, tensor)
-    return jax.make_mesh(shape, (FSDP, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 3, devices=found)
+    return over(found, len(found) // (tensor * expert), tensor, expert)
 
 
 def compile_for(

@@ -99,6 +99,15 @@ def test_all_uses_together_stay_within_the_memory(
     assert more.budget.microbatch_tokens >= plan.budget.microbatch_tokens
 
 
+@pytest.mark.parametrize(("kv_heads", "axes"), [(8, (1, 8)), (4, (2, 4)), (6, (4, 2)), (1, (8, 1))])
+def test_key_value_heads_are_split_as_far_as_devices_divide_them_and_sequences_over_the_rest(
+    qwen3_4b: ModelConfig, kv_heads: int, axes: tuple[int, int]
+) -> None:
+    for mesh in ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 8}):
+        found = memory.sampling_config(replace(qwen3_4b, kv_heads=kv_heads), config_of(expert=2, **mesh))
+        assert (found.fsdp, found.tensor, found.expert) == (*axes, 2)
+
+
 def test_an_8b_model_trains_at_8k_with_sixteen_adapters_on_one_h100(qwen3_4b: ModelConfig) -> None:
     qwen3_8b = replace(qwen3_4b, hidden=4096, mlp=12288, tied=False)
     plan = memory.plan_memory(qwen3_8b, config_of(), int(78.7 * GB))

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tinkerflow.backend.compute.families import family_of, layers_with, load_config
-from tinkerflow.backend.compute.mesh import make_mesh
+from tinkerflow.backend.compute.mesh import WEIGHTS, make_mesh
 from tinkerflow.backend.compute.params import by_layer, count, load_params, params_like
 from tinkerflow.backend.errors import UserError
 
@@ -45,6 +45,21 @@ def test_weights_without_values_are_like_those_that_are_loaded(reference, base_w
     like = params_like(config, mesh, "bfloat16", base_weights=base_weights)
     described = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree) for tree in (loaded, like)]
     assert described[0] == described[1]
+
+
+def test_a_matrix_is_split_over_all_axes_where_a_device_computes_a_part_by_itself(qwen3):
+    config = load_config(qwen3.folder)  # 4 heads of 16, 2 key-value heads, a hidden size of 64
+    whole, none = WEIGHTS, None
+
+    def axes(fsdp, tensor, name):
+        mesh = jax.sharding.AbstractMesh((1, tensor, fsdp), ("expert", "tensor", "fsdp"))
+        params = params_like(config, mesh, "float32")
+        return tuple((params.layers | {"embed": params.embed_VD})[name].sharding.spec)
+
+    assert [axes(2, 2, name) for name in ("q", "k", "up")] == [(none, whole, none)] * 3
+    assert [axes(2, 2, name) for name in ("o", "down")] == [(none, none, whole)] * 2
+    assert axes(2, 2, "embed") == (whole, none)
+    assert axes(3, 2, "q") == (none, "tensor", none), "the devices do not divide it"
 
 
 def test_several_files_are_one_model(qwen3, tmp_path):

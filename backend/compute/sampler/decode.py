@@ -19,7 +19,16 @@ from tinkerflow.backend.compute.deltanet import mix
 from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.layers import LayerParams, over_layers
 from tinkerflow.backend.compute.lora import Lora, LoraPair
-from tinkerflow.backend.compute.mesh import FSDP, Array, by_rows, replicated
+from tinkerflow.backend.compute.mesh import (
+    FSDP,
+    WEIGHTS,
+    Array,
+    by_rows,
+    cache_mesh,
+    replicated,
+    sampling_mesh,
+    sharding,
+)
 from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.sampler.absorbed import absorbed
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
@@ -95,7 +104,7 @@ def decode(
         tokens_S1, columns_S2 = last_S[:, None], rows.columns_S2
         start = (cache, states, tokens_S1, positions_S)
         cache, states, x_S1D = layers(cfg, mesh, params, lora, *start, tables_SW=rows.tables_SW, columns_S2=columns_S2)
-        logits_SV = unembedded(params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
+        logits_SV = unembedded(mesh, params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
         logits_SV = by_rows(mesh, logits_SV)
         wanted_SV = logits_SV if adjust is None else adjusted(logits_SV, adjust)
@@ -147,12 +156,14 @@ def layers(
 ) -> tuple[KVCache, States, jax.Array]:
     """The cache with the tokens' keys and values, the states after them, and their final hidden states [S, Q, D].
 
-    These are in the weights' dtype. The cache is carried through the loop over layers, so it is never copied. cfg,
-    mesh, params: the base model and its devices. lora: the stack of adapters. states: the rows', from `states.take`.
+    These are in the weights' dtype. The cache is carried through the loop over layers, so it is never copied. Every
+    device has the hidden states of all rows between layers; of matrices it needs no more than it holds. cfg, mesh,
+    params: the base model and its devices. lora: the stack of adapters. states: the rows', from `states.take`.
     tokens_SQ int32: Q tokens of each row. start_S int32: where the first of them stands in its sequence. tables_SW
     int32: each row's pages. columns_S2 int32: each row's columns of the stack. valid_S int32: how many of its tokens
     count for its state, None = all.
     """
+    one, rows = sampling_mesh(mesh), cache_mesh(mesh, cfg.cached[0])
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     rope = rope_tables(cfg, positions_SQ)
     apply = stack_apply(columns_S2, width_of(lora))
@@ -173,17 +184,20 @@ def layers(
             nonlocal states
             assert cfg.delta is not None and states is not None
             own = of_layer(states, place)
-            o, own = mix(cfg.delta, mesh, weights, own, qkv, decay, beta, rows=FSDP, valid_B=valid_S)
+            o, own = mix(cfg.delta, rows, weights, own, qkv, decay, beta, rows=FSDP, valid_B=valid_S)
             states = with_layer(states, place, own)
             return o
 
         absorb = (
             None if cfg.latent is None else functools.partial(absorbed, cfg.latent, attend, columns_S2, width_of(lora))
         )
-        x_SQD = block(cfg, mesh, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur, absorb), apply)
-        return cache, states, by_rows(mesh, x_SQD)
+        x_SQD = block(cfg, one, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur, absorb), apply)
+        return cache, states, everywhere(x_SQD)
 
-    start = (cache, states, by_rows(mesh, embed(cfg, params, tokens_SQ)))
+    def everywhere(x_SQD: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x_SQD, replicated(mesh))
+
+    start = (cache, states, everywhere(embed(cfg, params, tokens_SQ)))
     cache, states, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
     return cache, states, final_hidden(cfg, params, x_SQD)
 
@@ -197,13 +211,16 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
     return frozenset(plain) - {"kv_b"}  # which `absorbed` multiplies by head
 
 
-def unembedded(params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:
-    """Logits float32 [S, Q, V] of final hidden states, each row with its own columns of the stack's `pair`."""
+def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:
+    """Logits float32 [S, Q, V] of final hidden states, each row with its own columns of the stack's `pair`.
+
+    The devices of `mesh` split V: whoever wants whole rows moves logits, and not the unembedding.
+    """
     logits = unembed(params, x_SQD)
-    if pair is None:
-        return logits
-    (update,) = stack_apply(columns_S2)(x_SQD, (pair,))
-    return logits + update.astype(jnp.float32)
+    if pair is not None:
+        (update,) = stack_apply(columns_S2)(x_SQD, (pair,))
+        logits = logits + update.astype(jnp.float32)
+    return jax.lax.with_sharding_constraint(logits, sharding(mesh, logits.shape, None, None, WEIGHTS))
 
 
 def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: KVCache) -> KVCache:

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.deltanet import DeltaState
-from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array, cache_mesh
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, on_cpu, platform
 from tinkerflow.backend.compute.sampler import paged_gpu, paged_tpu
 from tinkerflow.backend.compute.sampler.pages import PageCopy
@@ -56,18 +56,17 @@ class KVCache:
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh) -> NamedSharding:
-    """Pages over fsdp, heads over tensor (whole where the axis does not divide them); of a single layer as well."""
-    return NamedSharding(mesh, _cache_spec(mesh, cfg.cached[0], together=_together(cfg, mesh)))
+    """Pages over fsdp, heads over tensor, of the `cache_mesh` of these devices; of a single layer as well."""
+    return NamedSharding(cache_mesh(mesh, cfg.cached[0]), _cache_spec(together=_together(cfg, mesh)))
 
 
 def _together(cfg: ModelConfig, mesh: Mesh) -> bool:
     """Whether keys and values lie in one array."""
-    return platform() is TPU and paged_tpu.takes(cfg, mesh.shape[TENSOR])
+    return platform() is TPU and paged_tpu.takes(cfg, cache_mesh(mesh, cfg.cached[0]).shape[TENSOR])
 
 
-def _cache_spec(mesh: Mesh, kv_heads: int, *, together: bool) -> PartitionSpec:
-    heads = TENSOR if kv_heads % mesh.shape[TENSOR] == 0 else None
-    return PartitionSpec(None, FSDP, *((None, heads, None) if together else (heads, None, None)))
+def _cache_spec(*, together: bool) -> PartitionSpec:
+    return PartitionSpec(None, FSDP, *((None, TENSOR, None) if together else (TENSOR, None, None)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
@@ -122,7 +121,7 @@ def copied(
     """
     where = cache_sharding(cfg, mesh)
     pages = replace(cache, states=None)
-    made: KVCache = jax.tree.map(lambda part: _copied(mesh, where, part, source_N, into_N, count), pages)
+    made: KVCache = jax.tree.map(lambda part: _copied(where, part, source_N, into_N, count), pages)
     return replace(made, states=cache.states)
 
 
@@ -133,15 +132,15 @@ def copied_states(
     """What `copied` does with its cfg, mesh, cache, source_N, into_N and count, with states in place of pages."""
 
     def one(part: jax.Array, where: NamedSharding) -> jax.Array:
-        return _copied(mesh, where, part, source_N, into_N, count)
+        return _copied(where, part, source_N, into_N, count)
 
     return replace(cache, states=jax.tree.map(one, cache.states, pool_sharding(cfg, mesh)))
 
 
 def _copied(
-    mesh: Mesh, where: NamedSharding, part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array
+    where: NamedSharding, part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array
 ) -> jax.Array:
-    shards = mesh.shape[FSDP]
+    shards = where.mesh.shape[FSDP]
 
     def local(part: jax.Array, source_N: jax.Array, into_N: jax.Array, count: jax.Array) -> jax.Array:
         mine, held = jax.lax.axis_index(FSDP), part.shape[1]
@@ -159,7 +158,7 @@ def _copied(
 
     whole = PartitionSpec()
     made: jax.Array = jax.shard_map(
-        local, mesh=mesh, in_specs=(where.spec, whole, whole, whole), out_specs=where.spec, check_vma=False
+        local, mesh=where.mesh, in_specs=(where.spec, whole, whole, whole), out_specs=where.spec, check_vma=False
     )(part, source_N, into_N, count)
     return made
 
@@ -182,11 +181,11 @@ def attend_cached(
     Causal: query i of a row sees positions 0 .. start_S + i, and with a window the last `window` of these; pages that
     no row's window reaches are not read (TPUs' kernel reads them). With Q > 1 all rows start together, at start_S[0].
 
-    mesh: pages and rows are split over fsdp, heads over tensor. cache: updated in place. layer: its number, an int if
-    the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's own shard; 0 = none, and what
-    is written there is dropped. start_S int32: where each row's first query stands. q [S, Q, H, d] and k [S, Q, G, d]:
-    rotated. v [S, Q, G, d]; if the cache has no room for values, the first dimensions of k. sinks_H: a score of each
-    head that takes part in the softmax and has no value.
+    mesh: pages and rows are split over fsdp, heads over tensor, of its `cache_mesh`. cache: updated in place. layer:
+    its number, an int if the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's own
+    shard; 0 = none, and what is written there is dropped. start_S int32: where each row's first query stands.
+    q [S, Q, H, d] and k [S, Q, G, d]: rotated. v [S, Q, G, d]; if the cache has no room for values, the first
+    dimensions of k. sinks_H: a score of each head that takes part in the softmax and has no value.
     """
     if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
         own = KVCache(cache.k[layer], cache.v[layer])
@@ -209,16 +208,12 @@ def _attend_stacked(
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, Any]:
     # By hand per device (shard_map), because left to itself XLA gathers a cache that is written at computed places.
-    held = _cache_spec(mesh, k.shape[2], together=cache.v is None)
-    axis = TENSOR if TENSOR in held else None
-    of_keys = PartitionSpec(FSDP, None, axis, None)
-    if _latents(cache) and q.shape[2] % mesh.shape[TENSOR] == 0:
-        axis = TENSOR  # every device has the one key, and some of the queries' heads
-    rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, axis, None)
+    held = _cache_spec(together=cache.v is None)
+    rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, TENSOR, None)
     local = jax.shard_map(
         functools.partial(_attend_local, window),
-        mesh=mesh,
-        in_specs=(held, PartitionSpec(), rows, rows, heads, of_keys, of_keys, PartitionSpec(axis)),
+        mesh=cache_mesh(mesh, k.shape[2]),
+        in_specs=(held, PartitionSpec(), rows, rows, heads, heads, heads, PartitionSpec(TENSOR)),
         out_specs=(held, heads),
         check_vma=False,
     )

@@ -29,8 +29,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.logprobs import chunk_size, join_chunks, most_at_once, split_chunks
 from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.compute.mesh import FSDP, Array, by_rows
-from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.mesh import Array, by_rows
 from tinkerflow.backend.compute.sampler.decode import unembedded
 from tinkerflow.backend.compute.sampler.sampling import (
     ALTERNATIVES,
@@ -99,7 +98,7 @@ def score(
 
     def chunk(part: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> PieceScores:
         x_BcD, next_Bc, targets_BcK, uniform_BcA = part
-        logits = unembedded(params, lora.unembed, x_BcD, columns_B2)
+        logits = unembedded(mesh, params, lora.unembed, x_BcD, columns_B2)
         if widths != PLAIN:  # whole rows on each device: top-k and draws need no collectives
             logits = by_rows(mesh, logits)
         total_Bc1 = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -116,8 +115,6 @@ def score(
 
     asked = (x_BQD, wanted.next_BQ, wanted.targets_BQK, wanted.uniform_BQA)
     rows, tokens, _ = x_BQD.shape
-    if not on_cpu() and rows % mesh.shape[FSDP] == 0:
-        rows //= mesh.shape[FSDP]  # of each device
     parts = split_chunks(asked, chunk_size(rows, tokens, params, most_at_once(params) // _OF_TRAINING))
     whole: PieceScores = jax.tree.map(join_chunks, jax.lax.map(chunk, parts))
     return whole

@@ -40,7 +40,7 @@ from tinkerflow.backend.commands import (
 )
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.lora import Lora
-from tinkerflow.backend.compute.mesh import FSDP
+from tinkerflow.backend.compute.mesh import FSDP, cache_mesh
 from tinkerflow.backend.compute.params import by_layer
 from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
@@ -95,7 +95,7 @@ class Sampler:
         sizes = platform().prefill_tokens
         self._prefill_budget = prefill_budget or _BUDGET_PIECES * sizes[-1]
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
-        shards = mesh.shape[FSDP]
+        shards = cache_mesh(mesh, cfg.cached[0]).shape[FSDP]
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
         windows = {kind.window for kind in cfg.layer_kinds if kind.mixer != "delta"}
         window = max((one for one in windows if one), default=None) if None not in windows else None

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.deltanet import DeltaState, empty_state
-from tinkerflow.backend.compute.mesh import FSDP, TENSOR
+from tinkerflow.backend.compute.mesh import FSDP, TENSOR, cache_mesh
 
 # Of rows that were taken out of the pool: [L, S, ...], or L of [S, ...] by layer. None in models without states.
 States = DeltaState | tuple[DeltaState, ...] | None
@@ -33,6 +33,7 @@ def empty_pool(cfg: ModelConfig, mesh: Mesh, states: int, dtype: str) -> DeltaSt
 def pool_sharding(cfg: ModelConfig, mesh: Mesh) -> DeltaState:
     """States over fsdp, heads over tensor where the axis divides the key heads: a sharding for each array."""
     assert cfg.delta is not None
+    mesh = cache_mesh(mesh, cfg.cached[0])
     heads = TENSOR if cfg.delta.key_heads % mesh.shape[TENSOR] == 0 else None
     conv, S = PartitionSpec(None, FSDP), PartitionSpec(None, FSDP, heads)
     return DeltaState(*(NamedSharding(mesh, spec) for spec in (conv, S)))  # type: ignore[arg-type]
@@ -64,7 +65,7 @@ def take(
     def one(part: jax.Array, where: NamedSharding) -> jax.Array:
         rows = PartitionSpec(FSDP)
         return jax.shard_map(
-            local, mesh=mesh, in_specs=(where.spec, rows, rows), out_specs=where.spec, check_vma=False
+            local, mesh=where.mesh, in_specs=(where.spec, rows, rows), out_specs=where.spec, check_vma=False
         )(part, states_S, fresh_S)
 
     rows: DeltaState = jax.tree.map(one, pool, pool_sharding(cfg, mesh))
@@ -88,7 +89,7 @@ def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, sta
     def one(part: jax.Array, own: jax.Array, where: NamedSharding) -> jax.Array:
         return jax.shard_map(
             local,
-            mesh=mesh,
+            mesh=where.mesh,
             in_specs=(where.spec, where.spec, PartitionSpec(FSDP)),
             out_specs=where.spec,
             check_vma=False,

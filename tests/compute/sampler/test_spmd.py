@@ -64,7 +64,10 @@ def alone(qwen: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "fsdp", "tensor", "ahead"), [(2, 2, 2, 2, True), (2, 1, 1, 2, False)])
+@pytest.mark.parametrize(
+    ("processes", "devices", "fsdp", "tensor", "ahead"),
+    [(2, 2, 2, 2, True), (2, 1, 1, 2, False), (1, 4, 4, 1, True)],
+)
 def test_a_mesh_changes_nothing(
     qwen: Any, alone: dict[str, Any], processes: int, devices: int, fsdp: int, tensor: int, ahead: bool
 ) -> None:
