@@ -123,7 +123,7 @@ def test_the_memory_plan_counts_latents():
         decode_chunk=16, compile_cache_dir="",
     )  # fmt: skip
     cfg = parse_config(MOONLIGHT, name="m")
-    assert memory._page_bytes(cfg, config) == 27 * 576 * 2 * memory.PAGE  # whole on each device of the tensor axis
+    assert memory._page_bytes(cfg, config) == 27 * 576 * 2 * memory.PAGE  # whole on the device that has the page
     with compiling_for(CUDA):
         plan = memory.plan_memory(cfg, config, 73 * 10**9)
     assert plan.context == 8192 and plan.uses is not None and plan.uses.total <= 73 * 10**9
