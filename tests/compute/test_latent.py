@@ -16,6 +16,7 @@ from tinkerflow.backend.compute import memory
 from tinkerflow.backend.compute.config import Latent
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.lora import LoraPair
+from tinkerflow.backend.compute.mesh import make_mesh
 from tinkerflow.backend.compute.platforms import CUDA, compiling_for
 from tinkerflow.backend.compute.quantized import Int8
 from tinkerflow.backend.compute.roofline import useful_flops
@@ -166,7 +167,7 @@ def test_what_is_absorbed_is_what_heads_see(int8):
         scores = jnp.where(jnp.tri(Q, dtype=bool), scores * q.shape[-1] ** -0.5, -np.inf)
         return jnp.einsum("shqk,skhd->sqhd", jax.nn.softmax(scores, -1), jnp.broadcast_to(v, (S, Q, H, v.shape[-1])))
 
-    found = jax.jit(partial(absorbed, SHAPE, seen, columns, 8))(plain, turned, c, k, kv_b, pair)
+    found = jax.jit(partial(absorbed, SHAPE, make_mesh(1, 1), seen, columns, 8))(plain, turned, c, k, kv_b, pair)
     for row, (start, end) in enumerate(columns):
         update = (pair.A[start:end].T @ pair.B[start:end]).T
         made = (c[row] @ (whole + update).T).reshape(Q, H, -1)

@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import Latent
 from tinkerflow.backend.compute.lora import LoraPair
-from tinkerflow.backend.compute.mesh import Array
+from tinkerflow.backend.compute.mesh import WEIGHTS, Array, sharding
 from tinkerflow.backend.compute.quantized import Int8, Weight
 from tinkerflow.backend.compute.sampler.snapshot_cache import own_columns
 from tinkerflow.backend.compute.transformer import Attend
@@ -26,6 +27,7 @@ from tinkerflow.backend.compute.transformer import Attend
 
 def absorbed(
     latent: Latent,
+    mesh: Mesh,
     attend: Attend,
     columns_S2: Array,
     width: int | None,
@@ -38,10 +40,10 @@ def absorbed(
 ) -> jax.Array:
     """What each query has seen, [S, Q, H, v] in its dtype.
 
-    latent: the shapes. attend: over the cache; it is given one key-value head. columns_S2 int32 and width: each row's
-    columns of the stack, and how many that has. q_SQHp, q_SQHr: the parts of queries that stay, and that are rotated.
-    c_SQc: latents. k_SQr: what is rotated of keys. kv_b: the matrix [H * (p + v), c]. pair: of its adapters, A [K, c]
-    and B [K, H * (p + v)].
+    latent: the shapes. mesh: splits heads over WEIGHTS, if these divide them. attend: over the cache; it is given one
+    key-value head. columns_S2 int32 and width: each row's columns of the stack, and how many that has. q_SQHp, q_SQHr:
+    the parts of queries that stay, and that are rotated. c_SQc: latents. k_SQr: what is rotated of keys. kv_b: the
+    matrix [H * (p + v), c]. pair: of its adapters, A [K, c] and B [K, H * (p + v)].
     """
     H, p = q_SQHp.shape[2:]
     keys_Hpc, values_Hvc, key_scale, value_scale = _halves(kv_b, H, p, q_SQHp.dtype)
@@ -56,12 +58,19 @@ def absorbed(
     scale = jnp.asarray((latent.cell / (latent.plain + latent.rotary)) ** 0.5, q_SQHc.dtype)
     q = jnp.concatenate([q_SQHc, q_SQHr], axis=-1) * scale
     c_SQ1c = c_SQc[:, :, None]
-    seen_SQHc = attend(q, jnp.concatenate([c_SQ1c, k_SQr[:, :, None]], axis=-1), c_SQ1c, window=None, sinks_H=None)
+    keys = jnp.concatenate([c_SQ1c, k_SQr[:, :, None]], axis=-1)
+    # Attention splits rows, and what is before and behind it heads: said here, or XLA finds no short way between them.
+    seen_SQHc = _by_heads(mesh, attend(_by_heads(mesh, q), keys, c_SQ1c, window=None, sinks_H=None))
     o_SQHv = jnp.einsum("sqhc,hvc->sqhv", seen_SQHc, values_Hvc) * value_scale
     if pair is not None:
         low_SQHK = jnp.einsum("sqhc,kc->sqhk", seen_SQHc, pair.A)
         o_SQHv = o_SQHv + jnp.einsum("sqhk,khv->sqhv", jnp.where(own, low_SQHK, 0), values_KHv)
     return o_SQHv
+
+
+def _by_heads(mesh: Mesh, x_SQHd: jax.Array) -> jax.Array:
+    where = sharding(mesh, x_SQHd.shape, None, None, WEIGHTS)
+    return jax.lax.with_sharding_constraint(x_SQHd, where)
 
 
 def _halves(kv_b: Weight, H: int, p: int, dtype: Any) -> tuple[jax.Array, jax.Array, Any, Any]:

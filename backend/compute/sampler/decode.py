@@ -188,9 +188,9 @@ def layers(
             states = with_layer(states, place, own)
             return o
 
-        absorb = (
-            None if cfg.latent is None else functools.partial(absorbed, cfg.latent, attend, columns_S2, width_of(lora))
-        )
+        absorb = None
+        if cfg.latent is not None:
+            absorb = functools.partial(absorbed, cfg.latent, mesh, attend, columns_S2, width_of(lora))
         x_SQD = block(cfg, one, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur, absorb), apply)
         return cache, states, everywhere(x_SQD)
 
