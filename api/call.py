@@ -17,11 +17,13 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
 import zstandard
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkerflow.api.metrics import SECONDS, Answered, Metrics
@@ -70,9 +72,29 @@ class Wire(BaseModel):
 
 
 class Strict(Wire):
-    """Base of bodies that hold known fields only: an unknown one, which would change nothing, is refused by name."""
+    """Base of bodies that hold known fields only: an unknown one, which would change nothing, is refused by name.
+
+    Clients write null for what they leave out: so it is read wherever a field has a default and no meaning for null.
+    """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_out(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or None not in values.values():
+            return values
+        return {name: value for name, value in values.items() if value is not None or name not in _never_null(cls)}
+
+
+@cache
+def _never_null(model: type[BaseModel]) -> frozenset[str]:
+    """The names of a model's fields that have a default, and no meaning for null."""
+    return frozenset(
+        field.alias or name
+        for name, field in model.model_fields.items()
+        if not field.is_required() and NoneType not in get_args(field.annotation)
+    )
 
 
 M = TypeVar("M", bound=BaseModel)

@@ -93,7 +93,8 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     if conversation.tools and (spec.parse is None or "tools" not in source):
         raise UserError(f"tools: the chat template of {model} takes none: must be left out")
     tools = [tool.shown() for tool in conversation.tools]
-    text = await target.call.slowly(template.render, conversation.messages, tools, conversation.options)
+    messages = spec.prepared(conversation.messages, tools) if spec.prepared is not None else conversation.messages
+    text = await target.call.slowly(template.render, messages, tools, conversation.options)
     text = text.encode("utf-8", "replace").decode()  # arguments of earlier calls may hold halves of characters
     thinks = spec.thinks(source)
     opened = thinks and spec.think is not None and text.rstrip().endswith(spec.think[0])

@@ -178,6 +178,17 @@ class Reader:
         yield CallEnds()
         return True
 
+    def calls(self, opening: str) -> Steps[None]:
+        """Read calls, each one JSON object as of `call`, up to the end of the list that they are in.
+
+        opening: what was read before the first one.
+        """
+        while (yield from self.call(opening)):
+            opening = ","
+            if not (yield from self.skip(",")):
+                yield from self.skip("]")
+                return
+
     def arguments(self, name: str, taken: list[str]) -> Steps[bool]:
         """Read the arguments of a call whose name was read already: one JSON object; whether it is one.
 
@@ -239,7 +250,7 @@ def typed(text: str, schema: object) -> object:
 
     JSON where its type is one that the schema allows, else the text itself. A schema that names no type allows all.
     """
-    types = _types(schema)
+    types = types_of(schema)
     if types == {"string"}:
         return text
     try:
@@ -261,7 +272,7 @@ _NAMES: Mapping[type, frozenset[str]] = {
 }
 
 
-def _types(schema: object) -> set[str]:
+def types_of(schema: object) -> set[str]:
     """The types that a schema names: its own, or those of its alternatives."""
     if not isinstance(schema, Mapping):
         return set()
@@ -269,7 +280,7 @@ def _types(schema: object) -> set[str]:
     found = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
     for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
         for one in alternatives if isinstance(alternatives, list) else ():
-            found |= _types(one)
+            found |= types_of(one)
     return found
 
 

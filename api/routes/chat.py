@@ -72,9 +72,10 @@ class CalledTool(Strict):
 class ChatMessage(Strict):
     """A message. content: a text, or a list of parts of the type text.
 
-    Fields that OpenAI's answers have and requests repeat are accepted, and change nothing.
+    Fields that OpenAI's answers have and requests repeat are accepted, and change nothing; so is lm-eval's `type`.
     """
 
+    type: Literal["text", "message"] | None = None
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None

@@ -6,13 +6,15 @@ template: the parser whose `signs` are all in the template, and of several the o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from tinkerflow.api.chat.events import Event, ReasoningDelta
 from tinkerflow.api.chat.reader import Reader, Steps, Tools
 from tinkerflow.backend.spec.registry import registered
 
+Shown: TypeAlias = Sequence[Mapping[str, Any]]  # messages or tools in OpenAI's form
 THINK = ("<think>", "</think>")
 
 
@@ -25,7 +27,8 @@ class ParserSpec:
     an answer, where the template knows it; None: `parse` finds it itself. parse: reads an answer after its reasoning,
     up to where only content is left; None: the family calls no tools. opening: what precedes a call that is one JSON
     object with `name` and `arguments`, where the family writes calls so. calls: how calls begin; a model that calls a
-    tool while it reasons has ended its reasoning, as Qwen3 does without a word.
+    tool while it reasons has ended its reasoning, as Qwen3 does without a word. prepared: messages and tools as the
+    family's chat templates take them, where that is not OpenAI's form.
     """
 
     name: str
@@ -35,10 +38,11 @@ class ParserSpec:
     parse: Callable[[Reader, Tools], Steps[None]] | None = None
     opening: str = ""
     calls: tuple[str, ...] = ()
+    prepared: Callable[[Shown, Shown], Shown] | None = None
 
     def thinks(self, template: str) -> bool:
         """Whether models with this chat template reason before they answer."""
-        return self.think is None or self.think[1] in template
+        return self.think is None or any(mark in template for mark in self.think)
 
 
 class Parser:

@@ -11,18 +11,9 @@ def parse(reader: Reader, tools: Tools) -> Steps[None]:
     """Content with calls in it."""
     while (yield from reader.until((CALLS,))) is not None:
         if (yield from reader.skip("[")):
-            yield from _list(reader)
+            yield from reader.calls(f"{CALLS}[")
         else:
             yield from _named(reader)
-
-
-def _list(reader: Reader) -> Steps[None]:
-    opening = f"{CALLS}["
-    while (yield from reader.call(opening)):
-        opening = ","
-        if not (yield from reader.skip(",")):
-            yield from reader.skip("]")
-            return
 
 
 def _named(reader: Reader) -> Steps[None]:

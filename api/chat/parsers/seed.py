@@ -5,4 +5,6 @@ from tinkerflow.api.chat.parsers.qwen_xml import FUNCTION, calls_between
 
 OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 THINK = ("<seed:think>", "</seed:think>")
-PARSER = ParserSpec("seed", signs=(OPEN, FUNCTION), marks=(OPEN, CLOSE), think=THINK, parse=calls_between(OPEN, CLOSE))
+PARSER = ParserSpec(
+    "seed", signs=(OPEN, FUNCTION), marks=(OPEN, CLOSE), think=THINK, parse=calls_between((OPEN, CLOSE))
+)

@@ -98,6 +98,24 @@ def test_blocks_of_earlier_turns_are_part_of_the_prompt(claude: anthropic.Anthro
     assert speaker.prompt.endswith(f"tool\nwet{END}\n<|im_start|>user\nAnd?{END}\n<|im_start|>assistant\nIt is")
 
 
+def test_an_answer_with_thinking_is_a_message_of_the_next_turn(claude: anthropic.Anthropic, speaker: Speaker) -> None:
+    asked: Any = {**ASKED, "tools": TOOLS, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    for stream in (False, True):
+        speaker.says(TEXT)
+        if stream:
+            with claude.messages.stream(**asked) as events:
+                said: Any = events.get_final_message()
+        else:
+            said = claude.messages.create(**asked)
+        result = {"type": "tool_result", "tool_use_id": said.content[-1].id, "content": "wet", "is_error": False}
+        turns = [*HI, {"role": "assistant", "content": said.content}, {"role": "user", "content": [result]}]
+        speaker.says(f"Rain.{END}")
+        done = claude.messages.create(**(asked | {"messages": turns}))
+        assert [block.to_dict() for block in done.content] == [{"type": "text", "text": "Rain."}]
+        assert f"<|im_start|>assistant\n<think>\nhm\n</think>\n\nLet me see.{CALL}{END}" in speaker.prompt
+        assert f"<|im_start|>tool\nwet{END}" in speaker.prompt
+
+
 def test_counting_gives_the_tokens_that_the_answer_reports(claude: anthropic.Anthropic, speaker: Speaker) -> None:
     speaker.says(f"x{END}")
     claude.messages.create(**ASKED, tools=TOOLS)

@@ -145,6 +145,54 @@ def test_many_samples_and_stop_strings(gpt: openai.OpenAI, speaker: Speaker) -> 
     assert cut.choices[0].finish_reason == "length"
 
 
+def test_null_is_what_a_client_leaves_out(post: Callable[..., Any], speaker: Speaker) -> None:
+    names = (
+        *("n", "stream", "stream_options", "logprobs", "top_logprobs", "stop", "seed", "temperature", "top_p", "user"),
+        *("max_tokens", "max_completion_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "tools"),
+        *("tool_choice", "parallel_tool_calls", "response_format", "metadata", "store", "service_tier", "modalities"),
+    )
+    speaker.says("ok")
+    answer = post("chat/completions", {"model": BASE, "messages": HI, **dict.fromkeys(names)})
+    assert answer.status_code == 200, answer.text
+    for body, says in (({"frobnicate": None}, "frobnicate is not supported"), ({"model": None}, "model")):
+        refused = post("chat/completions", {"model": BASE, "messages": HI, **body})
+        assert refused.status_code == 400 and says in refused.json()["error"]["message"], refused.text
+
+
+def test_several_samples_are_streamed_beside_each_other(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(f"one{END}", "two", f"{CALL}{END}")
+    usage = {"include_usage": True}
+    *chunks, last = gpt.chat.completions.create(
+        model=BASE, messages=HI, tools=TOOLS, n=3, stream=True, stream_options=usage, logprobs=True, top_logprobs=0
+    )
+    text, finish, roles = ["", "", ""], {}, []
+    for (choice,) in (chunk.choices for chunk in chunks):
+        text[choice.index] += choice.delta.content or ""
+        finish |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+        roles += [choice.index] if choice.delta.role else []
+        assert not choice.logprobs or all(one.top_logprobs == [] for one in choice.logprobs.content or ())
+    assert (text, sorted(roles)) == (["one", "two", ""], [0, 1, 2])
+    assert finish == {0: "stop", 1: "stop", 2: "tool_calls"}
+    assert {chunk.usage for chunk in chunks} == {None} and last.choices == []
+    spoken = sum(
+        len(speaker.tokenizer.encode(one, add_special_tokens=False).ids) for one in (f"one{END}", "two", f"{CALL}{END}")
+    )
+    assert last.usage.completion_tokens == spoken
+
+
+def test_an_answer_of_the_client_is_a_message_of_the_next_turn(gpt: openai.OpenAI, speaker: Speaker) -> None:
+    speaker.says(f"<think>\nhm\n</think>\n\n{CALL}{END}")
+    said = gpt.chat.completions.create(model=BASE, messages=HI, tools=TOOLS).choices[0].message
+    (call,) = said.tool_calls or ()
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "wet"}
+    for message in (said, said.model_dump()):
+        speaker.says(f"Rain.{END}")
+        done = gpt.chat.completions.create(model=BASE, messages=[*HI, message, result], tools=TOOLS)
+        assert done.choices[0].message.content == "Rain."
+        assert f"assistant\n<think>\nhm\n</think>\n\n{CALL}{END}" in speaker.prompt
+        assert f"<|im_start|>tool\nwet{END}" in speaker.prompt
+
+
 def test_what_the_model_did_not_finish_as_a_call_is_content(gpt: openai.OpenAI, speaker: Speaker) -> None:
     speaker.says(CALL[:40], reason="length")
     done = gpt.chat.completions.create(model=BASE, messages=HI, tools=TOOLS)

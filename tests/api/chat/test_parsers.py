@@ -55,6 +55,17 @@ GLM = (
 JSON = '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}'
 OTHER = '{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}'
 ARGS = '{"city": "Paris", "days": 3}'
+OLMO = "weather(city='Paris', days=3)"
+DSML = "\uff5cDSML\uff5c"
+DSML_PARIS = (
+    f'<{DSML}invoke name="weather">\n<{DSML}parameter name="city" string="true">Paris</{DSML}parameter>\n'
+    f'<{DSML}parameter name="days" string="false">3</{DSML}parameter>\n</{DSML}invoke>'
+)
+DSML_STOP = f'<{DSML}invoke name="stop">\n</{DSML}invoke>'
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>'
+)
 CASES = [
     Case("plain", "  Hello <there> \n", content="  Hello <there> \n"),
     Case("plain", "<think>\nhm\n</think>\n\nYes.", content="Yes.", reasoning="hm"),
@@ -265,6 +276,64 @@ CASES = [
         "a<seed:cot_budget_reflect>b</seed:cot_budget_reflect>",
         (PARIS,),
     ),
+    Case("olmo3", f"<function_calls>{OLMO}</function_calls>", calls=(PARIS,)),
+    Case("olmo3", f"Sure.\n<function_calls>stop()\n{OLMO}</function_calls> So.", "Sure.So.", calls=(STOP, PARIS)),
+    Case("olmo3", f"hm</think><function_calls>\n{OLMO}\n</function_calls>", "", "hm", (PARIS,), opened=True),
+    Case(
+        "olmo3",
+        "<function_calls>add-user.x(name=\"J\\u00f6\", n=[-1, 2.5, {'a': (None, null)}], "
+        "ok=True, no=false, r='\\d\\n',)</function_calls>",
+        calls=(
+            ("add-user.x", {"name": "Jö", "n": [-1, 2.5, {"a": [None, None]}], "ok": True, "no": False, "r": "\\d\n"}),
+        ),
+    ),
+    Case(
+        "olmo3",
+        """<function_calls>weather(city='Martha\\'s Vineyard', units='\\"cool\\"')</function_calls>""",
+        calls=(("weather", {"city": "Martha's Vineyard", "units": '"cool"'}),),
+    ),
+    # A call that is none drops no other one.
+    Case("olmo3", f"<function_calls>bad(x=b'z')\n{OLMO}</function_calls>", "bad(x=b'z')\n", calls=(PARIS,)),
+    Case("olmo3", f"<function_calls>calc(x=1e999)\n{OLMO}</function_calls>", "calc(x=1e999)\n", calls=(PARIS,)),
+    Case("olmo3", "<function_calls>foo(x=1])</function_calls>", "<function_calls>foo(x=1])</function_calls>"),
+    Case("olmo3", f"<function_calls>{OLMO}", f"<function_calls>{OLMO}"),
+    Case("olmo3", f"<function_calls>f(a={'[' * 999}", f"<function_calls>f(a={'[' * 999}"),
+    Case("phi4", f"<|tool_call|>[{JSON}, {OTHER}]<|/tool_call|>", calls=(PARIS, OSLO)),
+    Case("phi4", f"<|tool_call|>{JSON}<|/tool_call|>", calls=(PARIS,)),
+    Case("phi4", f"functools[\n  {JSON},\n  {OTHER}\n]", calls=(PARIS, OSLO)),
+    Case("phi4", f"Let me check.\nfunctools[{JSON}]\nMore?", "Let me check.More?", calls=(PARIS,)),
+    Case("phi4", 'functools[{"name": "func", "arguments": {', 'functools[{"name": "func", "arguments": {'),
+    Case("phi4", 'functools{"name": "func"}', 'functools{"name": "func"}'),
+    Case("phi4", "functools[] This is text", "functools[] This is text"),
+    Case(
+        "deepseek_dsml",
+        f"Sure!\n\n<{DSML}function_calls>\n{DSML_PARIS}\n{DSML_STOP}\n</{DSML}function_calls>",
+        "Sure!",
+        calls=(PARIS, STOP),
+    ),
+    Case("deepseek_dsml", f"<{DSML}tool_calls>{DSML_PARIS}</{DSML}tool_calls>", calls=(PARIS,)),
+    Case("deepseek_dsml", f"hm<{DSML}function_calls>\n{DSML_STOP}", "", "hm", (STOP,), opened=True),
+    Case(
+        "deepseek_dsml",
+        f'<{DSML}invoke name="other"><{DSML}parameter name="a" string="true">007\n</{DSML}parameter>'
+        f'<{DSML}parameter name="b" string="false">{{"raw": [true]}}</{DSML}parameter></{DSML}invoke>',
+        calls=(("other", {"a": "007\n", "b": {"raw": [True]}}),),
+    ),
+    Case(
+        "deepseek_dsml",
+        f'<{DSML}invoke name="weather"><{DSML}parameter name="days" string="true">3</{DSML}parameter></{DSML}invoke>',
+        calls=(("weather", {"days": 3}),),
+    ),
+    Case("deepseek_dsml", f"<{DSML}function_calls>\n{DSML_PARIS[:-9]}", f"<{DSML}function_calls>\n{DSML_PARIS[:-9]}"),
+    Case("minimax", f"<think>\nhm\n</think>\n\nSo {MINIMAX}", "So", "hm", (PARIS,)),
+    Case("minimax", f"hm {MINIMAX}\n", "", "hm", (PARIS,), opened=True),
+    Case(
+        "minimax",
+        '<minimax:tool_call><invoke name="stop"></invoke><invoke name="weather">'
+        '<parameter name="city">{"a": 1}</parameter></invoke></minimax:tool_call>',
+        calls=(STOP, ("weather", {"city": '{"a": 1}'})),
+    ),
+    Case("minimax", "<minimax:tool_call>\nwhat", "<minimax:tool_call>\nwhat"),
 ]
 
 
@@ -323,15 +392,25 @@ WORDS = [
     "```",
     "\ufffd",
 ]
+TAGS = [
+    "<function=",
+    "<parameter=",
+    "</parameter>",
+    "</function>",
+    '<invoke name="',
+    "</invoke>",
+    f'<{DSML}invoke name="stop">',
+    f"</{DSML}invoke>",
+    OLMO,
+    "functools[",
+]
 
 
 @pytest.mark.parametrize("family", sorted(PARSERS))
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_text_is_read_the_same_however_it_is_split(family: str, data: st.DataObject) -> None:
-    words = st.sampled_from(
-        [*WORDS, *PARSERS[family].marks, "<function=", "<parameter=", "</parameter>", "</function>"]
-    )
+    words = st.sampled_from([*WORDS, *PARSERS[family].marks, *TAGS])
     pieces = data.draw(st.lists(words | st.text(max_size=3), max_size=12))
     case = Case(family, "".join(pieces), opened=data.draw(st.booleans()))
     whole, _ = read(case, [case.text])
@@ -375,6 +454,10 @@ def test_without_tools_nothing_is_a_call() -> None:
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
         ('<|start_header_id|> … {"name": function name, "parameters": dictionary', "llama"),
         (f"… {D['calls begin']} …", "deepseek"),
+        ("… <functions> … <function_calls> …", "olmo3"),
+        ("… '<|tool|>' + message['tools'] + '<|/tool|>' …", "phi4"),
+        (f"{{% set dsml_token = '{DSML}' %}} … </think>", "deepseek_dsml"),
+        ("… <minimax:tool_call> … <think>", "minimax"),
     ],
 )
 def test_the_template_says_which_family_it_is(template: str, family: str) -> None:
@@ -387,3 +470,24 @@ def test_numbers_that_json_has_not_are_texts(text: str) -> None:
     call = f'<tool_call>\n{{"name": "f", "arguments": {{"x": {text}}}}}\n</tool_call>'
     parser = Parser(PARSERS["hermes"], {"f": {}}, thinks=False, opened=False)
     assert not Said.of([*parser.feed(call), *parser.end()]).calls
+
+
+def test_phi_is_told_its_tools_and_calls_as_texts() -> None:
+    prepared = PARSERS["phi4"].prepared
+    assert prepared is not None
+    function = {"name": "stop", "description": "é", "parameters": {"type": "object"}}
+    call = {"id": "1", "type": "function", "function": {"name": "stop", "arguments": {"city": "Köln"}}}
+    user, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So", "tool_calls": [call]}
+    system, first, second = prepared([user, said], [{"type": "function", "function": function}])
+    assert (system["role"], system["content"], json.loads(system["tools"]), first) == ("system", "", [function], user)
+    assert second["content"] == 'So<|tool_call|>[{"name": "stop", "arguments": {"city": "Köln"}}]<|/tool_call|>'
+    text, events = second["content"], Parser(PARSERS["phi4"], TOOLS, thinks=False, opened=False)
+    assert Said.of([*events.feed(text), *events.end()]).calls[0].values == {"city": "Köln"}
+    (only,) = prepared([{"role": "system", "content": "Be."}], [{"type": "function", "function": function}])
+    assert only["content"] == "Be." and "tools" in only
+    assert prepared([user], []) == [user]
+
+
+def test_a_template_that_only_opens_reasoning_tells_that_the_model_reasons() -> None:
+    assert PARSERS["olmo3"].thinks("<function_calls> … <|im_start|>assistant\n<think>")
+    assert not PARSERS["olmo3"].thinks("<function_calls> … <|im_start|>assistant\n")
