@@ -51,7 +51,7 @@ def create_app(
         auth=Authenticator(settings, journal, clock, urgent),
         holds=Holds(),
         urgent=urgent,
-        slow=FairThreads(ThreadPoolExecutor(_SLOW, "slow"), _SLOW),
+        slow=FairThreads("slow", _SLOW),
         clock=clock,
         link_secret=journal.keys.service_secret(links.SECRET),
         metrics=metrics,
@@ -64,7 +64,7 @@ def create_app(
         ),
         samplers=EndpointSamplers(journal, clock, settings.session_timeout),
         tokenizers=Tokenizers(),
-        imports=FairThreads(ThreadPoolExecutor(1, "imports"), 2),
+        imports=FairThreads("imports", 1),
     )
     app.add_middleware(Counted, metrics=metrics)
     errors.install(app)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -20,10 +20,10 @@ class FairThreads:
     The event loop's own threads, which ask the journal, never do this work.
     """
 
-    def __init__(self, threads: Executor, count: int) -> None:
-        """threads: with `count` workers, at least two."""
-        self._threads = threads
-        self._most = count // 2
+    def __init__(self, name: str, count: int) -> None:
+        """Begin no thread yet. name: of the threads. count: how many there may be; a project always has at least one."""
+        self._threads = ThreadPoolExecutor(count, name)
+        self._most = max(1, count // 2)
         self._lines: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -86,9 +86,8 @@ class Dispatcher:
                         await self._stopping.wait()
                     finally:
                         self._stopping.set()  # also when we are cancelled: no runner begins any more
-                    for runner in self._runners.values():
-                        if runner is not None:
-                            runner.stop()
+                    for runner in self._open_runners():
+                        runner.stop()
                     for model in self._served.values():
                         model.sampling.stop()
             finally:
@@ -97,9 +96,12 @@ class Dispatcher:
 
     def _is_busy(self, base_model: str) -> bool:
         """Whether anything of a base model is being executed."""
-        runners = (runner for runner in self._runners.values() if runner is not None)
-        busy = any(runner.busy for runner in runners if runner.base_model == base_model)
-        return busy or self._served[base_model].sampling.busy
+        return self._served[base_model].sampling.busy or any(one.busy for one in self._open_runners(base_model))
+
+    def _open_runners(self, base_model: str | None = None) -> list[ModelRunner]:
+        """The runners that serve, without those that are being opened; base_model: only its own."""
+        opened = [runner for runner in self._runners.values() if runner is not None]
+        return [runner for runner in opened if base_model in (None, runner.base_model)]
 
     @property
     def models(self) -> frozenset[str]:
@@ -252,19 +254,17 @@ class Dispatcher:
         """A worker group is about to end: models are saved, as far as time allows, so that little is replayed."""
         async for cause in model.pool.notices():
             log.warning("%s: %s; snapshots are taken", model.card.name, cause)
-            runners = [one for one in self._runners.values() if one is not None and one.base_model == model.card.name]
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SAVING_SECONDS):
-                    await asyncio.gather(*(runner.save_now() for runner in runners))
+                    await asyncio.gather(*(runner.save_now() for runner in self._open_runners(model.card.name)))
 
     async def _on_group_ready(self, model: ServedModel) -> None:
         generation = await model.pool.serving()
         await model.context.read(self._journal.base_models.note_progress, model.card.name, None)
         log.info("%s: worker group %d serves; models are restored as they are needed", model.card.name, generation)
         self._mirror.connection.tell("tinkerflow.group.serves", model.card.name, generation=generation)
-        for runner in self._runners.values():
-            if runner is not None:
-                runner.wake()
+        for runner in self._open_runners():
+            runner.wake()
         model.sampling.wake()
 
     async def _sweep_often(self) -> None:
@@ -275,12 +275,10 @@ class Dispatcher:
                     if model_id not in self._runners:  # an earlier engine did not come to it
                         self.wake(model_id)
                 abandoned = await asyncio.to_thread(self._sweep_journal)
-                for model_id, runner in list(self._runners.items()):
-                    if runner is None:
-                        continue
+                for runner in self._open_runners():
                     runner.look_at_snapshot()
-                    if runner.paused and model_id in abandoned:  # it would never come to its unload
-                        await self.cancel(model_id, OVER)
+                    if runner.paused and runner.model_id in abandoned:  # it would never come to its unload
+                        await self.cancel(runner.model_id, OVER)
                 for model in self._served.values():
                     await model.sampling.cancel_ended()
                     await self._drop_snapshots(model)

@@ -58,7 +58,8 @@ class Turns:
         self.line += [name for name in wanted if name not in self.held and name not in self.line]
         for name in self.held.keys() & set(wanted):
             self.held[name].asked = now
-        begin, self.line = self._split(self.line, self.places - len(self.held))
+        free = max(0, self.places - len(self.held))
+        begin, self.line = self.line[:free], self.line[free:]
         self.held |= {name: Turn(now, now) for name in begin}
         short = len(self.line) - sum(turn.ending for turn in self.held.values())
         going = {name: turn for name, turn in self.held.items() if name in ready and not turn.ending}
@@ -71,10 +72,6 @@ class Turns:
         for name in (*idle, *busy):
             self.held[name].ending = True
         return begin, idle, busy
-
-    @staticmethod
-    def _split(line: list[str], free: int) -> tuple[list[str], list[str]]:
-        return line[: max(free, 0)], line[max(free, 0) :]
 
 
 class GroupTurns:

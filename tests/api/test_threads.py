@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,28 +11,33 @@ from tinkerflow.api.threads import FairThreads
 
 
 async def test_a_project_with_much_slow_work_leaves_threads_to_others() -> None:
-    with ThreadPoolExecutor(4) as pool:
-        threads, release, begun = FairThreads(pool, 4), threading.Event(), threading.Semaphore(0)
+    threads, release, begun = FairThreads("test", 4), threading.Event(), threading.Semaphore(0)
 
-        def slow() -> None:
-            begun.release()
-            assert release.wait(60)
+    def slow() -> None:
+        begun.release()
+        assert release.wait(60)
 
-        flood = [asyncio.create_task(threads.run("ann", slow)) for _ in range(20)]
-        while begun._value < 2:  # noqa: ASYNC110  threads tell it
-            await asyncio.sleep(0.01)
-        try:
-            assert await asyncio.wait_for(threads.run("bob", "b".upper), 60) == "B"
-            for task in flood[:10]:
-                task.cancel()  # those that have begun go on in their threads
-            assert await asyncio.wait_for(threads.run("bob", "b".upper), 60) == "B"
-            assert begun._value == 2
-        finally:
-            release.set()
-        await asyncio.gather(*flood[10:])
-        assert begun._value == 12, "what was cancelled in the line never began"
+    flood = [asyncio.create_task(threads.run("ann", slow)) for _ in range(20)]
+    while begun._value < 2:  # noqa: ASYNC110  threads tell it
+        await asyncio.sleep(0.01)
+    try:
+        assert await asyncio.wait_for(threads.run("bob", "b".upper), 60) == "B"
+        for task in flood[:10]:
+            task.cancel()  # those that have begun go on in their threads
+        assert await asyncio.wait_for(threads.run("bob", "b".upper), 60) == "B"
+        assert begun._value == 2
+    finally:
+        release.set()
+    await asyncio.gather(*flood[10:])
+    assert begun._value == 12, "what was cancelled in the line never began"
+
+
+async def test_projects_take_turns_in_one_thread() -> None:
+    threads, done = FairThreads("test", 1), list[str]()
+    await asyncio.gather(*(threads.run(owner, done.append, owner) for owner in ("ann", "ann", "ann", "bob")))
+    assert done == ["ann", "bob", "ann", "ann"]
 
 
 async def test_what_work_raises_is_raised() -> None:
-    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="invalid literal"):
-        await FairThreads(pool, 2).run("ann", int, "x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        await FairThreads("test", 2).run("ann", int, "x")
