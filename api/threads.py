@@ -21,7 +21,7 @@ class FairThreads:
     """
 
     def __init__(self, name: str, count: int) -> None:
-        """Begin no thread yet. name: of the threads. count: how many there may be; a project always has at least one."""
+        """Begin no thread yet. name: of the threads. count: how many there may be; a project may always use one."""
         self._threads = ThreadPoolExecutor(count, name)
         self._most = max(1, count // 2)
         self._lines: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()

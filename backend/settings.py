@@ -51,22 +51,22 @@ class Settings(BaseSettings):
     processes: int = Field(1, ge=1, le=1024)
     """JAX processes in the worker group"""
     max_groups: int = Field(0, ge=0)
-    """worker groups that run at a time; a request to a base model without one has it started, when a group that has
-    nothing to do has made room; 0 = one for each base model, all the time"""
+    """most worker groups that run at a time; where there are more base models, a request starts the group of its model
+    as soon as an idle group has made room; 0 = each base model has a group all the time"""
     group: str = ""
     """HOST:PORT at which workers of other hosts join; empty = all processes run on this machine"""
     group_secret_file: str = ""
     """file with the secret that joining workers must prove to know; empty = <data_dir>/group.secret"""
     launcher: str = ""
-    """what starts worker processes: local, ray or slurm; empty = local, or nothing if there is a group that they join
-    by themselves"""
+    """what starts worker processes: local, ray or slurm; empty = local, or nothing if group is set: then each host
+    runs `tinkerflow worker`"""
     idle_release: float = Field(0.0, ge=0)
-    """seconds without a request after which a launcher releases its worker processes, until the next request; 0 = it
-    keeps them"""
+    """seconds without a request after which a launcher releases its worker processes, until the next request; 0 =
+    never"""
     process_devices: int = Field(0, ge=0)
-    """accelerators that a launcher asks for, for each worker process; 0 = it asks for none"""
+    """accelerators that a launcher requests for each worker process; 0 = none"""
     spread_hosts: bool = False
-    """a launcher puts each worker process on a host of its own"""
+    """whether a launcher puts each worker process on a host of its own"""
     ray_address: str = ""
     """address of the Ray cluster of launcher ray, as ray.init takes it; empty = RAY_ADDRESS, or one on this machine"""
     tensor_parallel: int = Field(1, ge=1)
@@ -83,9 +83,9 @@ class Settings(BaseSettings):
     device_memory: float = Field(0.0, ge=0)
     """GB of each device that a worker group plans with; 0 = as much as the device reports; on CPU, 0 = no plan"""
     sample_slots: int = Field(64, ge=1)
-    """sequences that are decoded together, at most"""
+    """most sequences that are decoded together"""
     resident_snapshots: int = Field(32, ge=1)
-    """sampling snapshots in device memory; the least recently used is evicted, but none that is being sampled"""
+    """most sampling snapshots in device memory; the least recently used one that nobody samples is evicted"""
     host_snapshot_bytes: int = Field(
         default=2**31,
         ge=0,
@@ -93,13 +93,13 @@ class Settings(BaseSettings):
         "snapshot beyond it is reloaded from the store when sampled",
     )
     decode_chunk: int = Field(8, ge=1)
-    """tokens that are decoded before the sampler looks for new requests, at most"""
+    """most tokens that are decoded before the sampler looks for new requests"""
     chunks_per_microbatch: float = Field(1.0, ge=0.01, le=100)
     """decoded chunks for each training micro-batch while both sampling and training wait"""
     most_drift: float = Field(
         default=0.1,
         ge=0,
-        description="nats: a forward_backward whose kl_sample_train:mean is larger is logged as a warning; 0 = none",
+        description="nats of kl_sample_train:mean above which a forward_backward is logged as a warning; 0 = never",
     )
     warm_up: bool = Field(
         default=True,
@@ -114,9 +114,9 @@ class Settings(BaseSettings):
     heartbeat_timeout: float = Field(30.0, gt=0)
     """seconds without a heartbeat after which a worker process is treated as stopped"""
     snapshot_steps: int = Field(50, ge=1)
-    """optimizer steps between two recovery snapshots of a model, at most"""
+    """most optimizer steps between two recovery snapshots of a model"""
     snapshot_seconds: float = Field(60.0, gt=0)
-    """seconds between two recovery snapshots of a model that is being trained, at most"""
+    """most seconds between two recovery snapshots of a model that is being trained"""
 
     keep_last: int = Field(0, ge=0)
     """newest checkpoints kept of each run and kind; others are deleted unless keep_every keeps them; 0 = keep all"""
@@ -134,7 +134,7 @@ class Settings(BaseSettings):
         "time counts from its answer",
     )
     poll_hold: float = Field(25.0, gt=0, le=40)
-    """seconds that a poll for a result is held open, at most"""
+    """most seconds that a poll for a result is held open"""
     metadata_only_over: int = Field(2**20, ge=0)
     """bytes of a result above which clients are first told its size, so that they can make room"""
     # Limits of one project, which all of its keys share.
@@ -168,9 +168,9 @@ class Settings(BaseSettings):
     prefect_port: int = Field(4200, ge=0, le=65535)
     """port of the embedded Prefect server; 0 = any free port"""
     tracked_runs_per_second: float = Field(3.0, gt=0)
-    """task runs per second that Prefect is sent; above this rate several operations share one task run"""
+    """most task runs per second that are sent to Prefect; above this rate, operations share task runs"""
     budget_tokens: int = Field(0, ge=0)
-    """training tokens of one run, at which Prefect is sent the event tinkerflow.budget.reached; 0 = no budget"""
+    """training tokens of one run after which Prefect gets the event tinkerflow.budget.reached; 0 = no budget"""
 
     @field_validator("data_dir")
     @classmethod

@@ -25,7 +25,7 @@ from tinkerflow.backend.store.upkeep import Snapshot
 from tinkerflow.deployments.options import plain_console, setting, settings_with
 from tinkerflow.deployments.parts import open_journal
 
-app = typer.Typer(help="Look after stored checkpoints, and let others load or copy one.", no_args_is_help=True)
+app = typer.Typer(help="Manage stored checkpoints, and let others load or copy one.", no_args_is_help=True)
 
 DataDir = Annotated[Path | None, setting("data_dir")]
 StoreUrl = Annotated[str | None, setting("store")]
@@ -34,7 +34,7 @@ Run = Annotated[str | None, typer.Option("--run", help="only checkpoints of this
 
 @app.command("list")
 def list_checkpoints(run: Run = None, store: StoreUrl = None, data_dir: DataDir = None) -> None:
-    """List the checkpoints that the store holds, also those that the database does not know."""
+    """List all checkpoints in the store, including those that are missing in the database."""
     table = Table("checkpoint", "owner", "base model", "step", "MiB", "saved", "expires", "public")
     for saved in Store.open(settings_with(data_dir=data_dir, store=store).store_url).checkpoints(run):
         meta, until = saved.meta, saved.meta.expires_at
@@ -115,7 +115,7 @@ def _strays(settings: Settings, found: Sequence[Snapshot]) -> list[tuple[Snapsho
 
 @app.command("rebuild-index")
 def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
-    """Add every checkpoint of the store to the database, as after its loss; existing rows stay as they are.
+    """Add every checkpoint in the store to the database, for example after its loss; existing rows stay.
 
     The store does not hold keys, tokens for checkpoints, names and labels of sessions, usage and the audit log.
     """
@@ -134,18 +134,18 @@ def rebuild_index(store: StoreUrl = None, data_dir: DataDir = None) -> None:
 @app.command("import")
 def import_folder(
     folder: Annotated[
-        Path, typer.Argument(help="with adapter_config.json and adapter_model.safetensors, as PEFT saves")
+        Path, typer.Argument(help="folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them")
     ],
-    base_model: Annotated[str, typer.Option(help="a folder or hub id, as the service calls the model")],
-    project: Annotated[str, typer.Option(help="whose checkpoint it becomes")] = LOCAL_OWNER,
-    name: Annotated[str, typer.Option(help="of the checkpoint")] = NAME,
+    base_model: Annotated[str, typer.Option(help="folder or hub id under which the service knows the model")],
+    project: Annotated[str, typer.Option(help="project that the checkpoint belongs to")] = LOCAL_OWNER,
+    name: Annotated[str, typer.Option(help="name of the checkpoint")] = NAME,
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Make a checkpoint of a PEFT adapter, to be trained on and sampled; prints its tinker:// path.
+    """Make a checkpoint from a PEFT adapter, to train it further or sample from it; print its tinker:// path.
 
-    Refused, with the reason: tensors that are missing or too many, DoRA, rsLoRA, biases, modules_to_save, and other
-    features that change what an adapter computes.
+    It is refused, with the reason, if tensors are missing or unknown, or if it uses DoRA, rsLoRA, biases,
+    modules_to_save, or another feature that changes what an adapter computes.
     """
     settings = settings_with(data_dir=data_dir, store=store)
     cfg = load_config(find_model(base_model), name=base_model)
@@ -167,8 +167,8 @@ def _file(folder: Path, file: str) -> bytes:
 @app.command()
 def merge(
     path: Annotated[str, typer.Argument(help="tinker://run/kind/name")],
-    to: Annotated[Path, typer.Option(help="the folder to write; it must not exist")],
-    base_model: Annotated[str | None, typer.Option(help="a folder or hub id (default: the checkpoint's own)")] = None,
+    to: Annotated[Path, typer.Option(help="folder to write; it must not exist")],
+    base_model: Annotated[str | None, typer.Option(help="folder or hub id (default: the checkpoint's own)")] = None,
     store: StoreUrl = None,
     data_dir: DataDir = None,
 ) -> None:

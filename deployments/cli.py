@@ -27,12 +27,12 @@ from tinkerflow.deployments.run import example_names
 
 app = typer.Typer(
     name="tinkerflow",
-    help="Self-hosted fine-tuning: the tinker SDK on a JAX pool, through Prefect.",
+    help="Self-hosted fine-tuning with the tinker SDK: JAX workers on your machines, shown in Prefect.",
     no_args_is_help=True,
 )
-models = typer.Typer(help="Make base models.", no_args_is_help=True)
+models = typer.Typer(help="Make or download base models.", no_args_is_help=True)
 keys = typer.Typer(
-    help="Create, list and revoke API keys. Without any, a server on loopback accepts every tml- key.",
+    help="Create, list and revoke API keys. While there are none, a server on loopback accepts every tml- key.",
     no_args_is_help=True,
 )
 app.add_typer(models, name="models")
@@ -69,9 +69,9 @@ def up(
     ray_address: Annotated[str | None, setting("ray_address")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Start API, Prefect server, engine and workers; print a `ready:` line; SIGTERM or Ctrl-C stops all.
+    """Serve: start the API, the engine, the workers and Prefect; print `ready:` when requests can be served.
 
-    Every setting that has no option here is read from its variable TINKERFLOW_<NAME>.
+    SIGTERM or Ctrl-C stops everything. A setting that has no option here is read from its variable TINKERFLOW_<NAME>.
     """
     from tinkerflow.deployments.up import Stack
 
@@ -104,7 +104,7 @@ def quickstart(
 ) -> None:
     """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK.
 
-    The exit status is 0 only when the loss fell and every answer was learnt.
+    The exit status is 0 only if the loss fell and the model learnt every answer.
     """
     from tinkerflow.deployments.quickstart import STEPS
     from tinkerflow.deployments.quickstart import quickstart as run
@@ -121,7 +121,7 @@ def run(
     pipeline: Annotated[str, typer.Argument(help=f"one of {', '.join(example_names())}")],
     config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters")] = None,
     example: Annotated[
-        bool, typer.Option("--example", help="use our example data, on a service that is started for this run")
+        bool, typer.Option("--example", help="use our example data, and start a service for this run")
     ] = False,
     change: Annotated[
         list[str] | None,
@@ -129,10 +129,10 @@ def run(
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Run a fine-tuning pipeline now, with a progress bar.
+    """Run a fine-tuning pipeline now, and show its progress.
 
-    The service is the one at TINKER_BASE_URL. Prefect is the server at PREFECT_API_URL, or the one on this machine, or
-    one that is started for this run.
+    It uses the service at TINKER_BASE_URL, and the Prefect server at PREFECT_API_URL. Where that is not set, it uses
+    the Prefect server of this machine, or starts one for this run.
     """
     from tinkerflow.deployments.run import run as run_pipeline
 
@@ -146,10 +146,13 @@ def run(
 @app.command()
 def serve(
     file: Annotated[Path, typer.Option(help="a prefect.yaml whose deployments are served")],
-    limit: Annotated[int, typer.Option(min=1, help="how many flow runs may run at the same time")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="most flow runs at the same time")] = 2,
     data_dir: DataDir = None,
 ) -> None:
-    """Run the flow runs of deployments on this machine, by schedule or from the UI; SIGTERM or Ctrl-C stops."""
+    """Execute flow runs of deployments on this machine: scheduled ones, and those started in the Prefect UI.
+
+    SIGTERM or Ctrl-C stops it.
+    """
     from tinkerflow.deployments.serve import serve as serve_deployments
 
     serve_deployments(file, settings_with(data_dir=data_dir), limit=limit)
@@ -166,18 +169,20 @@ def doctor(data_dir: DataDir = None) -> None:
 
 @app.command()
 def plan(
-    topology: Annotated[str, typer.Option(help="Devices, such as h100:1, h100:8, v6e:2x4, or h100:2x8 for two hosts")],
+    topology: Annotated[str, typer.Option(help="devices, such as h100:1, h100:8, v6e:2x4, or h100:2x8 for two hosts")],
     base_model: Annotated[str, typer.Option(help="Hugging Face id or folder; only its config.json is read")],
-    rank: Annotated[int, typer.Option(help="Rank of the adapters")] = 32,
+    rank: Annotated[int, typer.Option(help="rank of the adapters")] = 32,
     max_context: Annotated[int | None, setting("max_context")] = None,
     base_weights: Annotated[Literal["full", "int8"] | None, setting("base_weights")] = None,
     tensor_parallel: Annotated[int | None, setting("tensor_parallel")] = None,
     expert_parallel: Annotated[int | None, setting("expert_parallel")] = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Ask the accelerator's compiler, too (minutes)")] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="also ask the accelerator's compiler, which takes minutes")
+    ] = False,
 ) -> None:
-    """Say whether a base model fits a machine, with what batch, context and adapters, and how fast it is at most.
+    """Say whether a base model fits a machine, which batch and context it allows, and how fast it can be at best.
 
-    It needs no accelerator: the figures are those that the workers plan with, and the peaks of the devices.
+    It needs no accelerator: it computes what the workers would plan, and the speed from the devices' peak rates.
     """
     from tinkerflow.deployments.plan import describe_plan
 
@@ -192,7 +197,7 @@ def plan(
 
 @app.command()
 def engine(parent: Parent = 0) -> None:
-    """Run the engine alone: flows, tasks, the pool of JAX processes, and the Prefect server where that is embedded."""
+    """Run the engine alone: it executes requests on its JAX workers, and starts Prefect if that is embedded."""
     run_engine_part(Settings(), parent)
 
 
@@ -204,21 +209,19 @@ def api(parent: Parent = 0) -> None:
 
 @app.command()
 def worker(
-    group: Annotated[str, typer.Option(help="HOST:PORT of the engine, which was started with the same --group")],
-    processes: Annotated[
-        int, typer.Option(min=1, max=1024, help="how many of the group's processes run on this host")
-    ] = 1,
+    group: Annotated[str, typer.Option(help="HOST:PORT of the engine, as in its own --group")],
+    processes: Annotated[int, typer.Option(min=1, max=1024, help="worker processes to run on this host")] = 1,
     secret_file: Annotated[Path | None, setting("group_secret_file")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Run this host's processes of a worker group that spans hosts; SIGTERM or Ctrl-C ends them."""
+    """Run worker processes on this host for an engine on another host; SIGTERM or Ctrl-C ends them."""
     secret = None if secret_file is None else str(secret_file)
     run_worker_part(settings_with(data_dir=data_dir, group_secret_file=secret), group, processes)
 
 
 @models.command("make-tiny")
-def make_tiny_model(folder: Path) -> None:
-    """Make the tiny Qwen3-architecture model with its tokenizer in FOLDER (the same bytes every time)."""
+def make_tiny_model(folder: Annotated[Path, typer.Argument(help="folder to write")]) -> None:
+    """Write the tiny embedded model (Qwen3) and its tokenizer; the bytes are the same every time."""
     from tinkerflow.deployments.tiny_model import make_tiny
 
     make_tiny(folder)
@@ -227,7 +230,7 @@ def make_tiny_model(folder: Path) -> None:
 
 @models.command("fetch")
 def fetch_models(
-    weights: Annotated[bool, typer.Option(help="the weights, too; the API needs only the tokenizer")] = True,
+    weights: Annotated[bool, typer.Option(help="with the weights; the API needs only the tokenizer")] = True,
     data_dir: DataDir = None,
 ) -> None:
     """Make or download the base models of the settings on this host, and print their folders."""
@@ -244,7 +247,7 @@ def create_key(
         str, typer.Option(help="project whose runs and checkpoints the key reads and writes")
     ] = "default",
     admin: Annotated[
-        bool, typer.Option("--admin", help="the key may read audit log and usage of all projects")
+        bool, typer.Option("--admin", help="the key may read the audit log and usage of all projects")
     ] = False,
     data_dir: DataDir = None,
 ) -> None:

@@ -39,5 +39,5 @@ async def note_compile_status(journal: Journal, pool: Pool, card: ModelCard) -> 
                 await asyncio.to_thread(journal.base_models.note_compile_status, base_model, found)
             last = found
         except (TinkerflowError, *AWAY) as error:
-            log.info("%s: what is compiled is not known: %s", base_model, error)
+            log.info("%s: its worker group cannot be asked what is compiled: %s", base_model, error)
         await asyncio.sleep(LOOK_SECONDS)

@@ -31,7 +31,7 @@ from tinkerflow.flows.prefect.connection import open_prefect
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.prefect.pacing import Pacing
 from tinkerflow.flows.sampling_runner import SamplingRunner
-from tinkerflow.tasks.execution.context import AnswerWriter, ExecutionContext
+from tinkerflow.tasks.execution.operation import AnswerWriter, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 

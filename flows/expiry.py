@@ -26,7 +26,11 @@ def delete_checkpoints(journal: Journal, store: Store, keep: Retention) -> None:
         try:
             store.delete(path, attempt)
         except StoreError:
-            log.warning("checkpoint %s is deleted, but its files stay for now", path, exc_info=True)
+            log.warning(
+                "checkpoint %s is deleted, but its files cannot be removed now; the next sweep tries again",
+                path,
+                exc_info=True,
+            )
         else:
             journal.upkeep.purged(path, attempt)
 
@@ -37,7 +41,9 @@ def note_changes(journal: Journal, store: Store) -> None:
         try:
             store.amend(seen.path, seen.attempt, public=seen.public, expires_at=seen.expires_at)
         except StoreError:
-            log.warning("checkpoint %s: its commit cannot be written to now", seen.path, exc_info=True)
+            log.warning(
+                "checkpoint %s: its commit cannot be changed now; the next sweep tries again", seen.path, exc_info=True
+            )
         else:
             journal.upkeep.noted(seen)
 
@@ -48,7 +54,7 @@ def delete_snapshots(journal: Journal, store: Store) -> None:
         try:
             store.delete(path)
         except StoreError:
-            log.warning("recovery snapshot %s cannot be deleted now", path, exc_info=True)
+            log.warning("recovery snapshot %s cannot be deleted now; the next sweep tries again", path, exc_info=True)
         else:
             journal.recovery.forget_snapshot(path)
 
@@ -61,6 +67,6 @@ def delete_uploads(journal: Journal, store: Store) -> None:
             if upload.path is None:
                 store.delete(str(import_path(upload.id)))
         except StoreError:
-            log.warning("upload %s cannot be removed now", upload.id, exc_info=True)
+            log.warning("upload %s cannot be removed now; the next sweep tries again", upload.id, exc_info=True)
         else:
             journal.uploads.forget(upload.id)

@@ -10,7 +10,7 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.settings import Settings
 from tinkerflow.flows.sampling_runner import SamplingRunner
-from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.operation import ExecutionContext
 
 
 @dataclass(frozen=True)

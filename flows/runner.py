@@ -14,12 +14,11 @@ from tinkerflow.backend.commands import AdapterState, Done, DropAdapter
 from tinkerflow.backend.errors import GroupFailedError, SuspectError
 from tinkerflow.backend.journal import Kind, ModelState, Outcome, Pending, SnapshotTaken
 from tinkerflow.flows.prefect.mirror import RunMirror
-from tinkerflow.tasks.execution.context import Execution, ExecutionContext
-from tinkerflow.tasks.execution.crashes import MOST_CRASHES
-from tinkerflow.tasks.execution.operation import SAVES, Operation, begin
-from tinkerflow.tasks.execution.recovery_snapshots import take
+from tinkerflow.tasks.execution.operation import MOST_CRASHES, Execution, ExecutionContext, Operation, begin
 from tinkerflow.tasks.execution.restore import restore
 from tinkerflow.tasks.execution.sequencer import Sequencer, Slot
+from tinkerflow.tasks.execution.states import take
+from tinkerflow.tasks.operations import EXECUTE, SAVES
 
 log = logging.getLogger(__name__)
 
@@ -443,7 +442,7 @@ class ModelRunner:
             self._schedule.went(request.seq_id, step=request.kind == Kind.OPTIM_STEP)
         slot = self._sequencer.slot(request.id if request.kind in SAVES else None)
         execution = Execution(self._context, request, slot, copy=self._copies.pop(request.id, None))
-        operation = begin(execution, group)
+        operation = begin(EXECUTE[request.kind], execution, group)
         if request.kind == Kind.OPTIM_STEP:
             self._steps_made += 1
         operation.answered.add_done_callback(partial(self._answered, request.id))

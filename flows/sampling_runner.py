@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from tinkerflow.backend.journal import Outcome, Pending
 from tinkerflow.flows.prefect.mirror import RunMirror
 from tinkerflow.flows.runner import STOPPED, End, observed
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.operation import Operation
+from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
 from tinkerflow.tasks.operations.sample import SampleBatch
 
 log = logging.getLogger(__name__)

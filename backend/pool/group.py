@@ -69,7 +69,6 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0
 _JOIN_SECONDS = 60.0  # that a rank may take to connect, and to end what an earlier driver left it with
 _REAP_SECONDS = 10.0
-_AGREE_SECONDS = 10.0  # from one rank's word that the devices have no memory left until all ranks have said so
 _LAST_WORD_SECONDS = 1.0  # from the end of a process until what it sent before has been read
 _REPLIES = Reply.__args__
 _BEAT = frames.encode(Beat())
@@ -87,6 +86,7 @@ class PoolConfig:
     chunks_per_microbatch: steps of the sampler for each micro-batch of training, while both wait.
     dump_grace: what a process that has missed a deadline gets to write its stacks to its log.
     ending: what a process that has closed its connection gets to end, so that its exit status is known.
+    agreeing: after one rank's word that the devices have no memory left, the time until all ranks must have said so.
     probation: after an unexplained death so many commands go one at a time: a second death then identifies its command.
     """
 
@@ -100,6 +100,7 @@ class PoolConfig:
     chunks_per_microbatch: float = 1.0
     dump_grace: float = 1.0
     ending: float = 5.0
+    agreeing: float = 10.0
     probation: int = 2**14
 
     def start(self, coordinator: str, places: Sequence[WorkerSlot]) -> list[frames.Buffer]:
@@ -441,7 +442,7 @@ class Group:
         entry.answers[rank] = message
         failed = message.failed if isinstance(message, Ack) else message
         if isinstance(failed, Failed) and failed.error == AllocationError.__name__:
-            self._loop.call_later(_AGREE_SECONDS, self._give_up_agreement, entry, rank)
+            self._loop.call_later(self._config.agreeing, self._give_up_agreement, entry, rank)
         while self._outstanding and len(self._outstanding[0].answers) == len(self._members):
             done = self._outstanding[0]
             if not self._settle(done):
@@ -455,7 +456,7 @@ class Group:
         """Where one rank had no memory left, the others may wait for it in a collective for ever."""
         silent = [m.rank for m in self._members if m.rank not in entry.answers]
         if entry in self._outstanding and entry is not self._outstanding[0]:  # they are busy with an earlier one
-            self._loop.call_later(_AGREE_SECONDS, self._give_up_agreement, entry, rank)
+            self._loop.call_later(self._config.agreeing, self._give_up_agreement, entry, rank)
         elif silent and entry in self._outstanding:
             self._fail(f"rank {rank} had no memory left for {entry.name} ({OUT_OF_MEMORY}), and rank {silent} goes on")
 

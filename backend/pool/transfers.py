@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _THREADS = 2  # states at once
-_REACH_SECONDS = 60.0  # that a store may take to answer when a group starts, which a store that hangs must not prevent
 
 
 @runtime_checkable
@@ -39,12 +38,16 @@ class StateHolder(Protocol):
 class Transfers:
     """Answers the driver's transfers, each in a thread."""
 
-    def __init__(self, executor: object, config: GroupConfig, rank: int) -> None:
-        """Look whether this process reaches the store that the driver's config names."""
+    def __init__(self, executor: object, config: GroupConfig, rank: int, patience: float = 60.0) -> None:
+        """Look whether this process reaches the store that the driver's config names.
+
+        executor: reads and writes states if it is a StateHolder. config: of the group. rank: of this process. patience:
+        seconds that the store may take to answer; a store that hangs must not prevent the start of a group.
+        """
         self._rank = rank
         self._holder = executor if isinstance(executor, StateHolder) else None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="transfer")
-        self._blobs = self._reached(config) if self._holder is not None and config.store_url else None
+        self._blobs = self._reached(config, patience) if self._holder is not None and config.store_url else None
 
     @property
     def reach_store(self) -> bool:
@@ -73,7 +76,7 @@ class Transfers:
         holder.hold(job, parts.read(self._blobs, job.state, lambda shapes: holder.wanted(job.state, shapes)))
         return {}
 
-    def _reached(self, config: GroupConfig) -> Blobs | None:
+    def _reached(self, config: GroupConfig, patience: float) -> Blobs | None:
         """The store that `config` names, if this process reaches it soon. Only then the store's modules are loaded."""
         from tinkerflow.backend.store import parts
         from tinkerflow.backend.store.blobs import open_blobs
@@ -84,10 +87,10 @@ class Transfers:
 
         why = "it is another store there, or none"
         try:
-            if (blobs := self._threads.submit(look).result(_REACH_SECONDS)) is not None:
+            if (blobs := self._threads.submit(look).result(patience)) is not None:
                 return blobs
         except TimeoutError:
-            why = f"it did not answer in {_REACH_SECONDS:g} s"
+            why = f"it did not answer in {patience:g} s"
         except Exception as error:  # noqa: BLE001  whatever a store's client raises: the driver sends states instead
             why = repr(error)
         log.info("store %s cannot be used from here: %s; states come from the driver", config.store_url, why)

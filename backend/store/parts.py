@@ -19,7 +19,7 @@ import numpy as np
 from tinkerflow.backend.checkpoint_paths import CheckpointPath
 from tinkerflow.backend.commands import BLOCK, Digest, StoredState
 from tinkerflow.backend.errors import NotFoundError, StoreAwayError, StoreError
-from tinkerflow.backend.store import reading, tensors
+from tinkerflow.backend.store import commit, tensors
 from tinkerflow.backend.store.blobs import Blobs
 from tinkerflow.backend.store.tensors import Floats
 
@@ -74,7 +74,7 @@ def read(blobs: Blobs, state: StoredState, wants: Wants) -> dict[str, Floats]:
 
     def part(file: str, begin: int, end: int) -> bytes:
         with _failures(f"read {file} of checkpoint {CheckpointPath.of_folder(state.folder)}"):
-            return reading.part_of(blobs, state.folder, file, files[file], begin, end - begin)
+            return commit.part_of(blobs, state.folder, file, files[file], begin, end - begin)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="store") as threads:
         found: dict[str, _Stored] = {}

@@ -23,7 +23,7 @@ from tinkerflow.backend.commands import AdapterKept, AdapterState, Digest, LoraS
 from tinkerflow.backend.encryption import encrypt
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreAwayError, StoreError, UserError
 from tinkerflow.backend.ids import new_id
-from tinkerflow.backend.store import commit, parts, reading, tensors, upkeep
+from tinkerflow.backend.store import commit, parts, tensors, upkeep
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
 from tinkerflow.backend.store.commit import OPTIMIZER, CheckpointMeta, Saved
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
@@ -95,7 +95,7 @@ class Store:
         """
         where = CheckpointPath.parse(source)
         with self._failures(f"copy {where}"):
-            saved, files = reading.files_of(self.blobs, where, lambda file: True)
+            saved, files = commit.files_of(self.blobs, where, lambda file: True)
         meta = replace(
             saved.meta, owner=owner, expires_at=expires_at, request_id=request_id, run_metadata={}, public=False
         )
@@ -113,7 +113,7 @@ class Store:
         overwrite: bool,
     ) -> Saved:
         with self._failures(f"save {path}"):
-            before = reading.commit_of(self.blobs, path)
+            before = commit.find(self.blobs, path)
             if before is not None and (_same_request(before, meta) or not overwrite):
                 return _same_or_conflict(before, meta)
             files = make_files()
@@ -159,7 +159,7 @@ class Store:
         if where.kind == EXTERNAL_WEIGHTS:
             raise UserError(f"checkpoint {where}: external weights are for downloads; load what save_state saved")
         with self._failures(f"load {where}"):
-            saved, files = reading.files_of(self.blobs, where, lambda file: optimizer or file != OPTIMIZER)
+            saved, files = commit.files_of(self.blobs, where, lambda file: optimizer or file != OPTIMIZER)
         if ADAPTER not in files:
             pieces = {name: array for file in files for name, array in _decoded(where, file, files).items()}
             return AdapterState(saved.spec, saved.step, pieces, {}, saved.optimizer), saved
@@ -171,7 +171,7 @@ class Store:
         """The state saved under `path`, for processes that read it themselves; errors are as in `load`."""
         where = CheckpointPath.parse(path)
         with self._failures(f"look up {where}"):
-            saved = reading.committed(self.blobs, where)
+            saved = commit.get(self.blobs, where)
         files = {file: digest for file, digest in saved.files.items() if optimizer or file != OPTIMIZER}
         return StoredState(saved.spec, saved.step, saved.optimizer, where.attempt(saved.attempt), files)
 
@@ -238,7 +238,7 @@ class Store:
         """The commit of `path`, or None; UserError for a malformed path."""
         where = CheckpointPath.parse(path)
         with self._failures(f"look up {where}"):
-            return reading.commit_of(self.blobs, where)
+            return commit.find(self.blobs, where)
 
     def exists(self, path: str) -> bool:
         """Whether a checkpoint is saved under `path`."""
@@ -253,7 +253,7 @@ class Store:
         where = CheckpointPath.parse(saved.path)
         with self._failures(f"read {file} of {where}"):
             try:
-                return reading.part_of(self.blobs, where.attempt(saved.attempt), file, saved.files[file], start, length)
+                return commit.part_of(self.blobs, where.attempt(saved.attempt), file, saved.files[file], start, length)
             except FileNotFoundError as error:
                 raise NotFoundError(
                     f"checkpoint {where}: {file} of attempt {saved.attempt} is there no longer"
@@ -269,7 +269,7 @@ class Store:
         """Change `public` and `expires_at` in the commit of `path`; False when it is gone, or of another attempt."""
         where = CheckpointPath.parse(path)
         with self._failures(f"amend {where}"):
-            while (data := reading.commit_bytes(self.blobs, where)) is not None:
+            while (data := commit.raw(self.blobs, where)) is not None:
                 saved = commit.from_json(data, where)
                 if saved.attempt != attempt:
                     return False
@@ -288,7 +288,7 @@ class Store:
         with self._failures(f"delete {where}"):
             found, of = False, attempt
             # Only the commit that was read: another process may have replaced or amended it since.
-            while not found and (data := reading.commit_bytes(self.blobs, where)) is not None:
+            while not found and (data := commit.raw(self.blobs, where)) is not None:
                 try:
                     saved = commit.from_json(data, where)
                 except StoreError as error:
@@ -311,9 +311,9 @@ class Store:
             check_run_id(run_id)
         with self._failures("list checkpoints"):
             found = []
-            for path in reading.paths(self.blobs, run_id):
+            for path in commit.paths(self.blobs, run_id):
                 try:
-                    saved = reading.commit_of(self.blobs, path)
+                    saved = commit.find(self.blobs, path)
                 except StoreError as error:
                     _log.warning("left out of the list: %s", error)
                 else:
@@ -323,7 +323,7 @@ class Store:
     def paths(self, run_id: str | None = None) -> list[str]:
         """The paths under which saves have begun, recovery snapshots included. Not all of them have a commit."""
         with self._failures("list paths"):
-            return [str(path) for path in reading.paths(self.blobs, run_id, upkeep.ALL_KINDS)]
+            return [str(path) for path in commit.paths(self.blobs, run_id, upkeep.ALL_KINDS)]
 
     def problems(self, path: str) -> list[str]:
         """Read all bytes of a checkpoint; a sentence for each problem, which names the file."""
@@ -344,7 +344,7 @@ class Store:
     def clear_drafts(self, before: datetime) -> int:
         """Remove unfinished commits whose writers died before `before`; how many."""
         with self._failures("clear drafts"):
-            paths = reading.paths(self.blobs, kinds=upkeep.ALL_KINDS)
+            paths = commit.paths(self.blobs, kinds=upkeep.ALL_KINDS)
             return sum(self.blobs.clear_drafts(path.folder, before) for path in paths)
 
     def remove_orphan(self, orphan: Orphan) -> bool:
@@ -372,7 +372,7 @@ class Store:
         while True:
             if self._put(path, None, data):
                 return saved
-            there = reading.commit_bytes(self.blobs, path)
+            there = commit.raw(self.blobs, path)
             if there is None:
                 continue  # deleted since
             before = commit.from_json(there, path)
@@ -403,7 +403,7 @@ class Store:
 
     def _undo_cut(self, path: CheckpointPath, old: bytes | None, new: bytes) -> bool:
         """If only a beginning of `new` has arrived, put back the bytes from before; whether that was necessary."""
-        there = reading.commit_bytes(self.blobs, path)
+        there = commit.raw(self.blobs, path)
         if there is None or there == new or not new.startswith(there):
             return False
         if old is None:
@@ -413,7 +413,7 @@ class Store:
     def _discard_unless_committed(self, path: CheckpointPath, saved: Saved) -> None:
         """Remove the files of a failed save, unless the failure came after its commit: then the files are needed."""
         try:
-            now = reading.commit_of(self.blobs, path)
+            now = commit.find(self.blobs, path)
         except (OSError, StoreError) as error:
             _log.warning("attempt %s of %s is left behind: %s", saved.attempt, path, error)
             return

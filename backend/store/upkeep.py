@@ -8,7 +8,7 @@ from datetime import datetime
 
 from tinkerflow.backend.checkpoint_paths import KINDS, RECOVERY, CheckpointPath
 from tinkerflow.backend.errors import StoreError
-from tinkerflow.backend.store import reading
+from tinkerflow.backend.store import commit
 from tinkerflow.backend.store.blobs import Blobs
 
 ALL_KINDS = (*KINDS, RECOVERY)
@@ -38,7 +38,7 @@ def problems(blobs: Blobs, path: CheckpointPath) -> list[str]:
     A path without a commit has no problems. A save or deletion that happens meanwhile is not mistaken for damage.
     """
     try:
-        saved = reading.commit_of(blobs, path)
+        saved = commit.find(blobs, path)
     except StoreError as error:
         return [error.message]
     if saved is None:
@@ -46,7 +46,7 @@ def problems(blobs: Blobs, path: CheckpointPath) -> list[str]:
     found = []
     for file in saved.files:
         try:
-            reading.file_of(blobs, path, saved, file)
+            commit.file_of(blobs, path, saved, file)
         except StoreError as error:
             found.append(error.message)
         except FileNotFoundError:
@@ -60,7 +60,7 @@ def problems(blobs: Blobs, path: CheckpointPath) -> list[str]:
     if not found:
         return []
     try:
-        now = reading.commit_of(blobs, path)
+        now = commit.find(blobs, path)
     except StoreError as error:
         return [error.message]
     if now is not None and now.attempt == saved.attempt:
@@ -74,12 +74,12 @@ def orphans(blobs: Blobs, before: datetime) -> Iterator[Orphan]:
     A save is an orphan until its commit is written, so `before` must be longer ago than any save takes. Attempts beside
     an unreadable commit are left alone: the commit may name one of them.
     """
-    for path in reading.paths(blobs, kinds=ALL_KINDS):
+    for path in commit.paths(blobs, kinds=ALL_KINDS):
         attempts = [name for name in blobs.children(path.folder) if name.startswith("attempt-")]
         if not attempts:
             continue
         try:
-            saved = reading.commit_of(blobs, path)
+            saved = commit.find(blobs, path)
         except StoreError:
             continue
         for attempt in attempts:
@@ -92,7 +92,7 @@ def orphans(blobs: Blobs, before: datetime) -> Iterator[Orphan]:
 
 def snapshots(blobs: Blobs, before: datetime) -> Iterator[Snapshot]:
     """Recovery snapshots that were committed before `before`, damaged ones included."""
-    for path in reading.paths(blobs, kinds=(RECOVERY,)):
+    for path in commit.paths(blobs, kinds=(RECOVERY,)):
         if path.commit.rpartition("/")[2] not in blobs.children(path.folder):
             continue  # an attempt without a commit is an orphan
         written_at = blobs.written_at(path.folder)
@@ -103,7 +103,7 @@ def snapshots(blobs: Blobs, before: datetime) -> Iterator[Snapshot]:
 def remove(blobs: Blobs, orphan: Orphan) -> bool:
     """Remove the files of an orphan; False when a commit names its attempt by now."""
     path = CheckpointPath.parse(orphan.path)
-    saved = reading.commit_of(blobs, path)
+    saved = commit.find(blobs, path)
     if saved is not None and saved.attempt == orphan.attempt:
         return False
     blobs.remove_folder(path.attempt(orphan.attempt))

@@ -52,9 +52,11 @@ class ControlsWatch:
                     async with get_client() as client:
                         await self.look(client)
                 except (TinkerflowError, httpx.HTTPError, PrefectException, TimeoutError) as error:
-                    log.warning("the buttons of Prefect's UI wait: %s: %s", type(error).__name__, error)
+                    log.warning(
+                        "Prefect cannot be asked for its buttons, trying again: %s: %s", type(error).__name__, error
+                    )
                 except Exception:  # an answer that cannot be read, or a journal that is away: no reason to end
-                    log.warning("the buttons of Prefect's UI wait", exc_info=True)
+                    log.warning("Prefect's buttons cannot be obeyed now, trying again", exc_info=True)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self, client: PrefectClient) -> None:
@@ -101,7 +103,7 @@ class ControlsWatch:
 
     async def _go_on(self, flow_run: UUID, model_id: str) -> None:
         self._paused.pop(flow_run, None)
-        log.info("model %s goes on", model_id)
+        log.info("model %s is resumed", model_id)
         await self._dispatcher.pause(model_id, None)
 
     async def _retry(self, client: PrefectClient, run: FlowRun, model_id: str) -> None:

@@ -26,11 +26,10 @@ from tinkerflow.backend.errors import (
 )
 from tinkerflow.backend.journal import Executed, Kind, SnapshotTaken, SnapshotView
 from tinkerflow.backend.retry import retry
-from tinkerflow.tasks.execution.context import Execution, ExecutionContext
-from tinkerflow.tasks.execution.operation import EXECUTE
-from tinkerflow.tasks.execution.recovery_snapshots import record
+from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Saves, Sequencer
-from tinkerflow.tasks.execution.states import bring
+from tinkerflow.tasks.execution.states import bring, record
+from tinkerflow.tasks.operations import EXECUTE
 from tinkerflow.tasks.operations.save_weights import copy
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from tinkerflow.backend.commands import CreateAdapter, Done, LoraSpec
 from tinkerflow.backend.errors import ServerError
 from tinkerflow.backend.journal import ModelLive, ModelView, Outcome
 from tinkerflow.backend.wire import encode_model_created
-from tinkerflow.tasks.execution.context import Execution
+from tinkerflow.tasks.execution.operation import Execution
 
 
 async def execute(execution: Execution) -> Outcome:

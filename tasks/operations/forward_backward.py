@@ -11,7 +11,7 @@ from tinkerflow.backend.model_card import image_processor
 from tinkerflow.backend.spec.drift import KL_MEAN
 from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS
 from tinkerflow.backend.wire import decode_forward, drift_metrics, encode_forward, load_custom_loss, read_forward
-from tinkerflow.tasks.execution.context import Execution
+from tinkerflow.tasks.execution.operation import Execution
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from tinkerflow.backend.errors import NotFoundError, UserError
 from tinkerflow.backend.journal import Kind, ModelLive, ModelView, Outcome
 from tinkerflow.backend.store import Saved
 from tinkerflow.backend.wire import LoadModel, LoadWeights, encode_loaded
-from tinkerflow.tasks.execution.context import Execution, ExecutionContext
-from tinkerflow.tasks.execution.recovery_snapshots import commit
+from tinkerflow.tasks.execution.operation import Execution, ExecutionContext
+from tinkerflow.tasks.execution.states import commit
 from tinkerflow.tasks.operations.create_model import spec_of
 
 

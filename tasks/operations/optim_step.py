@@ -5,7 +5,7 @@ from __future__ import annotations
 from tinkerflow.backend.commands import OptimResult, OptimStep
 from tinkerflow.backend.journal import Outcome, StepMade, StepMeasured
 from tinkerflow.backend.wire import OptimStepBody, encode_optim_step
-from tinkerflow.tasks.execution.context import Execution
+from tinkerflow.tasks.execution.operation import Execution
 
 
 async def execute(execution: Execution) -> Outcome:

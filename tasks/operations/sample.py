@@ -38,9 +38,7 @@ from tinkerflow.backend.journal import (
 )
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
-from tinkerflow.tasks.execution.context import INLINE_BYTES, ExecutionContext
-from tinkerflow.tasks.execution.crashes import attribute_crash
-from tinkerflow.tasks.execution.operation import failure
+from tinkerflow.tasks.execution.operation import INLINE_BYTES, ExecutionContext, attribute_crash, failure
 from tinkerflow.tasks.execution.states import load_snapshot
 from tinkerflow.tasks.operations.load_weights import check_readable, gone
 

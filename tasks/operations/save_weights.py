@@ -1,21 +1,66 @@
-"""save_weights: a training checkpoint (adapter and optimizer) in the store."""
+"""The saves: save_weights, save_weights_for_sampler, and save_weights_external.
+
+A save under a name copies the model's state at its place in the order, and writes it to the store while training goes
+on: with the optimizer to train on (save_weights), without it to sample (save_weights_for_sampler), or as a PEFT folder
+to be downloaded, encrypted when recipients are named (save_weights_external).
+
+An unnamed save_weights_for_sampler makes a snapshot in memory and its sampler. One of kind `snapshot` keeps its
+weights. It is answered as soon as they are published in the worker group, and stored while later operations are
+executed (sequencer.py): a sampler does not wait for the store, unless the store fails.
+
+Those of kind `inflight` share one snapshot per model. Every later inflight save replaces its weights, for new requests
+of all these samplers and for those that are being decoded: these keep what they have cached and go on with the new
+weights from their next chunk. The replacement comes after the commit, so the samplers never use what could be lost, and
+a save that fails changes nothing. When the worker group dies, samplers come back with the last weights that were
+committed and answered. A request that had begun is decoded from its beginning with the same seed, but the weights
+change at another place in it, so its tokens may be others.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from tinkerflow.backend.commands import AdapterState, ExportAdapter
+from tinkerflow.backend.commands import (
+    AdapterState,
+    Done,
+    DropSnapshot,
+    ExportAdapter,
+    MoveSnapshot,
+    PublishSnapshot,
+    SnapshotHeld,
+)
+from tinkerflow.backend.errors import FencedError, GroupFailedError
+from tinkerflow.backend.ids import inflight_id, sampler_id
 from tinkerflow.backend.index import row_of
-from tinkerflow.backend.journal import CheckpointKind, CheckpointSaved, Kind, Outcome, UsageKind, Used
+from tinkerflow.backend.journal import (
+    CheckpointKind,
+    CheckpointSaved,
+    Effect,
+    Kind,
+    NewSampler,
+    Outcome,
+    SamplerOpened,
+    SnapshotTaken,
+    UsageKind,
+    Used,
+)
+from tinkerflow.backend.retry import retry
 from tinkerflow.backend.store import CheckpointMeta, CheckpointPath
-from tinkerflow.backend.wire import SaveWeights, encode_saved
-from tinkerflow.tasks.execution.context import Execution
+from tinkerflow.backend.wire import SaveExternal, SaveForSampler, SaveWeights, encode_sampler_opened, encode_saved
+from tinkerflow.tasks.execution.operation import Execution
+from tinkerflow.tasks.execution.sequencer import SaveState
+from tinkerflow.tasks.execution.states import commit, record
+
+log = logging.getLogger(__name__)
 
 
-async def execute(execution: Execution) -> Outcome:
+async def save_weights(execution: Execution) -> Outcome:
     """Copy the state at this place in the order, then write it while training goes on. A name is never reused."""
     wanted = SaveWeights.decode(execution.request.payload)
     state = await copy_and_detach(execution)
@@ -31,6 +76,48 @@ async def execute(execution: Execution) -> Outcome:
     return execution.request.done(encode_saved(effect.path), "json", effect, one_checkpoint(execution))
 
 
+async def save_weights_for_sampler(execution: Execution) -> Outcome:
+    """Freeze the weights at this place in the order; the answer names the checkpoint, or the sampler."""
+    wanted = SaveForSampler.decode(execution.request.payload)
+    if wanted.sampling_session_seq_id is None:
+        return await _save_for_sampler(execution, wanted)
+    opened = sampler_id(execution.request.session_id, wanted.sampling_session_seq_id)
+    if execution.request.answered:  # in a worker group that has ended: a replay has copied what it published
+        return await _store_again(execution, opened)
+    return await _publish(execution, opened, inflight=wanted.inflight)
+
+
+async def _save_for_sampler(execution: Execution, wanted: SaveForSampler) -> Outcome:
+    state = await copy_and_detach(execution)
+    effect = await save(
+        execution,
+        CheckpointKind.SAMPLER_WEIGHTS,
+        str(wanted.name),
+        state,
+        ttl_seconds=wanted.ttl_seconds,
+        user_metadata=wanted.user_metadata,
+    )
+    result = encode_saved(effect.path, kind="save_weights_for_sampler")
+    return execution.request.done(result, "json", effect, one_checkpoint(execution))
+
+
+async def save_weights_external(execution: Execution) -> Outcome:
+    """Copy the weights at this place in the order, then write them while training goes on."""
+    wanted = SaveExternal.decode(execution.request.payload)
+    state = await copy_and_detach(execution)
+    effect = await save(
+        execution,
+        CheckpointKind.EXTERNAL_WEIGHTS,
+        wanted.name,
+        state,
+        ttl_seconds=wanted.ttl_seconds,
+        recipients=wanted.recipients,
+    )
+    result = encode_saved(effect.path, kind="save_weights_external", size_bytes=effect.size_bytes)
+    return execution.request.done(result, "json", effect, one_checkpoint(execution))
+
+
+# ------------------------------------------------------------------ saves under a name
 async def copy_and_detach(execution: Execution) -> AdapterState:
     """The state that a save under a name writes; the save is detached then, and every earlier save has ended."""
     state = await copy(execution)
@@ -90,3 +177,89 @@ async def save(
 def one_checkpoint(execution: Execution) -> Used:
     """The usage of a request that saved a checkpoint."""
     return Used(execution.request.session_id, execution.context.card.name, UsageKind.CHECKPOINT, 1)
+
+
+# ------------------------------------------------------------------ snapshots to sample from
+async def _publish(execution: Execution, opened: str, *, inflight: bool) -> Outcome:
+    """Publish, and have the same weights in the store, so that the sampler `opened` outlives the worker group."""
+    context, request, model_id = execution.context, execution.request, execution.model_id
+    async with execution.slot:
+        # The request's id, and not the sampler's, names the snapshot: the client chooses the latter's number.
+        reply = execution.send(PublishSnapshot(model_id, request.id), SnapshotHeld)
+        copied = execution.send(ExportAdapter(model_id, optimizer=False), AdapterState)
+    host_bytes = (await reply).host_bytes
+    context.snapshots.published(request.id, host_bytes)
+    if not (inflight or context.saves.store_fails(model_id)):
+        execution.then = partial(_store_copy, execution, copied)
+        return replace(_opened(execution, opened, request.id), replays=True)
+    snapshot_id = inflight_id(model_id) if inflight else request.id
+    try:
+        taken = await _commit(execution, await copied, snapshot_id)
+        context.saves.store_works(model_id)
+        if inflight:
+            await execution.slot.predecessors()  # an earlier save must not replace a later one
+            moved = execution.send(MoveSnapshot(request.id, snapshot_id), Done)
+            context.snapshots.moving(request.id, snapshot_id)
+            await moved
+            context.snapshots.published(snapshot_id, host_bytes)
+    except Exception:
+        context.snapshots.dropped(request.id)
+        with suppress(GroupFailedError):
+            await execution.send(DropSnapshot(request.id), Done)
+        raise
+    return _opened(execution, opened, snapshot_id, taken)
+
+
+async def _store_again(execution: Execution, opened: str) -> Outcome:
+    """Have in the store what this save had published, and was answered for, when its worker group ended."""
+    assert execution.copy is not None, f"save {execution.request.id}: the replay copies what is not stored"
+    async with execution.slot:
+        execution.then = partial(_store, execution, execution.copy)
+    return _opened(execution, opened, execution.request.id)
+
+
+async def _store_copy(execution: Execution, copied: asyncio.Task[AdapterState]) -> SaveState:
+    """Wait for the copy, and store it. The save is not detached before: its worker group may still end."""
+    try:
+        state = await copied
+    except GroupFailedError:
+        raise
+    except Exception:
+        text = "the weights that %s published cannot be copied; they are stored when the model is next restored"
+        log.exception(text, execution.request.id)
+        return SaveState.FAILED
+    return await _store(execution, state)
+
+
+async def _store(execution: Execution, state: AdapterState) -> SaveState:
+    """Commit what was published, as often as it takes while a sampler uses it. No failure ends the model's runner."""
+    context, request, saves = execution.context, execution.request, execution.context.saves
+    await execution.slot.detach()
+
+    async def store() -> SaveState:
+        try:
+            if await context.read(context.journal.samplers.unused_snapshots, {request.id}):
+                return SaveState.FAILED
+            await record(context, await _commit(execution, state, request.id))
+        except FencedError:  # another engine has this model, and stores it
+            raise
+        except Exception:
+            saves.store_failed(request.id)
+            raise
+        saves.store_works(execution.model_id)
+        return SaveState.STORED
+
+    what = f"the weights that {request.id} published are not stored"
+    return await retry(store, on=Exception, unless=FencedError, what=what, log=log)
+
+
+def _commit(execution: Execution, state: AdapterState, snapshot_id: str) -> Awaitable[SnapshotTaken]:
+    request = execution.request
+    seq_id = int(request.seq_id or 0)
+    return commit(execution.context, execution.model_id, request.owner, seq_id, state, snapshot_id)
+
+
+def _opened(execution: Execution, opened: str, snapshot_id: str, *effects: Effect) -> Outcome:
+    request, base_model = execution.request, execution.context.card.name
+    sampler = NewSampler(opened, request.session_id, request.owner, base_model, snapshot_id=snapshot_id)
+    return request.done(encode_sampler_opened(opened), "json", SamplerOpened(sampler), *effects)

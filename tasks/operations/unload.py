@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinkerflow.backend.commands import Done, DropAdapter
 from tinkerflow.backend.journal import ModelEnded, ModelState, Outcome
-from tinkerflow.tasks.execution.context import Execution
+from tinkerflow.tasks.execution.operation import Execution
 
 
 async def execute(execution: Execution) -> Outcome:

@@ -109,6 +109,19 @@ def _texts() -> set[str]:
     return found
 
 
+def test_the_files_of_an_extension_hold_what_it_names() -> None:
+    for section in PAGES["docs/extending.md"].split("\n## ")[1:]:
+        held = " ".join(file.read_text() for name in paths(section) for file in _files_of(name))
+        for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(.*?\))?`", section):
+            absent = [part for part in name.split(".") if not re.search(rf"\b{part}\b", held)]
+            assert not absent, f"{section.splitlines()[0]}: `{name}` is in none of {sorted(paths(section))}"
+
+
+def _files_of(name: str) -> list[Path]:
+    found = list(ROOT.glob(name))
+    return [file for one in found for file in ([one] if one.is_file() else one.rglob("*.py"))]
+
+
 def test_the_readme_is_short_and_has_what_newcomers_need() -> None:
     readme = PAGES["README.md"]
     assert len(readme.splitlines()) <= 200

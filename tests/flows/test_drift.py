@@ -11,7 +11,7 @@ import pytest
 
 from tinkerflow.backend.journal import Kind
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.operation import ExecutionContext
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from PIL import Image
 from tinkerflow.backend.commands import Forward
 from tinkerflow.backend.journal import Kind
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.operation import ExecutionContext
 
 CONFIG = {
     "model_type": "qwen3_vl",

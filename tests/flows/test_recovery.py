@@ -27,7 +27,7 @@ from tinkerflow.flows.prefect.connection import PrefectConnection
 from tinkerflow.flows.prefect.mirror import Mirror
 from tinkerflow.flows.sampling_runner import SamplingRunner
 from tinkerflow.tasks.execution import restore
-from tinkerflow.tasks.execution.context import ExecutionContext
+from tinkerflow.tasks.execution.operation import ExecutionContext
 from tinkerflow.tasks.execution.sequencer import Saves
 from tinkerflow.tasks.execution.snapshots import Snapshots
 

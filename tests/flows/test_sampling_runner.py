@@ -20,8 +20,7 @@ from tinkerflow.backend.wire import tinker_pb2 as pb
 from tinkerflow.flows.prefect.mirror import Mirror, RunMirror
 from tinkerflow.flows.runner import Why
 from tinkerflow.flows.sampling_runner import SamplingRunner, shared_out
-from tinkerflow.tasks.execution.context import ExecutionContext
-from tinkerflow.tasks.execution.operation import Operation
+from tinkerflow.tasks.execution.operation import ExecutionContext, Operation
 
 
 @pytest.fixture

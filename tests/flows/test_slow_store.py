@@ -13,7 +13,7 @@ import pytest
 from tinkerflow.backend.commands import ExportAdapter
 from tinkerflow.backend.journal import Kind
 from tinkerflow.flows.runner import IN_FLIGHT, SnapshotPolicy
-from tinkerflow.tasks.execution.operation import SAVES
+from tinkerflow.tasks.operations import SAVES
 
 
 @dataclass

@@ -36,7 +36,7 @@ from tinkerflow.backend.commands import (
     SampleStep,
 )
 from tinkerflow.backend.errors import GroupFailedError, SuspectError, UserError
-from tinkerflow.backend.pool import GroupLost, Pool, group
+from tinkerflow.backend.pool import GroupLost, Pool
 from tinkerflow.backend.pool.host.places import LocalWorker
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
 
@@ -399,22 +399,16 @@ async def test_an_allocation_failure_of_all_ranks_costs_its_command_alone(start_
     assert await pool.submit(Ping(), generation=generation) == Done()
 
 
-async def test_an_allocation_failure_of_one_rank_ends_the_group(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group, "_AGREE_SECONDS", 0.2)
-    pool = await start_pool(processes=2)
+async def test_an_allocation_failure_of_one_rank_ends_the_group(start_pool: StartPool) -> None:
+    pool = await start_pool(processes=2, agreeing=0.2)
     with pytest.raises(errors.SuspectError, match=r"rank 1 had no memory left for DropAdapter .*rank \[0\]") as suspect:
         await pool.submit(order("full:1"))
     assert suspect.value.out_of_memory
     await serves_again(pool)
 
 
-async def test_a_rank_that_is_busy_with_an_earlier_command_has_time_to_agree(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group, "_AGREE_SECONDS", 0.2)
-    pool = await start_pool("Lagging", processes=2)
+async def test_a_rank_that_is_busy_with_an_earlier_command_has_time_to_agree(start_pool: StartPool) -> None:
+    pool = await start_pool("Lagging", processes=2, agreeing=0.2)
     generation = await pool.serving()
     slow, full = together(pool, step(), order("full"))
     assert await slow == OptimResult(0.0, 1)

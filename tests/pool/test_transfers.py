@@ -133,7 +133,6 @@ def test_a_store_that_does_not_answer_prevents_no_start(
     holder = SimpleNamespace(take_kept=print, wanted=print, hold=print)
     config = replace(group_config(), store_url=store.url, store_mark=mark)
     assert transfers.Transfers(holder, config, 0).reach_store
-    monkeypatch.setattr(transfers, "_REACH_SECONDS", 0.1)
     monkeypatch.setattr(parts, "reaches", lambda blobs, mark: hangs.wait(60))
-    assert not transfers.Transfers(holder, config, 0).reach_store
+    assert not transfers.Transfers(holder, config, 0, patience=0.1).reach_store
     hangs.set()

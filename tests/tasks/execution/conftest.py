@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tinkerflow.backend.journal import Outcome
-from tinkerflow.tasks.execution.context import Execution
-from tinkerflow.tasks.execution.operation import SAVES, begin
+from tinkerflow.tasks.execution.operation import Execution, begin
 from tinkerflow.tasks.execution.sequencer import Sequencer
+from tinkerflow.tasks.operations import EXECUTE, SAVES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "flows"))
 
@@ -28,10 +28,10 @@ def execute(context: Any) -> Callable[..., Awaitable[list[Outcome | None]]]:
         bound = context if generation is None else context.bound_to(generation)
         sequencer = Sequencer(model, context.saves)
         async with asyncio.TaskGroup() as group:
-            operations = [
-                begin(Execution(bound, row, sequencer.slot(row.id if row.kind in SAVES else None)), group)
-                for row in context.journal.requests.ready(model, 64)
-            ]
+            operations = []
+            for row in context.journal.requests.ready(model, 64):
+                slot = sequencer.slot(row.id if row.kind in SAVES else None)
+                operations.append(begin(EXECUTE[row.kind], Execution(bound, row, slot), group))
         return [operation.answered.result() for operation in operations]
 
     return execute

@@ -9,7 +9,7 @@ from sqlalchemy.exc import OperationalError
 
 from tinkerflow.backend.errors import JournalBusyError
 from tinkerflow.backend.journal import Outcome
-from tinkerflow.tasks.execution.context import AnswerWriter
+from tinkerflow.tasks.execution.operation import AnswerWriter
 
 
 def outcome(name: str) -> Outcome:

@@ -12,7 +12,7 @@ from tinkerflow.backend.commands import Command, Done, DropAdapter, ExportAdapte
 from tinkerflow.backend.errors import GroupFailedError
 from tinkerflow.backend.journal import Kind
 from tinkerflow.backend.spec.optimizers.adamw import AdamParams
-from tinkerflow.tasks.execution.context import INLINE_BYTES, Execution
+from tinkerflow.tasks.execution.operation import INLINE_BYTES, Execution
 from tinkerflow.tasks.execution.sequencer import Sequencer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tinkerflow.backend.errors import DeadlineError, GroupFailedError, SuspectError
-from tinkerflow.tasks.execution.crashes import MOST_CRASHES, MOST_DEATHS, attribute_crash
+from tinkerflow.tasks.execution.operation import MOST_CRASHES, MOST_DEATHS, attribute_crash
 
 
 @pytest.fixture

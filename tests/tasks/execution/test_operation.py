@@ -11,7 +11,8 @@ from tinkerflow.backend import tracing
 from tinkerflow.backend.commands import OptimStep
 from tinkerflow.backend.errors import StateLostError, UserError
 from tinkerflow.backend.journal import Kind, ModelEnded, ModelState
-from tinkerflow.tasks.execution.operation import EXECUTE, SAVES, failure
+from tinkerflow.tasks.execution.operation import failure
+from tinkerflow.tasks.operations import EXECUTE, SAVES
 
 
 def test_every_kind_of_a_model_has_an_operation() -> None:

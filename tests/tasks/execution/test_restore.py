@@ -17,9 +17,9 @@ from tinkerflow.backend.errors import (
     TinkerflowError,
 )
 from tinkerflow.backend.journal import Kind, ModelState
-from tinkerflow.tasks.execution.recovery_snapshots import take
 from tinkerflow.tasks.execution.restore import restore
 from tinkerflow.tasks.execution.sequencer import Sequencer
+from tinkerflow.tasks.execution.states import take
 
 
 def state(pool: Any, model: str) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Which of the two ways a state goes: whole, with commands, or as names, part by part."""
+"""Which of the two ways a state goes (whole, with commands, or as names, part by part); how snapshots are taken."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from tinkerflow.backend.checkpoint_paths import RECOVERY
 from tinkerflow.backend.commands import AdapterKept, AdapterState, ExportAdapter, FetchState, StoredState, WriteState
-from tinkerflow.backend.errors import GroupFailedError
+from tinkerflow.backend.errors import GroupFailedError, StoreError
+from tinkerflow.backend.journal import SnapshotTaken
 from tinkerflow.backend.store import CheckpointMeta
-from tinkerflow.tasks.execution.recovery_snapshots import take
 from tinkerflow.tasks.execution.sequencer import Sequencer
-from tinkerflow.tasks.execution.states import Copy, bring
+from tinkerflow.tasks.execution.states import Copy, bring, take
 
 
 class ReachingPool:
@@ -46,11 +46,17 @@ class _Now:
 
 
 @pytest.fixture
-async def saved(context: Any, client: Any, execute: Any) -> str:
-    """The path of a recovery snapshot of a model after one step."""
+async def model(client: Any, execute: Any) -> str:
+    """A model after one step."""
     model, _ = client.submit_create()
     client.optim_step(model)
     await execute(model)
+    return str(model)
+
+
+@pytest.fixture
+async def saved(context: Any, model: str) -> str:
+    """The path of a recovery snapshot of the model."""
     taken = await take(context, model, 1, Sequencer(model, context.saves).slot())
     assert taken is not None
     return str(taken.path)
@@ -83,3 +89,31 @@ async def test_a_copy_whose_group_ends_while_it_writes_leaves_no_snapshot(contex
     export, write = pool.commands
     assert isinstance(export, ExportAdapter) and isinstance(write, WriteState) and export.keep == write.folder
     assert context.store.find(f"tinker://model/{RECOVERY}/s1") is None
+
+
+async def test_a_snapshot_is_in_the_store_and_in_the_journal(context: Any, client: Any, pool: Any, model: str) -> None:
+    taken = await take(context, model, 1, Sequencer(model, context.saves).slot())
+    assert isinstance(taken, SnapshotTaken) and (taken.model_id, taken.seq_id, taken.step) == (model, 1, 1)
+    (view,) = client.journal.recovery.snapshots(model)
+    assert view.path == taken.path
+    state, _ = context.store.load(taken.path)
+    adapter = pool.executor.adapters[model]
+    assert {name: array.tobytes() for name, array in state.weights.items()} == {
+        name: array.tobytes() for name, array in adapter.weights.items()
+    }
+
+
+async def test_a_snapshot_that_fails_costs_a_longer_replay_and_nothing_else(
+    context: Any, client: Any, pool: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequencer = Sequencer(model, context.saves)
+
+    def full(*_: Any) -> None:
+        raise StoreError("no space is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(context.store), "save", full)
+        assert await take(context, model, 1, sequencer.slot()) is None
+    pool.die()
+    assert await take(context.bound_to(1), model, 1, sequencer.slot()) is None
+    assert client.journal.recovery.snapshots(model) == []
