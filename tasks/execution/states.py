@@ -4,8 +4,8 @@ Where every process reaches the store, each reads and writes its own part of a s
 one does not (a local store, and workers on another host), the engine reads and writes whole states, which travel with
 commands. Which of the two it is, is asked here alone. What a process fails to read, the engine tries to read itself.
 
-Recovery snapshots are committed like checkpoints, of a kind of their own that clients never see. `__init__.py` says what
-they are for, and flows/runner.py when one is taken.
+Recovery snapshots are committed like checkpoints, of a kind of their own that clients never see. `__init__.py` says
+what they are for, and flows/runner.py when one is taken.
 """
 
 from __future__ import annotations
