@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OptimizerParams
+from tinkerflow.backend.spec.ranks import LoraSpec as LoraSpec  # noqa: PLC0414  it is imported from here
 from tinkerflow.backend.spec.ranks import RankRule
 
 Int32 = npt.NDArray[np.int32]
@@ -30,20 +31,6 @@ NO_LOGPROB = -99999.0  # fills empty cells of top-k lists: what the SDK takes fo
 
 
 # ------------------------------------------------------------------ what the data looks like
-@dataclass(frozen=True)
-class LoraSpec:
-    """The shape of an adapter: `rank` >= 1, and which parts of the model it adapts.
-
-    expert_rank: of every expert's matrices, from 1 to `rank`; None: `rank`, as in all adapters of earlier versions.
-    """
-
-    rank: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-    expert_rank: int | None = None
-
-
 @dataclass(frozen=True)
 class ImagePixels:
     """An image in a sequence, as the model's tower takes it. start: the number of its first placeholder token.
@@ -246,7 +233,10 @@ class SampleResult:
 # ------------------------------------------------------------------ commands, each with its reply
 @dataclass(frozen=True)
 class CreateAdapter:
-    """Make a fresh adapter: A seeded normal/uniform, B zero, gradients and moments zero. Reply: Done."""
+    """Make a fresh adapter: A seeded normal/uniform, B zero, gradients and moments zero. Reply: Done.
+
+    Of rank 0, which all commands take as they take others: the base model's own weights, to train them all.
+    """
 
     adapter_id: str
     spec: LoraSpec
@@ -482,7 +472,7 @@ class OptimResult:
 
 @dataclass(frozen=True)
 class AdapterState:
-    """An adapter on the host, by PEFT name.
+    """An adapter on the host, by PEFT name; of rank 0, all weights by Hugging Face's names.
 
     weights: float32, `base_model.model....lora_A.weight` is [rank, in], `lora_B.weight` is [out, rank]; B of experts
     times `spec.ranks.peft_factor`.

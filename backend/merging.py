@@ -1,5 +1,7 @@
 """Merged models: a base model's Hugging Face folder with an adapter added to its weights, for tools that know no LoRA.
 
+Or with trained weights in place of its own, where all parameters were trained.
+
 The folder is read and written tensor by tensor, so that one tensor is in memory at a time. Names and dtypes are those
 of the base model's files. Experts in MXFP4 are written in bfloat16 if the adapter has MLPs, and matrices in FP8 always:
 the sum of both has no such form.
@@ -50,7 +52,7 @@ class _Written:
 
 
 def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str], None] = lambda _: None) -> None:
-    """Write the base model in `folder` with the adapter `state` added as the new folder `to`.
+    """Write the base model in `folder` with the adapter `state` added, or its weights, as the new folder `to`.
 
     Its tokenizer and its config go with it; the config names no quantisation when a quantised tensor was widened, and
     no tied embeddings when the adapter changes the unembedding alone. progress: gets a line for each file. UserError:
@@ -82,7 +84,7 @@ def merge(folder: Path, state: AdapterState, to: Path, progress: Callable[[str],
 
 
 class _Merger:
-    """Adds one adapter to tensors of its base model."""
+    """Adds one adapter to tensors of its base model, or puts trained weights in their place."""
 
     def __init__(self, cfg: ModelConfig, state: AdapterState) -> None:
         self.cfg = cfg
@@ -109,6 +111,11 @@ class _Merger:
         """UserError when the adapter has a tensor for which the base model has none, or one of another shape."""
         places = {name: part.shape for one in tensors for name, part in self._parts(one.name, one.tensor).items()}
         unused = set(self._state.weights)
+        for name, shape in places.items() if self._state.spec.full else ():
+            if name in unused and self._state.weights[name].shape != shape:
+                found = self._state.weights[name].shape
+                raise UserError(f"base model's tensor {name!r} has shape {shape}: the trained one has {found}")
+            unused.discard(name)
         for name, shape in places.items():
             A, B = pair_names(name.removesuffix(".weight"))
             if A in unused and B in unused:
@@ -121,21 +128,26 @@ class _Merger:
 
     def merged(self, one: _Written) -> npt.NDArray[Any] | None:
         """The sum, of the dtype that is written; None for a tensor of the files that stays what it is."""
-        pairs = {
-            name: pair
-            for name in self._parts(one.name, one.tensor)
-            if (pair := pair_names(name.removesuffix(".weight")))[0] in self._state.weights
-        }
-        if not pairs and isinstance(one.tensor, StoredTensor):
+        changed = [name for name in self._parts(one.name, one.tensor) if self._source(name) in self._state.weights]
+        if not changed and isinstance(one.tensor, StoredTensor):
             return None
         dtype = np.dtype(_DTYPES[one.dtype])
         whole: npt.NDArray[Any] = np.array(one.tensor.view(np.dtype(_DTYPES[one.tensor.dtype])), dtype, order="C")
         parts = self._parts(one.name, StoredTensor(whole.shape, one.dtype, whole.reshape(-1).view(np.uint8)))
-        for name, (A, B) in pairs.items():
+        for name in changed:
             part = parts[name].view(dtype)
             assert np.shares_memory(part, whole)  # a copy would lose the sum
-            part[...] = part.astype(np.float32) + self._update(A, B)
+            if self._state.spec.full:
+                part[...] = self._state.weights[self._source(name)]
+            else:
+                part[...] = part.astype(np.float32) + self._update(*pair_names(name.removesuffix(".weight")))
         return whole
+
+    def _source(self, name: str) -> str:
+        """The saved tensor that changes a tensor, if there is one: A of its pair, or the trained one in its place."""
+        if not self._state.spec.full:
+            return pair_names(name.removesuffix(".weight"))[0]
+        return self.family.embed if self.cfg.tied and name == self._head else name
 
     def _update(self, A: str, B: str) -> npt.NDArray[np.float32]:
         weights, spec = self._state.weights, self._state.spec

@@ -174,6 +174,8 @@ def merge(
 ) -> None:
     """Write the base model with a checkpoint's adapter merged into it: config, tokenizer and safetensors files.
 
+    Where all parameters were trained, they take the place of the base model's own.
+
     One tensor is in memory at a time. Quantised matrices that the adapter changes are written in bfloat16.
     """
     state, saved = Store.open(settings_with(data_dir=data_dir, store=store).store_url).load(path, optimizer=False)

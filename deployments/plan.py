@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec
+from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.config import ModelConfig, read_object
 from tinkerflow.backend.compute.families import parse_config
 from tinkerflow.backend.compute.lora import check_spec
@@ -39,6 +40,8 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
     cfg = parse_config(read_object(find_model(base_model, [CONFIG]) / CONFIG, base_model), name=base_model)
     context = context_of(base_model, cfg, settings.max_context)
     config = _on_devices(group_config(settings, base_model, context), target)
+    if not rank:
+        raise UserError("rank 0: must be 1 or more; the plan of any rank says what training all parameters takes")
     spec = check_spec(LoraSpec(rank, expert_rank=expert_rank(rank, cfg.experts_per_token, settings.expert_rank)))
     plan = plan_memory(cfg, config, int(config.device_memory * GB) or target.device.limit)
     assert plan.uses is not None  # an accelerator
@@ -58,6 +61,7 @@ def describe_plan(settings: Settings, base_model: str, topology: str, *, rank: i
         f"{base_model} on {target}, {target.count} device(s) of {target.device.memory / GB:.1f} GB: mesh {axes}",
         f"fits: {plan.describe()}",
         f"adapters of rank {rank} in training at the same time: {residents}",
+        f"all parameters in training (rank 0): {_full(cfg, config, plan)}",
         f"training, examples of {_ROW} tokens: at most {_rate(training)}",
     ]
     for positions in sorted({min(_ROW, plan.context), plan.context}):
@@ -92,6 +96,17 @@ def _on_devices(config: GroupConfig, target: Topology) -> GroupConfig:
         )
     dtype = target.device.platform.dtype if config.dtype == "auto" else config.dtype
     return replace(config, fsdp=target.count // split, dtype=dtype)
+
+
+def _full(cfg: ModelConfig, config: GroupConfig, plan: MemoryPlan) -> str:
+    """Whether all parameters can be trained, and how much memory that takes."""
+    try:
+        full.check(cfg, DEFAULT_OPTIMIZER)
+    except UserError:
+        return "not for models of this family"
+    needed = adapter_bytes(cfg, config, LoraSpec(0), DEFAULT_OPTIMIZER)
+    does = "fits" if needed <= plan.full else "does not fit"
+    return f"{does}: {needed / GB:.1f} GB of each device, of {plan.full / GB:.1f} GB for that"
 
 
 def _rate(bound: Estimate) -> str:

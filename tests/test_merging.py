@@ -165,3 +165,26 @@ def test_fp8_is_widened_whatever_the_adapter_changes(tmp_path: Path) -> None:
             wanted = (wanted.astype(np.float32) + update(weights, name)).astype(ml_dtypes.bfloat16)
         assert merged[name].dtype == wanted.dtype
         np.testing.assert_array_equal(merged[name], wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_were_all_trained_take_the_place_of_the_models_own(tmp_path: Path, tied: bool) -> None:
+    _, base = of_base(tie_word_embeddings=tied)
+    trained = {name: array + 1 for name, array in base.items()}
+    files = {name: array.astype(ml_dtypes.bfloat16) for name, array in base.items()}
+    if tied:  # some files have it beside the embedding
+        files["lm_head.weight"] = files["model.embed_tokens.weight"]
+    folder = written(tmp_path / "base", files, tie_word_embeddings=tied)
+    merging.merge(folder, AdapterState(LoraSpec(0), 3, trained), tmp_path / "out")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == files.keys()
+    for name, array in merged.items():
+        of = trained.get(name, trained["model.embed_tokens.weight"])
+        np.testing.assert_array_equal(array, of.astype(ml_dtypes.bfloat16))
+    assert load_config(tmp_path / "out").tied is tied
+    for wrong, message in (
+        ({Q: np.zeros((2, 2), np.float32)}, "the trained one has"),
+        ({"x": trained[Q]}, "'x' belongs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            merging.merge(folder, AdapterState(LoraSpec(0), 3, trained | wrong), tmp_path / "bad")

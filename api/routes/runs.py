@@ -18,7 +18,7 @@ class TrainingRun(Wire):
     training_run_id: str
     base_model: str
     model_owner: str
-    is_lora: bool = True
+    is_lora: bool
     corrupted: bool
     lora_rank: int
     last_request_time: datetime
@@ -67,6 +67,7 @@ def _training_run(run: RunView) -> TrainingRun:
         base_model=model.base_model,
         model_owner=model.owner,
         corrupted=model.state is ModelState.LOST,
+        is_lora=model.is_lora,
         lora_rank=model.rank,
         last_request_time=model.last_request_at,
         last_checkpoint=checkpoint(run.last_checkpoint) if run.last_checkpoint else None,

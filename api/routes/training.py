@@ -62,7 +62,7 @@ class ModelInfo(Wire):
     type: Literal["get_info"] = "get_info"
     model_id: str
     model_data: ModelData
-    is_lora: bool = True
+    is_lora: bool
     lora_rank: int
     model_name: str
     optimizer_config: dict[str, str | int]
@@ -209,6 +209,7 @@ def _info(journal: Journal, owner: str, wanted: str) -> ModelInfo:
     return ModelInfo(
         model_id=model.id,
         model_data=ModelData(arch=card.architecture, model_name=card.name, tokenizer_id=card.tokenizer_id),
+        is_lora=model.is_lora,
         lora_rank=model.rank,
         optimizer_config=optimizer_config(model.optimizer),
         model_name=card.name,

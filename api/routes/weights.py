@@ -70,7 +70,7 @@ class WeightsInfo(Wire):
     """What a client must know of a checkpoint before it loads it."""
 
     base_model: str
-    is_lora: bool = True
+    is_lora: bool
     lora_rank: int
     train_unembed: bool
     train_mlp: bool
@@ -152,6 +152,7 @@ async def weights_info(call: Authorised) -> WeightsInfo:
     saved = await asyncio.to_thread(call.journal.checkpoints.get, body.tinker_path, call.owner)
     return WeightsInfo(
         base_model=saved.base_model,
+        is_lora=saved.rank > 0,
         lora_rank=saved.rank,
         train_unembed=saved.train_unembed,
         train_mlp=saved.train_mlp,

@@ -1,8 +1,11 @@
-"""The adapters of a worker group: weights, gradients and moments on the devices, by id, and their way to the host."""
+"""The adapters of a worker group: weights, gradients and moments on the devices, by id, and their way to the host.
+
+A model of which all parameters are trained is among them, with a `Params` where others have a `Lora` (`full`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -12,19 +15,20 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import AdapterKept, AdapterState, LoraSpec, Optimizer
+from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.full import Trained
 from tinkerflow.backend.compute.lora import (
     Lora,
     check_spec,
     from_peft,
     from_shared_scale,
     init_lora,
-    shardings,
     to_peft,
     to_shared_scale,
 )
 from tinkerflow.backend.compute.mesh import put, to_host, whole_to_host
-from tinkerflow.backend.compute.optimizer import OptimizerState, fresh_state
+from tinkerflow.backend.compute.optimizer import OptimizerState
 from tinkerflow.backend.compute.pieces import GRADIENTS, WEIGHTS, are_pieces, assembled, pieces_of
 from tinkerflow.backend.errors import OUT_OF_MEMORY, DevicesError, NotFoundError, ServerError, UserError
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
@@ -45,14 +49,14 @@ class Adapter:
     """
 
     spec: LoraSpec
-    lora: Lora
-    grads: Lora
+    lora: Trained
+    grads: Trained
     state: OptimizerState
     steps_before: int = 0
     last_norm: jax.Array | None = None
     pending: bool = False
     unsure: bool = False
-    before: Lora | None = None
+    before: Trained | None = None
 
     @property
     def step(self) -> int:
@@ -60,7 +64,7 @@ class Adapter:
         return self.steps_before + int(self.last_norm is not None and np.isfinite(to_host(self.last_norm)))
 
     @property
-    def parts(self) -> dict[str, Lora]:
+    def parts(self) -> dict[str, Trained]:
         """All that a snapshot must hold: weights, the optimizer's state, and gradients if they are pending."""
         return {WEIGHTS: self.lora, **self.state.parts, **({GRADIENTS: self.grads} if self.pending else {})}
 
@@ -73,10 +77,11 @@ class Adapter:
 class AdapterStore:
     """Adapters by id, each shaped by its own rank and targets. Values are immutable: a step stores new ones."""
 
-    def __init__(self, cfg: ModelConfig, mesh: Mesh) -> None:
-        """No adapters yet."""
+    def __init__(self, cfg: ModelConfig, mesh: Mesh, folder: str) -> None:
+        """No adapters yet. folder: with the files of the base model."""
         self._cfg = cfg
         self._mesh = mesh
+        self._folder = folder
         self._adapters: dict[str, Adapter] = {}
         self._kept: dict[tuple[str, str], dict[str, Floats]] = {}  # pieces, by adapter and folder of the store
 
@@ -90,10 +95,10 @@ class AdapterStore:
             known = replace(adapter, unsure=False, before=None)
             if not _are_computed(adapter.grads):
                 known = replace(
-                    known, grads=adapter.before or self._zeros_of(adapter), pending=adapter.before is not None
+                    known, grads=adapter.before or self._zeros_of(adapter.lora), pending=adapter.before is not None
                 )
         elif not adapter.pending and any(leaf.is_deleted() for leaf in jax.tree.leaves(adapter.grads)):
-            known = replace(adapter, grads=self._zeros_of(adapter))  # donated to a pass that failed
+            known = replace(adapter, grads=self._zeros_of(adapter.lora))  # donated to a pass that failed
         self.set(adapter_id, known)
         return known
 
@@ -112,20 +117,25 @@ class AdapterStore:
         self._kept.clear()
 
     def create(self, adapter_id: str, spec: LoraSpec, seed: int, optimizer: Optimizer) -> None:
-        """A fresh adapter: no update to the base model until its first step."""
-        self.set(adapter_id, self._fresh(spec, init_lora(self._cfg, check_spec(spec), seed), optimizer))
+        """A fresh adapter: no update to the base model until its first step. Of rank 0: the base model's weights."""
+        if check_spec(spec).full:
+            lora: Trained = full.load(self._cfg, self._folder, self._mesh)
+        else:
+            lora = self._put(init_lora(self._cfg, spec, seed))
+        self.set(adapter_id, self._fresh(spec, lora, optimizer))
 
     def clear_gradients(self, adapter_id: str) -> None:
         """Set the adapter's gradients to zero, even if their buffers were donated to a step that failed."""
         adapter = self.get(adapter_id)
-        self.set(adapter_id, replace(adapter, grads=self._zeros_of(adapter), pending=False))
+        self.set(adapter_id, replace(adapter, grads=self._zeros_of(adapter.lora), pending=False))
 
     def export(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
         """A copy on the host; with `optimizer` also the moments, and the gradients if they are pending."""
         adapter = self.get(adapter_id)
         host = whole_to_host(self._mesh, adapter.parts if optimizer else {WEIGHTS: adapter.lora})
-        host[WEIGHTS] = to_shared_scale(adapter.spec, host[WEIGHTS])
-        named = {part: to_peft(self._cfg, lora) for part, lora in host.items()}
+        if isinstance(lora := host[WEIGHTS], Lora):
+            host[WEIGHTS] = to_shared_scale(adapter.spec, lora)
+        named = {part: self._named(trained) for part, trained in host.items()}
         weights = named.pop(WEIGHTS)
         moments = {f"{name}.{part}": array for part, arrays in named.items() for name, array in arrays.items()}
         return AdapterState(adapter.spec, adapter.step, weights, moments, adapter.optimizer)
@@ -152,17 +162,22 @@ class AdapterStore:
         if are_pieces(state.weights):
             self.set(adapter_id, self._of_pieces(state))
             return
-        adapter = self._fresh(state.spec, state_lora(self._cfg, state), state.optimizer)
-        if state.moments:
-            names = [*adapter.state.parts]
-            _refuse_others(state, names)
-            trees = {name: self._put(_read(self._cfg, state.spec, state.moments, f".{name}")) for name in names}
-            restored = OptimizerState(self._put(np.array(state.step, np.int32)), trees, state.optimizer)
-            adapter = replace(adapter, state=restored, steps_before=state.step)
-            if any(name.endswith(".grad") for name in state.moments):
-                grads = self._put(_read(self._cfg, state.spec, state.moments, ".grad"))
-                adapter = replace(adapter, grads=grads, pending=True)
-        self.set(adapter_id, adapter)
+        lora = self._put(self.weights_of(state))
+        if not state.moments:
+            self.set(adapter_id, self._fresh(state.spec, lora, state.optimizer))
+            return
+        names = OPTIMIZERS[state.optimizer].state
+        _refuse_others(state, names)
+        trees = {name: self._put(self._read(state.spec, state.moments, f".{name}")) for name in names}
+        restored = OptimizerState(self._put(np.array(state.step, np.int32)), trees, state.optimizer)
+        pending = any(name.endswith(".grad") for name in state.moments)
+        grads = self._put(self._read(state.spec, state.moments, ".grad")) if pending else self._zeros_of(lora)
+        self.set(adapter_id, Adapter(state.spec, lora, grads, restored, steps_before=state.step, pending=pending))
+
+    def weights_of(self, state: AdapterState) -> Trained:
+        """The weights of a saved state, on the host; UserError when they are not those of this model and spec."""
+        weights = self._read(check_spec(state.spec), state.weights, "")
+        return from_shared_scale(state.spec, weights) if isinstance(weights, Lora) else weights
 
     def _of_pieces(self, state: AdapterState) -> Adapter:
         spec, parts = check_spec(state.spec), [WEIGHTS, *OPTIMIZERS[state.optimizer].state]
@@ -170,20 +185,31 @@ class AdapterStore:
         made = assembled(self._cfg, self._mesh, spec, state.weights, [*parts, GRADIENTS] if pending else parts)
         lora, grads = made.pop(WEIGHTS), made.pop(GRADIENTS, None)
         if grads is None:
-            grads = self._put(jax.tree.map(_zeros, lora))
+            grads = self._zeros_of(lora)
         restored = OptimizerState(self._put(np.array(state.step, np.int32)), made, state.optimizer)
         return Adapter(spec, lora, grads, restored, steps_before=state.step, pending=pending)
 
-    def _zeros_of(self, adapter: Adapter) -> Lora:
-        return self._put(jax.tree.map(_zeros, adapter.lora))
+    def _read(self, spec: LoraSpec, tensors: Mapping[str, Floats], end: str) -> Trained:
+        def whole(read: Callable[[str, tuple[int, ...]], Floats]) -> Trained:
+            return full.from_files(self._cfg, self._mesh, read) if spec.full else from_peft(self._cfg, spec, read)
 
-    def _fresh(self, spec: LoraSpec, lora: Lora, optimizer: Optimizer) -> Adapter:
-        zeros = jax.tree.map(_zeros, lora)
-        state = fresh_state(optimizer, zeros)
-        return Adapter(spec=spec, lora=self._put(lora), grads=self._put(zeros), state=self._put(state))
+        return _read(spec, tensors, end, whole)
+
+    def _named(self, trained: Trained) -> dict[str, Floats]:
+        return to_peft(self._cfg, trained) if isinstance(trained, Lora) else full.to_files(self._cfg, trained)
+
+    def _zeros_of(self, lora: Trained) -> Trained:
+        if isinstance(lora, Lora):
+            return self._put(jax.tree.map(_zeros, lora))
+        return full.zeros(self._cfg, self._mesh)
+
+    def _fresh(self, spec: LoraSpec, lora: Trained, optimizer: Optimizer) -> Adapter:
+        parts = {name: self._zeros_of(lora) for name in OPTIMIZERS[optimizer].state}
+        state = OptimizerState(self._put(np.zeros((), np.int32)), parts, optimizer)
+        return Adapter(spec=spec, lora=lora, grads=self._zeros_of(lora), state=state)
 
     def _put(self, tree: Tree) -> Tree:
-        return put(tree, shardings(self._mesh, tree))
+        return put(tree, full.shardings(self._cfg, self._mesh, tree))
 
 
 def forget(tensors: dict[tuple[str, str], T], owner: str) -> None:
@@ -193,15 +219,16 @@ def forget(tensors: dict[tuple[str, str], T], owner: str) -> None:
             tensors.pop(key, None)
 
 
-def state_lora(cfg: ModelConfig, state: AdapterState) -> Lora:
-    """The weights of a saved state as a host adapter; UserError when they are not those of this model and spec."""
-    return from_shared_scale(state.spec, _read(cfg, check_spec(state.spec), state.weights, ""))
-
-
-def _read(cfg: ModelConfig, spec: LoraSpec, tensors: Mapping[str, Floats], end: str) -> Lora:
+def _read(
+    spec: LoraSpec,
+    tensors: Mapping[str, Floats],
+    end: str,
+    whole: Callable[[Callable[[str, tuple[int, ...]], Floats]], Trained],
+) -> Trained:
+    """What `whole` makes of the tensors whose names end in `end`; UserError when it does not read each of them."""
     used: set[str] = set()
 
-    def read(name: str, shape: tuple[int, int]) -> Floats:
+    def read(name: str, shape: tuple[int, ...]) -> Floats:
         array = tensors.get(name + end)
         if array is None or array.shape != shape:
             found = "is missing" if array is None else f"has shape {array.shape}"
@@ -209,21 +236,22 @@ def _read(cfg: ModelConfig, spec: LoraSpec, tensors: Mapping[str, Floats], end: 
         used.add(name + end)
         return np.asarray(array, np.float32)
 
-    lora = from_peft(cfg, spec, read)
-    unknown = sorted(name for name in tensors if name.endswith(end or ".weight") and name not in used)
+    made = whole(read)
+    ends = end or ("" if spec.full else ".weight")
+    unknown = sorted(name for name in tensors if name.endswith(ends) and name not in used)
     if unknown:
         raise UserError(f"saved tensor {unknown[0]!r} is not part of an adapter of {spec}")
-    return lora
+    return made
 
 
-def _refuse_others(state: AdapterState, names: list[str]) -> None:
+def _refuse_others(state: AdapterState, names: Sequence[str]) -> None:
     """UserError for a tensor of another optimizer's state."""
     for name in sorted(state.moments):
         if not name.endswith(tuple(f".{part}" for part in (*names, "grad"))):
             raise UserError(f"saved tensor {name!r} is no part of the state of {state.optimizer}: this model has that")
 
 
-def _are_computed(grads: Lora) -> bool:
+def _are_computed(grads: Trained) -> bool:
     """Wait for them: False when the devices had no memory left. DevicesError when computing failed otherwise."""
     try:
         jax.block_until_ready(grads)

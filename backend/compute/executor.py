@@ -50,16 +50,17 @@ from tinkerflow.backend.commands import (
     StoredState,
     WriteState,
 )
-from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, forget, state_lora
+from tinkerflow.backend.compute import full
+from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, forget
 from tinkerflow.backend.compute.compiles import CompileCounter
 from tinkerflow.backend.compute.families import load_config
 from tinkerflow.backend.compute.forward_backward import ForwardRun, Training
-from tinkerflow.backend.compute.lora import check_spec
+from tinkerflow.backend.compute.lora import Lora, check_spec
 from tinkerflow.backend.compute.memory import GB, adapter_bytes, plan_group
 from tinkerflow.backend.compute.mesh import make_mesh, put, replicated, row_parts, to_host
 from tinkerflow.backend.compute.packing import MicroBatch
 from tinkerflow.backend.compute.params import count, load_params
-from tinkerflow.backend.compute.pieces import are_pieces, wanted
+from tinkerflow.backend.compute.pieces import GRADIENTS, are_pieces, wanted
 from tinkerflow.backend.compute.platforms import environment, on_cpu, platform, settle_dtype
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.snapshot_cache import usual_spec
@@ -68,7 +69,7 @@ from tinkerflow.backend.compute.train_programs import adapter_like, training_pro
 from tinkerflow.backend.compute.vision import open_eyes
 from tinkerflow.backend.compute.warming import WarmUp
 from tinkerflow.backend.errors import OUT_OF_MEMORY, AllocationError, DevicesError, ServerError, UserError
-from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, optimizer_of
+from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_of
 
 R = TypeVar("R", bound=Reply)
 
@@ -102,7 +103,7 @@ class Executor:
             self._cfg, config.model_path, self._mesh, config.dtype, progress, base_weights=config.base_weights
         )
         self._steps = make_steps(self._cfg, self._mesh, self.plan.budget.kept_bytes)
-        self._adapters = AdapterStore(self._cfg, self._mesh)
+        self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
         self._adapter_bytes: dict[str, int] = {}  # what those that are there take of each device
         self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan)
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
@@ -261,12 +262,13 @@ class Executor:
                 self._begun.pop(adapter_id, None)
             case PublishSnapshot(adapter_id, snapshot_id):
                 adapter = self._adapters.get(adapter_id)
-                self._sampler.publish(snapshot_id, adapter.lora, adapter.spec)
+                self._sampler.publish(snapshot_id, full.only_adapter(adapter.lora), adapter.spec)
                 return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
             case LoadSnapshot(snapshot_id, state):
                 brought = self._brought(snapshot_id, state)
                 if not self._sampler.holds(snapshot_id):
-                    self._sampler.publish(snapshot_id, state_lora(self._cfg, brought), state.spec)
+                    lora = self._adapters.weights_of(brought)
+                    self._sampler.publish(snapshot_id, full.only_adapter(lora), state.spec)
                 return SnapshotHeld(self._sampler.host_bytes(snapshot_id))
             case MoveSnapshot(snapshot_id, to_id):
                 self._sampler.move(snapshot_id, to_id)
@@ -295,7 +297,8 @@ class Executor:
         if tensors is None:
             raise ServerError(f"the state of {owner!r} in {state.folder} was not fetched")
         pieces = are_pieces(tensors)
-        weights = {name: array for name, array in tensors.items() if pieces or name.endswith(".weight")}
+        parts = tuple(f".{part}" for part in (*OPTIMIZERS[state.optimizer].state, GRADIENTS))
+        weights = {name: array for name, array in tensors.items() if pieces or not name.endswith(parts)}
         moments = {name: array for name, array in tensors.items() if name not in weights}
         return AdapterState(state.spec, state.step, weights, moments, state.optimizer)
 
@@ -309,16 +312,24 @@ class Executor:
 
     def _room_for(self, adapter_id: str, spec: LoraSpec, optimizer: Optimizer) -> int:
         """The bytes of each device that the adapter takes; AllocationError when it does not fit beside the others."""
-        needed = adapter_bytes(self._cfg, self._config, check_spec(spec), optimizer)
-        if self.plan.uses is not None:
-            room = self.plan.uses.adapters
-            free = room - sum(size for name, size in self._adapter_bytes.items() if name != adapter_id)
-            if needed > free:
-                raise AllocationError(
-                    f"lora rank {spec.rank}: the adapter takes {needed / GB:.3g} GB of each device with its gradients "
-                    f"and optimizer state, and {max(0, free) / GB:.3g} GB are free of the {room / GB:.3g} GB for "
-                    "adapters: must be a smaller rank, or fewer models at the same time"
-                )
+        if check_spec(spec).full:
+            full.check(self._cfg, optimizer)
+        needed = adapter_bytes(self._cfg, self._config, spec, optimizer)
+        if self.plan.uses is None and not spec.full:
+            return needed
+        room = self.plan.uses.adapters if self.plan.uses is not None and not spec.full else self.plan.full
+        free = room - sum(size for name, size in self._adapter_bytes.items() if name != adapter_id)
+        what, of, less = ("the adapter", "adapters", "a smaller rank")
+        if spec.full:
+            what, of, less = ("training all parameters", "that", "1 or more")
+        takes = f"lora rank {spec.rank}: {what} takes {needed / GB:.3g} GB of each device"
+        if spec.full and needed > room:  # which no waiting changes
+            raise UserError(f"{takes}, and this group has {room / GB:.3g} GB for that: must be {less}")
+        if needed > free:
+            raise AllocationError(
+                f"{takes} with its gradients and optimizer state, and {max(0, free) / GB:.3g} GB are free of the "
+                f"{room / GB:.3g} GB for {of}: must be {less}, or fewer models at the same time"
+            )
         return needed
 
     def _want(self, spec: LoraSpec, optimizer: Optimizer) -> None:
@@ -327,7 +338,8 @@ class Executor:
             return
         self._shapes_wanted.add((spec, optimizer))
         adapter = adapter_like(self._cfg, self._mesh, spec)
-        self._warm_up.want(self._sampler.publishing(spec, adapter))
+        if isinstance(adapter, Lora):
+            self._warm_up.want(self._sampler.publishing(spec, adapter))
         self._warm_up.want(
             training_programs(
                 self._mesh,
@@ -370,7 +382,8 @@ class Executor:
         if key not in self._announced:
             self._announced.add(key)
             rows, tokens, _ = batch.targets_BTK.shape
-            self._progress(f"compiling {what} for {rows}x{tokens} tokens, rank {adapter.spec.rank}")
+            shape = "all parameters" if adapter.spec.full else f"rank {adapter.spec.rank}"
+            self._progress(f"compiling {what} for {rows}x{tokens} tokens, {shape}")
 
 
 def _stepped(on_devices: jax.Array, step: int) -> OptimResult:

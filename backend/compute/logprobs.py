@@ -82,17 +82,20 @@ def score_and_grads(
     *,
     devices: int = 1,
     most_logits: int | None = None,
-) -> tuple[Scored, jax.Array, LoraPair | None]:
+    by_head: bool = False,
+) -> tuple[Scored, jax.Array, Any]:
     """As `score`, with the gradients of the loss by hidden_BTD (in its dtype) and by `pair` (None when that is).
 
-    params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most_logits: as of `score`.
+    params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most_logits: as of `score`. by_head: the last
+    gradient is that by the unembedding, float32 [V, D]; there must be no pair then.
     """
+    assert not (by_head and pair is not None)
     most = most_logits or most_at_once(params)
     if not on_cpu():
-        return _score_and_grads_by_device(params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most)
+        return _score_and_grads_by_device(params, pair, hidden_BTD, targets_BTK, choice, inputs, devices, most, by_head)
 
-    def chunk(carry: tuple[jax.Array, Any], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
-        loss, d_pair = carry
+    def chunk(carry: tuple[jax.Array, Any, Any], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
+        loss, d_pair, d_head = carry
         x_BcD, targets_BcK, here = part
         update, pull = jax.vjp(_update, x_BcD, pair)
         logits_BcV = _logits(params, x_BcD, update)
@@ -102,14 +105,17 @@ def score_and_grads(
         d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK).astype(x_BcD.dtype)
         d_x, more = pull(None if update is None else d_logits)
         d_x += unembed_pullback(params, d_logits)
-        return (loss + value, jax.tree.map(jnp.add, d_pair, more)), (logprobs_BcK, d_x)
+        if by_head:
+            d_head += jnp.einsum("bcv,bcd->vd", d_logits, x_BcD, preferred_element_type=jnp.float32)
+        return (loss + value, jax.tree.map(jnp.add, d_pair, more), d_head), (logprobs_BcK, d_x)
 
     parts = split_chunks(
         (hidden_BTD, targets_BTK, inputs), chunk_size(hidden_BTD.shape[0], hidden_BTD.shape[1], params, most)
     )
-    zeros = jax.tree.map(jnp.zeros_like, pair)
-    (loss, d_pair), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), zeros), parts)
-    return Scored(loss=loss, logprobs_BTK=join_chunks(logprobs)), join_chunks(d_hidden), d_pair
+    zeros = jax.tree.map(jnp.zeros_like, pair), jnp.zeros(params.head.shape) if by_head else None
+    (loss, d_pair, d_head), (logprobs, d_hidden) = jax.lax.scan(chunk, (jnp.float32(0), *zeros), parts)
+    scored = Scored(loss=loss, logprobs_BTK=join_chunks(logprobs))
+    return scored, join_chunks(d_hidden), d_head if by_head else d_pair
 
 
 def _score_and_grads_by_device(
@@ -121,14 +127,17 @@ def _score_and_grads_by_device(
     inputs: TokenInputs,
     devices: int,
     most: int,
-) -> tuple[Scored, jax.Array, LoraPair | None]:
+    by_head: bool,
+) -> tuple[Scored, jax.Array, Any]:
     """`score_and_grads` off CPUs, its arguments in that order. In the chunks B is the devices, T the rows of each."""
     D, V = hidden_BTD.shape[-1], params.head.shape[0]
     wide_BTW, pull = jax.vjp(_widened, pair, hidden_BTD)
     joined = _with_adapter(params, pair)
 
-    def chunk(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[Any, Any]:
-        loss_B, d_B_BRV = carry
+    def chunk(
+        carry: tuple[jax.Array, jax.Array, Any], part: tuple[jax.Array, jax.Array, TokenInputs]
+    ) -> tuple[Any, Any]:
+        loss_B, d_B_BRV, d_head_BVD = carry
         x_BcW, targets_BcK, here = part
         logits_BcV = _logits(joined, x_BcW, None)
         log_total = _log_total(logits_BcV)
@@ -138,17 +147,21 @@ def _score_and_grads_by_device(
         if pair is not None:
             low_BcR = x_BcW[..., D:]
             d_B_BRV += jnp.einsum("bcr,bcv->brv", low_BcR, d_logits, preferred_element_type=jnp.float32)
+        if by_head:
+            d_head_BVD += jnp.einsum("bcv,bcd->bvd", d_logits, x_BcW, preferred_element_type=jnp.float32)
         loss_B += jnp.sum(losses_BcK, axis=(1, 2))
-        return (loss_B, d_B_BRV), (logprobs_BcK, unembed_pullback(joined, d_logits))
+        return (loss_B, d_B_BRV, d_head_BVD), (logprobs_BcK, unembed_pullback(joined, d_logits))
 
     whole = by_device((wide_BTW, targets_BTK, inputs), devices)
-    zeros = jnp.zeros(devices), jnp.zeros((devices, wide_BTW.shape[-1] - D, V))
+    d_heads = jnp.zeros((devices, V, D)) if by_head else None
+    zeros = jnp.zeros(devices), jnp.zeros((devices, wide_BTW.shape[-1] - D, V)), d_heads
     parts = split_chunks(whole, chunk_size(1, whole[0].shape[1], params, most))
-    (loss_B, d_B_BRV), (logprobs, d_wide) = jax.lax.scan(chunk, zeros, parts)
+    (loss_B, d_B_BRV, d_head_BVD), (logprobs, d_wide) = jax.lax.scan(chunk, zeros, parts)
     d_pair, d_hidden_BTD = pull(join_chunks(d_wide).reshape(wide_BTW.shape))
     if d_pair is not None:
         d_pair = d_pair.replace(B=jnp.sum(d_B_BRV, axis=0))
-    return Scored(jnp.sum(loss_B), join_chunks(logprobs).reshape(targets_BTK.shape)), d_hidden_BTD, d_pair
+    scored = Scored(jnp.sum(loss_B), join_chunks(logprobs).reshape(targets_BTK.shape))
+    return scored, d_hidden_BTD, d_pair if d_head_BVD is None else jnp.sum(d_head_BVD, axis=0)
 
 
 def _with_adapter(params: Params, pair: LoraPair | None) -> Params:

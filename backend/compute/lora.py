@@ -30,7 +30,7 @@ from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, Array, replica
 from tinkerflow.backend.compute.peft_names import matrix_rank, pair_names, targets
 from tinkerflow.backend.compute.platforms import on_cpu
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.spec.limits import MAX_RANK
+from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK
 from tinkerflow.backend.spec.ranks import peft_factor
 
 Tree = TypeVar("Tree")
@@ -74,9 +74,11 @@ def scale(rank: int) -> float:
 
 
 def check_spec(spec: LoraSpec) -> LoraSpec:
-    """The spec itself; UserError when a rank is out of 1..MAX_RANK, or experts' above it, or it adapts nothing."""
-    if not 1 <= spec.rank <= MAX_RANK:
-        raise UserError(f"lora rank {spec.rank}: must be 1 to {MAX_RANK}")
+    """The spec itself; UserError when a rank is out of 0..MAX_RANK, or experts' above it, or it adapts nothing."""
+    if not 0 <= spec.rank <= MAX_RANK:
+        raise UserError(f"lora rank {spec.rank}: must be 1 to {MAX_RANK}, or 0 to train all parameters")
+    if spec.full and not (spec.train_attn and spec.train_mlp and spec.train_unembed):
+        raise UserError(f"lora rank 0 {ALL_PARTS}")
     if spec.expert_rank is not None and not 1 <= spec.expert_rank <= spec.rank:
         raise UserError(f"lora expert_rank {spec.expert_rank}: must be 1 to the rank, {spec.rank}")
     if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
@@ -185,12 +187,6 @@ def shardings(mesh: Mesh, tree: Tree) -> Tree:
 
     found: Tree = jax.tree.map(where, tree)
     return found
-
-
-def pinned(mesh: Mesh, tree: Tree) -> Tree:
-    """Inside a jitted function: the same, as `shardings` places it."""
-    placed: Tree = jax.lax.with_sharding_constraint(tree, shardings(mesh, tree))
-    return placed
 
 
 def gathered(mesh: Mesh, lora: Lora) -> Lora:

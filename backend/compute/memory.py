@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
+from tinkerflow.backend.compute import full
 from tinkerflow.backend.compute.config import DeltaNet, ModelConfig
 from tinkerflow.backend.compute.deltanet import CHUNK
 from tinkerflow.backend.compute.families import layers_with, projections
@@ -57,6 +58,8 @@ _CACHE = 0.85  # the pages of the KV cache; the rest is for resident snapshots
 _BESIDE = 10  # states of short requests beside the batch, and of the prompt that is being computed
 _LEAST_KEPT_STATES = 4
 _RESIDENT = 16  # adapters of the usual rank that room is set aside for
+_BESIDE_FULL = 4  # adapters of the usual rank that find room beside models of which all parameters are trained
+_FULL_ON_CPUS = 0.5  # of the host's memory: such models and the base model's weights
 _RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
 _LOGIT_BYTES = 6  # of one logit: float32, and once in the dtype of the activations
 GB = 10**9
@@ -111,6 +114,7 @@ class MemoryPlan:
     (`sampling_config`), the one of zeros included. cells: positions of all pages that sequences may have, over the
     whole mesh. uses: None on CPUs. resident_adapters: how many adapters of rank 32 fit at the same time; None on CPUs.
     states: of sequences in layers with linear attention, of each shard; 0 in models without them.
+    full: bytes of each device that models may take of which all parameters are trained.
     """
 
     limit: int | None
@@ -121,6 +125,7 @@ class MemoryPlan:
     uses: MemoryUses | None = None
     resident_adapters: int | None = None
     states: int = 0
+    full: int = 0
 
     @property
     def rule(self) -> str:
@@ -159,7 +164,8 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
         states = state_count(cfg, config)
-        return MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * shards, states=states)
+        whole = max(0, least(int(_host_bytes() * _FULL_ON_CPUS)) - weight_bytes(cfg, config))
+        return MemoryPlan(None, budget, longest, 1 + pages, pages * PAGE * shards, states=states, full=whole)
     return plan_memory(cfg, config, least(limit))
 
 
@@ -208,7 +214,15 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     cells = (pages - 1) * PAGE * sampling_config(cfg, config).fsdp
     resident = uses.adapters // reference
     return MemoryPlan(
-        limit, budget, min(context, longest), pages, cells, uses, resident, states=state_count(cfg, config)
+        limit,
+        budget,
+        min(context, longest),
+        pages,
+        cells,
+        uses,
+        resident,
+        states=state_count(cfg, config),
+        full=max(0, uses.adapters - _BESIDE_FULL * reference),
     )
 
 
@@ -278,10 +292,23 @@ def weight_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
 
 def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimizer: Optimizer) -> int:
     """What an adapter in training takes of each device: weights, gradients and the optimizer's state, float32."""
+    if spec.full:
+        return _full_bytes(cfg, config, optimizer)
     shapes = _adapter_shapes(cfg, spec)
     places: Any = shardings(_mesh(config), shapes)
     size = sum(math.prod(where.shard_shape(one.shape)) for one, where in zip(shapes, places, strict=True))
     return 4 * size * (2 + len(OPTIMIZERS[optimizer].state))
+
+
+def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
+    """What training all parameters takes of each device, with what a step takes beside that of an adapter's step.
+
+    Float32: weights, gradients and the optimizer's state; in a step a copy of pending gradients, the gradients that are
+    added to them, and those of the unembedding before they are summed. And the weights in the dtype they compute in.
+    """
+    size, item = held_bytes(full.like(cfg, _mesh(config))), jnp.dtype(config.dtype).itemsize
+    step = 2 * size + 4 * _share(cfg.vocab, config.tensor) * cfg.hidden + (size * item // 4 if item < 4 else 0)
+    return size * (2 + len(OPTIMIZERS[optimizer].state)) + step
 
 
 def device_limit(config: GroupConfig) -> int | None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
-from tinkerflow.backend.compute.lora import Lora
+from tinkerflow.backend.compute.full import Trained
 from tinkerflow.backend.spec.optimizers import OPTIMIZERS
 
 # A leaf of a step's arguments: on the devices, on the host before that, without values (warm-up), or its sharding.
@@ -29,7 +29,7 @@ class OptimizerState:
     """
 
     count: Leaf
-    parts: dict[str, Lora]
+    parts: dict[str, Trained]
     name: str = flax.struct.field(pytree_node=False)  # type: ignore[no-untyped-call]
 
 
@@ -37,18 +37,18 @@ class OptimizerState:
 class Stepped:
     """What a step gives: the new state, gradients cleared, and the gradients' global norm before clipping."""
 
-    lora: Lora
-    grads: Lora
+    lora: Trained
+    grads: Trained
     state: OptimizerState
     norm: jax.Array
 
 
-def fresh_state(optimizer: str, zeros: Lora) -> OptimizerState:
+def fresh_state(optimizer: str, zeros: Trained) -> OptimizerState:
     """An optimizer's state before its first step, on the host; `zeros` are of the shape of the weights."""
     return OptimizerState(np.zeros((), np.int32), dict.fromkeys(OPTIMIZERS[optimizer].state, zeros), optimizer)
 
 
-def step(lora: Lora, grads: Lora, state: OptimizerState, hyper: jax.Array) -> Stepped:
+def step(lora: Trained, grads: Trained, state: OptimizerState, hyper: jax.Array) -> Stepped:
     """One step of the optimizer whose state it is, after clipping the gradients' global norm.
 
     hyper: float32, the optimizer's parameters as `OptimizerSpec.vector` orders them. When the norm is not finite,

@@ -1,6 +1,7 @@
 """Adapters as pieces: what each process holds of every array, by name, and the arrays made of pieces again on any mesh.
 
-A piece is called `<part>/<projection>.<A|B>@<start>,<start>,…`. The part is `weights`, `grad`, or one of the
+A piece is called `<part>/<projection>.<A|B>@<start>,<start>,…`, or `<part>/<name>@<start>,…` where all parameters are
+trained. The part is `weights`, `grad`, or one of the
 optimizer's state; the starts say where in the whole array the piece's first element lies. So a process writes and reads
 no more of an adapter than its devices hold.
 """
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import LoraSpec
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.lora import Lora, by_name, from_names, shapes, shardings
+from tinkerflow.backend.compute.full import Trained, by_name, from_names, shapes, shardings
 from tinkerflow.backend.compute.mesh import from_callback
 from tinkerflow.backend.errors import UserError
 
@@ -29,7 +30,7 @@ def are_pieces(names: Collection[str]) -> bool:
     return any("@" in name for name in names)
 
 
-def pieces_of(parts: Mapping[str, Lora]) -> dict[str, Floats]:
+def pieces_of(parts: Mapping[str, Trained]) -> dict[str, Floats]:
     """Copies on the host of what this process holds of each part. Each element is in one process's pieces alone."""
     shards = {
         f"{part}/{name}@{','.join(str(one.start or 0) for one in shard.index)}": shard.data
@@ -45,8 +46,8 @@ def pieces_of(parts: Mapping[str, Lora]) -> dict[str, Floats]:
 
 def wanted(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, found: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Those of the pieces `found` (their shapes by name) that hold something for a device of this process."""
-    host = shapes(cfg, spec)
-    places = by_name(shardings(mesh, host))
+    host = shapes(cfg, mesh, spec)
+    places = by_name(shardings(cfg, mesh, host))
     indices = {
         name: list(places[name].addressable_devices_indices_map(leaf.shape).values())
         for name, leaf in by_name(host).items()
@@ -61,13 +62,13 @@ def wanted(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, found: Mapping[str, tup
 
 def assembled(
     cfg: ModelConfig, mesh: Mesh, spec: LoraSpec, pieces: Mapping[str, Floats], parts: Collection[str]
-) -> dict[str, Lora]:
+) -> dict[str, Trained]:
     """Each of the `parts` on the devices; UserError names what is missing, or belongs to no such adapter.
 
     cfg, mesh, spec: the model, its devices, and the adapter's shape. pieces: those that `wanted` names, or more.
     """
-    host = shapes(cfg, spec)
-    arrays, places = by_name(host), by_name(shardings(mesh, host))
+    host = shapes(cfg, mesh, spec)
+    arrays, places = by_name(host), by_name(shardings(cfg, mesh, host))
     found: dict[str, dict[str, list[tuple[tuple[int, ...], Floats]]]] = {part: {} for part in parts}
     for piece, array in pieces.items():
         name, starts = _parsed(piece)

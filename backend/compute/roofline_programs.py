@@ -73,7 +73,9 @@ class Programs:
     @cached_property
     def lora(self) -> Lora:
         """An adapter of all matrices."""
-        return adapter_like(self.cfg, self.mesh, self.spec)
+        made = adapter_like(self.cfg, self.mesh, self.spec)
+        assert isinstance(made, Lora)
+        return made
 
     @cached_property
     def steps(self) -> Steps:

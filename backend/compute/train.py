@@ -22,8 +22,9 @@ from tinkerflow.backend.compute.attention import attend_segments
 from tinkerflow.backend.compute.config import ModelConfig
 from tinkerflow.backend.compute.deltanet import recur_segments
 from tinkerflow.backend.compute.families import layers_with, projections
+from tinkerflow.backend.compute.full import Trained, computed, pinned, with_head_gradient
 from tinkerflow.backend.compute.logprobs import Scored, score, score_and_grads
-from tinkerflow.backend.compute.lora import Lora, apply_one, gathered, pinned
+from tinkerflow.backend.compute.lora import Lora, apply_one, gathered
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs
 from tinkerflow.backend.compute.mesh import FSDP, ROWS, TENSOR, put, replicated, row_parts, sharding
 from tinkerflow.backend.compute.optimizer import Leaf, OptimizerState, Stepped, step
@@ -32,6 +33,7 @@ from tinkerflow.backend.compute.transformer import Mixers, Params, Seen, forward
 from tinkerflow.backend.spec.losses import packed_inputs
 
 Result = TypeVar("Result")
+_NO_ADAPTER = Lora(layers={}, unembed=None)
 
 
 @flax.struct.dataclass
@@ -82,12 +84,14 @@ class Steps:
     backward(params, lora, grads, batch) -> (grads, Scored): the loss's gradient is added; `grads` is donated
     copy(grads) -> grads, of gradients that are to survive a backward that fails
     optimize(lora, grads, state, hyper) -> Stepped, of the optimizer whose state it is: all but `hyper` is donated
+
+    Where all parameters are trained, these are given in place of `lora`.
     """
 
-    forward: Callable[[Params, Lora, DeviceBatch], Scored]
-    backward: Callable[[Params, Lora, Lora, DeviceBatch], tuple[Lora, Scored]]
-    copy: Callable[[Lora], Lora]
-    optimize: Callable[[Lora, Lora, OptimizerState, Leaf], Stepped]
+    forward: Callable[[Params, Trained, DeviceBatch], Scored]
+    backward: Callable[[Params, Trained, Trained, DeviceBatch], tuple[Trained, Scored]]
+    copy: Callable[[Trained], Trained]
+    optimize: Callable[[Trained, Trained, OptimizerState, Leaf], Stepped]
 
 
 def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
@@ -113,33 +117,58 @@ def make_steps(cfg: ModelConfig, mesh: Mesh, kept_bytes: int) -> Steps:
         return replace(params, unembed_VD=head)
 
     def at_head(
-        scoring: Callable[..., Result], params: Params, lora: Lora, hidden_BTD: jax.Array, batch: DeviceBatch
+        scoring: Callable[..., Result],
+        params: Params,
+        lora: Lora,
+        hidden_BTD: jax.Array,
+        batch: DeviceBatch,
+        **more: bool,
     ) -> Result:
         inputs, devices = (batch.targets, batch.choice, batch.inputs), row_parts(mesh)
-        return scoring(with_head(params), lora.unembed, hidden_BTD, *inputs, devices=devices)
+        return scoring(with_head(params), lora.unembed, hidden_BTD, *inputs, devices=devices, **more)
 
-    def forward_step(params: Params, lora: Lora, batch: DeviceBatch) -> Scored:
+    def recomputes(lora: Lora, params: Params, batch: DeviceBatch) -> bool:
+        tokens = batch.tokens.size // mesh.shape[FSDP]
+        return memory.kept_bytes(cfg, _ranks(cfg, lora), tokens, params.embed_VD.dtype) > kept_bytes
+
+    def forward_step(params: Params, lora: Trained, batch: DeviceBatch) -> Scored:
+        if isinstance(lora, Params):
+            params, lora = computed(cfg, params, lora), _NO_ADAPTER
         lora = gathered(mesh, lora)
         return at_head(score, params, lora, hidden(params, lora, batch, remat=False), batch)
 
-    def backward_step(params: Params, lora: Lora, grads: Lora, batch: DeviceBatch) -> tuple[Lora, Scored]:
+    def full_backward(base: Params, weights: Params, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
+        params, remat = computed(cfg, base, weights), recomputes(_NO_ADAPTER, base, batch)
+
+        def of(weights: Params) -> jax.Array:
+            return hidden(computed(cfg, base, weights), _NO_ADAPTER, batch, remat=remat)
+
+        hidden_BTD, pull = jax.vjp(of, weights)
+        scored, d_hidden_BTD, by_head = at_head(score_and_grads, params, _NO_ADAPTER, hidden_BTD, batch, by_head=True)
+        (more,) = pull(d_hidden_BTD)
+        more = with_head_gradient(more, by_head)
+        added = jax.tree.map(jnp.add, grads, more)
+        return pinned(cfg, mesh, added), jax.lax.with_sharding_constraint(scored, whole)
+
+    def backward_step(params: Params, lora: Trained, grads: Trained, batch: DeviceBatch) -> tuple[Trained, Scored]:
+        if isinstance(lora, Params):
+            return full_backward(params, lora, grads, batch)
         lora = gathered(mesh, lora)
-        tokens = batch.tokens.size // mesh.shape[FSDP]
-        remat = memory.kept_bytes(cfg, _ranks(cfg, lora), tokens, params.embed_VD.dtype) > kept_bytes
+        remat = recomputes(lora, params, batch)
         hidden_BTD, pull = jax.vjp(lambda lora: hidden(params, lora, batch, remat=remat), lora)
         scored, d_hidden_BTD, d_unembed = at_head(score_and_grads, params, lora, hidden_BTD, batch)
         (d_lora,) = pull(d_hidden_BTD)
         d_lora = d_lora.replace(unembed=d_unembed)
-        return pinned(mesh, jax.tree.map(jnp.add, grads, d_lora)), jax.lax.with_sharding_constraint(scored, whole)
+        return pinned(cfg, mesh, jax.tree.map(jnp.add, grads, d_lora)), jax.lax.with_sharding_constraint(scored, whole)
 
-    def optimize(lora: Lora, grads: Lora, state: OptimizerState, hyper: Leaf) -> Stepped:
-        return pinned(mesh, step(lora, grads, state, cast(jax.Array, hyper)))
+    def optimize(lora: Trained, grads: Trained, state: OptimizerState, hyper: Leaf) -> Stepped:
+        return pinned(cfg, mesh, step(lora, grads, state, cast(jax.Array, hyper)))
 
     whole = replicated(mesh)
     return Steps(
         forward=jax.jit(forward_step, out_shardings=whole),
         backward=jax.jit(backward_step, donate_argnums=2),
-        copy=jax.jit(lambda grads: pinned(mesh, jax.tree.map(jnp.copy, grads))),
+        copy=jax.jit(lambda grads: pinned(cfg, mesh, jax.tree.map(jnp.copy, grads))),
         optimize=jax.jit(optimize, donate_argnums=(0, 1, 2)),
     )
 

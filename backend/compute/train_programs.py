@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import LoraSpec, Optimizer
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.lora import Lora, shapes, shardings
+from tinkerflow.backend.compute.full import Trained, shapes, shardings
 from tinkerflow.backend.compute.losses import choose
 from tinkerflow.backend.compute.mesh import ROWS, replicated, row_parts, sharding
 from tinkerflow.backend.compute.optimizer import fresh_state
@@ -30,10 +30,10 @@ from tinkerflow.backend.spec.packing import micro_batch_shapes
 _FORWARD = 3  # added to the distance of forward passes alone: they are rarer
 
 
-def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Lora:
+def adapter_like(cfg: ModelConfig, mesh: Mesh, spec: LoraSpec) -> Trained:
     """An adapter of that shape on the devices, without values."""
-    host = shapes(cfg, spec)
-    lora: Lora = jax.tree.map(like, host, shardings(mesh, host))
+    host = shapes(cfg, mesh, spec)
+    lora: Trained = jax.tree.map(like, host, shardings(cfg, mesh, host))
     return lora
 
 
@@ -41,7 +41,7 @@ def training_programs(
     mesh: Mesh,
     params: Params,
     steps: Steps,
-    lora: Lora,
+    lora: Trained,
     *,
     optimizer: Optimizer,
     microbatch_tokens: int,
@@ -56,10 +56,11 @@ def training_programs(
     """
     whole = replicated(mesh)
     fresh = fresh_state(optimizer, lora)
-    state = jax.tree.map(like, fresh, shardings(mesh, fresh))
+    state = replace(fresh, count=like(fresh.count, whole))
     spec = OPTIMIZERS[optimizer]
     hyper = like(spec.vector(spec.example), whole)
-    of = f"rank {jax.tree.leaves(lora)[0].shape[-2]}, {optimizer}"
+    what = "all parameters" if isinstance(lora, Params) else f"rank {jax.tree.leaves(lora)[0].shape[-2]}"
+    of = f"{what}, {optimizer}"
     yield Program(f"optim_step, {of}", 1, partial(result_of, steps.optimize, lora, lora, state, hyper))
     yield Program(f"a copy of gradients, {of}", 1, partial(result_of, steps.copy, lora))
     for B, T in micro_batch_shapes(microbatch_tokens, max_context, row_parts(mesh)):

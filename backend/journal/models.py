@@ -69,6 +69,11 @@ class ModelView(NewModel):
     created_at: datetime
     last_request_at: datetime
 
+    @property
+    def is_lora(self) -> bool:
+        """Whether an adapter is trained, and not all parameters. What never came to be counts as an adapter."""
+        return self.rank > 0 or self.state is ModelState.FAILED
+
 
 @dataclass(frozen=True)
 class RunView:

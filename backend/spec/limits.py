@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 MAX_RANK = 1024  # of a LoRA adapter: one of a huge rank would take the memory that all adapters share
+ALL_PARTS = "trains all parameters: train_attn, train_mlp and train_unembed must be true"
 DEFAULT_MAX_CONTEXT = 32_768  # tokens of a sequence, unless the settings or the model say otherwise
 MODEL_CONTEXT = "the model's context"  # why no longer sequence is served, where the devices have room for it
 MAX_SEQ = 2**31 - 1  # a sequence number of a model, or of a session's models and samplers: int32 on the wire

@@ -1,10 +1,30 @@
-"""The rank of an expert's adapter, and how PEFT's files carry it."""
+"""The shape of an adapter, the rank of an expert's, and how PEFT's files carry it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 RankRule = Literal["divided", "full"]
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The shape of an adapter: `rank` >= 1, and which parts of the model it adapts. Rank 0: all parameters are trained.
+
+    expert_rank: of every expert's matrices, from 1 to `rank`; None: `rank`, as in all adapters of earlier versions.
+    """
+
+    rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    expert_rank: int | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether all parameters of the model are trained, and no adapter."""
+        return self.rank == 0
 
 
 def expert_rank(rank: int, experts_per_token: int, rule: RankRule) -> int | None:
@@ -12,7 +32,10 @@ def expert_rank(rank: int, experts_per_token: int, rule: RankRule) -> int | None
 
     With "divided" it is rank // experts_per_token, at least 1: the experts that a token goes through have together the
     adapter of one dense MLP (Schulman and others, "LoRA Without Regret", 2025). experts_per_token: 0 without experts.
+    Rank 0, which is no adapter, has none.
     """
+    if not rank:
+        return None
     own = max(1, rank // max(1, experts_per_token)) if rule == "divided" else rank
     return None if own == rank else own
 

@@ -26,7 +26,7 @@ from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG
 
 FORMAT = "tinkerflow-checkpoint-1"
 OPTIMIZER = "optimizer.safetensors"
-FILES = (ADAPTER, ADAPTER_CONFIG, OPTIMIZER)
+MODEL = "model.safetensors"  # of a model of which all parameters are trained: its weights by Hugging Face's names
 PIECES = re.compile(r"part-\d{5}\.safetensors")  # of a recovery snapshot that the worker processes wrote
 
 
@@ -146,12 +146,12 @@ def _sha256(commit: Mapping[str, object]) -> str:
 
 
 def _are_files_of(kind: str, names: set[str]) -> bool:
-    plain = {ADAPTER, ADAPTER_CONFIG}
+    plain = {MODEL} if names & {MODEL, MODEL + SUFFIX} else {ADAPTER, ADAPTER_CONFIG}
     if kind == EXTERNAL_WEIGHTS:
         return names in (plain, {name + SUFFIX for name in plain})
     if kind == RECOVERY and all(PIECES.fullmatch(name) for name in names):
         return bool(names)
-    return plain <= names <= set(FILES)
+    return plain <= names <= plain | {OPTIMIZER}
 
 
 def _optimizer(name: object) -> Optimizer:

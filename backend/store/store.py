@@ -25,7 +25,7 @@ from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreAwayErr
 from tinkerflow.backend.ids import new_id
 from tinkerflow.backend.store import commit, parts, tensors, upkeep
 from tinkerflow.backend.store.blobs import Blobs, open_blobs
-from tinkerflow.backend.store.commit import OPTIMIZER, CheckpointMeta, Saved
+from tinkerflow.backend.store.commit import MODEL, OPTIMIZER, CheckpointMeta, Saved
 from tinkerflow.backend.store.peft import ADAPTER, ADAPTER_CONFIG, adapter_config
 from tinkerflow.backend.store.tensors import Floats
 from tinkerflow.backend.store.upkeep import Orphan, Snapshot
@@ -75,6 +75,7 @@ class Store:
     ) -> Saved:
         """Save the weights of `state` as `tinker://run_id/external_weights/name`, a PEFT folder for downloads.
 
+        Of a model of which all parameters are trained it has their file, by Hugging Face's names.
         With age `recipients`, each file is encrypted to them, under its name with `.age`. What `meta` and `overwrite`
         are, repetition and errors are as in `save`.
         """
@@ -160,10 +161,11 @@ class Store:
             raise UserError(f"checkpoint {where}: external weights are for downloads; load what save_state saved")
         with self._failures(f"load {where}"):
             saved, files = commit.files_of(self.blobs, where, lambda file: optimizer or file != OPTIMIZER)
-        if ADAPTER not in files:
+        weights_file = MODEL if saved.spec.full else ADAPTER
+        if weights_file not in files:
             pieces = {name: array for file in files for name, array in _decoded(where, file, files).items()}
             return AdapterState(saved.spec, saved.step, pieces, {}, saved.optimizer), saved
-        weights = _decoded(where, ADAPTER, files)
+        weights = _decoded(where, weights_file, files)
         moments = _decoded(where, OPTIMIZER, files) if OPTIMIZER in files else {}
         return AdapterState(saved.spec, saved.step, weights, moments, saved.optimizer), saved
 
@@ -438,10 +440,13 @@ class Store:
 
 
 def _files(state: AdapterState, meta: CheckpointMeta) -> dict[str, bytes]:
-    files = {
-        ADAPTER: tensors.encode(state.weights),
-        ADAPTER_CONFIG: adapter_config(meta.base_model, state.spec, state.weights),
-    }
+    if state.spec.full:
+        files = {MODEL: tensors.encode(state.weights)}
+    else:
+        files = {
+            ADAPTER: tensors.encode(state.weights),
+            ADAPTER_CONFIG: adapter_config(meta.base_model, state.spec, state.weights),
+        }
     return files | ({OPTIMIZER: tensors.encode(state.moments)} if state.moments else {})
 
 

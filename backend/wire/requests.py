@@ -24,7 +24,7 @@ from tinkerflow.backend.commands import LoraSpec, Optimizer, OptimResult, Priori
 from tinkerflow.backend.encryption import check_recipients
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.ids import NAME_RULE, is_name
-from tinkerflow.backend.spec.limits import MAX_RANK, MAX_SEQ
+from tinkerflow.backend.spec.limits import ALL_PARTS, MAX_RANK, MAX_SEQ
 from tinkerflow.backend.spec.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerParams, OptimizerSpec
 
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 24 * 3600  # seconds: the SDK's documentation says one hour to ten years
@@ -231,6 +231,18 @@ class LoraConfig(Body):
         return LoraSpec(self.rank, self.train_attn, self.train_mlp, self.train_unembed)
 
 
+class TrainedConfig(LoraConfig):
+    """What of a new model is trained: an adapter, or with rank 0 all parameters."""
+
+    rank: Annotated[int, whole(0, MAX_RANK)] = DEFAULT_RANK
+
+    @model_validator(mode="after")
+    def _trains_all_or_an_adapter(self) -> Self:
+        if self.spec.full and not (self.train_attn and self.train_mlp and self.train_unembed):
+            raise UserError(f"lora_config.rank 0 {ALL_PARTS}")
+        return self
+
+
 def _optimizer(config: Any) -> Optimizer:
     """The optimizer that an `optimizer_config` names; UserError for one that is not known here."""
     kind, version = _object(config).get("type"), config.get("version")
@@ -248,10 +260,10 @@ OptimizerConfig = Annotated[Optimizer, Rule(_optimizer, schemas.dict_schema())]
 
 
 class CreateModel(Body):
-    """create_model: a model with a fresh adapter."""
+    """create_model: a model with a fresh adapter, or one of which all parameters are trained."""
 
     optimizer: OptimizerConfig = Field(default=DEFAULT_OPTIMIZER, alias="optimizer_config")
-    lora: LoraConfig = Field(default=LoraConfig(), alias="lora_config")
+    lora: TrainedConfig = Field(default=TrainedConfig(), alias="lora_config")
     base_model: Text = GIVEN
     user_metadata: Metadata = Field(default_factory=dict)
 

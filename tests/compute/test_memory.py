@@ -163,7 +163,7 @@ def test_weights_and_adapters_take_what_the_plan_says(reference: Reference, weig
     config = config_of(str(folder), dtype="float32", base_weights=weights)
     params = load_params(cfg, str(folder), mesh, "float32", base_weights=weights)
     assert memory.held_bytes(params) == memory.weight_bytes(cfg, config)
-    adapters, spec = AdapterStore(cfg, mesh), LoraSpec(4, train_mlp=False)
+    adapters, spec = AdapterStore(cfg, mesh, str(folder)), LoraSpec(4, train_mlp=False)
     adapters.create("a", spec, 0, "adamw")
     made = adapters.get("a")
     took = memory.held_bytes((made.lora, made.grads, made.state.parts))

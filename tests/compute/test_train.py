@@ -126,7 +126,7 @@ def test_unknown_and_dropped_adapters_are_named(shared_executor, examples, forwa
 
 def test_impossible_specs_are_named(shared_executor):
     with pytest.raises(UserError, match="rank"):
-        shared_executor.execute(CreateAdapter("bad", LoraSpec(0), 0))
+        shared_executor.execute(CreateAdapter("bad", LoraSpec(-1), 0))
     with pytest.raises(UserError, match="train_"):
         shared_executor.execute(CreateAdapter("bad", LoraSpec(2, False, False, False), 0))
 

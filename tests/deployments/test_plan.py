@@ -36,6 +36,7 @@ def test_8b_trains_at_8k_on_one_h100_with_16_adapters(tmp_path: Path) -> None:
     said = plan(tmp_path, "8B", "h100:1", max_context=8192)
     assert number(said, r"sequences of up to (\d+) tokens") == 8192
     assert number(said, r"adapters of rank 32 in training at the same time: (\d+)") >= 16
+    assert number(said, r"all parameters in training \(rank 0\): [a-z ]+: ([\d.]+) GB of each device, of") > 0
     assert number(said, r"weights +([\d.]+) GB") == pytest.approx(16.4, abs=0.1)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tinkerflow.backend import store as room
 from tinkerflow.backend.clock import ManualClock
-from tinkerflow.backend.commands import AdapterState
+from tinkerflow.backend.commands import AdapterState, LoraSpec
 from tinkerflow.backend.errors import ConflictError, NotFoundError, StoreError, UserError
 from tinkerflow.backend.store import CheckpointMeta, Saved, Store
 from tinkerflow.backend.store.blobs import Blobs
@@ -239,3 +239,13 @@ def _blobs(store: Store) -> Blobs:
 def put(blobs: Blobs, key: str, data: bytes) -> None:
     blobs.remove(key)
     blobs.create(key, data)
+
+
+def test_weights_that_were_all_trained_lie_in_a_file_of_their_own(
+    store: Store, meta: CheckpointMeta, make_state: Make, same: Same
+) -> None:
+    state = dataclasses.replace(make_state(3), spec=LoraSpec(0))
+    assert set(store.save(RUN, "weights", "w", state, meta).files) == {"model.safetensors", "optimizer.safetensors"}
+    same(store.load(f"tinker://{RUN}/weights/w")[0], state)
+    assert set(store.save(RUN, "recovery", "r", state, meta).files) == {"model.safetensors", "optimizer.safetensors"}
+    assert list(store.export(RUN, "out", state, meta).files) == ["model.safetensors"]

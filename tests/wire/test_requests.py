@@ -26,6 +26,7 @@ from tinkerflow.backend.wire import (
     SaveExternal,
     SaveForSampler,
     SaveWeights,
+    StartUpload,
     hash_token,
 )
 
@@ -163,8 +164,22 @@ WRONG: list[Wrong] = [
     (decode_optim_step, of(adam_params={"eps": 0}), "adam_params.eps is 0: must be a finite number > 0"),
     (decode_optim_step, of(adam_params={"weight_decay": "a"}), "adam_params.weight_decay is 'a': must be"),
     (CreateModel.decode, of(lora_config={}), "base_model is None: must be a non-empty string"),
-    (CreateModel.decode, of(base_model="m", lora_config={"rank": 0}), "lora_config.rank is 0: must be a whole number"),
-    (CreateModel.decode, of(base_model="m", lora_config={"rank": 1025}), "from 1 to 1024"),
+    (
+        CreateModel.decode,
+        of(base_model="m", lora_config={"rank": -1}),
+        "lora_config.rank is -1: must be a whole number",
+    ),
+    (CreateModel.decode, of(base_model="m", lora_config={"rank": 1025}), "from 0 to 1024"),
+    (
+        CreateModel.decode,
+        of(base_model="m", lora_config={"rank": 0, "train_mlp": False}),
+        "rank 0 trains all parameters:",
+    ),
+    (
+        StartUpload.decode,
+        of(base_model="m", lora_config={"rank": 0}),
+        "lora_config.rank is 0: must be a whole number from 1",
+    ),
     (CreateModel.decode, of(base_model="m", optimizer_config={"type": "sgd"}), "must be one of adamw, dimuon"),
     (
         CreateModel.decode,

@@ -55,6 +55,7 @@ class OptimizerSpec:
     update: one step; see `Update`.
     request_field: the object of an optim_step request that holds its parameters; `optimizer_params` names the type.
     version: of its configuration on the wire, None = it has none.
+    of_adapters: it steps matrices of adapters alone, and is no optimizer of all parameters of a model.
     """
 
     ADAM_FIELD: ClassVar[str] = "adam_params"
@@ -65,6 +66,7 @@ class OptimizerSpec:
     update: Update
     request_field: str = "optimizer_params"
     version: int | None = None
+    of_adapters: bool = False
 
     @cached_property
     def bounds(self) -> Mapping[str, Bounds]:

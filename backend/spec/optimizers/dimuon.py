@@ -68,4 +68,6 @@ def direction(matrix: jax.Array) -> jax.Array:
     return scaled
 
 
-OPTIMIZER = OptimizerSpec("dimuon", params=DimuonParams, state=("momentum",), update=update, version=1)
+OPTIMIZER = OptimizerSpec(
+    "dimuon", params=DimuonParams, state=("momentum",), update=update, version=1, of_adapters=True
+)

@@ -1,0 +1,157 @@
+"""Training of all parameters: equal to a torch loop, kept and restored bit for bit, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tinkerflow.backend.commands import (
+    AdapterState,
+    CreateAdapter,
+    Digest,
+    ExportAdapter,
+    FetchState,
+    ImportAdapter,
+    LoraSpec,
+    OptimStep,
+    StoredState,
+    WriteState,
+)
+from tinkerflow.backend.compute import memory
+from tinkerflow.backend.errors import AllocationError, UserError
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+
+ALL = LoraSpec(0)
+STEP = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
+FILES = {"part-00000.safetensors": Digest.of(b"")}
+STORED = StoredState(ALL, 2, "adamw", "runs/r/recovery/n/a", FILES)
+
+
+def bits(state: AdapterState) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in (state.weights | state.moments).items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # with a tied unembedding, and with biases and its own
+def test_ten_steps_are_those_of_a_torch_loop(family, request, shared_executor, examples, forward):
+    reference = request.getfixturevalue(family)
+    executor = shared_executor if family == "qwen3" else reference.executor()
+    model = copy.deepcopy(reference.model)
+    executor.execute(CreateAdapter("m", ALL, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    data = examples((9, 14))
+    for _ in range(10):
+        ours = forward(executor, "m", data, backward=True).loss_sum
+        executor.execute(OptimStep("m", STEP))
+        theirs = sum(loss_of(model, example) for example in data)
+        optimizer.zero_grad()
+        theirs.backward()
+        optimizer.step()
+        assert ours == pytest.approx(theirs.item(), rel=1e-4)
+    after = executor.execute(ExportAdapter("m", optimizer=False))
+    assert after.step == 10
+    trained = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    assert after.weights.keys() == trained.keys()
+    for name, tensor in trained.items():
+        np.testing.assert_allclose(after.weights[name], tensor, rtol=1e-3, atol=2e-4, err_msg=name)
+
+
+def loss_of(model: Any, example: Any) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor(example.tokens_T[None].astype(np.int64))).logits[0]
+    targets = torch.tensor(example.targets_TK.astype(np.int64))
+    picked = torch.log_softmax(logits, -1).gather(1, targets)
+    return -(picked * torch.tensor(example.weights_TK)).sum()
+
+
+def test_what_is_kept_in_pieces_or_exported_goes_on_bit_for_bit(shared_executor, examples, forward):
+    shared_executor.execute(CreateAdapter("a", ALL, 0))
+    for _ in range(2):
+        forward(shared_executor, "a", examples((9, 14)), backward=True)
+        shared_executor.execute(OptimStep("a", STEP))
+    forward(shared_executor, "a", examples((9,), seed=4), backward=True)
+    shared_executor.execute(ExportAdapter("a", optimizer=True, keep="folder"))
+    pieces = shared_executor.take_kept(WriteState("a", "folder"))
+    assert {name.partition("/")[0] for name in pieces} == {"weights", "mu", "nu", "grad"}
+    shapes = {name: piece.shape for name, piece in pieces.items()}
+    assert sorted(shared_executor.wanted(STORED, shapes)) == sorted(pieces)
+    exported = shared_executor.execute(ExportAdapter("a", optimizer=True))
+    shared_executor.hold(FetchState("b", STORED), dict(pieces))
+    shared_executor.execute(ImportAdapter("b", STORED))
+    shared_executor.execute(ImportAdapter("c", exported))
+    shared_executor.hold(FetchState("d", STORED), exported.weights | exported.moments)
+    shared_executor.execute(ImportAdapter("d", STORED))
+    ends = []
+    for name in ("a", "b", "c", "d"):
+        assert bits(shared_executor.execute(ExportAdapter(name, optimizer=True))) == bits(exported)
+        forward(shared_executor, name, examples((9,), seed=5), backward=True)
+        shared_executor.execute(OptimStep(name, STEP))
+        ends.append(bits(shared_executor.execute(ExportAdapter(name, optimizer=True))))
+    assert all(end == ends[0] for end in ends[1:])
+
+
+def test_adapters_and_the_base_model_stay_what_they_are(shared_executor, examples, adapter, forward):
+    adapter(shared_executor, "beside")
+    before = forward(shared_executor, "beside", examples((9,))).loss_sum
+    shared_executor.execute(CreateAdapter("w", ALL, 0))
+    forward(shared_executor, "w", examples((9,)), backward=True)
+    shared_executor.execute(OptimStep("w", STEP))
+    assert forward(shared_executor, "beside", examples((9,))).loss_sum == before
+    shared_executor.execute(CreateAdapter("again", ALL, 0))
+    forward(shared_executor, "again", examples((9,)), backward=True)
+    shared_executor.execute(OptimStep("again", STEP))
+    states = [shared_executor.execute(ExportAdapter(name, optimizer=True)) for name in ("w", "again")]
+    assert bits(states[0]) == bits(states[1])
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_other_losses_train_all_parameters_too(shared_executor, examples, forward, gradients, loss):
+    shared_executor.execute(CreateAdapter("l", ALL, 0))
+    forward(shared_executor, "l", examples((9, 14)), loss=loss, backward=True)
+    found = gradients(shared_executor, "l")
+    assert "model.norm.weight" in found
+    assert all(np.isfinite(array).all() and array.any() for array in found.values())
+
+
+def test_without_moments_the_optimizer_starts_fresh_and_a_wrong_tensor_is_named(shared_executor):
+    shared_executor.execute(CreateAdapter("s", ALL, 0))
+    state = shared_executor.execute(ExportAdapter("s", optimizer=False))
+    shared_executor.execute(ImportAdapter("t", replace(state, step=0)))
+    assert bits(shared_executor.execute(ExportAdapter("t", optimizer=False))) == bits(state)
+    name = "model.layers.1.mlp.down_proj.weight"
+    without = {key: array for key, array in state.weights.items() if key != name}
+    wrongs = {
+        f"{name}' is missing": without,
+        "has shape": state.weights | {name: np.zeros((2, 2), np.float32)},
+        "is not part": state.weights | {"other.bias": np.zeros(2, np.float32)},
+    }
+    for message, weights in wrongs.items():
+        with pytest.raises(UserError, match=message):
+            shared_executor.execute(ImportAdapter("bad", replace(state, weights=weights)))
+
+
+def test_what_cannot_be_trained_whole_is_refused_by_name(shared_executor, moe):
+    with pytest.raises(UserError, match=r"rank 0 trains all parameters.* dimuon steps the matrices of adapters alone"):
+        shared_executor.execute(CreateAdapter("x", ALL, 0, "dimuon"))
+    with pytest.raises(UserError, match=r"rank 0 trains all parameters: train_attn, train_mlp and train_unembed must"):
+        shared_executor.execute(CreateAdapter("x", LoraSpec(0, train_attn=False), 0))
+    with pytest.raises(UserError, match=r"not supported for Qwen3-MoE models: they have experts. It must be 1 or more"):
+        moe.executor().execute(CreateAdapter("x", ALL, 0))
+
+
+def test_memory_is_counted_and_leaves_room_for_adapters(qwen3):
+    executor = qwen3.executor(device_memory=0.05)
+    many = executor.plan.full // memory.adapter_bytes(executor._cfg, executor._config, ALL, "adamw")
+    assert many > 0
+    for number in range(many):
+        executor.execute(CreateAdapter(str(number), ALL, 0))
+    rule = r"lora rank 0: training all parameters takes \S+ GB .* GB for that: must be 1 or more, or fewer models"
+    with pytest.raises(AllocationError, match=rule):
+        executor.execute(CreateAdapter("one more", ALL, 0))
+    executor.execute(CreateAdapter("an adapter", LoraSpec(8), 0))
+    executor.plan = replace(executor.plan, full=1000)
+    with pytest.raises(UserError, match=r"takes \S+ GB of each device, and this group has 1e-06 GB for that: must be"):
+        executor.execute(CreateAdapter("never", ALL, 0))
