@@ -23,6 +23,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tinkerflow.api.call import Call
+from tinkerflow.api.chat.pictures import Placed, chunks_of
 from tinkerflow.api.models import Target
 from tinkerflow.api.routes.futures import content_hash, judged
 from tinkerflow.api.sse import left
@@ -31,6 +32,7 @@ from tinkerflow.backend.errors import ServerError, UserError
 from tinkerflow.backend.journal import Kind, NewRequest, Result
 from tinkerflow.backend.journal.notify import Waiter
 from tinkerflow.backend.journal.streams import Listener, stream_name
+from tinkerflow.backend.model_card import image_processor
 from tinkerflow.backend.wire import NumSamples, OnSampler, SampleBody, decode_sample, sample_request, with_seed
 
 T = TypeVar("T")
@@ -196,6 +198,7 @@ async def generate(
     prompt_logprobs: bool = False,
     top_prompt_logprobs: int = 0,
     messages: Sequence[Mapping[str, Any]] = (),
+    images: Sequence[Placed] = (),
 ) -> Generation:
     """Submit a sample, and return while it waits for its turn.
 
@@ -204,11 +207,11 @@ async def generate(
     of `stop`. num_samples: how many samples. stream: iterating gives tokens as they are decoded, else when all are
     done. top_logprobs: how many of the most likely tokens to list for each sampled token. prompt_logprobs,
     top_prompt_logprobs: the same of the prompt, in the result. messages: the conversation behind the prompt, which is
-    kept with the request for those who rate the answer.
+    kept with the request for those who rate the answer. images: among the tokens, which have their placeholders.
     UserError: names the field, its value and the rule. TooManyError: the project has as many waiting as it may.
     """
     values: dict[str, Any] = {
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt_tokens)}]},
+        "prompt": {"chunks": chunks_of(prompt_tokens, images)},
         "sampling_params": dict(params),
         "num_samples": num_samples,
         "topk_sample_logprobs": top_logprobs,
@@ -302,6 +305,8 @@ def _check(target: Target, values: dict[str, Any]) -> None:
             max_context=card.max_context,
             eos=card.eos_token_ids,
             context_rule=card.context_rule,
+            processor=lambda: image_processor(card.path),
+            blank=True,
         )
     except UserError as error:
         # Clients of these endpoints know no sampling_params: the fields are theirs.

@@ -144,7 +144,7 @@ class SampleRequest:
     stop_tokens / stop_strings: generation ends after the first, which stays in the output. temperature 0 is greedy.
     min_p: the least probability a token may have, as a share of the most likely token's. adjustments, constraint:
     None = none. priority: an interactive request goes before its owner's batch requests that wait. trace: the context
-    of the span that it belongs to.
+    of the span that it belongs to. images: in the order of their places; prompt_T has placeholders there.
     """
 
     request_id: str
@@ -168,6 +168,7 @@ class SampleRequest:
     priority: Priority = "interactive"
     stream: bool = False  # tokens are told as they are decoded, and again in the result
     trace: str | None = None
+    images: tuple[ImagePixels, ...] = ()
 
 
 @dataclass(frozen=True)

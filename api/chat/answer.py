@@ -59,6 +59,7 @@ async def sampled(
             stream=stream,
             top_logprobs=top_logprobs,
             messages=prompt.messages,
+            images=prompt.images,
         )
     except UserError as error:
         if not error.message.startswith(_SCHEMA):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinkerflow.api.chat.parsers import PARSERS, Parser, ParserSpec, parser_for
+from tinkerflow.api.chat.pictures import Placed, in_words, pictures_of, placed, shown
 from tinkerflow.api.chat.reader import Tools
 from tinkerflow.api.chat.template import load_template
 from tinkerflow.api.models import Target
@@ -35,7 +36,8 @@ class Tool:
 
 @dataclass(frozen=True)
 class Chat:
-    """messages: in OpenAI's form, with contents as texts and arguments as objects. tools: those that may be called.
+    """messages: in OpenAI's form, with contents as texts and arguments as objects; or contents as parts, each a text or
+    with a `picture`. tools: those that may be called.
 
     must_call: the answer is a call of one of these. schema: the answer is JSON of this schema. schema_field: where the
     request has it. options: variables of the chat template. prefill: how the answer begins.
@@ -57,7 +59,7 @@ class Prompt:
     spec: the parser. tools: those that may be called. thinks: reasoning is kept apart. opened: the prompt without
     `begun` ends inside of reasoning. begun: the end of the prompt that the parser reads, because it is the beginning of
     the answer. schema: the sampled text is JSON of this schema, which the request has in schema_field. ends: tokens
-    that end the answer beside the base model's own. messages: the conversation.
+    that end the answer beside the base model's own. messages: the conversation, in words. images: among the tokens.
     """
 
     tokens: list[int]
@@ -70,6 +72,7 @@ class Prompt:
     schema_field: str
     ends: tuple[int, ...]
     messages: Sequence[Mapping[str, Any]]
+    images: tuple[Placed, ...] = ()
 
     def parser(self) -> Parser:
         """A parser for one answer, up to where sampling begins."""
@@ -93,7 +96,8 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
     if conversation.tools and (spec.parse is None or "tools" not in source):
         raise UserError(f"tools: the chat template of {model} takes none: must be left out")
     tools = [tool.shown() for tool in conversation.tools]
-    messages = spec.prepared(conversation.messages, tools) if spec.prepared is not None else conversation.messages
+    messages: Sequence[Mapping[str, Any]] = shown(conversation.messages)
+    messages = spec.prepared(messages, tools) if spec.prepared is not None else messages
     text = await target.call.slowly(template.render, messages, tools, conversation.options)
     text = text.encode("utf-8", "replace").decode()  # arguments of earlier calls may hold halves of characters
     thinks = spec.thinks(source)
@@ -106,8 +110,12 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
         begun += spec.opening
         spec = spec if spec.opening else PARSERS[_JSON]
     ends = {end for token in _TURN_ENDS if token in source and (end := tokenizer.id_of(token)) is not None}
+    images: tuple[Placed, ...] = ()
+    tokens = await target.encode(text + begun + conversation.prefill, "messages", special=False)
+    if pictures := pictures_of(conversation.messages):
+        tokens, images = await target.call.slowly(placed, target, tokens, pictures)
     return Prompt(
-        tokens=await target.encode(text + begun + conversation.prefill, "messages", special=False),
+        tokens=tokens,
         spec=spec,
         tools={tool.name: tool.parameters for tool in conversation.tools},
         thinks=thinks,
@@ -116,7 +124,8 @@ async def prompt_of(target: Target, conversation: Chat) -> Prompt:
         schema=schema,
         schema_field="tools" if conversation.must_call else conversation.schema_field,
         ends=tuple(sorted(ends - {*target.card.eos_token_ids})),
-        messages=conversation.messages,
+        messages=in_words(conversation.messages),
+        images=images,
     )
 
 

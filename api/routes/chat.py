@@ -13,6 +13,7 @@ from tinkerflow.api.call import OPEN_API, Authorised, Call, Router, Strict
 from tinkerflow.api.chat.answer import AnswerReader, respond, sampled
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.chat.openai import ChatAnswer, Wanted
+from tinkerflow.api.chat.pictures import IMAGES, Picture
 from tinkerflow.api.generation import Generation
 from tinkerflow.api.models import resolve
 from tinkerflow.api.openai import MAX_TOP, SamplingFields
@@ -70,7 +71,7 @@ class CalledTool(Strict):
 
 
 class ChatMessage(Strict):
-    """A message. content: a text, or a list of parts of the type text.
+    """A message. content: a text, or a list of parts of the type text, and of image_url in messages of the user.
 
     Fields that OpenAI's answers have and requests repeat are accepted, and change nothing; so is lm-eval's `type`.
     """
@@ -219,7 +220,8 @@ def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     messages = []
     for i, one in enumerate(given):
         message: dict[str, Any] = {"role": "system" if one.role == "developer" else one.role}
-        message["content"] = text_of(one.content, f"messages[{i}].content")
+        reads = content_of if one.role == "user" else text_of
+        message["content"] = reads(one.content, f"messages[{i}].content")
         if one.name is not None:
             message["name"] = one.name
         if one.reasoning_content is not None:
@@ -249,14 +251,33 @@ def _call(call: CalledTool, field: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+def content_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str | list[dict[str, Any]]:
+    """The content of a user's message: as of `text_of`, or its parts when some are images."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [_part(part, f"{field}[{i}]") for i, part in enumerate(content)]
+    return parts if any("picture" in part for part in parts) else "\n".join(part["text"] for part in parts)
+
+
 def text_of(content: str | Sequence[Mapping[str, Any]] | None, field: str) -> str:
     """A message's content as one text, its parts one a line. UserError for a part that is no text."""
     if content is None or isinstance(content, str):
         return content or ""
-    for i, part in enumerate(content):
-        kind, text = part.get("type"), part.get("text")
-        if kind != "text":
-            raise broken(f"{field}[{i}].type", kind, "text; models here take no images, sounds or files")
-        if not isinstance(text, str):
-            raise broken(f"{field}[{i}].text", text, "a text")
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(_text(part, f"{field}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Mapping[str, Any], field: str) -> dict[str, Any]:
+    if part.get("type") in IMAGES:
+        return {"type": "image", "picture": Picture(field, part)}
+    return {"type": "text", "text": _text(part, field)}
+
+
+def _text(part: Mapping[str, Any], field: str) -> str:
+    kind, text = part.get("type"), part.get("text")
+    if kind in IMAGES:
+        raise broken(f"{field}.type", kind, "text; messages of the user alone have images")
+    if kind != "text":
+        raise broken(f"{field}.type", kind, "text; models here take no sounds or files")
+    if not isinstance(text, str):
+        raise broken(f"{field}.text", text, "a text")
+    return text

@@ -14,7 +14,7 @@ from tinkerflow.api.chat.anthropic import MessageAnswer
 from tinkerflow.api.chat.conversation import Chat, Prompt, Tool, prompt_of
 from tinkerflow.api.models import Target, resolve
 from tinkerflow.api.openapi import takes
-from tinkerflow.api.routes.chat import ToolName, text_of
+from tinkerflow.api.routes.chat import ToolName, content_of, text_of
 from tinkerflow.backend.errors import UserError, broken
 
 router = Router(busy=6, at=OPEN_API)
@@ -71,7 +71,7 @@ class OutputConfig(Strict):
 
 
 class AnthropicMessage(Strict):
-    """A message. content: a text, or blocks of the types text, thinking, tool_use and tool_result."""
+    """A message. content: a text, or blocks of the types text, image, thinking, tool_use and tool_result."""
 
     role: Literal["user", "assistant"]
     content: Blocks
@@ -207,14 +207,14 @@ def _messages(message: AnthropicMessage, field: str, called: dict[str, str]) -> 
                 called[block["id"]] = block["name"]
             case ("user", "tool_result"):
                 results.append(_result(block, f"{field}[{i}]", called))
-            case (_, "text"):
+            case (_, "text") | ("user", "image"):
                 texts.append(block)
             case (role, kind):
-                takes_too = "thinking or tool_use" if role == "assistant" else "tool_result"
-                raise broken(f"{field}[{i}].type", kind, f"text, {takes_too}; models here take no images or files")
+                takes_too = "thinking or tool_use" if role == "assistant" else "image or tool_result"
+                raise broken(f"{field}[{i}].type", kind, f"text, {takes_too}; models here take no files")
     if results and not texts:
         return results
-    made: dict[str, Any] = {"role": message.role, "content": text_of(texts, field)}
+    made: dict[str, Any] = {"role": message.role, "content": content_of(texts, field)}
     if thoughts:
         made |= {"reasoning_content": "\n".join(thoughts), "thinking": "\n".join(thoughts)}
     if calls:

@@ -150,7 +150,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             case "message" if said is not None:
                 said["content"] = _content(item.get("content"), f"{field}.content")
             case "message":
-                content = _content(item.get("content"), f"{field}.content")
+                content = _content(item.get("content"), f"{field}.content", images=True)
                 messages.append({"role": item.get("role"), "content": content})
             case "reasoning" if said is not None:
                 parts = item.get("content") or item.get("summary") or []
@@ -168,15 +168,22 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _content(content: Any, field: str) -> str | list[dict[str, Any]]:
+def _content(content: Any, field: str, *, images: bool = False) -> str | list[dict[str, Any]]:
     """A text, or parts as chat completions have them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise broken(field, content, "a text or a list of parts")
+    parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
+        if images and part.get("type") == "input_image":
+            parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
+            continue
         if part.get("type") not in _TEXTS:
-            raise broken(f"{field}[{i}].type", part.get("type"), "a text; models here take no images, sounds or files")
+            raise broken(
+                f"{field}[{i}].type", part.get("type"), "a text, or input_image of the user; no sounds or files"
+            )
         if not isinstance(part.get("text"), str):
             raise broken(f"{field}[{i}].text", part.get("text"), "a text")
-    return [{"type": "text", "text": part["text"]} for part in content]
+        parts.append({"type": "text", "text": part["text"]})
+    return parts

@@ -105,11 +105,11 @@ class Executor:
         self._steps = make_steps(self._cfg, self._mesh, self.plan.budget.kept_bytes)
         self._adapters = AdapterStore(self._cfg, self._mesh, config.model_path)
         self._adapter_bytes: dict[str, int] = {}  # what those that are there take of each device
-        self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan)
+        self._eyes = open_eyes(self._cfg, config.model_path, self._mesh, self._params)
+        self._sampler = Sampler(self._cfg, self._params, self._mesh, self._config, self.plan, eyes=self._eyes)
         self._begun: dict[str, ForwardRun] = {}  # of adapters whose Forward goes by micro-batch
         self._fetched: dict[tuple[str, str], Mapping[str, Float32]] = {}  # tensors, by owner and folder of the store
         self._announced: set[object] = set()
-        self._eyes = open_eyes(self._cfg, config.model_path, self._mesh, self._params)
         self._training = Training(
             params=self._params,
             steps=self._steps,

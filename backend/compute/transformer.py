@@ -156,10 +156,13 @@ class Seen:
     vectors_BTED: Array
 
 
-def embed(cfg: ModelConfig, params: Params, tokens_BT: Array) -> jax.Array:
-    """x_BTD, scaled, in the dtype of the weights."""
+def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, seen: Seen | None = None) -> jax.Array:
+    """x_BTD, scaled, in the dtype of the weights; what was seen in place of the tokens of images."""
     x_BTD = params.embed_VD[tokens_BT]
-    return x_BTD if cfg.embed_scale == 1 else x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
+    x_BTD = x_BTD if cfg.embed_scale == 1 else x_BTD * jnp.asarray(cfg.embed_scale, x_BTD.dtype)
+    if seen is None:
+        return x_BTD
+    return jnp.where(jnp.asarray(seen.here_BT)[..., None], jnp.asarray(seen.vectors_BTED)[:, :, 0], x_BTD)
 
 
 def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
@@ -410,9 +413,7 @@ def forward(
 
     kept = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
     body: Any = jax.checkpoint(layer, policy=kept, static_argnums=0)
-    x_BTD = embed(cfg, params, tokens_BT)
-    if seen is not None:
-        x_BTD = jnp.where(jnp.asarray(seen.here_BT)[..., None], jnp.asarray(seen.vectors_BTED)[:, :, 0], x_BTD)
+    x_BTD = embed(cfg, params, tokens_BT, seen)
     return final_hidden(cfg, params, over_layers(cfg, body, constrain(x_BTD), params.layers, lora.layers))
 
 

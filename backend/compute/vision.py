@@ -197,19 +197,19 @@ class Eyes:
         """cfg must have `vision`. scale: as `see` takes it."""
         assert params.tower is not None
         self._cfg, self._mesh, self._tower = cfg, mesh, params.tower
-        self._dtype = params.embed_VD.dtype
+        self.vision, self.hidden, self.dtype = _vision(cfg), cfg.hidden, params.embed_VD.dtype
         self._scale = put(scale, replicated(mesh))
 
     def seen(self, examples: Sequence[Example], batch: MicroBatch) -> Seen | None:
         """The images of a micro-batch of `examples`, on the host; None if it has none. Waits for the devices."""
-        found = [self._look(image) for place in batch.places for image in examples[place.example].images]
+        found = [self.look(image) for place in batch.places for image in examples[place.example].images]
         if not found:
             return None
         B, T = batch.tokens_BT.shape
-        vision, looked = _vision(self._cfg), iter(to_host(found))
+        vision, looked = self.vision, iter(to_host(found))
         here = np.zeros((B, T), np.bool_)
         positions = np.repeat(batch.positions_BT[..., None], 3, axis=-1)
-        vectors = np.zeros((B, T, vision.vectors, self._cfg.hidden), self._dtype)
+        vectors = np.zeros((B, T, vision.vectors, self.hidden), self.dtype)
         for place in batch.places:
             images = examples[place.example].images
             own = slice(place.start, place.start + place.length)
@@ -220,13 +220,14 @@ class Eyes:
                 vectors[place.row, start : start + tokens] = next(looked)[:tokens]
         return Seen(here, positions, vectors)
 
-    def _look(self, image: ImagePixels) -> jax.Array:
-        patches = put(to_patches(_vision(self._cfg), image.pixels_HWC), replicated(self._mesh))
+    def look(self, image: ImagePixels) -> jax.Array:
+        """What `see` gives of an image."""
+        patches = put(to_patches(self.vision, image.pixels_HWC), replicated(self._mesh))
         return see(self._cfg, self._mesh, self._tower, self._scale, patches)
 
     def programs(self, max_context: int) -> Iterator[Program]:
         """The programs that look at images of every size."""
-        vision, whole = _vision(self._cfg), replicated(self._mesh)
+        vision, whole = self.vision, replicated(self._mesh)
         patches, distance = LEAST_PATCHES, 1
         while patches <= most_patches(vision, max_context):
             one = like(patches_like(vision, patches), whole)
@@ -266,3 +267,12 @@ def image_positions(vision: Vision, length: int, images: Sequence[ImagePixels]) 
         positions_T3[end : end + rows * columns] = now + grid.reshape(-1, 3)
         done, now = end + rows * columns, now + max(rows, columns)
     return positions_T3
+
+
+def image_shift(vision: Vision, images: Sequence[ImagePixels]) -> int:
+    """How much later than it stands in its sequence a token behind all images turns; most images make it less than 0.
+
+    vision: the tower. images: of the sequence.
+    """
+    sides = [tuple(size // vision.token_side for size in image.pixels_HWC.shape[:2]) for image in images]
+    return sum(max(rows, columns) - rows * columns for rows, columns in sides)

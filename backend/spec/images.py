@@ -38,6 +38,10 @@ class ImageProcessor:
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
 
+    def bytes_of(self, tokens: int) -> int:
+        """What the pixels of images with so many tokens take."""
+        return tokens * self.side**2 * len(self.mean)
+
     def size(self, width: int, height: int) -> tuple[int, int]:
         """What an image is resized to, as (width, height); ValueError when it is too long for its width."""
         if max(width, height) > _LONGEST * min(width, height):
@@ -51,15 +55,18 @@ class ImageProcessor:
             wide, high = (math.ceil(size * grow / self.side) * self.side for size in (width, height))
         return wide, high
 
-    def read(self, data: bytes, kind: str, name: str, expected: int | None = None) -> npt.NDArray[np.uint8]:
+    def read(
+        self, data: bytes, kind: str, name: str, expected: int | None = None, *, blank: bool = False
+    ) -> npt.NDArray[np.uint8]:
         """The pixels [rows, columns, 3] of a file, as many as the model takes.
 
         data: of a file of format `kind`, png or jpeg. name: how errors call the image. expected: how many tokens the
-        client thinks it has. UserError names what is wrong. The size is checked before anything is decoded.
+        client thinks it has. blank: only the number of pixels is wanted: nothing is decoded, they are black and take no
+        memory. UserError names what is wrong. The size is checked before anything is decoded.
         """
         from PIL import Image, ImageOps, UnidentifiedImageError  # here: most processes never see an image
 
-        if kind not in _FORMATS:
+        if kind not in list(_FORMATS):  # maybe no text at all
             raise broken(f"{name}.format", kind, "png or jpeg")
         try:
             with Image.open(io.BytesIO(data), formats=[_FORMATS[kind]]) as file:
@@ -70,6 +77,8 @@ class ImageProcessor:
                 self._check(name, file.size, wide * high // self.side**2, expected)
                 if kind == "jpeg" and (scans := sum(1 for _ in _SCAN.finditer(data))) > _MOST_SCANS:
                     raise UserError(f"{name}.data has {scans} scans: must have at most {_MOST_SCANS}")
+                if blank:
+                    return np.broadcast_to(np.uint8(0), (high, wide, 3))
                 image = ImageOps.exif_transpose(file).convert("RGB")
                 image = image.resize(self.size(*image.size), Image.Resampling.BICUBIC)
         except UserError:

@@ -35,7 +35,7 @@ from tinkerflow.backend.spec.images import ImageProcessor
 from tinkerflow.backend.spec.limits import MAX_REQUEST_CELLS, MAX_REQUEST_PIXEL_BYTES, MAX_TARGETS, MODEL_CONTEXT
 from tinkerflow.backend.spec.losses import LossSpec, loss_named
 from tinkerflow.backend.wire import tinker_pb2 as pb
-from tinkerflow.backend.wire.model_input import counted_tokens, model_input
+from tinkerflow.backend.wire.model_input import counted_tokens, model_input, too_many_pixels
 
 _TARGETS = "target_tokens"
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -86,7 +86,7 @@ class ForwardRead:
     """A ForwardBackwardRequest read so far that it says what else is needed to decode it.
 
     loss_id: of the traced loss, when the loss is `custom`. sequence_ids: the sequences whose recorded stability
-    information the loss needs. images: how many there are.
+    information the loss needs. image_tokens: about how many tokens its images have; None = it has none.
     """
 
     request: pb.ForwardBackwardRequest
@@ -94,7 +94,7 @@ class ForwardRead:
     config: Mapping[str, float]
     loss_id: str | None
     sequence_ids: frozenset[str]
-    images: int = 0
+    image_tokens: int | None = None
 
 
 def read_forward(body: bytes) -> ForwardRead:
@@ -108,8 +108,10 @@ def read_forward(body: bytes) -> ForwardRead:
         raise broken("data", [], "at least one datum")
     named = _check_spans(request.data, needed_by=loss.name if loss.recorded else None)
     config, loss_id = _read_config(loss, request)
-    images = sum(chunk.WhichOneof("chunk") == "image" for datum in request.data for chunk in datum.model_input)
-    return ForwardRead(request, loss, config, loss_id, named if loss.recorded else frozenset(), images)
+    chunks = (chunk for datum in request.data for chunk in datum.model_input)
+    images = [counted_tokens(chunk) for chunk in chunks if chunk.WhichOneof("chunk") == "image"]
+    recorded = named if loss.recorded else frozenset()
+    return ForwardRead(request, loss, config, loss_id, recorded, sum(images) if images else None)
 
 
 def decode_forward(
@@ -141,10 +143,7 @@ def decode_forward(
         pictures.append(images)
         seen += sum(image.pixels_HWC.size for image in images)
         if seen > MAX_REQUEST_PIXEL_BYTES:
-            raise UserError(
-                f"data has images of more than {MAX_REQUEST_PIXEL_BYTES} bytes of pixels up to data[{i}], as the model "
-                f"takes them: must be at most {MAX_REQUEST_PIXEL_BYTES}"
-            )
+            raise too_many_pixels("data", f"data[{i}]", MAX_REQUEST_PIXEL_BYTES)
         inputs = _inputs(datum, i, len(tokens_T), loss, custom)
         cells += inputs[_TARGETS].size
         if cells > MAX_REQUEST_CELLS:

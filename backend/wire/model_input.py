@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,14 @@ def counted_tokens(chunk: pb.Chunk) -> int:
         return len(chunk.encoded_text.tokens) // _TOKEN.itemsize
     said = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else MAX_IMAGE_TOKENS
     return min(max(said, 0), MAX_IMAGE_TOKENS)
+
+
+def too_many_pixels(what: str, up_to: str, most: int) -> UserError:
+    """The images of a request take more than `most` bytes. what: the field that has them. up_to: the one too many."""
+    return UserError(
+        f"{what} has images of more than {most} bytes of pixels up to {up_to}, as the model takes them: must be at "
+        f"most {most}"
+    )
 
 
 def model_input(
@@ -70,3 +80,22 @@ def _pixels(image: pb.ImageChunk, name: str, processor: ImageProcessor) -> npt.N
         raise broken(f"{name}.override_dimensions", asked, "absent: the model's processor says what size images have")
     expected = image.expected_tokens if image.HasField("expected_tokens") else None
     return processor.read(image.data, image.format, name, expected)
+
+
+def pixels_of(chunk: Mapping[str, Any], name: str, processor: ImageProcessor, *, blank: bool) -> npt.NDArray[np.uint8]:
+    """The pixels of an image in JSON, as `ImageProcessor.read` gives them; UserError names what is wrong.
+
+    chunk: its data in base64, its format, and maybe expected_tokens. name: how errors call it. processor: of the model.
+    blank: as of `read`.
+    """
+    data, expected = chunk.get("data"), chunk.get("expected_tokens")
+    kind: Any = chunk.get("format")
+    if not isinstance(data, str):
+        raise broken(f"{name}.data", data, "the file's bytes in base64")
+    if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool)):
+        raise broken(f"{name}.expected_tokens", expected, "a whole number")
+    try:
+        file = base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise UserError(f"{name}.data is no base64: {error}") from error
+    return processor.read(file, kind, name, expected, blank=blank)

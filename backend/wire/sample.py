@@ -8,7 +8,7 @@ sparse_col_indices. It is answered in the layout of the question.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from tinkerflow.backend.commands import (
     Candidates,
     Constraint,
     Float32,
+    ImagePixels,
     Int32,
     PromptWishes,
     SampledSequence,
@@ -29,8 +30,10 @@ from tinkerflow.backend.commands import (
 from tinkerflow.backend.errors import UserError, broken, shown
 from tinkerflow.backend.spec.constraints import Kind as ConstraintKind
 from tinkerflow.backend.spec.constraints import check_constraint
-from tinkerflow.backend.spec.limits import MODEL_CONTEXT
+from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.spec.limits import MAX_REQUEST_PIXEL_BYTES, MODEL_CONTEXT
 from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.backend.wire.model_input import pixels_of, too_many_pixels
 from tinkerflow.backend.wire.requests import MAX_LISTED, ConstraintBody, SampleBody, SamplingParams, TargetTensor
 
 MAX_STOPS = 256  # stop tokens or stop strings of one request
@@ -42,6 +45,7 @@ _DIGITS = 10  # of a token id, fewer than that
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 _TARGETS = "target_prompt_logprobs"
 _Int64 = npt.NDArray[np.int64]
+FindProcessor = Callable[[], ImageProcessor | None]
 
 
 def with_seed(body: bytes, values: dict[str, Any]) -> bytes:
@@ -62,15 +66,19 @@ def sample_request(
     max_context: int,
     eos: Sequence[int],
     context_rule: str = MODEL_CONTEXT,
+    processor: FindProcessor = lambda: None,
+    blank: bool = False,
 ) -> SampleRequest:
     """The command for a sample request; UserError names the field, its value and the rule.
 
     body, request_id, owner: of the request. snapshot_id: what is sampled, None = the base model. vocab_size,
     max_context: of the model, in tokens. eos: the tokens that end a text; they stop a sequence where `stop` is absent,
-    and nothing does where it is an empty list. context_rule: what max_context follows from. An absent max_tokens means
-    all that the context has left. The seed is brought to 0 <= seed < 2**64.
+    and nothing does where it is an empty list. context_rule: what max_context follows from. processor: asked for
+    the model's image processor when there is an image; None = the model takes text. blank: images are measured and not
+    decoded, as in `ImageProcessor.read`. An absent max_tokens means all that the context has left. The seed is brought
+    to 0 <= seed < 2**64.
     """
-    prompt_T = _prompt(body.prompt.chunks, vocab_size, max_context, context_rule)
+    prompt_T, images = _prompt(body.prompt.chunks, vocab_size, max_context, context_rule, processor, blank)
     params = body.sampling_params
     if params.seed is None:
         raise broken("sampling_params.seed", None, "drawn before the request is stored")
@@ -102,6 +110,7 @@ def sample_request(
         priority=body.priority,
         constraint=None if params.constraint is None else _constraint(params.constraint, eos),
         stream=body.stream,
+        images=images,
     )
 
 
@@ -192,22 +201,41 @@ def _prompt_wishes(body: SampleBody, prompt: int, vocab_size: int) -> PromptWish
     return PromptWishes(last_n, top, targets_TK, body.prompt_alt_tokens_k)
 
 
-def _prompt(chunks: Any, vocab_size: int, max_context: int, context_rule: str) -> Int32:
+def _prompt(
+    chunks: Any, vocab_size: int, max_context: int, context_rule: str, find_processor: FindProcessor, blank: bool
+) -> tuple[Int32, tuple[ImagePixels, ...]]:
+    """The tokens of a prompt, placeholders where it has images, and the images; arguments as of `sample_request`."""
     if not isinstance(chunks, list):
         raise broken("prompt.chunks", chunks, "a list of chunks")
-    parts = []
-    for i, chunk in enumerate(chunks):
-        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else chunk
-        if kind != "encoded_text":
-            takes = (
-                "sampling takes no images" if kind in ("image", "image_asset_pointer") else "the model takes text only"
-            )
-            raise UserError(f"prompt.chunks[{i}].type is {shown(kind)}: must be encoded_text, {takes}")
-        parts.append(_token_array(chunk.get("tokens"), f"prompt.chunks[{i}].tokens", vocab_size))
+    parts: list[Int32] = []
+    images: list[ImagePixels] = []
+    size = seen = 0
+    for i, given in enumerate(chunks):
+        chunk = given if isinstance(given, dict) else {"type": given}
+        kind, name = chunk.get("type", "encoded_text"), f"prompt.chunks[{i}]"
+        if kind == "encoded_text":
+            parts.append(_token_array(chunk.get("tokens"), f"{name}.tokens", vocab_size))
+        elif kind == "image" and (processor := find_processor()) is not None:
+            image = ImagePixels(size, pixels_of(chunk, name, processor, blank=blank))
+            images.append(image)
+            parts.append(np.full(image.tokens(processor.side), processor.token, np.int32))
+            seen += image.pixels_HWC.size
+            if seen > MAX_REQUEST_PIXEL_BYTES:
+                raise too_many_pixels("prompt", name, MAX_REQUEST_PIXEL_BYTES)
+        else:
+            takes = "encoded_text, the model takes no images"
+            if kind not in ("image", "image_asset_pointer"):
+                blind = find_processor() is None
+                takes = "encoded_text, the model takes text only" if blind else "encoded_text or image"
+            raise UserError(f"{name}.type is {shown(kind)}: must be {takes}")
+        size += len(parts[-1])
+        if images and size >= max_context:  # before the next image is decoded
+            rule = f"must be 1 to {max_context - 1}, {context_rule} less one"
+            raise UserError(f"prompt has at least {size} tokens: {rule}")
     prompt_T = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if not 1 <= len(prompt_T) < max_context:
         raise UserError(f"prompt has {len(prompt_T)} tokens: must be 1 to {max_context - 1}, {context_rule} less one")
-    return prompt_T
+    return prompt_T, tuple(images)
 
 
 def _token_array(tokens: Any, name: str, vocab_size: int) -> Int32:

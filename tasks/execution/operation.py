@@ -51,6 +51,7 @@ from tinkerflow.backend.model_card import ModelCard
 from tinkerflow.backend.pool import Pool
 from tinkerflow.backend.retry import retry
 from tinkerflow.backend.store import Store
+from tinkerflow.tasks.execution.image_room import ImageRoom
 from tinkerflow.tasks.execution.sequencer import Saves, SaveState, Slot
 from tinkerflow.tasks.execution.snapshots import Snapshots
 
@@ -74,7 +75,8 @@ class ExecutionContext:
     """One base model: its worker group, what is in it, and the journal, store and clock that all base models share.
 
     generation: the only worker group that may execute what is sent through this; None: whichever serves.
-    most_drift: the mean `kl_sample_train` above which a forward_backward is logged, 0 = none.
+    most_drift: the mean `kl_sample_train` above which a forward_backward is logged, 0 = none. trained_images: the room
+    of images in operations of models.
     """
 
     journal: Journal
@@ -87,6 +89,7 @@ class ExecutionContext:
     snapshots: Snapshots
     generation: int | None = None
     most_drift: float = 0.0
+    trained_images: ImageRoom = field(default_factory=ImageRoom)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="journal"))
 
     def bound_to(self, generation: int) -> ExecutionContext:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from tinkerflow.backend.commands import ForwardResult
+from tinkerflow.backend.commands import Forward, ForwardResult
 from tinkerflow.backend.journal import Effect, LossMeasured, Outcome, UsageKind, Used
 from tinkerflow.backend.model_card import image_processor
 from tinkerflow.backend.spec.drift import KL_MEAN
-from tinkerflow.backend.spec.limits import MAX_IMAGE_PIXELS
 from tinkerflow.backend.wire import decode_forward, drift_metrics, encode_forward, load_custom_loss, read_forward
-from tinkerflow.tasks.execution.operation import Execution
+from tinkerflow.tasks.execution.operation import INLINE_BYTES, Execution
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ async def execute(execution: Execution) -> Outcome:
         custom = load_custom_loss(stored)
     if read.sequence_ids:
         recorded = await context.read(context.journal.losses.stability, request.session_id, read.sequence_ids)
-    processor = image_processor(card.path) if read.images else None
-    command = await context.decode(
-        size + read.images * MAX_IMAGE_PIXELS,  # a small file may hold that many
-        lambda: decode_forward(
+    processor = image_processor(card.path) if read.image_tokens is not None else None
+
+    def decode() -> Forward:
+        return decode_forward(
             read,
             vocab_size=card.vocab_size,
             max_context=card.max_context,
@@ -41,11 +41,22 @@ async def execute(execution: Execution) -> Outcome:
             custom=custom,
             recorded=recorded,
             processor=processor,
-        ),
-    )
-    async with execution.slot:
-        reply = execution.send(replace(command, adapter_id=execution.model_id), ForwardResult)
-    result = await reply
+        )
+
+    if processor is None:
+        command = await context.decode(size, decode)
+        async with execution.slot:
+            reply = execution.send(replace(command, adapter_id=execution.model_id), ForwardResult)
+        result = await reply
+    else:
+        pixels = processor.bytes_of(read.image_tokens or 0)
+        async with AsyncExitStack() as held:
+            async with execution.slot:  # no later operation of the model may take the room that this one waits for
+                decoding = await held.enter_async_context(context.trained_images.hold(request.owner, pixels))
+                async with decoding:
+                    command = await context.decode(INLINE_BYTES + 1, decode)
+                reply = execution.send(replace(command, adapter_id=execution.model_id), ForwardResult)
+            result = await reply
 
     def encode() -> tuple[bytes, dict[str, float]]:
         drift = drift_metrics(command, result)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 
 from tinkerflow.backend import tracing
 from tinkerflow.backend.commands import (
@@ -37,7 +38,9 @@ from tinkerflow.backend.journal import (
     Used,
 )
 from tinkerflow.backend.journal.streams import StreamedTokens, stream_name
+from tinkerflow.backend.model_card import image_processor
 from tinkerflow.backend.wire import SampleBody, TargetTensor, encode_sample, sample_request
+from tinkerflow.tasks.execution.image_room import ImageRoom
 from tinkerflow.tasks.execution.operation import INLINE_BYTES, ExecutionContext, attribute_crash, failure
 from tinkerflow.tasks.execution.states import load_snapshot
 from tinkerflow.tasks.operations.load_weights import check_readable, gone
@@ -96,6 +99,7 @@ class SampleBatch:
         self._some = asyncio.Event()
         self._streamed: list[StreamedTokens] = []  # they go into the journal with the next write
         self._telling: asyncio.Task[None] | None = None
+        self._images = ImageRoom()
 
     @property
     def requests(self) -> frozenset[str]:
@@ -257,9 +261,9 @@ class SampleBatch:
             del self._samples[request.id]
 
     async def _decode(self, sample: _Sample) -> Outcome:
-        request, sampler, card = sample.request, sample.sampler, self._context.card
+        request, card = sample.request, self._context.card
 
-        def decode() -> SampleRequest:
+        def decode(*, blank: bool = True) -> SampleRequest:
             body = SampleBody.decode(request.payload)
             sample.targets, sample.records = body.target_prompt_logprobs, body.record_stability_info
             return sample_request(
@@ -271,13 +275,25 @@ class SampleBatch:
                 max_context=card.max_context,
                 context_rule=card.context_rule,
                 eos=card.eos_token_ids,
+                processor=lambda: image_processor(card.path),
+                blank=blank,
             )
 
         # A grammar takes longer to check than its bytes tell: never on the loop. A name may be written with escapes.
         maybe = b'"constraint"' in request.payload or b"\\" in request.payload
         work = INLINE_BYTES + 1 if maybe else len(request.payload)
-        wanted = replace(await self._context.decode(work, decode), trace=tracing.current() if request.trace else None)
+        wanted = await self._context.decode(work, decode)
         sample.prompt = len(wanted.prompt_T)
+        if not wanted.images:
+            return await self._join(sample, wanted)
+        async with self._images.hold(request.owner, sum(image.pixels_HWC.size for image in wanted.images)) as decoding:
+            async with decoding:
+                wanted = await self._context.decode(INLINE_BYTES + 1, partial(decode, blank=False))
+            return await self._join(sample, wanted)
+
+    async def _join(self, sample: _Sample, wanted: SampleRequest) -> Outcome:
+        request, sampler = sample.request, sample.sampler
+        wanted = replace(wanted, trace=tracing.current() if request.trace else None)
         snapshot = sampler.snapshot_id  # None: the base model
         if sampler.model_path is not None:
             snapshot = f"{sampler.id}@{self._context.pool.generation}"

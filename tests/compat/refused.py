@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 REFUSED: dict[str, str] = {
-    "types.ImageChunk": "in prompts to sample, and where the model takes text ([training](operations.md#images))",
+    "types.ImageChunk": "where the model takes text; works [where it sees](operations.md#images)",
     "types.ImageAssetPointerChunk": "pointers are never fetched",
     "types.DmelChunk": "the models served take text",
 }

@@ -201,8 +201,8 @@ class Client:
 
     def sample(self, sampler: str, of: Mapping[str, object] | None = None, **params: object) -> str:
         body = {
-            **(of or {}),
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            **(of or {}),
             "sampling_params": {"seed": 1, "max_tokens": 6, **params},
         }
         seq = self.seqs.setdefault(sampler, 0)

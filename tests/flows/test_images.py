@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from dataclasses import replace
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tinkerflow.backend.commands import Forward
+from tinkerflow.backend.commands import Forward, SampleStep
 from tinkerflow.backend.journal import Kind
 from tinkerflow.backend.wire import tinker_pb2 as pb
+from tinkerflow.flows.sampling_runner import SamplingRunner
+from tinkerflow.tasks.execution.image_room import ImageRoom
 from tinkerflow.tasks.execution.operation import ExecutionContext
 
 CONFIG = {
@@ -41,14 +44,18 @@ def context(context: ExecutionContext, tmp_path: Path) -> ExecutionContext:
     return replace(context, card=replace(context.card, path=str(tmp_path)))
 
 
-def request(model: str, seq_id: int, expected: int) -> bytes:
+def file() -> bytes:
     out = io.BytesIO()
     Image.new("RGB", (24, 16), (9, 8, 7)).save(out, "png")
+    return out.getvalue()
+
+
+def request(model: str, seq_id: int, expected: int) -> bytes:
     message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="cross_entropy")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.asarray([5], np.int32).tobytes()
     image = datum.model_input.add().image
-    image.data, image.format, image.expected_tokens = out.getvalue(), "png", expected
+    image.data, image.format, image.expected_tokens = file(), "png", expected
     targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
     targets.dense, targets.dtype = np.full(7, 3, np.int64).tobytes(), pb.DTYPE_INT64
     weights.dense, weights.dtype = np.ones(7, np.float32).tobytes(), pb.DTYPE_FLOAT32
@@ -56,7 +63,7 @@ def request(model: str, seq_id: int, expected: int) -> bytes:
 
 
 async def test_an_image_reaches_the_group_as_pixels(
-    journal: Any, connect: Any, make_runner: Any, running: Any, pool: Any
+    journal: Any, connect: Any, context: ExecutionContext, make_runner: Any, running: Any, pool: Any
 ) -> None:
     client = await connect(journal)
     model, created = client.submit_create()
@@ -77,3 +84,32 @@ async def test_an_image_reaches_the_group_as_pixels(
     assert image.start == 1
     assert image.pixels_HWC.tolist() == [[[9, 8, 7]] * 24] * 16
     assert "chunks[1].expected_tokens is 5: must be 6, what the model makes of 24 x 16 pixels" in refused.error
+    assert context.trained_images.held(client.owner) == 0
+
+
+async def test_an_image_of_a_prompt_reaches_the_group_as_pixels(
+    journal: Any, connect: Any, context: ExecutionContext, running: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, held = await connect(journal), list[int]()
+    real = ImageRoom.hold
+    monkeypatch.setattr(ImageRoom, "hold", lambda room, owner, size: held.append(size) or real(room, owner, size))
+    runner = SamplingRunner(context, (), most_waiting=8)
+    data = base64.b64encode(file()).decode()
+
+    def ask(expected: int) -> Any:
+        image = {"type": "image", "format": "png", "data": data, "expected_tokens": expected}
+        return client.result(
+            client.sample(sampler, {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}, image]}})
+        )
+
+    async with running(client.ring("sample", runner)), running(runner.serve()):
+        sampler = client.sampler(1)
+        done, refused = await ask(6), await ask(5)
+    assert done.error is None
+    (asked,) = [one for command in pool.log if isinstance(command, SampleStep) for one in command.admit]
+    assert asked.prompt_T.tolist() == [5] + [31] * 6
+    (image,) = asked.images
+    assert image.start == 1
+    assert image.pixels_HWC.tolist() == [[[9, 8, 7]] * 24] * 16
+    assert held == [24 * 16 * 3]
+    assert "prompt.chunks[1].expected_tokens is 5: must be 6, what the model makes of 24 x 16 pixels" in refused.error

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tinkerflow.backend.commands import Adjustments, PromptWishes, SampleRequest
 from tinkerflow.backend.errors import UserError
-from tinkerflow.backend.wire import NumSamples, SampleBody, parse, sample_request, with_seed
+from tinkerflow.backend.spec.images import ImageProcessor
+from tinkerflow.backend.wire import NumSamples, SampleBody, parse, sample, sample_request, with_seed
 
 
 def body(params: dict[str, Any] | None = None, prompt: Any = (1, 2, 3), **more: Any) -> bytes:
@@ -218,3 +222,58 @@ def test_wrong_content_is_named(payload: bytes, text: str) -> None:
     with pytest.raises(UserError) as caught:
         decode(payload)
     assert text in caught.value.message
+
+
+SEES = ImageProcessor(token=99, side=8, least=64, most=1024, mean=(0.0,) * 3, deviation=(1.0,) * 3)
+
+
+def picture(colour: int = 7, **more: Any) -> dict[str, Any]:
+    out = io.BytesIO()
+    Image.new("RGB", (24, 16), (colour, 0, 0)).save(out, "png")
+    return {"type": "image", "format": "png", "data": base64.b64encode(out.getvalue()).decode(), **more}
+
+
+def seen(*chunks: Any, blank: bool = False) -> SampleRequest:
+    given = [{"type": "encoded_text", "tokens": [1, 2]} if chunk == "text" else chunk for chunk in chunks]
+    read = SampleBody.read({"prompt": {"chunks": given}, "sampling_params": {"seed": 1}})
+    return sample_request(
+        read, request_id="r", owner="o", snapshot_id=None, vocab_size=100, max_context=32, eos=(), blank=blank,
+        processor=lambda: SEES,
+    )  # fmt: skip
+
+
+def test_an_image_is_its_placeholders_and_its_pixels() -> None:
+    request = seen("text", picture(), "text", picture(9, expected_tokens=6))
+    assert request.prompt_T.tolist() == [1, 2, *[99] * 6, 1, 2, *[99] * 6]
+    assert [image.start for image in request.images] == [2, 10]
+    assert [image.pixels_HWC[..., 0].tolist() for image in request.images] == [[[7] * 24] * 16, [[9] * 24] * 16]
+    blank = seen("text", picture(), blank=True)
+    assert blank.images[0].pixels_HWC.shape == (16, 24, 3) and not blank.images[0].pixels_HWC.any()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "text"),
+    [
+        (picture(expected_tokens=5), "prompt.chunks[1].expected_tokens is 5: must be 6"),
+        (picture(expected_tokens=True), "prompt.chunks[1].expected_tokens is True: must be a whole number"),
+        (picture(data="a*"), "prompt.chunks[1].data is no base64"),
+        (picture(data=None), "prompt.chunks[1].data is None: must be the file's bytes in base64"),
+        (picture(format=["png"]), "prompt.chunks[1].format is ['png']: must be png or jpeg"),
+        ({"type": "dmel"}, "prompt.chunks[1].type is 'dmel': must be encoded_text or image"),
+        ("image", "prompt.chunks[1].data is None"),
+    ],
+)
+def test_wrong_images_are_named(chunk: Any, text: str) -> None:
+    for blank in (False, True):
+        with pytest.raises(UserError) as caught:
+            seen("text", chunk, blank=blank)
+        assert text in caught.value.message
+
+
+def test_images_that_are_too_long_or_too_many_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = {"type": "image", "format": "png", "data": "AAAA"}
+    with pytest.raises(UserError, match="prompt has at least 36 tokens: must be 1 to 31, the model's context less one"):
+        seen(*[picture()] * 6, never)
+    monkeypatch.setattr(sample, "MAX_REQUEST_PIXEL_BYTES", 2 * 3 * 16 * 24)
+    with pytest.raises(UserError, match=r"more than 2304 bytes of pixels up to prompt.chunks\[2\]"):
+        seen(*[picture()] * 3, never)

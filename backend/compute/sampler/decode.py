@@ -36,7 +36,17 @@ from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, 
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
 from tinkerflow.backend.compute.sampler.states import States, of_layer, put, take, with_layer
-from tinkerflow.backend.compute.transformer import Mixers, Params, block, embed, final_hidden, rope_tables, unembed
+from tinkerflow.backend.compute.transformer import (
+    Mixers,
+    Params,
+    Seen,
+    block,
+    deepened,
+    embed,
+    final_hidden,
+    rope_tables,
+    unembed,
+)
 
 
 @flax.struct.dataclass
@@ -48,7 +58,8 @@ class Rows:
     adapter's columns of the stack. uniform_CS float32: a random number for every token to come. adjusted: how logits
     are changed, None = no slot asks for it. states_S int32: its state, as `tables_SW` has its pages; None in models
     without. before_M int32: the last token of each slot of an earlier chunk, on the devices. from_S int32: the place in
-    it of the row's last token, -1 = it is in `tokens_S`. Both None where the host always knows the tokens.
+    it of the row's last token, -1 = it is in `tokens_S`. Both None where the host always knows the tokens. shift_S
+    int32: how much later a token turns than it stands, because of images before it; None in models that take text.
     """
 
     tokens_S: Array
@@ -61,6 +72,7 @@ class Rows:
     states_S: Array | None = None
     before_M: Array | None = None
     from_S: Array | None = None
+    shift_S: Array | None = None
 
 
 @flax.struct.dataclass
@@ -103,7 +115,10 @@ def decode(
         positions_S = i + rows.positions_S
         tokens_S1, columns_S2 = last_S[:, None], rows.columns_S2
         start = (cache, states, tokens_S1, positions_S)
-        cache, states, x_S1D = layers(cfg, mesh, params, lora, *start, tables_SW=rows.tables_SW, columns_S2=columns_S2)
+        tables_SW, shift_S = rows.tables_SW, rows.shift_S
+        cache, states, x_S1D = layers(
+            cfg, mesh, params, lora, *start, tables_SW=tables_SW, columns_S2=columns_S2, shift_S=shift_S
+        )
         logits_SV = unembedded(mesh, params, lora.unembed, x_S1D, rows.columns_S2)[:, 0]
         # Whole rows on each device: then drawing a token needs no collectives.
         logits_SV = by_rows(mesh, logits_SV)
@@ -153,6 +168,8 @@ def layers(
     tables_SW: Array,
     columns_S2: Array,
     valid_S: Array | None = None,
+    shift_S: Array | None = None,
+    seen: Seen | None = None,
 ) -> tuple[KVCache, States, jax.Array]:
     """The cache with the tokens' keys and values, the states after them, and their final hidden states [S, Q, D].
 
@@ -161,11 +178,14 @@ def layers(
     params: the base model and its devices. lora: the stack of adapters. states: the rows', from `states.take`.
     tokens_SQ int32: Q tokens of each row. start_S int32: where the first of them stands in its sequence. tables_SW
     int32: each row's pages. columns_S2 int32: each row's columns of the stack. valid_S int32: how many of its tokens
-    count for its state, None = all.
+    count for its state, None = all. shift_S int32: as in `Rows`, None = tokens turn where they stand. seen: the images
+    among the tokens, and where all of them turn; None = as shift_S says.
     """
     one, rows = sampling_mesh(mesh), cache_mesh(mesh, cfg.cached[0])
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
-    rope = rope_tables(cfg, positions_SQ)
+    if shift_S is not None:
+        positions_SQ = positions_SQ + jnp.asarray(shift_S)[:, None]
+    rope = rope_tables(cfg, positions_SQ if seen is None else jnp.asarray(seen.positions_BT3))
     apply = stack_apply(columns_S2, width_of(lora))
 
     def layer(
@@ -192,12 +212,13 @@ def layers(
         if cfg.latent is not None:
             absorb = functools.partial(absorbed, cfg.latent, mesh, attend, columns_S2, width_of(lora))
         x_SQD = block(cfg, one, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur, absorb), apply)
+        x_SQD = x_SQD if seen is None else deepened(seen, place, x_SQD)
         return cache, states, everywhere(x_SQD)
 
     def everywhere(x_SQD: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x_SQD, replicated(mesh))
 
-    start = (cache, states, everywhere(embed(cfg, params, tokens_SQ)))
+    start = (cache, states, everywhere(embed(cfg, params, tokens_SQ, seen)))
     cache, states, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
     return cache, states, final_hidden(cfg, params, x_SQD)
 

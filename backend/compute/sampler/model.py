@@ -24,7 +24,9 @@ from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, empty_
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice, width_for
 from tinkerflow.backend.compute.sampler.scheduler import Held, PrefillGroup
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
+from tinkerflow.backend.compute.sampler.views import Views
 from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.vision import Eyes
 
 
 @dataclass(frozen=True)
@@ -50,20 +52,25 @@ class SamplerModel:
         chunk: int,
         max_context: int,
         most_ahead: int | None = None,
+        eyes: Eyes | None = None,
     ) -> None:
         """An empty cache.
 
         cfg, mesh: the base model's shape, and the devices. params: the weights, by layer if `snapshots` are. pool: the
         pages. chunk: the most tokens of one decode dispatch. max_context: the most tokens of a sequence. most_ahead:
-        the most slots of a chunk, when chunks are asked for before the last one is read; None: they are not.
+        the most slots of a chunk, when chunks are asked for before the last one is read; None: they are not. eyes: of
+        models that see images.
         """
         self.cfg, self.mesh, self.snapshots, self.chunk = cfg, mesh, snapshots, chunk
         self._params, self._pool, self._width = params, pool, pool.pages_for(max_context)
         self._none_M = None if most_ahead is None else put(np.zeros(most_ahead, np.int32), replicated(mesh))
+        self._views = None if eyes is None else Views(eyes)
         self.clear()
 
     def clear(self) -> None:
         """Begin with a cache of zeros."""
+        if self._views is not None:
+            self._views.clear()
         pool, params = self._pool, self._params
         pages, dtype = pool.pages * pool.shards, params.embed_VD.dtype.name
         states = pool.states.pages * pool.shards if pool.states else 0
@@ -71,9 +78,15 @@ class SamplerModel:
         self.last_piece: PieceScores | None = None  # there when the last piece of prompts is computed
         self.cache = empty_cache(self.cfg, self.mesh, pages, pool.page, dtype, params.apart, states)
 
-    def prefill_piece(self, group: PrefillGroup) -> None:
-        """Compute the next piece of every prompt of `group`. The group has then gone on by it."""
+    def prefill_piece(self, group: PrefillGroup) -> int:
+        """Compute the next piece of every prompt of `group`; the group has then gone on by it.
+
+        How many tokens that were: with padding, and with those of images that the tower looked at.
+        """
         size, start, widths = group.piece, group.start, group.widths
+        seen, looked = None, 0
+        if self._views is not None and len(group.jobs) == 1:
+            seen, looked = self._views.piece(group.jobs[0], group.rows, size, start)
         for job in group.jobs:
             if job.sequences:  # else its request is gone, and its row writes nothing
                 owned = self._pool.own_state(job.table)
@@ -87,6 +100,7 @@ class SamplerModel:
             wanted=empty_queries(widths, group.rows, size),
             states_B=self._states(group.rows, [(job.row, job.table) for job in group.jobs]),
             valid_B=np.zeros(group.rows, np.int32) if self._pool.states else None,
+            seen=seen,
         )
         for job in group.jobs:
             row = job.row
@@ -103,6 +117,7 @@ class SamplerModel:
         self.cache, scored = prefill(self.cfg, self.mesh, widths, self._params, self.snapshots.lora, cache, piece)
         self.last_piece = scored
         group.advance(size, to_host(scored) if piece.score else None)
+        return group.rows * size + looked
 
     def decode_chunk(self, slots: int, held: Held, steps: int, before: Chunk | None) -> Chunk:
         """Ask the devices for `steps` more tokens of every slot.
@@ -161,11 +176,14 @@ class SamplerModel:
             choice=greedy_choice(S),
             adjusted=adjusted_rows(self.mesh, self.cfg.vocab, S, held),
             states_S=self._states(S, ((slot, sequence.table) for slot, sequence in held)),
+            shift_S=None if self.cfg.vision is None else np.zeros(S, np.int32),
         )
         slots, sequences = [slot for slot, _ in held], [sequence for _, sequence in held]
         columns = [self.snapshots.columns(sequence.parent.snapshot) for sequence in sequences]
         rows.tokens_S[slots] = [sequence.last_token for sequence in sequences]
         rows.positions_S[slots] = [sequence.cached for sequence in sequences]
+        if rows.shift_S is not None:
+            rows.shift_S[slots] = [sequence.parent.shift for sequence in sequences]
         rows.columns_S2[slots] = [(one.start, one.end) for one in columns]
         rows.uniform_CS[:steps, slots] = np.stack([one.uniforms.take(steps) for one in sequences], axis=1)
         choices = zip(*(sequence.parent.choice(self.cfg.vocab) for sequence in sequences), strict=True)

@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.sampler.decode import layers, pin_cache
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceQueries, PieceScores, Widths, score
 from tinkerflow.backend.compute.sampler.states import put, take
-from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.transformer import Params, Seen
 
 
 @flax.struct.dataclass
@@ -32,7 +32,8 @@ class Piece:
     tokens_BQ int32; start int32 scalar; tables_BW int32: the rows' pages; columns_B2 int32: the rows' adapters.
     score: bool scalar, whether anything is wanted of what follows each token; `wanted` says what. states_B int32: the
     rows' states. valid_B int32: how many of the tokens are the row's. Both
-    None in models without states.
+    None in models without states. seen: images among these tokens, and where all tokens turn when images came before
+    them; None in a piece up to whose end there is no image.
     """
 
     tokens_BQ: Array
@@ -43,6 +44,7 @@ class Piece:
     wanted: PieceQueries
     states_B: Array | None = None
     valid_B: Array | None = None
+    seen: Seen | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
@@ -70,6 +72,7 @@ def prefill(
         tables_SW=piece.tables_BW,
         columns_S2=piece.columns_B2,
         valid_S=piece.valid_B,
+        seen=piece.seen,
     )
     cache = replace(pin_cache(cfg, mesh, cache), states=put(cfg, mesh, pool, states, piece.states_B))
 

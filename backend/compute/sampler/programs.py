@@ -34,7 +34,9 @@ from tinkerflow.backend.compute.sampler.shapes import (
     rank_columns,
 )
 from tinkerflow.backend.compute.sampler.snapshot_cache import divisor_of, empty_stack, frozen, placed, widths_of
+from tinkerflow.backend.compute.sampler.views import empty_seen
 from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.vision import Eyes
 from tinkerflow.backend.compute.warming import Program, like, result_of
 
 _PLAIN = 0  # columns for the base model alone
@@ -48,7 +50,7 @@ class SamplerPrograms:
 
     shapes: its sizes. params: the weights. pool: its pages. chunk: tokens of a decode dispatch. max_context: positions
     of a sequence. usual: the shape of most adapters. accelerated: whether chunks are asked for before the last one is
-    read, and the base model alone has programs without adapters.
+    read, and the base model alone has programs without adapters. eyes: of models that see images.
     """
 
     cfg: ModelConfig
@@ -60,6 +62,7 @@ class SamplerPrograms:
     max_context: int
     usual: LoraSpec
     accelerated: bool
+    eyes: Eyes | None = None
 
     def all(self) -> Iterator[Program]:
         """All programs but those that depend on an adapter's shape; those of few slots first."""
@@ -73,6 +76,9 @@ class SamplerPrograms:
             for rows, size in pieces:
                 name = f"prefill of {rows}x{size} tokens, {width} columns"
                 yield Program(name, _distance(0, width), partial(self._prefill, rows, size, width))
+                if self.eyes is not None and rows == alone:
+                    run = partial(self._prefill, rows, size, width, self.eyes)
+                    yield Program(f"{name}, images", _distance(1, width), run)
             for distance, slots in enumerate(self.shapes.slots):
                 name = f"decode, {slots} slots, {width} columns"
                 yield Program(name, _distance(distance, width), partial(self._decode, slots, width))
@@ -94,7 +100,7 @@ class SamplerPrograms:
             yield Program(f"publish into {width} columns, {of}", _distance(1, width), make)
 
     # ------------------------------------------------------------------ one of each, as model.py calls them
-    def _prefill(self, rows: int, size: int, width: int) -> None:
+    def _prefill(self, rows: int, size: int, width: int, eyes: Eyes | None = None) -> None:
         piece = Piece(
             tokens_BQ=np.zeros((rows, size), np.int32),
             start=np.int32(0),
@@ -104,6 +110,7 @@ class SamplerPrograms:
             wanted=empty_queries(PLAIN, rows, size),
             states_B=np.zeros(rows, np.int32) if self.pool.states else None,
             valid_B=np.zeros(rows, np.int32) if self.pool.states else None,
+            seen=None if eyes is None else empty_seen(eyes, rows, size),
         )
         prefill.lower(self.cfg, self.mesh, PLAIN, self.params, self._stack(width), self._cache(), piece).compile()
 
@@ -120,6 +127,7 @@ class SamplerPrograms:
             states_S=np.zeros(S, np.int32) if self.pool.states else None,
             before_M=like(np.zeros(most, np.int32), replicated(self.mesh)) if self.accelerated else None,
             from_S=np.zeros(S, np.int32) if self.accelerated else None,
+            shift_S=None if self.cfg.vision is None else np.zeros(S, np.int32),
         )
         stack, cache = self._stack(width), self._cache()
         decode.lower(self.cfg, self.mesh, self.chunk, 0, self.params, stack, cache, rows, np.int32(1)).compile()

@@ -6,11 +6,13 @@ and nothing depends on time or rank: every process of a group does the same with
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from tinkerflow.backend.commands import Candidates, Int32, NewTokens, SampledSequence, SampleRequest, SampleResult
 from tinkerflow.backend.compute.sampler.constraints import Matcher
@@ -39,7 +41,8 @@ class ParentRequest:
     snapshot: held until the request is done, even if it is dropped meanwhile; None: the base model.
     `Scheduler.switch_snapshot` replaces it when its id passes to another snapshot. limit: tokens that each sequence may
     have. done: finished sequences by index. scores: what is wanted of the prompt. known: how many tokens of the prompt
-    were cached when its prefill began; None before.
+    were cached when its prefill began; None before. shift: how much later decoded tokens turn than they stand, because
+    of images.
     """
 
     request: SampleRequest
@@ -48,6 +51,7 @@ class ParentRequest:
     done: dict[int, SampledSequence] = field(default_factory=dict)
     scores: PromptScores | None = None
     known: int | None = None
+    shift: int = 0
 
     @property
     def scope(self) -> PrefixScope:
@@ -63,6 +67,23 @@ class ParentRequest:
     def prompt_tokens(self) -> Int32:
         """The tokens of the prompt, each once."""
         return np.unique(self.request.prompt_T)
+
+    def marks(self, start: int, end: int, pieces: Sequence[tuple[int, int]]) -> bytes:
+        """What decides the numbers of the prompt's positions [start, end) beside tokens and what comes before.
+
+        That is each image that begins there, and which of the pieces that compute them take images: these go through
+        another program. pieces: as (start, end). Nothing where there is no image up to there.
+        """
+        taking = [any(image.start < stop for image in self.request.images) for _, stop in pieces]
+        begun = [(at, digest) for at, digest in self._image_digests if start <= at < end] if any(taking) else []
+        return repr((begun, taking)).encode() if any(taking) else b""
+
+    @cached_property
+    def _image_digests(self) -> list[tuple[int, str]]:
+        def digest(pixels_HWC: npt.NDArray[np.uint8]) -> str:
+            return hashlib.sha256(repr(pixels_HWC.shape).encode() + pixels_HWC.tobytes()).hexdigest()
+
+        return [(image.start, digest(image.pixels_HWC)) for image in self.request.images]
 
     def result(self) -> SampleResult | None:
         """The request's result when all of its sequences are done."""

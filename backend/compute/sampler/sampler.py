@@ -55,6 +55,7 @@ from tinkerflow.backend.compute.sampler.shapes import make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, usual_spec
 from tinkerflow.backend.compute.sampler.stops import Decode, StopDetector, load_decode
 from tinkerflow.backend.compute.transformer import Params
+from tinkerflow.backend.compute.vision import Eyes, image_shift
 from tinkerflow.backend.compute.warming import Program
 from tinkerflow.backend.errors import UserError
 
@@ -83,13 +84,14 @@ class Sampler:
         *,
         page: int = PAGE,
         prefill_budget: int | None = None,
+        eyes: Eyes | None = None,
     ) -> None:
         """An idle sampler.
 
         cfg, params: the base model. mesh: the devices that `params` are on. config: slots, chunk, context and the
         number of resident snapshots. plan: how many pages the KV cache has, and what resident snapshots may take. page:
         positions of a page, a multiple of 32. prefill_budget: prompt tokens, padding included, that one step prefills;
-        None: as many as two of the largest pieces have.
+        None: as many as two of the largest pieces have. eyes: the tower of models that see images.
         """
         self._cfg, self._config = cfg, config
         sizes = platform().prefill_tokens
@@ -113,6 +115,7 @@ class Sampler:
             self._max_context,
             usual,
             accelerated=self._runs_ahead,
+            eyes=eyes,
         )
         most = None if on_cpu() else config.resident_snapshots
         most_bytes = plan.uses.snapshots if plan.uses else None
@@ -136,6 +139,7 @@ class Sampler:
             chunk=config.decode_chunk,
             max_context=self._max_context,
             most_ahead=self._shapes.slots[-1] if self._runs_ahead else None,
+            eyes=eyes,
         )
         self._matcher = lru_cache(_KEPT_MATCHERS)(self._new_matcher)
         self._asked: Chunk | None = None  # it is not read yet
@@ -256,6 +260,8 @@ class Sampler:
             return
         limit = min(request.max_tokens, room)
         parent = ParentRequest(request, snapshot, limit, scores=prompt_scores(request, self._cfg.vocab))
+        if request.images and self._cfg.vision is not None:
+            parent.shift = image_shift(self._cfg.vision, request.images)
         stops = frozenset(request.stop_tokens).union(request.constraint.ends if request.constraint else ())
         sequences = [
             ActiveSequence(
@@ -320,8 +326,7 @@ class Sampler:
         while spent < self._prefill_budget and (group := self._scheduler.next_group()) is not None:
             self.snapshots.use(self._scheduler.snapshots())
             while group.remaining > 0 and spent < self._prefill_budget:
-                spent += group.rows * group.piece
-                self._model.prefill_piece(group)
+                spent += self._model.prefill_piece(group)
                 self._scheduler.keep_state()
             if group.remaining > 0:
                 break

@@ -86,9 +86,9 @@ class PrefillJob:
 
     @property
     def alone(self) -> bool:
-        """Whether it is prefilled alone: other jobs would wait for its long prompt, or for its prompt scores."""
-        scores = self.parent.scores
-        return self.length > SHORT_PROMPT or (self.score and scores is not None and scores.widths != PLAIN)
+        """Whether it is prefilled alone: others would wait for its long prompt, its images, or its prompt scores."""
+        parent, long = self.parent, self.length > SHORT_PROMPT
+        return long or bool(parent.request.images) or (self.score and _widths([self]) != PLAIN)
 
     @property
     def room(self) -> int:
@@ -102,7 +102,7 @@ class PrefillJob:
 
     @cached_property
     def digests(self) -> list[bytes]:
-        """For each page of a prompt that goes alone: a digest of the page before, its own tokens, and their pieces.
+        """For each page of a prompt that goes alone: a digest of the page before, its tokens, images, and their pieces.
 
         With the weights, they are everything that decides the pages' numbers: every token up to a page's end, and the
         pieces in which these were computed. So a page that is found is bit for bit what would be computed, and the rest
@@ -114,8 +114,8 @@ class PrefillJob:
         for begin in range(0, self.length, self.page):
             end = begin + self.page
             pieces = [(start, stop) for start, stop in pairwise(self.borders) if start < end and stop > begin]
-            digest = hashlib.sha256(digest + repr(pieces).encode() + tokens_T[begin:end].tobytes()).digest()
-            digests.append(digest)
+            told = repr(pieces).encode() + self.parent.marks(begin, end, pieces) + tokens_T[begin:end].tobytes()
+            digests.append(digest := hashlib.sha256(digest + told).digest())
         return digests
 
     @cached_property
@@ -123,9 +123,9 @@ class PrefillJob:
         """By border: a digest of all that decides the state there, the tokens before it and their pieces."""
         found, digest = {0: b""}, b"state"
         for start, stop in pairwise(self.borders):
-            here_T = self.tokens_T[start : min(stop, self.length)]
-            digest = hashlib.sha256(digest + repr((start, stop)).encode() + here_T.tobytes()).digest()
-            found[min(stop, self.length)] = digest
+            own, here_T = [(start, stop)], self.tokens_T[start : min(stop, self.length)]
+            told = repr((start, stop)).encode() + self.parent.marks(start, stop, own) + here_T.tobytes()
+            found[min(stop, self.length)] = digest = hashlib.sha256(digest + told).digest()
         return found
 
     def keeps_state(self, border: int) -> bool:

@@ -149,9 +149,9 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     computed: list[tuple[int, int]] = []
     real = SamplerModel.prefill_piece
 
-    def watched(model: SamplerModel, group: PrefillGroup) -> None:
+    def watched(model: SamplerModel, group: PrefillGroup) -> int:
         computed.append((group.rows, group.piece))
-        real(model, group)
+        return real(model, group)
 
     monkeypatch.setattr(SamplerModel, "prefill_piece", watched)
     return computed

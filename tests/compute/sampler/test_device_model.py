@@ -102,6 +102,7 @@ class Devices:
         chunk: int,
         max_context: int,
         most_ahead: int | None,
+        eyes: None,
     ) -> None:
         self.snapshots, self.pool, self.chunk, self.width = snapshots, pool, chunk, pool.pages_for(max_context)
         self.window = max((kind.window for kind in cfg.layer_kinds if kind.window), default=None)
@@ -150,7 +151,7 @@ class Devices:
         parent.wild |= parent.snapshot is not None and parent.snapshot.wild
         return not (parent.snapshot and parent.snapshot.wild and random.random() < 0.02)
 
-    def prefill_piece(self, group: Any) -> None:
+    def prefill_piece(self, group: Any) -> int:
         self.settle()
         start, size = group.start, group.piece
         assert len({job.row for job in group.jobs}) == len(group.jobs)
@@ -168,6 +169,7 @@ class Devices:
             logprobs_BQ[job.row] = 0 if finite else np.nan
         wanted = any(job.wants(start, start + size) for job in group.jobs)
         group.advance(size, PieceScores(logprobs_BQ) if wanted else None)
+        return int(logprobs_BQ.size)
 
     def decode_chunk(self, slots: int, held: Any, steps: int, before: Any) -> Any:
         self.settle()

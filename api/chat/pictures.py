@@ -1,0 +1,134 @@
+"""Images in conversations: parts of OpenAI's messages and blocks of Anthropic's, and where they stand in a prompt.
+
+A chat template writes one placeholder token for each image. The image then stands in its place, with as many tokens as
+the model's image processor makes of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinkerflow.api.models import Target
+from tinkerflow.backend.errors import UserError, broken
+from tinkerflow.backend.model_card import image_processor
+from tinkerflow.backend.wire.model_input import pixels_of
+
+IMAGES = ("image_url", "image")  # of parts that are images: OpenAI's, and Anthropic's
+_DATA = re.compile(r"data:image/(png|jpeg);base64,", re.IGNORECASE)
+_MEDIA = {"image/png": "png", "image/jpeg": "jpeg"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of a message. field: where the request has it. given: the part, as the client sent it."""
+
+    field: str
+    given: Mapping[str, Any]
+
+    def chunk(self) -> dict[str, Any]:
+        """As the tinker protocol has it; UserError names what is wrong. Nothing is fetched."""
+        if self.given.get("type") == "image_url":
+            return self._of_url()
+        source = self.given.get("source")
+        if not isinstance(source, Mapping) or source.get("type") != "base64":
+            kind = source.get("type") if isinstance(source, Mapping) else source
+            raise broken(f"{self.field}.source.type", kind, "base64; the server fetches no images")
+        kind = source.get("media_type")
+        if not isinstance(kind, str) or kind not in _MEDIA:
+            raise broken(f"{self.field}.source.media_type", kind, " or ".join(_MEDIA))
+        return self._chunk(_MEDIA[kind], source.get("data"), f"{self.field}.source.data")
+
+    def _of_url(self) -> dict[str, Any]:
+        given = self.given.get("image_url")
+        url = given.get("url") if isinstance(given, Mapping) else given
+        begins = _DATA.match(url) if isinstance(url, str) else None
+        if begins is None or not isinstance(url, str):
+            rule = "a URL that begins with data:image/png;base64, or data:image/jpeg;base64, and holds the file; "
+            raise broken(f"{self.field}.image_url.url", url, f"{rule}the server fetches no images")
+        return self._chunk(begins[1].lower(), url[begins.end() :], f"{self.field}.image_url.url")
+
+    def _chunk(self, kind: str, data: Any, field: str) -> dict[str, Any]:
+        if not isinstance(data, str):
+            raise broken(field, data, "the file's bytes in base64")
+        return {"type": "image", "format": kind, "data": "".join(data.split())}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An image in a prompt. start, tokens: its placeholders. chunk: as the tinker protocol has it."""
+
+    start: int
+    tokens: int
+    chunk: Mapping[str, Any]
+
+
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    """The images of a conversation, in order."""
+    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    return [part["picture"] for content in contents for part in content if "picture" in part]
+
+
+def shown(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages as chat templates take them."""
+
+    def part(one: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"type": "image"} if "picture" in one else one
+
+    return [
+        {**one, "content": [part(each) for each in one["content"]]} if isinstance(one.get("content"), list) else one
+        for one in messages
+    ]
+
+
+def in_words(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with contents as texts, for those who read the conversation later."""
+
+    def text(content: Sequence[Mapping[str, Any]]) -> str:
+        return "\n".join("[image]" if "picture" in part else part["text"] for part in content)
+
+    return [
+        {**one, "content": text(one["content"])} if isinstance(one.get("content"), list) else one for one in messages
+    ]
+
+
+def placed(target: Target, tokens: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Placed, ...]]:
+    """The tokens of a prompt with room for its images, and the images. Takes long for many: not on the event loop.
+
+    target: what is sampled. tokens: of the prompt, one placeholder for each of `pictures`. UserError names an image
+    that is wrong, or that the model takes none.
+    """
+    processor = image_processor(target.card.path)
+    if processor is None:
+        raise UserError(f"{pictures[0].field} is an image: must be a text, {target.card.name} takes no images")
+    sign = target.tokenizer.token_text(processor.token)
+    if (count := list(tokens).count(processor.token)) != len(pictures):
+        raise UserError(
+            f"messages: the prompt has {count} times {sign} for {len(pictures)} images: texts must not hold {sign}, "
+            "and the chat template must write it once for an image"
+        )
+    made: list[int] = []
+    images: list[Placed] = []
+    for token in tokens:
+        if token != processor.token:
+            made.append(token)
+            continue
+        picture = pictures[len(images)]
+        chunk = picture.chunk()
+        pixels_HWC = pixels_of(chunk, picture.field, processor, blank=True)
+        size = pixels_HWC.shape[0] // processor.side * (pixels_HWC.shape[1] // processor.side)
+        images.append(Placed(len(made), size, {**chunk, "expected_tokens": size}))
+        made += [processor.token] * size
+    return made, tuple(images)
+
+
+def chunks_of(tokens: Sequence[int], images: Sequence[Placed]) -> list[Mapping[str, Any]]:
+    """The chunks of a prompt: its text between its images."""
+    chunks: list[Mapping[str, Any]] = []
+    done = 0
+    for image in images:
+        chunks += [{"type": "encoded_text", "tokens": list(tokens[done : image.start])}, image.chunk]
+        done = image.start + image.tokens
+    return [*chunks, {"type": "encoded_text", "tokens": list(tokens[done:])}]

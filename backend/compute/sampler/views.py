@@ -1,0 +1,74 @@
+"""What the tower has seen of the images in a prompt that is being prefilled.
+
+An image is looked at when the first piece with a token of it is computed, and what was seen is forgotten behind its
+last token: so a prompt whose pages are found is not looked at, and each image is looked at once for all samples.
+
+Letters: B rows, Q tokens of a piece, E vectors of a token, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerflow.backend.commands import ImagePixels
+from tinkerflow.backend.compute.config import Vision
+from tinkerflow.backend.compute.mesh import to_host
+from tinkerflow.backend.compute.sampler.scheduler import PrefillJob
+from tinkerflow.backend.compute.transformer import Seen
+from tinkerflow.backend.compute.vision import Eyes, image_positions
+
+
+class Views:
+    """The images of one prompt at a time: prompts with images are prefilled alone."""
+
+    def __init__(self, eyes: Eyes) -> None:
+        """Nothing is seen yet."""
+        self._eyes = eyes
+        self._job: PrefillJob | None = None
+        self._seen: dict[int, npt.NDArray[Any]] = {}  # by where an image begins, [tokens, E, D]
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._job, self._seen = None, {}
+
+    def piece(self, job: PrefillJob, rows: int, size: int, start: int) -> tuple[Seen | None, int]:
+        """The images among tokens [start, start + size) of a prompt, and how many tokens its tower had to look at.
+
+        None when there is no image before the piece's end. job: of the prompt. rows: of the dispatch.
+        """
+        images, end = job.parent.request.images, start + size
+        if not any(image.start < end for image in images):
+            return None, 0
+        if self._job is not job:
+            self._job, self._seen = job, {}
+        vision = self._eyes.vision
+        seen, looked = empty_seen(self._eyes, rows, size), 0
+        known_T3 = image_positions(vision, len(job.tokens_T), images)[start:end]
+        seen.positions_BT3[job.row, : len(known_T3)] = known_T3
+        for image in images:
+            behind = image.start + image.tokens(vision.token_side)
+            first, last = max(start, image.start), min(end, behind)
+            if first >= last:
+                continue
+            if image.start not in self._seen:
+                self._seen[image.start] = self._look(vision, image)
+                looked += behind - image.start
+            seen.here_BT[job.row, first - start : last - start] = True
+            here = slice(first - image.start, last - image.start)
+            seen.vectors_BTED[job.row, first - start : last - start] = self._seen[image.start][here]
+            if behind <= end:
+                del self._seen[image.start]
+        return seen, looked
+
+    def _look(self, vision: Vision, image: ImagePixels) -> npt.NDArray[Any]:
+        vectors_NED = np.asarray(to_host(self._eyes.look(image)))
+        return vectors_NED[: image.tokens(vision.token_side)]
+
+
+def empty_seen(eyes: Eyes, rows: int, size: int) -> Seen:
+    """Host arrays for a piece of `rows` by `size` tokens without images."""
+    vectors = np.zeros((rows, size, eyes.vision.vectors, eyes.hidden), eyes.dtype)
+    return Seen(np.zeros((rows, size), np.bool_), np.zeros((rows, size, 3), np.int32), vectors)

@@ -1,0 +1,140 @@
+"""Images in conversations: through the chat template into the prompt, for OpenAI's and Anthropic's clients."""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from PIL import Image
+from tests.api.chat.conftest import END, Speaker
+from tests.api.conftest import BASE
+
+from tinkerflow.api import generation
+from tinkerflow.api.chat import pictures
+from tinkerflow.backend.journal import Journal
+from tinkerflow.backend.model_card import ModelCard
+from tinkerflow.backend.spec.images import ImageProcessor
+
+SIGN, TOKEN = "<|pad|>", 3
+SEES = ImageProcessor(token=TOKEN, side=8, least=64, most=1024, mean=(0.0,) * 3, deviation=(1.0,) * 3)
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}[<|pad|>]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture
+def png() -> str:
+    out = io.BytesIO()
+    Image.new("RGB", (24, 16), "red").save(out, "png")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+@pytest.fixture
+def sees(card: ModelCard, journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base model sees images, and its chat template knows them."""
+    shutil.copytree(card.path, tmp_path / "sees")
+    (tmp_path / "sees" / "chat_template.jinja").write_text(TEMPLATE)
+    journal.base_models.register([(BASE, replace(card, path=str(tmp_path / "sees")).to_json())])
+    for module in (pictures, generation):
+        monkeypatch.setattr(module, "image_processor", lambda folder: SEES)
+
+
+def chunks(speaker: Speaker) -> list[Any]:
+    """The newest prompt: its texts, and its images as data and tokens."""
+    return [
+        (chunk["data"], chunk["expected_tokens"])
+        if chunk["type"] == "image"
+        else speaker.tokenizer.decode(chunk["tokens"], skip_special_tokens=False)
+        for chunk in speaker.asked[-1].prompt.chunks
+    ]
+
+
+def test_an_image_stands_where_the_template_puts_it(
+    sees: None, gpt: openai.OpenAI, claude: anthropic.Anthropic, speaker: Speaker, png: str
+) -> None:
+    url = f"data:image/png;base64,{png}"
+    wanted = ["<|im_start|>user\nLook: [", (png, 6), f"]?{END}\n<|im_start|>assistant"]
+    texts: Any = [{"type": "text", "text": "Look: "}, {"type": "text", "text": "?"}]
+    parts: Any = [texts[0], {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}, texts[1]]
+    speaker.says(f"Red.{END}")
+    done = gpt.chat.completions.create(model=BASE, messages=[{"role": "user", "content": parts}])
+    assert done.choices[0].message.content == "Red."
+    assert chunks(speaker) == wanted
+    assert done.usage is not None
+    text_tokens = sum(len(chunk["tokens"]) for chunk in speaker.asked[-1].prompt.chunks if "tokens" in chunk)
+    assert done.usage.prompt_tokens == text_tokens + 6
+    blocks: Any = [
+        texts[0], {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": png}}, texts[1]
+    ]  # fmt: skip
+    speaker.says(f"Red.{END}")
+    claude.messages.create(model=BASE, max_tokens=9, messages=[{"role": "user", "content": blocks}])
+    assert chunks(speaker) == wanted
+    asked: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "?"}]
+    speaker.says(f"Red.{END}")
+    gpt.responses.create(model=BASE, input=[{"role": "user", "content": asked}])
+    assert chunks(speaker)[1] == (png, 6)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "https://127.0.0.1/x.png"}}], "the server fetches no images"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/gif;base64,AAAA"}}], "data:image/png;base64,"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "content[0].data is no png"),
+        ([{"type": "text", "text": SIGN}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,PNG"}}],
+         "2 times <|pad|> for 1 images"),
+        ([{"type": "input_audio"}], "sounds"),
+    ],
+)  # fmt: skip
+def test_wrong_images_are_refused_by_name(
+    sees: None, post: Callable[..., Any], speaker: Speaker, content: Any, says: str, png: str
+) -> None:
+    content = [
+        {**part, "image_url": {"url": part["image_url"]["url"].replace("PNG", png)}} if "image_url" in part else part
+        for part in content
+    ]
+    answer = post("chat/completions", {"model": BASE, "messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"type": "url", "url": "https://127.0.0.1/x.png"}, "source.type is 'url': must be base64"),
+        ({"type": "base64", "media_type": "image/gif", "data": ""}, "media_type is 'image/gif'"),
+        ({"type": "base64", "media_type": "image/png", "data": 3}, "source.data is 3"),
+    ],
+)
+def test_wrong_sources_are_refused_by_name(
+    sees: None, post: Callable[..., Any], speaker: Speaker, source: Any, says: str
+) -> None:
+    content = [{"type": "image", "source": source}]
+    answer = post("messages", {"model": BASE, "max_tokens": 3, "messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"]
+
+
+def test_a_model_that_takes_text_is_named(
+    post: Callable[..., Any], speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "image_processor", lambda folder: None)
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    answer = post("chat/completions", {"model": BASE, "messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400, answer.text
+    told = f"messages[0].content[0] is an image: must be a text, {BASE} takes no images"
+    assert answer.json()["error"]["message"] == told
+    system = [{"role": "system", "content": content}, {"role": "user", "content": "?"}]
+    answer = post("chat/completions", {"model": BASE, "messages": system})
+    assert "messages of the user alone have images" in answer.json()["error"]["message"]

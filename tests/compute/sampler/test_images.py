@@ -1,0 +1,174 @@
+"""Prompts with images: tokens and logprobs of transformers and of training, and what their pages may be shared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.compute.conftest import IMAGE_TOKEN, Reference, build, inputs_of, random_example, seeing
+
+from tinkerflow.backend.commands import (
+    CreateAdapter,
+    Example,
+    Forward,
+    LoraSpec,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SampleStep,
+)
+from tinkerflow.backend.compute.compiles import CompileCounter
+from tinkerflow.backend.compute.executor import Executor
+from tinkerflow.backend.compute.sampler.sampler import Sampler
+from tinkerflow.backend.compute.vision import Eyes
+
+LENGTH = 200  # tokens of the longest prompt: more than a page
+IMAGES = ((20, 2, 3), (120, 4, 4))  # the second one lies across the end of a page
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """A model that sees, in torch, and its folder."""
+    return build(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", tied=True)
+
+
+@pytest.fixture(scope="module")
+def executor(sees: Reference) -> Executor:
+    return sees.executor()
+
+
+@pytest.fixture
+def sampler(executor: Executor) -> Sampler:
+    """One that has no pages of earlier tests, with programs that are compiled already."""
+    executor._sampler.clear()
+    return executor._sampler
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shape of every image that the tower looks at, as it happens."""
+    seen: list[tuple[int, ...]] = []
+    real = Eyes.look
+
+    def watched(eyes: Eyes, image: Any) -> Any:
+        seen.append(image.pixels_HWC.shape)
+        return real(eyes, image)
+
+    monkeypatch.setattr(Eyes, "look", watched)
+    return seen
+
+
+def example(seed: int = 0, images: Sequence[tuple[int, int, int]] = IMAGES, length: int = LENGTH) -> Example:
+    """Random text with images; its targets are its own next tokens."""
+    made = seeing(random_example(np.random.default_rng(seed), length), *images)
+    targets_T1 = np.append(made.tokens_T[1:], 0)[:, None].astype(np.int32)
+    return replace(made, targets_TK=targets_T1, weights_TK=np.ones((length, 1), np.float32), inputs={})
+
+
+def asked(ask: Any, name: str, shown: Example, max_tokens: int = 6, **changes: Any) -> SampleRequest:
+    request: SampleRequest = ask(name, shown.tokens_T, max_tokens, images=shown.images, **changes)
+    return request
+
+
+def scored(executor: Executor, shown: Example, tokens: Sequence[int] = ()) -> np.ndarray[Any, Any]:
+    """What training says of the tokens of a prompt and those after it, but the first."""
+    whole_T = np.append(shown.tokens_T, tokens).astype(np.int32)
+    after = replace(
+        shown,
+        tokens_T=whole_T[:-1],
+        targets_TK=whole_T[1:, None],
+        weights_TK=np.ones((len(whole_T) - 1, 1), np.float32),
+    )
+    (found,) = executor.execute(Forward("plain", (after,), "cross_entropy", {}, backward=False)).logprobs
+    return found[:, 0] if found.ndim > 1 else found
+
+
+def assert_same(one: SampledSequence, other: SampledSequence) -> None:
+    np.testing.assert_array_equal(one.tokens_T, other.tokens_T)
+    np.testing.assert_array_equal(one.logprobs_T, other.logprobs_T)
+
+
+def test_tokens_are_those_of_transformers_and_logprobs_those_of_training(
+    sees: Reference, executor: Executor, sampler: Sampler, ask: Any, run_all: Any, looks: Any
+) -> None:
+    executor.execute(CreateAdapter("plain", LoraSpec(4), 0))
+    shown = example()
+    request = asked(ask, "seen", shown, 40, prompt_logprobs=True, num_samples=2)
+    text = ask("text", shown.tokens_T % IMAGE_TOKEN, 12)  # beside it
+    both = run_all(sampler, request, text)
+    first, second = both["seen"].sequences
+    assert_same(first, second)
+    assert [shape[:2] for shape in looks] == [(16, 24), (32, 32)]  # once for both samples
+    with torch.no_grad():
+        given = inputs_of(shown)
+        generated = sees.model.generate(
+            **given, attention_mask=torch.ones_like(given["input_ids"]), max_new_tokens=40, do_sample=False,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+    assert first.tokens_T.tolist() == generated[0, LENGTH:].tolist()
+    expected = scored(executor, shown, first.tokens_T.tolist())
+    np.testing.assert_allclose(both["seen"].prompt_logprobs_T[1:], expected[: LENGTH - 1], atol=1e-5)
+    np.testing.assert_allclose(first.logprobs_T, expected[LENGTH - 1 :], atol=1e-5)
+    alone = run_all(sampler, replace(text, request_id="again", owner="else"))["again"].sequences[0]
+    assert alone.tokens_T.tolist() == both["text"].sequences[0].tokens_T.tolist()
+
+
+def test_pages_are_shared_by_what_was_seen(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
+    def run(name: str, shown: Example) -> SampleResult:
+        result: SampleResult = run_all(sampler, asked(ask, name, shown))[name]
+        assert result.error is None
+        return result
+
+    shown = example(1)
+    cold = run("cold", shown)
+    assert (cold.prompt_cache_hit_tokens, len(looks)) == (0, 2)
+    warm = run("warm", shown)
+    assert (warm.prompt_cache_hit_tokens, len(looks)) == (LENGTH - 1, 2)
+    assert_same(cold.sequences[0], warm.sequences[0])
+    first, second = shown.images
+    # The same tokens, and another image, or the same pixels in another shape: nothing from there on is shared.
+    darker = replace(second, pixels_HWC=second.pixels_HWC ^ 1)
+    turned = replace(first, pixels_HWC=first.pixels_HWC.reshape(24, 16, 3))
+    assert run("other", replace(shown, images=(first, darker))).prompt_cache_hit_tokens == 0
+    assert run("turned", replace(shown, images=(turned, second))).prompt_cache_hit_tokens == 0
+    assert run("text", replace(shown, images=())).prompt_cache_hit_tokens == 0
+    late = example(2, ((150, 2, 3),))
+    assert run("late", late).prompt_cache_hit_tokens == 0
+    other_end = replace(late.images[0], pixels_HWC=late.images[0].pixels_HWC ^ 1)
+    ended = run("ended", replace(late, images=(other_end,)))
+    assert ended.prompt_cache_hit_tokens == 128  # the page of text before the image
+    sampler.clear()
+    assert_same(run("again", replace(late, images=(other_end,))).sequences[0], ended.sequences[0])
+
+
+def test_who_is_preempted_sees_the_images_again(sampler: Sampler, ask: Any, run_all: Any, looks: Any) -> None:
+    request = asked(ask, "one", example(4, ((5, 2, 3),), 30), 12, temperature=1.0)
+    (expected,) = run_all(sampler, request)["one"].sequences
+    sampler.clear()
+    sampler.step(SampleStep(admit=(request,)))
+    (sequence,) = sampler._scheduler.decoding
+    sampler._scheduler._preempt(sequence)
+    sampler.pages.forget(lambda scope: True)  # its pages are taken for something else
+    (found,) = run_all(sampler)["one"].sequences
+    assert found.tokens_T.tolist() == expected.tokens_T.tolist()
+    assert len(looks) == 3
+
+
+def test_the_warm_up_compiles_what_prompts_with_images_need(sees: Reference, ask: Any, run_all: Any) -> None:
+    executor = sees.executor(sample_slots=1, decode_chunk=3)  # no other test's programs
+    needed = [
+        one for one in executor._sampler.programs() if one.name.endswith(("32 columns, images", "copies of pages"))
+    ]
+    needed += [one for one in executor._sampler.programs() if one.name == "decode, 1 slots, 32 columns"]
+    needed += [one for one in executor._eyes.programs(512) if "256" in one.name]
+    for program in needed:
+        program.make()
+    compiled = CompileCounter()
+    result = run_all(executor, asked(ask, "seen", example(3, ((3, 2, 3),), 90)))["seen"]
+    assert result.error is None
+    assert compiled.count == 0
+    assert len(needed) == 6

@@ -1,0 +1,49 @@
+"""Images of a project wait for its own earlier ones, and for nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tinkerflow.tasks.execution.image_room import ImageRoom
+
+
+async def test_a_project_waits_for_itself_in_order_and_no_other_does() -> None:
+    room, came, leave = ImageRoom(10), list[str](), asyncio.Event()
+
+    async def hold(owner: str, name: str, size: int) -> None:
+        async with room.hold(owner, size):
+            came.append(name)
+            await leave.wait()
+
+    async with asyncio.TaskGroup() as group:
+        for owner, name, size in (("a", "a6", 6), ("a", "a5", 5), ("a", "a1", 1), ("b", "b10", 10), ("c", "c99", 99)):
+            group.create_task(hold(owner, name, size))
+        await asyncio.sleep(0.01)
+        assert came == ["a6", "b10", "c99"]  # a1 would fit, but a5 asked first; what never fits has the room alone
+        assert (room.held("a"), room.held("b")) == (6, 10)
+        leave.set()
+    assert came == ["a6", "b10", "c99", "a5", "a1"]
+    assert room.held("a") == room.held("c") == 0
+
+
+async def test_who_gives_up_or_fails_leaves_its_room() -> None:
+    room, stay = ImageRoom(10), asyncio.Event()
+
+    async def hold(size: int) -> None:
+        async with room.hold("a", size):
+            await stay.wait()
+
+    first, waits = asyncio.create_task(hold(8)), asyncio.create_task(hold(8))
+    await asyncio.sleep(0.01)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    with pytest.raises(ValueError, match="wrong"):
+        async with room.hold("a", 10):
+            raise ValueError("wrong")
+    assert room.held("a") == 0
