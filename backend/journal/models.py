@@ -151,9 +151,23 @@ class Models(Aggregate):
         with self._read() as connection:
             return _with_checkpoints(connection, [get_owned(connection, Model, run_id, owner)], self._now())[0]
 
-    def runs(self, owner: str | None, *, limit: int, offset: int, project_id: str | None = None) -> Page[RunView]:
-        """Training runs, newest first; of one project's sessions when project_id is given. Three statements."""
+    def runs(
+        self,
+        owner: str | None,
+        *,
+        limit: int,
+        offset: int,
+        project_id: str | None = None,
+        session_id: str | None = None,
+    ) -> Page[RunView]:
+        """Training runs, newest first; three statements.
+
+        owner: whose runs, None = everybody's. limit, offset: how many, after how many newer ones. project_id,
+        session_id: only those of this project's sessions, of this session.
+        """
         mine = owned_by(Model, owner)
+        if session_id is not None:
+            mine = (*mine, col(Model.session_id) == session_id)
         if project_id is not None:
             in_project = sa.select(col(Session.id)).where(PROJECT.in_([project_id]), *owned_by(Session, owner))
             mine = (*mine, col(Model.session_id).in_(in_project))

@@ -89,10 +89,10 @@ class Samplers(Aggregate):
         with self._read() as connection:
             return as_view(SamplerView, get_owned(connection, SamplerRow, sampler_id, owner))
 
-    def of_session(self, session_id: str) -> list[SamplerView]:
-        """The session's samplers, in any state."""
+    def of_session(self, session_id: str, limit: int | None = None) -> list[SamplerView]:
+        """The session's samplers, in any state. limit: how many at most."""
         statement = sa.select(SamplerRow).where(col(SamplerRow.session_id) == session_id).order_by(col(SamplerRow.id))
-        return self._views(SamplerView, statement)
+        return self._views(SamplerView, statement.limit(limit))
 
     def unused_snapshots(self, snapshot_ids: Collection[str]) -> set[str]:
         """The snapshots among `snapshot_ids` that no live sampler uses: they can be dropped."""

@@ -12,7 +12,7 @@ from tinkerflow.api.links import link
 from tinkerflow.backend.errors import UserError
 from tinkerflow.backend.journal import SessionQuery, plain_metadata
 
-_MOST_RUNS = 200  # of one session, shown
+_MOST = 200  # runs and samplers of one session, shown
 router = page_router()
 
 
@@ -34,13 +34,11 @@ async def session_page(session_id: str, visit: Visiting) -> Response:
     def read() -> dict[str, object]:
         journal = visit.journal
         session = journal.sessions.get(session_id, visit.owner)
-        ids = journal.models.of_session(session_id)
         return {
             "session": session,
             "metadata": plain_metadata(session.user_metadata),
-            "runs": [journal.models.run(run_id, visit.owner) for run_id in ids[-_MOST_RUNS:][::-1]],
-            "hidden": max(0, len(ids) - _MOST_RUNS),
-            "samplers": journal.samplers.of_session(session_id),
+            "runs": journal.models.runs(visit.owner, limit=_MOST, offset=0, session_id=session_id),
+            "samplers": journal.samplers.of_session(session_id, _MOST),
         }
 
     found = await asyncio.to_thread(read)
