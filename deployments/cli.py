@@ -100,7 +100,7 @@ def up(
 def quickstart(
     data_dir: DataDir = None,
     steps: Annotated[int | None, typer.Option(min=2, help="optimizer steps (default: 30)")] = None,
-    stay: Annotated[bool, typer.Option("--stay", help="keep serving after the lesson, until Ctrl-C")] = False,
+    stay: Annotated[bool, typer.Option("--stay", "--keep", help="keep serving after the lesson, until Ctrl-C")] = False,
 ) -> None:
     """Start everything in a scratch folder and teach the embedded model pig latin through the tinker SDK.
 

@@ -73,7 +73,8 @@ class CalledTool(Strict):
 class ChatMessage(Strict):
     """A message. content: a text, or a list of parts of the type text, and of image_url in messages of the user.
 
-    Fields that OpenAI's answers have and requests repeat are accepted, and change nothing; so is lm-eval's `type`.
+    Fields that answers have and requests repeat, OpenAI's and those that litellm adds to them, are accepted, and change
+    nothing; so is lm-eval's `type`.
     """
 
     type: Literal["text", "message"] | None = None
@@ -87,6 +88,8 @@ class ChatMessage(Strict):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    thinking_blocks: list[dict[str, Any]] | None = None
 
 
 class JsonSchema(Strict):

@@ -1,10 +1,14 @@
-"""What was trained answers the clients of OpenAI and Anthropic: the same tokens and logprobs as the SDK's sampler."""
+"""What was trained answers the clients of OpenAI and Anthropic: the same tokens and logprobs as the SDK's sampler.
+
+So do litellm and lm-eval, unmodified, where they are installed.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -151,3 +155,109 @@ def test_a_required_call_and_a_schema_hold_for_a_model_that_knows_neither(server
     assert call.function.name == "count"
     assert 0 <= json.loads(call.function.arguments)["answer"] <= 99
     assert done.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_litellm_chats_streams_and_calls_tools(
+    server: Any, taught: dict[str, str], provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks GitHub
+    litellm = pytest.importorskip("litellm")
+    base = f"{server.api_url}/v1" if provider == "openai" else server.api_url
+    given: Any = {"api_base": base, "api_key": "tml-test", "max_tokens": LENGTH, "temperature": 0, "max_retries": 0}
+    greets: Any = {**given, "model": f"{provider}/{taught['greets']}"}
+    calls: Any = {**given, "model": f"{provider}/{taught['calls']}", "tools": TOOLS}
+    said = litellm.completion(**greets, messages=HI).choices[0]
+    assert (said.message.content, said.finish_reason) == ("I am a helpful model.", "stop")
+    parts = litellm.completion(**greets, messages=HI, stream=True, stream_options={"include_usage": True})
+    assert litellm.stream_chunk_builder(list(parts)).choices[0].message.content == "I am a helpful model."
+    whole = litellm.completion(**calls, messages=HI).choices[0].message
+    streamed = litellm.stream_chunk_builder(list(litellm.completion(**calls, messages=HI, stream=True)))
+    for message in (whole, streamed.choices[0].message):
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+        result = {"role": "tool", "tool_call_id": call.id, "content": "wet"}
+        # litellm's own message goes back to it, with what it has added there.
+        message.provider_specific_fields = {"refusal": None}
+        assert litellm.completion(**calls, messages=[*HI, message, result]).usage.completion_tokens > 0
+
+
+def test_litellm_gives_logprobs_and_holds_schemas(
+    server: Any, gpt: openai.OpenAI, taught: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    given: Any = {"api_base": f"{server.api_url}/v1", "api_key": "tml-test", "messages": HI, "max_retries": 0}
+    done = litellm.completion(
+        **given, model=f"openai/{taught['greets']}", temperature=0, max_tokens=LENGTH, logprobs=True, top_logprobs=2
+    )
+    expected = facts(chat(gpt, taught["greets"], []))[2]
+    assert [entry.logprob for entry in done.choices[0].logprobs.content] == pytest.approx(expected, abs=1e-5)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    held = litellm.completion(
+        **given, model=f"openai/{server.base_model}", max_tokens=200, seed=1, response_format=form
+    )
+    assert json.loads(held.choices[0].message.content)["a"] in (True, False)
+
+
+def test_lm_eval_scores_choices_and_texts_and_generates(
+    server: Any, taught: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "tml-test")
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity")  # of lm-eval[api]
+    sampler = server.client().create_sampling_client(model_path=taught["greets"]).result()
+    tokenizer = sampler.get_tokenizer()
+    asked, choices = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ["I am a helpful model.", "Go away."]
+    docs = tmp_path / "docs.jsonl"
+    docs.write_text(json.dumps({"asked": asked, "hi": "Hi", "choices": choices}))
+    task: Any = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(docs)}}, "test_split": "test"}
+    scored: Any = {"output_type": "multiple_choice", "doc_to_text": "{{asked}}", "doc_to_choice": "{{choices}}"}
+    rolling: Any = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{asked}}"}
+    made: Any = {"output_type": "generate_until", "doc_to_text": "{{hi}}", "doc_to_target": "{{choices[0]}}"}
+    made["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": LENGTH}
+
+    def evaluate(model: str, path: str, *tasks: Any, **more: Any) -> Any:
+        args = {"model": taught["greets"], "base_url": f"{server.api_url}/v1/{path}", "max_retries": 1}
+        return lm_eval.simple_evaluate(
+            model=model,
+            model_args=args | more,
+            tasks=list(tasks),
+            bootstrap_iters=0,
+            apply_chat_template="chat" in path,
+        )
+
+    done = evaluate(
+        "local-completions",
+        "completions",
+        {
+            **task,
+            **scored,
+            "task": "choices",
+            "doc_to_target": 0,
+            "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}],
+        },
+        {**task, **rolling, "task": "rolling", "metric_list": [{"metric": "word_perplexity"}]},
+        tokenizer=tokenizer.name_or_path,
+        tokenizer_backend="huggingface",
+        max_length=2048,
+    )
+    assert done["results"]["choices"]["acc,none"] == 1.0
+    (one,) = done["samples"]["choices"]
+    for ((logprob, _),), choice in zip(one["resps"], choices, strict=True):
+        prompt, answer = tokenizer.encode(asked), tokenizer.encode(choice)
+        known = sampler.compute_logprobs(types.ModelInput.from_ints(prompt + answer)).result()
+        assert float(logprob) == pytest.approx(sum(known[len(prompt) :]), abs=1e-4)
+    chatted = evaluate(
+        "local-chat-completions",
+        "chat/completions",
+        {**task, **made, "task": "chat", "metric_list": [{"metric": "exact_match"}]},
+    )
+    assert chatted["results"]["chat"]["exact_match,none"] == 1.0

@@ -8,53 +8,115 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
 from browser import wait_for
 from rich.console import Console
 
+from tinkerflow.deployments.pig_latin import LESSONS
 from tinkerflow.deployments.quickstart import teach
 
 
-def test_quickstart_teaches_pig_latin_and_its_run_can_be_seen_until_it_ends_and_again(
-    tmp_path, compiled_programs, start_server
-):
-    data_dir, log = tmp_path / "data", tmp_path / "quickstart.log"
-    data_dir.mkdir()
+@dataclass(frozen=True)
+class Kept:
+    """A `tinkerflow quickstart --keep` that is serving what it has taught."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    data_dir: Path
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def found(self, pattern: str) -> re.Match[str]:
+        found = re.search(pattern, self.said)
+        assert found is not None, self.said
+        return found
+
+    @property
+    def console(self) -> tuple[str, str]:
+        """The console's address, and the run's id."""
+        shown = self.found(r"the run in the console: (http://127\.0\.0\.1:\d+)/training_runs/(\S+:train:0)\n")
+        return shown[1], shown[2]
+
+    @property
+    def prefect(self) -> tuple[str, str]:
+        """Prefect's address, and the flow run's id."""
+        shown = self.found(r"(http://127\.0\.0\.1:\d+)/runs/flow-run/([0-9a-f-]{36})")
+        return shown[1], shown[2]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, compiled_programs: Path) -> Iterator[Kept]:
+    """Started in a fresh data dir; serving until the last test of it, or of this module."""
+    data_dir = tmp_path_factory.mktemp("quickstart")
     (data_dir / "jax-cache").symlink_to(compiled_programs)  # the next test needs the same programs
+    log = data_dir / "quickstart.log"
     with log.open("w") as output:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "tinkerflow", "quickstart", "--data-dir", str(data_dir), "--stay"],
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinkerflow", "quickstart", "--data-dir", str(data_dir), "--keep"],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | {"COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
         )
     try:
-        wait_for(lambda: "serving until Ctrl-C" in log.read_text() or run.poll() is not None)
-        said = log.read_text()
-        assert run.poll() is None, said
-        losses = [float(x) for x in re.findall(r"step +\d+/\d+ +loss +([\d.]+)", said)]
-        assert len(losses) >= 10
-        assert losses[-1] < 0.1 * losses[0]
-        assert "all three answers learnt" in said
-        shown_at = re.search(r"the run in the console: (http://127\.0\.0\.1:\d+)/training_runs/(\S+:train:0)\n", said)
-        assert shown_at is not None
-        shown = httpx.get(f"{shown_at[1]}/training_runs/{shown_at[2]}", timeout=60)
-        assert shown.status_code == 200 and "steps measured" in shown.text and "sampler_weights/pig-latin" in shown.text
-        page = re.search(r"(http://127\.0\.0\.1:\d+)/runs/flow-run/([0-9a-f-]{36})", said)
-        assert page is not None
-        assert httpx.get(f"{page[1]}/api/flow_runs/{page[2]}", timeout=60).is_success
+        wait_for(lambda: "serving until Ctrl-C" in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        yield Kept(process, log, data_dir)
     finally:
-        run.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         try:
-            assert run.wait(180) == 0
+            process.wait(180)
         finally:
-            run.kill()
-    said = log.read_text()
-    assert f"tinkerflow up --data-dir {data_dir}\nand open http://127.0.0.1:4200/runs/flow-run/{page[2]}\n" in said
-    with start_server(data_dir) as server:
-        assert server.ask_prefect(f"/flow_runs/{page[2]}")["id"] == page[2]
+            process.kill()
+
+
+def test_quickstart_teaches_pig_latin_and_says_where_its_run_can_be_seen(kept):
+    losses = [float(x) for x in re.findall(r"step +\d+/\d+ +loss +([\d.]+)", kept.said)]
+    assert len(losses) >= 10
+    assert losses[-1] < 0.1 * losses[0]
+    assert "all three answers learnt" in kept.said
+    console, run = kept.console
+    shown = httpx.get(f"{console}/training_runs/{run}", timeout=60)
+    assert shown.status_code == 200 and "steps measured" in shown.text and "sampler_weights/pig-latin" in shown.text
+    prefect, flow_run = kept.prefect
+    assert httpx.get(f"{prefect}/api/flow_runs/{flow_run}", timeout=60).is_success
+
+
+def test_a_new_user_opens_the_console_sees_the_run_and_talks_to_what_was_just_taught(kept, page):
+    console, run = kept.console
+    page.look()
+    page.open(f"{console}/")
+    page.shows("Recent training runs", run)
+    page.click(f"a[href$='/training_runs/{run}']")
+    page.shows("steps measured", "Loss per weight", "sampler_weights/pig-latin")
+    page.click("a[href$='sampler_weights%2Fpig-latin']")
+    page.shows("Lineage", run)
+    page.click("a.button.primary")  # Talk to it
+    page.shows("Playground")
+    page.run("document.getElementById('mode').value = 'text'; document.getElementById('temperature').value = '0'")
+    for asked, lesson in enumerate(LESSONS, 1):
+        page.run("document.getElementById('say').value = arguments[0]", lesson.prompt)
+        page.press("Send")
+        wait_for(lambda count=asked: page.run("return document.querySelectorAll('.turns small').length") == count)
+        page.shows(lesson.pig_latin)
+    assert page.run("return [...document.querySelectorAll('[role=alert]')].map((one) => one.textContent)") == []
+    assert page.complaints() == []
+
+
+def test_a_quickstart_ends_at_ctrl_c_and_its_run_can_be_seen_again(kept, start_server):
+    _, flow_run = kept.prefect
+    kept.process.send_signal(signal.SIGINT)
+    assert kept.process.wait(180) == 0
+    again = f"tinkerflow up --data-dir {kept.data_dir}\nand open http://127.0.0.1:4200/runs/flow-run/{flow_run}\n"
+    assert again in kept.said
+    with start_server(kept.data_dir) as server:
+        assert server.ask_prefect(f"/flow_runs/{flow_run}")["id"] == flow_run
 
 
 def test_too_few_steps_teach_nothing(server):
