@@ -42,6 +42,9 @@ def inspect(page: Page, url: str) -> None:
         page.look(width=width, dark=dark)
         page.open(url)
         assert page.barriers() == [], url
+        if not dark:
+            page.look(width=width, dark=True)
+            assert page.barriers() == [], f"{url} in dark"
         assert page.run("return document.documentElement.scrollWidth") <= width, f"{url} is wider than {width}"
         page.picture(f"console{urlsplit(url).path.replace('/', '-').replace(':', '')}-{width}")
     assert page.complaints() == [], url
