@@ -186,7 +186,7 @@ def layers(
     if shift_S is not None:
         positions_SQ = positions_SQ + jnp.asarray(shift_S)[:, None]
     rope = rope_tables(cfg, positions_SQ if seen is None else jnp.asarray(seen.positions_BT3))
-    apply = stack_apply(columns_S2, width_of(lora))
+    apply = stack_apply(columns_S2, width_of(lora), one_device=mesh.size == 1)
 
     def layer(
         kind: LayerKind, state: tuple[KVCache, States, jax.Array], stacked: Any
@@ -235,11 +235,13 @@ def _in_place(cfg: ModelConfig, mesh: Mesh, params: Params) -> frozenset[str]:
 def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Array, columns_S2: Array) -> jax.Array:
     """Logits float32 [S, Q, V] of final hidden states, each row with its own columns of the stack's `pair`.
 
-    The devices of `mesh` split V: whoever wants whole rows moves logits, and not the unembedding.
+    The devices of `mesh` split V: whoever wants whole rows moves logits, and not the unembedding. params: of the base
+    model. pair: None without a stack. x_SQD: in the weights' dtype. columns_S2 int32.
     """
     logits = unembed(params, x_SQD)
     if pair is not None:
-        (update,) = stack_apply(columns_S2)(x_SQD, (pair,))
+        apply = stack_apply(columns_S2, int(pair.A.shape[-2]), one_device=mesh.size == 1)
+        (update,) = apply(x_SQD, (pair,))
         logits = logits + update.astype(jnp.float32)
     return jax.lax.with_sharding_constraint(logits, sharding(mesh, logits.shape, None, None, WEIGHTS))
 

@@ -4,8 +4,9 @@ A snapshot never changes, but its id may pass to another snapshot (`move`). The 
 devices. The others are evicted to the host's memory until they are sampled again.
 
 Adapters of any ranks lie side by side along the rank axis of one wide adapter, and each row of the batch sees only the
-columns of its own (`StackApply`): no matrices are gathered per row, the base model is a row that sees no column, and a
-new snapshot changes no shape as long as the stack has room for it. Experts' matrices have a divided rank, and so many
+columns of its own (`stack_apply`): no matrices are gathered per row, the base model is a row that sees no column, and a
+new snapshot changes no shape as long as the stack has room for it. Of a wide stack on a CPU a row is multiplied by the
+blocks of columns that hold its own (`by_runs`). Experts' matrices have a divided rank, and so many
 columns fewer (`divisor_of`), unless a snapshot is in the stack whose experts have the rank of its other matrices.
 
 Letters: L layers, R rank, K columns of the stack, B rows, T tokens.
@@ -30,10 +31,13 @@ from tinkerflow.backend.compute.families import projections
 from tinkerflow.backend.compute.grouped import Groups
 from tinkerflow.backend.compute.lora import Lora, LoraApply, LoraPair, scale, shardings
 from tinkerflow.backend.compute.mesh import Array, put, replicated, to_host
+from tinkerflow.backend.compute.platforms import on_cpu
+from tinkerflow.backend.compute.sampler.adapter_runs import by_runs
 from tinkerflow.backend.compute.sampler.shapes import RANK_COLUMNS, rank_columns
 from tinkerflow.backend.errors import ConflictError, NotFoundError, UserError
 from tinkerflow.backend.spec.ranks import RankRule, expert_rank
 
+_FEW_COLUMNS = 128  # by which all rows are multiplied on CPUs, too: by runs they take as long
 _RANK_UNIT = 8  # ranks are padded to multiples, so that few shapes of snapshots exist
 Widths = tuple[int, int]  # columns of most matrices, and of experts'
 
@@ -289,13 +293,20 @@ def _divisor(widths: Widths) -> int:
     return widths[0] // widths[1]
 
 
-def stack_apply(columns_B2: Array, width: int | None = None) -> LoraApply:
+def stack_apply(columns_B2: Array, width: int | None = None, *, one_device: bool = False) -> LoraApply:
     """The `LoraApply` in which row b sees columns [columns_B2[b, 0], columns_B2[b, 1]) of the stack's pairs.
 
     width: columns of the stack, None = as many as each pair has. Of a pair with a part of them a row sees that part.
+    one_device: the rows are not split over several.
     """
+    updates = None
+    if width is not None and width > _FEW_COLUMNS and one_device and on_cpu():
+        updates = by_runs(columns_B2, width)
 
     def apply(x: jax.Array, pairs: tuple[LoraPair, ...], groups: Groups | None = None) -> tuple[jax.Array, ...]:
+        if updates is not None and groups is None:
+            return updates(x, pairs)
+
         def update(pair: LoraPair) -> jax.Array:
             own_BK = own_columns(columns_B2, pair, width)
             # Not a product with 0: what overflows in the columns of another row's adapter must not become nan here.
