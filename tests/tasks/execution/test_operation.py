@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from sqlalchemy.exc import OperationalError
 
 from tinkerflow.backend import tracing
-from tinkerflow.backend.commands import OptimStep
-from tinkerflow.backend.errors import StateLostError, UserError
-from tinkerflow.backend.journal import Kind, ModelEnded, ModelState
-from tinkerflow.tasks.execution.operation import failure
+from tinkerflow.backend.commands import Command, Done, DropAdapter, ExportAdapter, OptimStep, SnapshotHeld
+from tinkerflow.backend.errors import (
+    DeadlineError,
+    GroupFailedError,
+    JournalBusyError,
+    StateLostError,
+    SuspectError,
+    UserError,
+)
+from tinkerflow.backend.journal import Kind, ModelEnded, ModelState, Outcome
+from tinkerflow.backend.spec.optimizers.adamw import AdamParams
+from tinkerflow.tasks.execution.operation import (
+    INLINE_BYTES,
+    MOST_CRASHES,
+    MOST_DEATHS,
+    AnswerWriter,
+    Execution,
+    attribute_crash,
+    failure,
+)
+from tinkerflow.tasks.execution.sequencer import Sequencer
 from tinkerflow.tasks.operations import EXECUTE, SAVES
 
 
@@ -101,3 +123,165 @@ def test_a_failure_names_what_happened(
     assert len(outcome.effects) == effects
     if effects:
         assert outcome.effects[0] == ModelEnded(model, ModelState.LOST, "adapter gone")
+
+
+# ------------------------------------------------------------------ what operations work with
+async def test_a_journal_that_is_away_is_read_again(context: Any) -> None:
+    away = 2
+
+    def ask(name: str) -> str:
+        nonlocal away
+        away -= 1
+        if away >= 0:
+            raise OperationalError("SELECT", {}, Exception("the server closed the connection"))
+        return f"hello {name}"
+
+    assert await context.read(ask, "there") == "hello there"
+
+
+async def test_large_payloads_are_decoded_in_a_thread(context: Any) -> None:
+    here = threading.get_ident()
+    assert await context.decode(INLINE_BYTES, threading.get_ident) == here
+    assert await context.decode(INLINE_BYTES + 1, threading.get_ident) != here
+
+
+async def test_a_reply_of_another_type_is_a_defect(context: Any, pool: Any) -> None:
+    with pytest.raises(TypeError, match="DropAdapter was answered by Done, not SnapshotHeld"):
+        await context.send(DropAdapter("model"), SnapshotHeld)
+
+
+async def test_a_bound_context_commands_its_own_worker_group_alone(context: Any, pool: Any) -> None:
+    bound = context.bound_to(pool.generation)
+    await bound.send(DropAdapter("model"), Done)
+    pool.die()
+    with pytest.raises(GroupFailedError):
+        await bound.send(DropAdapter("model"), Done)
+    await context.send(DropAdapter("model"), Done)
+
+
+async def test_a_bound_context_says_how_long_a_sequence_its_worker_group_takes(context: Any, pool: Any) -> None:
+    pool.info = replace(pool.info, context=7, context_rule="what fits")
+    card = context.bound_to(pool.generation).card
+    assert (card.max_context, card.context_rule) == (7, "what fits")
+    assert context.card.max_context > 7, "the next group may have other devices"
+
+
+@pytest.mark.parametrize(
+    ("command", "changes"), [(OptimStep("model", AdamParams()), True), (ExportAdapter("model", optimizer=True), False)]
+)
+async def test_an_execution_knows_when_it_began_and_whether_it_changes_the_model(
+    context: Any, client: Any, command: Command, changes: bool
+) -> None:
+    model, _ = client.submit_create()
+    (request,) = context.journal.requests.ready(model, 1)
+    assert request.kind is Kind.CREATE_MODEL
+    execution = Execution(context, request, Sequencer(model, context.saves).slot())
+    assert (execution.model_id, execution.started_at, execution.changed) == (model, None, False)
+    before = context.clock.now()
+    sent = execution.send(command, Done)
+    first = execution.started_at
+    assert first is not None and first >= before and execution.changed is changes
+    other = execution.send(DropAdapter("model"), Done)
+    assert execution.started_at == first
+    await asyncio.gather(sent, other, return_exceptions=True)
+
+
+# ------------------------------------------------------------------ who is blamed for the end of a worker group
+@pytest.fixture
+def request_(context: Any, client: Any) -> Any:
+    """A request that was being executed."""
+    model, _ = client.submit_create()
+    (request,) = context.journal.requests.ready(model, 1)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [
+        (SuspectError("it crashed", crashed=True), MOST_CRASHES),
+        (DeadlineError("it hung"), MOST_CRASHES),
+        (SuspectError("it was killed", crashed=False), MOST_DEATHS),
+        (SuspectError("rank 0 ended itself: RESOURCE_EXHAUSTED: out of memory"), 1),
+    ],
+)
+async def test_a_request_is_failed_by_name_when_it_ended_too_many_groups(
+    context: Any, request_: Any, error: GroupFailedError, times: int
+) -> None:
+    for _ in range(times - 1):
+        assert await attribute_crash(context, [request_], error) == {}
+    blamed = await attribute_crash(context, [request_], error)
+    outcome = blamed[request_.id]
+    assert outcome.category == "server" and "it is not tried again" in str(outcome.error)
+    assert f"{times} times" in str(outcome.error) and error.message in str(outcome.error)
+
+
+async def test_a_group_that_ended_beside_a_request_blames_nobody(context: Any, request_: Any) -> None:
+    for _ in range(MOST_DEATHS + 1):
+        assert await attribute_crash(context, [request_], GroupFailedError("it was stopped")) == {}
+        assert await attribute_crash(context, [], SuspectError("it crashed", crashed=True)) == {}
+
+
+# ------------------------------------------------------------------ answers on their way into the journal
+def outcome(name: str) -> Outcome:
+    return Outcome(name, result=b"{}")
+
+
+async def test_what_comes_while_one_is_written_shares_the_next_transaction() -> None:
+    go = threading.Event()
+    written: list[list[str]] = []
+
+    def finish(outcomes: Sequence[Outcome]) -> None:
+        go.wait(5)
+        written.append([one.request_id for one in outcomes])
+
+    line = AnswerWriter(finish)
+    first = asyncio.create_task(line.put(outcome("a")))
+    await asyncio.sleep(0.05)
+    others = [asyncio.create_task(line.put(outcome(name))) for name in "bcd"]
+    await asyncio.sleep(0.05)
+    assert not first.done()
+    go.set()
+    await asyncio.gather(first, *others)
+    await line.close()
+    assert written == [["a"], ["b", "c", "d"]]
+
+
+async def test_one_that_cannot_be_stored_becomes_a_named_failure_and_hurts_nobody_else() -> None:
+    stored: dict[str, Outcome] = {}
+
+    def finish(outcomes: Sequence[Outcome]) -> None:
+        if any(one.request_id == "bad" and one.error is None for one in outcomes):
+            raise ValueError("too big")
+        stored.update({one.request_id: one for one in outcomes})
+
+    line = AnswerWriter(finish)
+    await asyncio.gather(*(line.put(outcome(name)) for name in ("good", "bad", "fine")))
+    await line.close()
+    assert stored["good"].error is None and stored["fine"].error is None
+    assert stored["bad"].error == "the answer cannot be stored (ValueError: too big)"
+    assert stored["bad"].category == "server"
+
+
+@pytest.mark.parametrize("error", [OperationalError("finish", {}, Exception("locked")), JournalBusyError("no slot")])
+async def test_a_database_that_is_away_for_a_moment_is_waited_for(error: Exception) -> None:
+    tries = []
+
+    def finish(outcomes: Sequence[Outcome]) -> None:
+        tries.append(len(outcomes))
+        if len(tries) < 3:
+            raise error
+
+    line = AnswerWriter(finish)
+    await line.put(outcome("a"))
+    await line.close()
+    assert tries == [1, 1, 1]
+
+
+async def test_a_database_that_stays_away_is_an_error() -> None:
+    def finish(outcomes: Sequence[Outcome]) -> None:
+        raise OperationalError("finish", {}, Exception("gone"))
+
+    line = AnswerWriter(finish, pauses=(0.01,))
+    with pytest.raises(OperationalError):
+        await line.put(outcome("a"))
+    await line.close()
