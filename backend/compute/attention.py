@@ -40,13 +40,14 @@ def attend_segments(segments_BT: jax.Array, mesh: Mesh) -> Attend:
 
     def attend(
         q_BTHd: jax.Array,
-        k_BTGd: jax.Array,
-        v_BTGd: jax.Array,
+        k_BTGd: jax.Array | None,
+        v_BTGd: jax.Array | None,
         *,
         window: int | None = None,
         sinks_H: jax.Array | None = None,
     ) -> jax.Array:
-        kernel = flash_attention(mesh, segments_BT.shape[1], window)
+        assert k_BTGd is not None and v_BTGd is not None
+        kernel = flash_attention(mesh, segments_BT.shape[1], window, head_dim=q_BTHd.shape[-1])
         if kernel is not None:
             return kernel(q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)
         return _attend(window, q_BTHd, k_BTGd, v_BTGd, segments_BT, sinks_H)

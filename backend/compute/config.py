@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from tinkerflow.backend.compute.rope import Rope, Scaling
 from tinkerflow.backend.errors import UserError
 
+ATTENTION, GLOBAL = "attention", "global"  # mixers: attention, and that with `ModelConfig.global_heads`
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -18,13 +21,32 @@ class LayerKind:
 
     rope: their rotary embedding; None = they do not know positions. window: how many tokens a query sees, itself
     included; None = all earlier ones. mixer: what mixes tokens. Layers with the same mixer have the same matrices for
-    it. dense: in a model with experts, the layer has an MLP in their place.
+    it. dense: the layer has an MLP of the width `dense_mlp`, in a model with experts in their place. shares: the number
+    of an earlier layer with the same mixer, whose keys and values this one reads; it has none of its own.
     """
 
     rope: Rope | None
     window: int | None = None
-    mixer: str = "attention"
+    mixer: str = ATTENTION
     dense: bool = False
+    shares: int | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, of any kind."""
+        return self.mixer in (ATTENTION, GLOBAL)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of attention: how many of keys and values there are, and the dimensions of each, as of queries.
+
+    values: False = there is no projection for values; that of keys is theirs, too.
+    """
+
+    kv_heads: int
+    head_dim: int
+    values: bool = True
 
 
 @dataclass(frozen=True)
@@ -135,7 +157,11 @@ class ModelConfig:
     goes to `groups_per_token`, and its shares are multiplied by `router_scale` (DeepSeek V3). dense_mlp: the width of
     the MLP in layers that are `dense`. latent: the shape of latent attention, in place of q, k and v; `head_dim` is
     then that of q and k. vision: what sees images; None = the model takes
-    text.
+    text. global_heads: of attention in layers with the mixer "global", which has matrices of its own; None = there are
+    none. v_norm: RMS norms without weights on each head of v. unscaled: scores are not divided by sqrt(head_dim).
+    layer_input: the width of what every layer is given of each token beside hidden states
+    (`transformer.layer_inputs`); 0 = nothing. softcap: logits z become softcap * tanh(z / softcap); 0 = they stay
+    (Gemma 4).
     """
 
     architecture: str
@@ -175,6 +201,11 @@ class ModelConfig:
     router_scale: float = 1.0
     dense_mlp: int = 0
     latent: Latent | None = None
+    global_heads: Heads | None = None
+    v_norm: bool = False
+    unscaled: bool = False
+    layer_input: int = 0
+    softcap: float = 0.0
 
     @property
     def rope(self) -> Rope:
@@ -186,13 +217,39 @@ class ModelConfig:
         """The dimensions of a head of v."""
         return self.latent.values if self.latent else self.head_dim
 
-    @property
-    def cached(self) -> tuple[int, int, int]:
-        """What attention keeps of a token: how many heads, and the widths of a key and of a value.
+    def heads_of(self, mixer: str) -> Heads:
+        """The heads of attention in the layers that have this mixer."""
+        own = self.global_heads if mixer == GLOBAL else None
+        return own or Heads(self.kv_heads, self.head_dim)
+
+    def cached(self, mixer: str = ATTENTION) -> tuple[int, int, int]:
+        """What a layer's attention keeps of a token: how many heads, and the widths of a key and of a value.
 
         Values of a latent are a part of its one key: they have no room of their own.
         """
-        return (1, self.latent.cell, 0) if self.latent else (self.kv_heads, self.head_dim, self.head_dim)
+        own = self.heads_of(mixer)
+        return (1, self.latent.cell, 0) if self.latent else (own.kv_heads, own.head_dim, own.head_dim)
+
+    @property
+    def split_heads(self) -> int:
+        """What divides the number of key-value heads of every layer: over so many devices they can be split."""
+        return math.gcd(*(self.cached(mixer)[0] for mixer in (ATTENTION, GLOBAL) if self.numbers(mixer)))
+
+    @property
+    def cached_cell(self) -> int:
+        """How many numbers the attention of all layers keeps of a token."""
+        cells = ((len(self.numbers(mixer)), *self.cached(mixer)) for mixer in (ATTENTION, GLOBAL))
+        return sum(layers * heads * (key + value) for layers, heads, key, value in cells)
+
+    @property
+    def attended(self) -> int:
+        """How many numbers the attention of all layers gives of a token, before its last projection."""
+        return self.heads * sum(self.widths(kind)[1] for kind in self.layer_kinds if kind.attends)
+
+    def widths(self, kind: LayerKind) -> tuple[int, int]:
+        """The dimensions of a head of q and k, and of v, in a layer with attention."""
+        key = self.heads_of(kind.mixer).head_dim
+        return key, self.value_dim if self.latent else key
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -200,8 +257,14 @@ class ModelConfig:
         return self.kinds or (LayerKind(self.rope),) * self.layers
 
     def numbers(self, mixer: str) -> tuple[int, ...]:
-        """The numbers of the layers that have this mixer."""
-        return tuple(number for number, kind in enumerate(self.layer_kinds) if kind.mixer == mixer)
+        """The numbers of the layers that have this mixer, but of those that share keys and values of others."""
+        kinds = enumerate(self.layer_kinds)
+        return tuple(number for number, kind in kinds if kind.mixer == mixer and kind.shares is None)
+
+    def place(self, number: int) -> int:
+        """Where among the layers with its mixer is what this layer keeps of tokens, or reads of the one it shares."""
+        kind = self.layer_kinds[number]
+        return self.numbers(kind.mixer).index(number if kind.shares is None else kind.shares)
 
     def for_context(self, context: int) -> ModelConfig:
         """The config for a service whose sequences have up to `context` tokens (`Rope.for_context`)."""

@@ -19,6 +19,14 @@ PRE_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layerno
 POST_NORMS = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
 
+def plain_name(name: str) -> str:
+    """What `transformer` calls a matrix or tensor inside of a layer: `q` of `q@global`.
+
+    Where layers have matrices of other shapes in the same place, those of some have a suffix to stack them apart.
+    """
+    return name.partition("@")[0]
+
+
 @dataclass(frozen=True)
 class Projection:
     """A matrix that activations are multiplied by and that LoRA can adapt. Hugging Face stores it [outputs, inputs].

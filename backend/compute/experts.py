@@ -14,7 +14,7 @@ rows to compute, F mlp of an expert.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -37,8 +37,8 @@ _NOT_ZERO = 1e-20  # of a sum that is divided by
 def route(cfg: ModelConfig, y_BTD: jax.Array, layer_params: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
     """The experts of every token, int32 [B, T, k], and the share of each one's result, float32 [B, T, k].
 
-    Softmax over all experts in float32, then the k largest; with `norm_topk` these are made to sum to 1. With `sigmoid`
-    as `_route_by_sigmoid` says.
+    Softmax over all experts in float32, then the k largest; with `norm_topk` these are made to sum to 1, and with an
+    expert_scale multiplied by that of the expert. With `sigmoid` as `_route_by_sigmoid` says.
     """
     router_ED, bias_E = layer_params["router"], layer_params.get("router_bias")
     if cfg.sigmoid:
@@ -50,6 +50,8 @@ def route(cfg: ModelConfig, y_BTD: jax.Array, layer_params: Mapping[str, Any]) -
     shares_BTk, chosen_BTk = jax.lax.top_k(chances_BTE, cfg.experts_per_token)
     if cfg.norm_topk:
         shares_BTk = shares_BTk / jnp.sum(shares_BTk, axis=-1, keepdims=True)
+    if (scale_E := layer_params.get("expert_scale")) is not None:
+        shares_BTk = shares_BTk * scale_E.astype(jnp.float32)[chosen_BTk]
     return chosen_BTk, shares_BTk
 
 
@@ -83,15 +85,16 @@ def mixture(
     layer_lora: Mapping[str, LoraPair],
     y_BTD: jax.Array,
     lora_apply: LoraApply,
+    routed_BTD: jax.Array | None = None,
 ) -> jax.Array:
     """The experts' results for y_BTD, summed by share: [B, T, D] in its dtype.
 
     cfg: how many experts a token goes to. mesh: experts are split over its `expert` axis. layer_params: `router`
     [E, D] and what `route` takes, gate and up [E, D, F], down [E, F, D], and biases of any, as gate_bias [E, F].
     layer_lora: pairs [E, R, ...] for some or all of gate, up and down. y_BTD: normalised hidden states. lora_apply:
-    computes the adapters' updates.
+    computes the adapters' updates. routed_BTD: what the router is given; None = y_BTD.
     """
-    chosen_BTk, shares_BTk = route(cfg, y_BTD, layer_params)
+    chosen_BTk, shares_BTk = route(cfg, y_BTD if routed_BTD is None else routed_BTD, layer_params)
     weights = {name: layer_params[name] for name in MLP}
     biases = {name: layer_params[f"{name}_bias"] for name in MLP if f"{name}_bias" in layer_params}
     pairs = {name: layer_lora[name] for name in MLP if name in layer_lora}
@@ -99,7 +102,9 @@ def mixture(
     moved = mesh.shape[EXPERT] > 1 and y_BTD.shape[0] % row_parts(mesh) == 0
     rows = PartitionSpec(ROWS) if moved else PartitionSpec(FSDP if y_BTD.shape[0] % mesh.shape[FSDP] == 0 else None)
     local = jax.shard_map(
-        functools.partial(_local, cfg.clamped, lora_apply, rows[0] is not None, moved, (inner,) if inner else ()),
+        functools.partial(
+            _local, functools.partial(_gated, cfg), lora_apply, rows[0] is not None, moved, (inner,) if inner else ()
+        ),
         mesh=mesh,
         in_specs=(
             rows,
@@ -132,7 +137,7 @@ def _pair_specs(name: str, inner: str | None) -> LoraPair:
 
 
 def _local(
-    clamped: float,
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
     lora_apply: LoraApply,
     rows_are_split: bool,
     moved: bool,
@@ -182,7 +187,7 @@ def _local(
     gate_MF, up_MF = project(x_MD, "gate", "up")
     # A row's share is multiplied in before `down`, so that a backward pass does not need what comes out of that.
     share_M1 = _permuted(shares_BTk.reshape(-1, 1), order_M, place_M).astype(y_BTD.dtype)
-    (down_MD,) = project(_gated(clamped, gate_MF, up_MF) * share_M1, "down")
+    (down_MD,) = project(gated(gate_MF, up_MF) * share_M1, "down")
     if "down" in biases:  # once, though F is split over devices whose parts are summed
         here = jnp.all(jnp.array([jax.lax.axis_index(axis) == 0 for axis in inner], bool))
         down_MD = down_MD + jnp.where(mine_M1 & here, biases["down"][groups.expert_M] * share_M1, 0)
@@ -194,10 +199,11 @@ def _local(
     return jax.lax.psum(mixed_BTD, (EXPERT, *inner)).astype(y_BTD.dtype)
 
 
-def _gated(clamped: float, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
-    """SwiGLU; with `clamped` gpt-oss's: both parts are bounded, the gate is steeper, and up is moved by 1."""
+def _gated(cfg: ModelConfig, gate_MF: jax.Array, up_MF: jax.Array) -> jax.Array:
+    """SwiGLU or GeGLU; with `clamped` gpt-oss's: both parts are bounded, the gate is steeper, and up is moved by 1."""
+    clamped = cfg.clamped
     if not clamped:
-        return jax.nn.silu(gate_MF) * up_MF
+        return (jax.nn.gelu(gate_MF, approximate=True) if cfg.gelu else jax.nn.silu(gate_MF)) * up_MF
     gate_MF, up_MF = jnp.minimum(gate_MF, clamped), jnp.clip(up_MF, -clamped, clamped)
     return gate_MF * jax.nn.sigmoid(_STEEP * gate_MF) * (up_MF + 1)
 

@@ -35,20 +35,22 @@ _TPU_BLOCK = 512  # tokens; TPUs want multiples of 128
 _TPU_LEAST = 128
 _GPU_QUERIES, _GPU_KEYS, _GPU_BACKWARD = 128, 64, 64  # tokens of a block; half of that in float32, for shared memory
 _GPU_WARPS = 8
-_GPU_LEAST = 16  # of the head dimension: a tile of the tensor cores
+_GPU_LEAST, _GPU_MOST = 16, 256  # of the head dimension: a tile of the tensor cores, and what shared memory holds
 
 
-def flash_attention(mesh: Mesh, tokens: int, window: int | None = None, *, interpret: bool = False) -> Kernel | None:
+def flash_attention(
+    mesh: Mesh, tokens: int, window: int | None = None, *, head_dim: int = 128, interpret: bool = False
+) -> Kernel | None:
     """The kernel for rows of `tokens` tokens on the platform that programs are made for; None where there is none.
 
-    mesh: rows and heads are split over it. window: how many tokens a query sees, None = all before it. interpret:
-    compute with plain operations, for tests without the device. The kernel for GPUs has no windows: one as long as a
-    row is none, others are computed without it.
+    mesh: rows and heads are split over it. window: how many tokens a query sees, None = all before it. head_dim: of
+    queries and keys. interpret: compute with plain operations, for tests without the device. The kernel for GPUs has no
+    windows (one as long as a row is none) and no wide heads: these are computed without it.
     """
     chosen, window = platform(), None if window is None or window >= tokens else window
     if chosen is TPU and tokens % _TPU_LEAST == 0:
         return partial(_by_device, mesh, partial(_splash, interpret, window))
-    if chosen is CUDA and window is None:
+    if chosen is CUDA and window is None and head_dim <= _GPU_MOST:
         return partial(_by_device, mesh, partial(_triton, interpret))
     return None
 

@@ -39,7 +39,7 @@ _EMBED, _FINAL_NORM, _UNEMBED = "embed", "final_norm", "unembed"  # beside the n
 
 def check(cfg: ModelConfig, optimizer: Optimizer) -> None:
     """UserError when the parameters of such a model cannot all be trained, or not with that optimizer."""
-    parts = {"experts": cfg.experts, "linear attention": cfg.delta}
+    parts = {"experts": cfg.experts, "linear attention": cfg.delta, "heads of two widths": cfg.global_heads}
     if wrong := [name for name, there in parts.items() if there]:
         raise UserError(
             f"lora_config.rank 0 trains all parameters, which is not supported for {family_of(cfg).title} models: they "

@@ -137,8 +137,13 @@ def hybrid_tensors(cfg: ModelConfig, layer: str = TEXT) -> dict[str, LayerTensor
     }
 
 
-def with_experts_apart(cfg: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors with a matrix for each expert in place of those of all, gate before up."""
+def with_experts_apart(
+    cfg: ModelConfig, tensors: Mapping[str, Tensor], module: str = f"{VISION_TEXT}mlp.experts."
+) -> Mapping[str, Tensor]:
+    """The tensors with a matrix for each expert in place of those of all, gate before up.
+
+    cfg: the model. tensors: by name. module: what names of experts' tensors begin with, with a {} for the layer.
+    """
     found = dict(tensors)
     parts = {
         "gate": ("gate_up", slice(0, cfg.mlp)),
@@ -146,7 +151,7 @@ def with_experts_apart(cfg: ModelConfig, tensors: Mapping[str, Tensor]) -> Mappi
         "down": ("down", slice(None)),
     }
     for layer in range(cfg.layers):
-        experts = f"{VISION_TEXT.format(layer)}mlp.experts."
+        experts = module.format(layer)
         for name, (source, rows) in parts.items():
             whole = tensors.get(f"{experts}{source}_proj")
             if whole is None or len(whole.shape) != 3 or whole.shape[0] != cfg.experts:

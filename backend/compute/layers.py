@@ -39,7 +39,7 @@ def over_layers(
     """The carry after `layer` of every layer.
 
     cfg: has the kinds. layer: is given its kind, the carry, and (place, weights, adapter pairs) of the layer. Its place
-    is the number among the layers with the same mixer. The kind is known when it is traced, the place only if the
+    is that of `ModelConfig.place`. The kind is known when it is traced, the place only if the
     weights are by layer. carry: what the first layer is given. params: stacked weights are looped over; weights by
     layer are computed one after the other. lora: stacked or by layer, as `params` are. in_place: the stacked matrices
     of which `layer` is given `OfLayer`.
@@ -50,7 +50,7 @@ def over_layers(
         for number, (kind, weights) in enumerate(zip(kinds, params, strict=True)):
             places = {name: homes[name].index(number) for name in lora if number in homes[name]}
             pairs = {name: LoraPair(A=lora[name].A[place], B=lora[name].B[place]) for name, place in places.items()}
-            carry = layer(kind, carry, (cfg.numbers(kind.mixer).index(number), weights, pairs))
+            carry = layer(kind, carry, (cfg.place(number), weights, pairs))
         return carry
     for start, period, repeats in runs(kinds):
         if period == 1 and repeats == cfg.layers:
@@ -112,7 +112,10 @@ def _run(
     def once(carry: Carry, stacked: tuple[Any, LayerPairs]) -> Carry:
         step, pairs = stacked
         for number in numbers:
-            mixer = cfg.numbers(kinds[number].mixer)
+            kind = kinds[number]
+            home: Any = cfg.place(number)
+            if kind.shares is None:
+                home = home + step * each(cfg.numbers(kind.mixer))
             # A weight is taken out of the whole stack: a part of a stack would be a copy.
             own_places = {
                 name: homes[name].index(number) + step * each(homes[name]) for name in params if number in homes[name]
@@ -125,7 +128,7 @@ def _run(
             }
             places = {name: homes[name].index(number) - own(name).start for name in pairs if number in homes[name]}
             here = {name: LoraPair(A=pairs[name].A[place], B=pairs[name].B[place]) for name, place in places.items()}
-            carry = layer(kinds[number], carry, (mixer.index(number) + step * each(mixer), weights, here))
+            carry = layer(kind, carry, (home, weights, here))
         return carry
 
     def split(name: str, stack: Any) -> jax.Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from tinkerflow.backend.compute.lora import LoraPair, apply_one, low_rank
 from tinkerflow.backend.compute.losses import LossChoice, TokenInputs, losses_and_slopes, token_losses
 from tinkerflow.backend.compute.platforms import on_cpu, platform
-from tinkerflow.backend.compute.transformer import Params, unembed, unembed_pullback
+from tinkerflow.backend.compute.transformer import Params, capped, capped_pullback, unembed, unembed_pullback
 
 Tree = TypeVar("Tree")
 
@@ -57,7 +57,7 @@ def score(
 
     def chunk(loss: jax.Array, part: tuple[jax.Array, jax.Array, TokenInputs]) -> tuple[jax.Array, jax.Array]:
         x_BcD, targets_BcK, here = part
-        logits_BcV = _logits(params, x_BcD, _update(x_BcD, pair))
+        logits_BcV = _from_largest(_logits(params, x_BcD, _update(x_BcD, pair)))
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - _log_total(logits_BcV)
         return loss + jnp.sum(token_losses(choice, logprobs_BcK, here)), logprobs_BcK
 
@@ -98,11 +98,13 @@ def score_and_grads(
         loss, d_pair, d_head = carry
         x_BcD, targets_BcK, here = part
         update, pull = jax.vjp(_update, x_BcD, pair)
-        logits_BcV = _logits(params, x_BcD, update)
+        whole_BcV = _logits(params, x_BcD, update)
+        logits_BcV = _from_largest(whole_BcV)
         log_total = _log_total(logits_BcV)
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - log_total
         value, slope_BcK = jax.value_and_grad(lambda lp: jnp.sum(token_losses(choice, lp, here)))(logprobs_BcK)
-        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK).astype(x_BcD.dtype)
+        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK)
+        d_logits = capped_pullback(params, whole_BcV, d_logits).astype(x_BcD.dtype)
         d_x, more = pull(None if update is None else d_logits)
         d_x += unembed_pullback(params, d_logits)
         if by_head:
@@ -139,11 +141,13 @@ def _score_and_grads_by_device(
     ) -> tuple[Any, Any]:
         loss_B, d_B_BRV, d_head_BVD = carry
         x_BcW, targets_BcK, here = part
-        logits_BcV = _logits(joined, x_BcW, None)
+        whole_BcV = _logits(joined, x_BcW, None)
+        logits_BcV = _from_largest(whole_BcV)
         log_total = _log_total(logits_BcV)
         logprobs_BcK = _pick(logits_BcV, targets_BcK) - log_total
         losses_BcK, slope_BcK = losses_and_slopes(choice, logprobs_BcK, here)
-        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK).astype(x_BcW.dtype)
+        d_logits = _d_logits(logits_BcV, log_total, targets_BcK, slope_BcK)
+        d_logits = capped_pullback(params, whole_BcV, d_logits).astype(x_BcW.dtype)
         if pair is not None:
             low_BcR = x_BcW[..., D:]
             d_B_BRV += jnp.einsum("bcr,bcv->brv", low_BcR, d_logits, preferred_element_type=jnp.float32)
@@ -183,9 +187,12 @@ def _update(x: jax.Array, pair: LoraPair | None) -> jax.Array | None:
 
 def _logits(params: Params, x: jax.Array, update: jax.Array | None) -> jax.Array:
     logits = unembed(params, x)
-    logits = logits if update is None else logits + update.astype(jnp.float32)
-    # Least the largest: a logprob near 0 would otherwise have the rounding error of logits that may be near 100.
-    return logits - jnp.max(logits, axis=-1, keepdims=True)
+    return capped(params, logits if update is None else logits + update.astype(jnp.float32))
+
+
+def _from_largest(logits_BcV: jax.Array) -> jax.Array:
+    # A logprob near 0 would otherwise have the rounding error of logits that may be near 100.
+    return logits_BcV - jnp.max(logits_BcV, axis=-1, keepdims=True)
 
 
 def _log_total(logits_BcV: jax.Array) -> jax.Array:

@@ -24,7 +24,8 @@ from jax.sharding import AbstractMesh
 
 from tinkerflow.backend.commands import GroupConfig, LoraSpec, Optimizer
 from tinkerflow.backend.compute import full
-from tinkerflow.backend.compute.config import DeltaNet, ModelConfig
+from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, DeltaNet, ModelConfig
+from tinkerflow.backend.compute.decoder import plain_name
 from tinkerflow.backend.compute.deltanet import CHUNK
 from tinkerflow.backend.compute.families import layers_with, projections
 from tinkerflow.backend.compute.lora import shardings
@@ -268,7 +269,9 @@ def kept_bytes(cfg: ModelConfig, ranks: int, tokens: int, dtype: Any) -> int:
     """
     # A layer's input, `attended`, results, `low`; and of attention `log_totals`, float32.
     numbers = cfg.layers * (cfg.hidden + ranks) + _attended(cfg) + _results(cfg)
-    return int(tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * len(cfg.numbers("attention"))))
+    return int(
+        tokens * (numbers * jnp.dtype(dtype).itemsize + 4 * cfg.heads * sum(kind.attends for kind in cfg.layer_kinds))
+    )
 
 
 def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
@@ -281,7 +284,7 @@ def state_count(cfg: ModelConfig, config: GroupConfig) -> int:
 
 def sampling_config(cfg: ModelConfig, config: GroupConfig) -> GroupConfig:
     """The configuration with the axes that the KV cache has: those of `mesh.cache_mesh`."""
-    heads = heads_split(_mesh(config), cfg.cached[0])
+    heads = heads_split(_mesh(config), cfg.split_heads)
     return replace(config, fsdp=config.fsdp * config.tensor // heads, tensor=heads)
 
 
@@ -384,7 +387,7 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
         heads, wide = _state_heads(cfg.delta, config), cfg.delta.key_dim + cfg.delta.value_dim
         state = cfg.delta.key_dim * cfg.delta.value_dim // CHUNK
         layer += 4 * tokens * heads * (6 * wide + 4 * CHUNK + 2 * state)
-    ends = 3 * tokens * cfg.hidden * item
+    ends = 3 * tokens * (cfg.hidden + cfg.layers * cfg.layer_input) * item
     if cfg.vision is not None:  # what stands in place of images, and what sees them before the step
         seen = tower_bytes(cfg.vision, min(config.max_context, cfg.max_positions), item)
         ends += tokens * cfg.vision.vectors * cfg.hidden * item + seen
@@ -404,15 +407,14 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
 def _results(cfg: ModelConfig) -> int:
     """What the matmuls of all layers give that is kept, in numbers of one token."""
     matrices, homes = projections(cfg), layers_with(cfg)
-    return sum(
-        matrices[name].outputs * matrices[name].per_token * len(homes[name]) for name in KEPT if name in matrices
-    )
+    kept = [name for name in matrices if plain_name(name) in KEPT]
+    return sum(matrices[name].outputs * matrices[name].per_token * len(homes[name]) for name in kept)
 
 
 def _attended(cfg: ModelConfig) -> int:
     """What the mixers of all layers give, in numbers of one token."""
     delta = 0 if cfg.delta is None else cfg.delta.values * len(cfg.numbers("delta"))
-    return cfg.heads * cfg.value_dim * len(cfg.numbers("attention")) + delta
+    return cfg.attended + delta
 
 
 def _ranks(cfg: ModelConfig) -> int:
@@ -431,10 +433,10 @@ def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStru
 
 def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
     """What a page of the KV cache takes of the device that holds it."""
-    heads, key, value = cfg.cached
-    heads //= sampling_config(cfg, config).tensor
-    layers = len(cfg.numbers("attention"))
-    return layers * heads * (key + value) * jnp.dtype(config.dtype).itemsize * PAGE
+    split = sampling_config(cfg, config).tensor
+    each = ((len(cfg.numbers(mixer)), *cfg.cached(mixer)) for mixer in (ATTENTION, GLOBAL))
+    cells = sum(layers * heads // split * (key + value) for layers, heads, key, value in each)
+    return cells * jnp.dtype(config.dtype).itemsize * PAGE
 
 
 def _state_bytes(cfg: ModelConfig, config: GroupConfig) -> int:

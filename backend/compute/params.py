@@ -23,7 +23,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tinkerflow.backend.compute.config import ModelConfig
-from tinkerflow.backend.compute.decoder import LayerTensor, Projection
+from tinkerflow.backend.compute.decoder import LayerTensor, Projection, plain_name
 from tinkerflow.backend.compute.families import family_of, layers_with
 from tinkerflow.backend.compute.layers import LayerParams
 from tinkerflow.backend.compute.mesh import EXPERT, FSDP, TENSOR, WEIGHTS, from_callback, sharding
@@ -86,13 +86,14 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
     matrices = {name: matrix for name, matrix in family.projections(cfg).items() if name != "unembed"}
     tensors, total = family.tensors(cfg), 2 if cfg.tied else 3
     seeing = {} if cfg.vision is None else tower_tensors(cfg.vision, cfg.hidden)
-    numbers, total = counter(1), total + len(matrices) + len(tensors) + len(seeing)
+    inputs = family.inputs(cfg)
+    numbers, total = counter(1), total + len(matrices) + len(tensors) + len(seeing) + len(inputs)
 
     def told(weight: Loaded) -> Loaded:
         progress(f"loading weights {next(numbers)}/{total}")
         return weight
 
-    layers = {name: told(load.matrices(matrix, name in _ROW_PARALLEL)) for name, matrix in matrices.items()}
+    layers = {name: told(load.matrices(matrix, plain_name(name) in _ROW_PARALLEL)) for name, matrix in matrices.items()}
     layers |= {name: told(load.layer_tensors(tensor)) for name, tensor in tensors.items()}
     unembed = family.projections(cfg)["unembed"]
     return Params(
@@ -103,6 +104,9 @@ def _params(load: _Loader, progress: Callable[[str], None]) -> Params:
         if cfg.tied
         else told(load.whole(f"{unembed.module}.weight", (unembed.outputs, unembed.inputs), *load.axes(cfg.vocab))),
         tower={name: told(load.layer_tensors(tensor)) for name, tensor in seeing.items()} or None,
+        inputs={name: told(load.whole(*tensor, *(TENSOR, FSDP)[: len(tensor[1])])) for name, tensor in inputs.items()}
+        or None,
+        softcap=cfg.softcap,
     )
 
 

@@ -114,13 +114,11 @@ def useful_flops(cfg: ModelConfig, spec: LoraSpec | None, length: int) -> float:
     cfg: the model. spec: of the adapter; None: without one. length: tokens of an example;
     0: without attention.
     """
-    windows = (min(length, kind.window or length) for kind in cfg.layer_kinds if kind.mixer == "attention")
-    total = (
-        3.0
-        * cfg.heads
-        * (cfg.head_dim + cfg.value_dim)
-        * sum(window * (2 - window / max(1, length)) for window in windows)
-    )
+    total = 0.0
+    for kind in cfg.layer_kinds:
+        if kind.attends:
+            window = min(length, kind.window or length)
+            total += 3.0 * cfg.heads * sum(cfg.widths(kind)) * window * (2 - window / max(1, length))
     adapted = targets(cfg, spec) if spec else ()
     for name, matrix in projections(cfg).items():
         rank = matrix_rank(spec, matrix) if spec and name in adapted else 0

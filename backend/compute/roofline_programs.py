@@ -170,7 +170,7 @@ class Programs:
 
     def _pages(self, rows: int, length: int) -> tuple[Any, Any]:
         """A cache with pages for `length` positions of each of `rows`, and page tables."""
-        shards, wide = cache_mesh(self.mesh, self.cfg.cached[0]).shape[FSDP], pages_for(length)
+        shards, wide = cache_mesh(self.mesh, self.cfg.split_heads).shape[FSDP], pages_for(length)
         pages = (-(-rows // shards) * wide + 1) * shards
         states = 0 if self.cfg.delta is None else (-(-rows // shards) + 1) * shards
         cache = result_of(empty_cache, self.cfg, self.mesh, pages, PAGE, *self._plain, states)

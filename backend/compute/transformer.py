@@ -10,13 +10,15 @@ other matrices gives each `Projection` and `LayerTensor` the numbers of the laye
 those alone. What a mixer keeps for each layer (pages of keys, states) is stacked over the layers with that mixer
 (`ModelConfig.numbers`), and the layer's place in it comes with its weights.
 
-Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head dimension, F mlp, V vocabulary, L layers.
+Letters: B rows, T tokens, D hidden, H query heads, G key-value heads, d head dimension, F mlp, V vocabulary, L layers,
+P width of a layer's own input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import flax.struct
@@ -27,6 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from tinkerflow.backend.compute.config import LayerKind, ModelConfig
+from tinkerflow.backend.compute.decoder import plain_name
 from tinkerflow.backend.compute.deltanet import Project, Recur, delta_net
 from tinkerflow.backend.compute.experts import mixture
 from tinkerflow.backend.compute.layers import LayerParams, over_layers
@@ -38,17 +41,27 @@ from tinkerflow.backend.compute.rope import Rope, YarnRope, rope_frequencies
 
 Turns = tuple[jax.Array, jax.Array]  # cos and sin
 RopeTables = Mapping[Rope, tuple[Turns, Turns]]  # of queries, and of keys
+Shared = Mapping[str, tuple[jax.Array, jax.Array]]  # keys and values of a layer with each mixer
+Carry = tuple[jax.Array, Shared, jax.Array]  # from layer to layer: hidden states, what is shared, and the number
 
 
 class Attend(Protocol):
     """attend(q_BTHd, k_BTGd, v_BTGd, window=…, sinks_H=…) -> o_BTHd; q and k are rotated, scores are to be scaled.
 
-    window: how many tokens a query sees, itself included; None = all earlier ones. sinks_H: a score of each head that
-    takes part in the softmax and has no value; None = without.
+    k and v: None in a layer that shares those of an earlier one. window: how many tokens a query sees, itself included;
+    None = all earlier ones. sinks_H: a score of each head that takes part in the softmax and has no value; None =
+    without.
     """
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, /, *, window: int | None, sinks_H: jax.Array | None
+        self,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        /,
+        *,
+        window: int | None,
+        sinks_H: jax.Array | None,
     ) -> jax.Array:
         """What each query has seen, [B, T, H, d]."""
 
@@ -123,7 +136,12 @@ class Params:
     kv_b [H*(plain + values), rank], o [D, H*values], and norms of both latents. Layers with the mixer "delta" have what
     `deltanet.delta_net` names in place of q, k, v and o. The matrices may be `quantized.Int8`. Or a tuple of layers
     (`params.by_layer`). A matrix that some layers lack is stacked over the rest.
+    Matrices of other shapes in the same place have a suffix (`decoder.plain_name`). With `layer_input` input_gate
+    [P, D], input_projection [D, P] and input_norm [D]; Gemma 4's layers have layer_scalar [1], and beside experts norms
+    [D] of what they and the shared expert are given and give, router_norm [D] and expert_scale [E].
     tower: the tensors of `vision_config.tower_tensors`, whole on each device; None in models that take text.
+    inputs: what `layer_inputs` takes: embed [V, L*P], projection [L*P, D] and norm [P]; None in most models. softcap:
+    that of the config.
     """
 
     embed_VD: jax.Array
@@ -131,6 +149,8 @@ class Params:
     final_norm_D: jax.Array
     unembed_VD: jax.Array | None
     tower: Mapping[str, jax.Array] | None = None
+    inputs: Mapping[str, jax.Array] | None = None
+    softcap: float = flax.struct.field(pytree_node=False, default=0.0)  # type: ignore[no-untyped-call]
 
     @property
     def head(self) -> jax.Array:
@@ -165,9 +185,33 @@ def embed(cfg: ModelConfig, params: Params, tokens_BT: Array, seen: Seen | None 
     return jnp.where(jnp.asarray(seen.here_BT)[..., None], jnp.asarray(seen.vectors_BTED)[:, :, 0], x_BTD)
 
 
+def layer_inputs(cfg: ModelConfig, params: Params, tokens_BT: Array, x_BTD: jax.Array) -> jax.Array | None:
+    """What each layer is given of each token, [L, B, T, P] in the dtype of x_BTD; None in models without (Gemma 3n).
+
+    cfg: its `layer_input` is P. params: has the tensors. tokens_BT int32: token ids. x_BTD: their embeddings.
+    """
+    if params.inputs is None:
+        return None
+    shape = (*x_BTD.shape[:2], cfg.layers, cfg.layer_input)
+    own = params.inputs["embed"][tokens_BT] * jnp.asarray(cfg.layer_input**0.5, x_BTD.dtype)
+    seen = matmul(x_BTD, params.inputs["projection"]) * jnp.asarray(cfg.hidden**-0.5, x_BTD.dtype)
+    seen_BTLP = rms_norm(cfg, seen.reshape(shape), params.inputs["norm"])
+    return jnp.moveaxis((seen_BTLP + own.reshape(shape)) * jnp.asarray(0.5**0.5, x_BTD.dtype), 2, 0)
+
+
 def unembed(params: Params, hidden_BTD: jax.Array) -> jax.Array:
-    """Logits [B, T, V] in float32, without the update of an adapter."""
+    """Logits [B, T, V] in float32, without the update of an adapter, before `capped`."""
     return product(hidden_BTD, params.head, jnp.float32)
+
+
+def capped(params: Params, logits_BTV: jax.Array) -> jax.Array:
+    """The logits that count, of those with the update of an adapter."""
+    return logits_BTV if not params.softcap else params.softcap * jnp.tanh(logits_BTV / params.softcap)
+
+
+def capped_pullback(params: Params, logits_BTV: jax.Array, d_logits_BTV: jax.Array) -> jax.Array:
+    """The gradient by what `capped` was given, of that by what it gave, logits_BTV."""
+    return d_logits_BTV if not params.softcap else d_logits_BTV * (1 - (logits_BTV / params.softcap) ** 2)
 
 
 def unembed_pullback(params: Params, d_logits_BTV: jax.Array) -> jax.Array:
@@ -237,14 +281,18 @@ def block(
     rope: RopeTables,
     mixers: Mixers,
     lora_apply: LoraApply,
+    input_BTP: jax.Array | None = None,
 ) -> jax.Array:
     """One layer: hidden states in, hidden states out, [B, T, D] in the dtype of the weights.
 
     cfg: its flags say what the layers are made of. mesh: for the experts, which are split over it. kind: what this
     layer has of its own. layer_params: its weights, as in `Params.layers` without L. layer_lora: the adapter pairs of
     this layer by projection; it may lack some or all. x_BTD: hidden states. rope: from `rope_tables`. mixers: what
-    mixes tokens; they keep their caches themselves. lora_apply: computes the adapters' updates.
+    mixes tokens; they keep their caches themselves. lora_apply: computes the adapters' updates. input_BTP: the layer's
+    of `layer_inputs`.
     """
+    layer_params = {plain_name(name): weight for name, weight in layer_params.items()}
+    layer_lora = {plain_name(name): pair for name, pair in layer_lora.items()}
 
     def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
         adapted = tuple(name for name in names if name in layer_lora)
@@ -268,29 +316,42 @@ def block(
     else:
         o_BTD = _attention(cfg, kind, layer_params, y_BTD, rope, project, norm, mixers.attend)
     x_BTD = x_BTD + norm(o_BTD, "attn_out_norm")
+    act = partial(jax.nn.gelu, approximate=True) if cfg.gelu else jax.nn.silu
 
-    def swiglu(gate: str, up: str, down: str) -> jax.Array:
+    def mlp(y_BTD: jax.Array, gate: str, up: str, down: str) -> jax.Array:
         gate_BTF, up_BTF = project(y_BTD, gate, up)
-        return project(jax.nn.silu(gate_BTF) * up_BTF, down)[0]
+        return project(act(gate_BTF) * up_BTF, down)[0]
 
-    y_BTD = norm(x_BTD, "mlp_norm")
-    if kind.dense:
-        return x_BTD + swiglu("dense_gate", "dense_up", "dense_down")
-    if cfg.experts:
-        x_BTD = x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
-        if not cfg.shared_mlp:
-            return x_BTD
-        shared_BTD = swiglu("shared_gate", "shared_up", "shared_down")
-        if "shared_router" not in layer_params:
-            return x_BTD + shared_BTD
-        return x_BTD + jax.nn.sigmoid(matmul(y_BTD, layer_params["shared_router"])) * shared_BTD
-    if cfg.fused:
+    def fed(x_BTD: jax.Array) -> jax.Array:
+        """With what the MLP or the experts give."""
+        y_BTD = norm(x_BTD, "mlp_norm")
+        if kind.dense:
+            return x_BTD + norm(mlp(y_BTD, "dense_gate", "dense_up", "dense_down"), "mlp_out_norm")
+        if cfg.experts:
+            shared = partial(mlp, y_BTD, "shared_gate", "shared_up", "shared_down")
+            if "experts_norm" in layer_params:  # experts and shared expert have norms of their own (Gemma 4)
+                routed_BTD = rms_norm(cfg, x_BTD, layer_params["router_norm"]) * cfg.hidden**-0.5
+                z_BTD = norm(x_BTD, "experts_norm")
+                mixed_BTD = mixture(cfg, mesh, layer_params, layer_lora, z_BTD, lora_apply, routed_BTD)
+                both_BTD = norm(shared(), "shared_out_norm") + norm(mixed_BTD, "experts_out_norm")
+                return x_BTD + norm(both_BTD, "mlp_out_norm")
+            x_BTD = x_BTD + mixture(cfg, mesh, layer_params, layer_lora, y_BTD, lora_apply)
+            if not cfg.shared_mlp:
+                return x_BTD
+            shared_BTD = shared()
+            if "shared_router" not in layer_params:
+                return x_BTD + shared_BTD
+            return x_BTD + jax.nn.sigmoid(matmul(y_BTD, layer_params["shared_router"])) * shared_BTD
+        if not cfg.fused:
+            return x_BTD + norm(mlp(y_BTD, "gate", "up", "down"), "mlp_out_norm")
         gate_BTF, up_BTF = jnp.split(project(y_BTD, "gate_up")[0], 2, axis=-1)
-    else:
-        gate_BTF, up_BTF = project(y_BTD, "gate", "up")
-    gated_BTF = jax.nn.gelu(gate_BTF, approximate=True) if cfg.gelu else jax.nn.silu(gate_BTF)
-    (down_BTD,) = project(gated_BTF * up_BTF, "down")
-    return x_BTD + norm(down_BTD, "mlp_out_norm")
+        return x_BTD + norm(project(act(gate_BTF) * up_BTF, "down")[0], "mlp_out_norm")
+
+    x_BTD = fed(x_BTD)
+    if input_BTP is not None:
+        gated_BTP = act(matmul(x_BTD, layer_params["input_gate"])) * input_BTP
+        x_BTD = x_BTD + norm(matmul(gated_BTP, layer_params["input_projection"]), "input_norm")
+    return x_BTD * layer_params["layer_scalar"] if "layer_scalar" in layer_params else x_BTD
 
 
 def _attention(
@@ -304,26 +365,34 @@ def _attention(
     attend: Attend,
 ) -> jax.Array:
     """What attention adds to the layer's input, before a norm behind it."""
-    B, T, _ = y_BTD.shape
-    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+    (B, T, _), own = y_BTD.shape, cfg.heads_of(kind.mixer)
+    queries, keys = cfg.heads * own.head_dim, own.kv_heads * own.head_dim
+    k: jax.Array | None
     if cfg.fused:
         q, k, v = jnp.split(project(y_BTD, "qkv")[0], (queries, queries + keys), axis=-1)
-    else:
+    elif kind.shares is not None:
+        (q,), k, v = project(y_BTD, "q"), None, None
+    elif "v" in layer_params:
         q, k, v = project(y_BTD, "q", "k", "v")
+    else:
+        q, k = project(y_BTD, "q", "k")
+        v = k
     if cfg.qk_norm_whole:
-        q, k = norm(q, "q_norm"), norm(k, "k_norm")
+        q, k = norm(q, "q_norm"), None if k is None else norm(k, "k_norm")
     q_BTHd, gate_BTHd = q.reshape(B, T, cfg.heads, -1), None
     if cfg.gated:
         q_BTHd, gate_BTHd = jnp.split(q_BTHd, 2, axis=-1)
-    k_BTGd = k.reshape(B, T, cfg.kv_heads, cfg.head_dim)
-    v_BTGd = v.reshape(B, T, cfg.kv_heads, cfg.head_dim)
+    k_BTGd, v_BTGd = (None if x is None else x.reshape(B, T, own.kv_heads, own.head_dim) for x in (k, v))
     if cfg.qk_norm:
-        q_BTHd, k_BTGd = norm(q_BTHd, "q_norm"), norm(k_BTGd, "k_norm")
+        q_BTHd, k_BTGd = norm(q_BTHd, "q_norm"), None if k_BTGd is None else norm(k_BTGd, "k_norm")
+    if cfg.v_norm and v_BTGd is not None:
+        v_BTGd = rms_norm(cfg, v_BTGd, jnp.ones((), v_BTGd.dtype))
     if kind.rope:
         of_queries, of_keys = rope[kind.rope]
-        q_BTHd, k_BTGd = rotate(q_BTHd, of_queries), rotate(k_BTGd, of_keys)
-    if cfg.query_scale != 1:
-        q_BTHd = q_BTHd * jnp.asarray(cfg.query_scale, q_BTHd.dtype)
+        q_BTHd, k_BTGd = rotate(q_BTHd, of_queries), None if k_BTGd is None else rotate(k_BTGd, of_keys)
+    scale = own.head_dim**0.5 if cfg.unscaled else cfg.query_scale
+    if scale != 1:
+        q_BTHd = q_BTHd * jnp.asarray(scale, q_BTHd.dtype)
     o_BTHd = attend(q_BTHd, k_BTGd, v_BTGd, window=kind.window, sinks_H=layer_params.get("sinks"))
     if gate_BTHd is not None:
         o_BTHd = o_BTHd * jax.nn.sigmoid(gate_BTHd)
@@ -406,15 +475,45 @@ def forward(
     """
     rope = rope_tables(cfg, positions_BT if seen is None else jnp.asarray(seen.positions_BT3))
 
-    def layer(kind: LayerKind, x_BTD: jax.Array, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> jax.Array:
-        number, layer_params, layer_lora = stacked
-        x_BTD = constrain(block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, mixers, lora_apply))
-        return x_BTD if seen is None else deepened(seen, number, x_BTD)
+    def layer(kind: LayerKind, carry: Carry, stacked: tuple[Any, LayerParams, Mapping[str, LoraPair]]) -> Carry:
+        (x_BTD, shared, number), (place, layer_params, layer_lora) = carry, stacked
+
+        def attend(
+            q: jax.Array, k: jax.Array | None, v: jax.Array | None, *, window: int | None, sinks_H: jax.Array | None
+        ) -> jax.Array:
+            nonlocal shared
+            if k is None or v is None:
+                k, v = shared[kind.mixer]
+            elif shared:
+                shared = {**shared, kind.mixer: (k, v)}
+            return mixers.attend(q, k, v, window=window, sinks_H=sinks_H)
+
+        own, input_BTP = replace(mixers, attend=attend), of_layer(inputs_LBTP, number)
+        x_BTD = block(cfg, mesh, kind, layer_params, layer_lora, x_BTD, rope, own, lora_apply, input_BTP)
+        x_BTD = constrain(x_BTD)
+        return x_BTD if seen is None else deepened(seen, place, x_BTD), shared, number + 1
 
     kept = jax.checkpoint_policies.save_only_these_names(*(() if remat else KEPT))
     body: Any = jax.checkpoint(layer, policy=kept, static_argnums=0)
     x_BTD = embed(cfg, params, tokens_BT, seen)
-    return final_hidden(cfg, params, over_layers(cfg, body, constrain(x_BTD), params.layers, lora.layers))
+    inputs_LBTP = layer_inputs(cfg, params, tokens_BT, x_BTD)
+    carry = (constrain(x_BTD), _nothing_shared(cfg, x_BTD), jnp.int32(0))
+    x_BTD, _, _ = over_layers(cfg, body, carry, params.layers, lora.layers)
+    return final_hidden(cfg, params, x_BTD)
+
+
+def _nothing_shared(cfg: ModelConfig, x_BTD: jax.Array) -> Shared:
+    """Room for the keys and values of the last layer with each mixer, in models whose later layers read them."""
+    heads = {kind.mixer: cfg.heads_of(kind.mixer) for kind in cfg.layer_kinds if kind.shares is not None}
+    empty = {
+        name: jnp.zeros((*x_BTD.shape[:2], own.kv_heads, own.head_dim), x_BTD.dtype) for name, own in heads.items()
+    }
+    return {name: (zeros, zeros) for name, zeros in empty.items()}
+
+
+def of_layer(inputs_LBTP: jax.Array | None, number: jax.Array) -> jax.Array | None:
+    """What `layer_inputs` has for a layer."""
+    return None if inputs_LBTP is None else jax.lax.dynamic_index_in_dim(inputs_LBTP, number, keepdims=False)
 
 
 def deepened(seen: Seen, number: Any, x_BTD: jax.Array) -> jax.Array:

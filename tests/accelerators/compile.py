@@ -72,8 +72,7 @@ def _step(counts: Counts, steps: int) -> float:
 def _needed(programs: Programs, case: Case) -> float:
     """Bytes that a decode step cannot do without, on each device: the weights, and keys and values of all positions."""
     cfg, (slots, positions) = programs.cfg, case.sizes
-    heads, key, value = cfg.cached
-    cell = len(cfg.numbers("attention")) * heads * (key + value) * programs.params.embed_VD.dtype.itemsize
+    cell = cfg.cached_cell * programs.params.embed_VD.dtype.itemsize
     return held_bytes(programs.params) + slots * positions * cell / programs.mesh.size
 
 

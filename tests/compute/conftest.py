@@ -138,6 +138,7 @@ SEEING = {
     "mistral3": "ministral3",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
 }
 VISION = {
     "hidden_size": 16,
@@ -146,6 +147,8 @@ VISION = {
     "num_attention_heads": 2,
     "image_size": 28,
 }
+GEMMA4_VISION = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 4}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 # What the tiny model of a family has beside SHAPE. A family whose defaults do has no row.
 FAMILY_SHAPE: dict[str, dict[str, Any]] = {
@@ -171,6 +174,34 @@ FAMILY_SHAPE: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDING, FULL] * 3,
+        "sliding_window": 12,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 6,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 30.0,
+        "pad_token_id": None,
+    },
+    "gemma4": {
+        "num_hidden_layers": 3,
+        "layer_types": [SLIDING, SLIDING, FULL],
+        "sliding_window": 12,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "pad_token_id": 0,
+        "moe_intermediate_size": 24,
     },
     "gpt_oss": {
         "num_hidden_layers": 4,
@@ -252,8 +283,12 @@ def random_model(architecture: str, shape: dict[str, Any]) -> Any:
     """A model of that family in torch; `shape` is that of its text model."""
     kind = transformers.AutoModelForCausalLM
     if architecture in SEEING:
-        text = {**shape, **FAMILY_SHAPE.get(SEEING[architecture], {}), "model_type": SEEING[architecture]}
-        sees, token = VISION, {"image_token_id": IMAGE_TOKEN} if architecture in TOWER else {}
+        rows = FAMILY_SHAPE.get(SEEING[architecture], {}), FAMILY_SHAPE.get(architecture, {})
+        text = {**shape, **rows[0], **rows[1], "model_type": SEEING[architecture]}
+        sees, token = (
+            GEMMA4_VISION if architecture == "gemma4" else VISION,
+            {"image_token_id": IMAGE_TOKEN} if architecture in TOWER else {},
+        )
         if "qwen" in architecture:
             sees = {**QWEN_VISION, "out_hidden_size": shape["hidden_size"], **TOWER.get(architecture, {})}
         tied = shape.get("tie_word_embeddings", False)
@@ -276,9 +311,13 @@ def biases_are_not_zero(model: Any) -> None:
                 parameter.normal_(std=0.5)
             elif "norm" in name and not parameter.any():
                 parameter.normal_(std=0.2)
+            elif parameter.ndim == 1 and "Gemma4" in type(model).__name__:  # norms and scales
+                parameter.uniform_(0.3, 0.9)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # above zero: transformers scores other groups' experts 0
                 buffer.uniform_(0, 0.5)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.0)
 
 
 @pytest.fixture(scope="session", params=[f"{family}-{head}" for family in registered() for head in ("tied", "untied")])

@@ -109,7 +109,7 @@ SHAPE = Latent(rank=12, query_rank=0, plain=6, rotary=4, values=10, interleaved=
 def test_published_models_have_the_sizes_that_are_told_of_them():
     deepseek, moonlight, flash = (parse_config(one, name="m") for one in (DEEPSEEK_V3, MOONLIGHT, GLM_4_7_FLASH))
     assert 670 < numbers(DEEPSEEK_V3) < 672 and 15.5 < numbers(MOONLIGHT) < 16.5 and 29 < numbers(GLM_4_7_FLASH) < 31
-    assert [each.cached for each in (deepseek, moonlight, flash)] == [(1, 576, 0)] * 3
+    assert [each.cached() for each in (deepseek, moonlight, flash)] == [(1, 576, 0)] * 3
     assert (deepseek.head_dim, deepseek.rope.dims, deepseek.rope.attention) == (192, 64, 1.0)
     assert deepseek.query_scale == pytest.approx((0.1 * np.log(40) + 1) ** 2)
     assert (flash.head_dim, flash.value_dim, flash.query_scale) == (256, 256, 1.0)

@@ -29,6 +29,7 @@ class Family:
     have others (fused or quantised); given a part of them, those that are made of it, as views if it is an array in
     memory. plain: the tensors of a folder without quantisation, as transformers saves them. embed and final_norm:
     Hugging Face's names of these two tensors. skipped: what the names of tensors begin with that are not loaded.
+    inputs: Hugging Face's names and the shapes of the tensors that `transformer.layer_inputs` takes, by its names.
     """
 
     model_type: str
@@ -41,6 +42,7 @@ class Family:
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     skipped: tuple[str, ...] = ()
+    inputs: Callable[[ModelConfig], dict[str, tuple[str, tuple[int, ...]]]] = lambda _: {}
 
 
 @cache

@@ -32,21 +32,26 @@ from tinkerflow.backend.compute.mesh import (
 from tinkerflow.backend.compute.platforms import CUDA, platform
 from tinkerflow.backend.compute.sampler.absorbed import absorbed
 from tinkerflow.backend.compute.sampler.adjustments import AdjustedRows, adjusted, generated
-from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, cache_sharding
+from tinkerflow.backend.compute.sampler.kv_cache import KVCache, attend_cached, by_mixer
 from tinkerflow.backend.compute.sampler.sampling import Choice, sample
 from tinkerflow.backend.compute.sampler.snapshot_cache import stack_apply, width_of
-from tinkerflow.backend.compute.sampler.states import States, of_layer, put, take, with_layer
+from tinkerflow.backend.compute.sampler.states import States, put, state_of, take, with_layer
 from tinkerflow.backend.compute.transformer import (
     Mixers,
     Params,
     Seen,
     block,
+    capped,
     deepened,
     embed,
     final_hidden,
+    layer_inputs,
+    of_layer,
     rope_tables,
     unembed,
 )
+
+Carry = tuple[KVCache, States, jax.Array, jax.Array]  # from layer to layer, with hidden states and the layer's number
 
 
 @flax.struct.dataclass
@@ -181,29 +186,30 @@ def layers(
     count for its state, None = all. shift_S int32: as in `Rows`, None = tokens turn where they stand. seen: the images
     among the tokens, and where all of them turn; None = as shift_S says.
     """
-    one, rows = sampling_mesh(mesh), cache_mesh(mesh, cfg.cached[0])
+    one, rows = sampling_mesh(mesh), cache_mesh(mesh, cfg.split_heads)
     positions_SQ = start_S[:, None] + jnp.arange(tokens_SQ.shape[1], dtype=jnp.int32)
     if shift_S is not None:
         positions_SQ = positions_SQ + jnp.asarray(shift_S)[:, None]
     rope = rope_tables(cfg, positions_SQ if seen is None else jnp.asarray(seen.positions_BT3))
     apply = stack_apply(columns_S2, width_of(lora), one_device=mesh.size == 1)
 
-    def layer(
-        kind: LayerKind, state: tuple[KVCache, States, jax.Array], stacked: Any
-    ) -> tuple[KVCache, States, jax.Array]:
-        cache, states, x_SQD = state
+    def layer(kind: LayerKind, state: Carry, stacked: Any) -> Carry:
+        cache, states, x_SQD, number = state
         place, layer_params, layer_lora = stacked
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, sinks_H: Any) -> jax.Array:
+        def attend(
+            q: jax.Array, k: jax.Array | None, v: jax.Array | None, *, window: int | None, sinks_H: Any
+        ) -> jax.Array:
             nonlocal cache
             how = {"window": window, "sinks_H": sinks_H}
-            cache, o = attend_cached(mesh, cache, place, tables_SW, start_S, q, k, v, **how)
+            own, o = attend_cached(rows, cache.of(kind.mixer), place, tables_SW, start_S, q, k, v, **how)
+            cache = cache.with_own(kind.mixer, own)
             return o
 
         def recur(weights: LayerParams, qkv: jax.Array, decay: jax.Array, beta: jax.Array) -> jax.Array:
             nonlocal states
             assert cfg.delta is not None and states is not None
-            own = of_layer(states, place)
+            own = state_of(states, place)
             o, own = mix(cfg.delta, rows, weights, own, qkv, decay, beta, rows=FSDP, valid_B=valid_S)
             states = with_layer(states, place, own)
             return o
@@ -211,15 +217,18 @@ def layers(
         absorb = None
         if cfg.latent is not None:
             absorb = functools.partial(absorbed, cfg.latent, mesh, attend, columns_S2, width_of(lora))
-        x_SQD = block(cfg, one, kind, layer_params, layer_lora, x_SQD, rope, Mixers(attend, recur, absorb), apply)
+        mixers, input_SQP = Mixers(attend, recur, absorb), of_layer(inputs_LSQP, number)
+        x_SQD = block(cfg, one, kind, layer_params, layer_lora, x_SQD, rope, mixers, apply, input_SQP)
         x_SQD = x_SQD if seen is None else deepened(seen, place, x_SQD)
-        return cache, states, everywhere(x_SQD)
+        return cache, states, everywhere(x_SQD), number + 1
 
     def everywhere(x_SQD: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x_SQD, replicated(mesh))
 
-    start = (cache, states, everywhere(embed(cfg, params, tokens_SQ, seen)))
-    cache, states, x_SQD = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
+    x_SQD = everywhere(embed(cfg, params, tokens_SQ, seen))
+    inputs_LSQP = layer_inputs(cfg, params, tokens_SQ, x_SQD)
+    start = (cache, states, x_SQD, jnp.int32(0))
+    cache, states, x_SQD, _ = over_layers(cfg, layer, start, params.layers, lora.layers, _in_place(cfg, mesh, params))
     return cache, states, final_hidden(cfg, params, x_SQD)
 
 
@@ -243,11 +252,10 @@ def unembedded(mesh: Mesh, params: Params, pair: LoraPair | None, x_SQD: jax.Arr
         apply = stack_apply(columns_S2, int(pair.A.shape[-2]), one_device=mesh.size == 1)
         (update,) = apply(x_SQD, (pair,))
         logits = logits + update.astype(jnp.float32)
+    logits = capped(params, logits)
     return jax.lax.with_sharding_constraint(logits, sharding(mesh, logits.shape, None, None, WEIGHTS))
 
 
 def pin_cache(cfg: ModelConfig, mesh: Mesh, cache: KVCache) -> KVCache:
     """The cache with its sharding pinned: a step's result must be what the next step was compiled for."""
-    where = cache_sharding(cfg, mesh)
-    pinned: KVCache = jax.tree.map(lambda part: jax.lax.with_sharding_constraint(part, where), cache)
-    return pinned
+    return by_mixer(cfg, mesh, cache, jax.lax.with_sharding_constraint)

@@ -17,7 +17,7 @@ layer against 2.7).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tinkerflow.backend.compute.config import ModelConfig
+from tinkerflow.backend.compute.config import ATTENTION, GLOBAL, ModelConfig
 from tinkerflow.backend.compute.deltanet import DeltaState
 from tinkerflow.backend.compute.mesh import FSDP, TENSOR, Array, cache_mesh
 from tinkerflow.backend.compute.platforms import CPU, CUDA, TPU, on_cpu, platform
@@ -48,21 +48,47 @@ class KVCache:
     For the kernel of TPUs k holds both, by turns, as [L, N, P, 2 G, d], and v is None. In models with latent attention
     k has the latent and the rotated part of a key as one head, and v, which is a part of the latent, has d = 0.
     states: of the layers that have no keys; None in models without such layers, and while a dispatch has taken them.
+    globals: the same pages in the layers with the mixer "global", whose heads are others; None in models without. A
+    layer that shares the keys and values of another one has nothing here.
     """
 
     k: Any
     v: Any
     states: DeltaState | None = None
+    globals: KVCache | None = None
+
+    def of(self, mixer: str) -> KVCache:
+        """The pages in the layers with this mixer."""
+        return KVCache(self.k, self.v) if mixer != GLOBAL or self.globals is None else self.globals
+
+    def with_own(self, mixer: str, own: KVCache) -> KVCache:
+        """The same cache with other pages in the layers with this mixer."""
+        changed: KVCache = replace(self, globals=own) if mixer == GLOBAL else replace(self, k=own.k, v=own.v)
+        return changed
 
 
-def cache_sharding(cfg: ModelConfig, mesh: Mesh) -> NamedSharding:
-    """Pages over fsdp, heads over tensor, of the `cache_mesh` of these devices; of a single layer as well."""
-    return NamedSharding(cache_mesh(mesh, cfg.cached[0]), _cache_spec(together=_together(cfg, mesh)))
+def cache_sharding(cfg: ModelConfig, mesh: Mesh, mixer: str = ATTENTION) -> NamedSharding:
+    """Pages over fsdp, heads over tensor, of the `cache_mesh` of these devices; of a single layer as well.
+
+    cfg, mesh: the base model's shape, and the devices. mixer: of the layers.
+    """
+    return NamedSharding(cache_mesh(mesh, cfg.split_heads), _cache_spec(together=_together(cfg, mesh, mixer)))
 
 
-def _together(cfg: ModelConfig, mesh: Mesh) -> bool:
+def by_mixer(
+    cfg: ModelConfig, mesh: Mesh, cache: KVCache, change: Callable[[jax.Array, NamedSharding], jax.Array]
+) -> KVCache:
+    """The cache after `change` of each array of pages and its sharding. cfg, mesh: of the model. cache: its pages."""
+    made = cache
+    for mixer in (ATTENTION,) if cache.globals is None else (ATTENTION, GLOBAL):
+        where = cache_sharding(cfg, mesh, mixer)
+        made = made.with_own(mixer, jax.tree.map(lambda part, where=where: change(part, where), cache.of(mixer)))
+    return made
+
+
+def _together(cfg: ModelConfig, mesh: Mesh, mixer: str) -> bool:
     """Whether keys and values lie in one array."""
-    return platform() is TPU and paged_tpu.takes(cfg, cache_mesh(mesh, cfg.cached[0]).shape[TENSOR])
+    return platform() is TPU and paged_tpu.takes(cfg, mixer, cache_mesh(mesh, cfg.split_heads).shape[TENSOR])
 
 
 def _cache_spec(*, together: bool) -> PartitionSpec:
@@ -79,18 +105,22 @@ def empty_cache(
     32. dtype: by name. by_layer: one array for each layer. states: of layers with linear attention, like pages.
     """
 
-    def zeros(layers: int, inner: tuple[int, int, int]) -> jax.Array:
-        return jax.lax.with_sharding_constraint(jnp.zeros((layers, pages, *inner), dtype), cache_sharding(cfg, mesh))
+    def pages_of(mixer: str) -> KVCache:
+        where, layers = cache_sharding(cfg, mesh, mixer), len(cfg.numbers(mixer))
 
-    def part(*inner: int) -> jax.Array | tuple[jax.Array, ...]:
-        size, layers = (inner[0], inner[1], inner[2]), len(cfg.numbers("attention"))
-        return tuple(zeros(1, size) for _ in range(layers)) if by_layer else zeros(layers, size)
+        def zeros(layers: int, inner: tuple[int, ...]) -> jax.Array:
+            return jax.lax.with_sharding_constraint(jnp.zeros((layers, pages, *inner), dtype), where)
 
-    pool = empty_pool(cfg, mesh, states, dtype)
-    if _together(cfg, mesh):
-        return KVCache(k=part(page, 2 * cfg.kv_heads, cfg.head_dim), v=None, states=pool)
-    heads, key, value = cfg.cached
-    return KVCache(k=part(heads, key, page), v=part(heads, page, value), states=pool)
+        def part(*inner: int) -> jax.Array | tuple[jax.Array, ...]:
+            return tuple(zeros(1, inner) for _ in range(layers)) if by_layer else zeros(layers, inner)
+
+        heads, key, value = cfg.cached(mixer)
+        if _together(cfg, mesh, mixer):
+            return KVCache(k=part(page, 2 * heads, key), v=None)
+        return KVCache(k=part(heads, key, page), v=part(heads, page, value))
+
+    beside = None if cfg.global_heads is None else pages_of(GLOBAL)
+    return replace(pages_of(ATTENTION), states=empty_pool(cfg, mesh, states, dtype), globals=beside)
 
 
 def copy_pages(
@@ -119,10 +149,7 @@ def copied(
     cfg, mesh: the base model's shape, and the devices. cache: of any shape. source_N, into_N int32: numbers in the
     whole pool. count: int32 scalar.
     """
-    where = cache_sharding(cfg, mesh)
-    pages = replace(cache, states=None)
-    made: KVCache = jax.tree.map(lambda part: _copied(where, part, source_N, into_N, count), pages)
-    return replace(made, states=cache.states)
+    return by_mixer(cfg, mesh, cache, lambda part, where: _copied(where, part, source_N, into_N, count))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -170,18 +197,18 @@ def attend_cached(
     tables_SW: Array,
     start_S: jax.Array,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     *,
     window: int | None = None,
     sinks_H: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
-    """Write k and v into a layer of the cache, then attend: the new cache, and o [S, Q, H, d].
+    """Write k and v, unless they are None, into a layer of the cache, then attend: the new cache, and o [S, Q, H, d].
 
     Causal: query i of a row sees positions 0 .. start_S + i, and with a window the last `window` of these; pages that
     no row's window reaches are not read (TPUs' kernel reads them). With Q > 1 all rows start together, at start_S[0].
 
-    mesh: pages and rows are split over fsdp, heads over tensor, of its `cache_mesh`. cache: updated in place. layer:
+    mesh: the `cache_mesh`; pages and rows are split over fsdp, heads over tensor. cache: updated in place. layer:
     its number, an int if the cache is by layer. tables_SW int32: the pages of each row, as numbers in the row's own
     shard; 0 = none, and what is written there is dropped. start_S int32: where each row's first query stands.
     q [S, Q, H, d] and k [S, Q, G, d]: rotated. v [S, Q, G, d]; if the cache has no room for values, the first
@@ -202,8 +229,8 @@ def _attend_stacked(
     tables_SW: Array,
     start_S: jax.Array,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     window: int | None,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, Any]:
@@ -212,7 +239,7 @@ def _attend_stacked(
     rows, heads = PartitionSpec(FSDP), PartitionSpec(FSDP, None, TENSOR, None)
     local = jax.shard_map(
         functools.partial(_attend_local, window),
-        mesh=cache_mesh(mesh, k.shape[2]),
+        mesh=mesh,
         in_specs=(held, PartitionSpec(), rows, rows, heads, heads, heads, PartitionSpec(TENSOR)),
         out_specs=(held, heads),
         check_vma=False,
@@ -230,16 +257,17 @@ def _attend_local(
     tables_SW: jax.Array,
     start_S: jax.Array,
     q_SQHd: jax.Array,
-    k_SQGd: jax.Array,
-    v_SQGd: jax.Array,
+    k_SQGd: jax.Array | None,
+    v_SQGd: jax.Array | None,
     sinks_H: jax.Array | None,
 ) -> tuple[KVCache, jax.Array]:
-    latents = _latents(cache)
-    cache = _written(cache, layer, tables_SW, start_S, k_SQGd, v_SQGd[..., :0] if latents else v_SQGd)
+    latents, values = _latents(cache), 0
+    if k_SQGd is not None and v_SQGd is not None:
+        values = v_SQGd.shape[-1] if latents else 0
+        cache = _written(cache, layer, tables_SW, start_S, k_SQGd, v_SQGd[..., :0] if latents else v_SQGd)
     q_SQHd = q_SQHd * q_SQHd.shape[-1] ** -0.5
     if cache.v is None:
         return cache, paged_tpu.attend(cache.k, layer, tables_SW, start_S, q_SQHd, window)
-    values = v_SQGd.shape[-1] if latents else 0
     by_kernel = platform() is CUDA and paged_gpu.takes(q_SQHd.shape[-1], values)
     attend = paged_gpu.attend if by_kernel else _attend_by_page
     return cache, attend(cache.k, cache.v, layer, tables_SW, start_S, q_SQHd, window, sinks_H, values)

@@ -20,10 +20,11 @@ _LANES, _SUBLANES = 128, 8
 _PAGES, _QUERIES = 4, 32  # of a block: those that the kernel's authors found for 32 and 8 heads at 512 positions
 
 
-def takes(cfg: ModelConfig, tensor: int) -> bool:
-    """Whether the kernel computes this model's attention with its heads split over `tensor` devices."""
-    kv_heads = cfg.kv_heads // tensor if cfg.kv_heads % tensor == 0 else cfg.kv_heads
-    whole = cfg.head_dim % _LANES == 0 and cfg.latent is None and "sinks" not in layers_with(cfg)
+def takes(cfg: ModelConfig, mixer: str, tensor: int) -> bool:
+    """Whether the kernel computes the attention of layers with this mixer, its heads split over `tensor` devices."""
+    own = cfg.heads_of(mixer)
+    kv_heads = own.kv_heads // tensor if own.kv_heads % tensor == 0 else own.kv_heads
+    whole = own.head_dim % _LANES == 0 and cfg.latent is None and "sinks" not in layers_with(cfg)
     return whole and (kv_heads in (1, 2, 4) or kv_heads % _SUBLANES == 0)
 
 

@@ -97,7 +97,7 @@ class Sampler:
         sizes = platform().prefill_tokens
         self._prefill_budget = prefill_budget or _BUDGET_PIECES * sizes[-1]
         params, dtype = by_layer(cfg, params), params.embed_VD.dtype
-        shards = cache_mesh(mesh, cfg.cached[0]).shape[FSDP]
+        shards = cache_mesh(mesh, cfg.split_heads).shape[FSDP]
         self._shapes = make_shapes(max_slots=config.sample_slots, fsdp=shards, pieces=sizes, rows_are_dear=on_cpu())
         windows = {kind.window for kind in cfg.layer_kinds if kind.mixer != "delta"}
         window = max((one for one in windows if one), default=None) if None not in windows else None

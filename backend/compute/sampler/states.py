@@ -33,7 +33,7 @@ def empty_pool(cfg: ModelConfig, mesh: Mesh, states: int, dtype: str) -> DeltaSt
 def pool_sharding(cfg: ModelConfig, mesh: Mesh) -> DeltaState:
     """States over fsdp, heads over tensor where the axis divides the key heads: a sharding for each array."""
     assert cfg.delta is not None
-    mesh = cache_mesh(mesh, cfg.cached[0])
+    mesh = cache_mesh(mesh, cfg.split_heads)
     heads = TENSOR if cfg.delta.key_heads % mesh.shape[TENSOR] == 0 else None
     conv, S = PartitionSpec(None, FSDP), PartitionSpec(None, FSDP, heads)
     return DeltaState(*(NamedSharding(mesh, spec) for spec in (conv, S)))  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def put(cfg: ModelConfig, mesh: Mesh, pool: DeltaState | None, rows: States, sta
     return pin_pool(cfg, mesh, changed)
 
 
-def of_layer(rows: DeltaState | tuple[DeltaState, ...], place: Any) -> DeltaState:
+def state_of(rows: DeltaState | tuple[DeltaState, ...], place: Any) -> DeltaState:
     """The rows' states in a layer. place: among the layers with states; an int if the rows are by layer."""
     if isinstance(rows, tuple):
         return rows[place]
@@ -110,7 +110,7 @@ def of_layer(rows: DeltaState | tuple[DeltaState, ...], place: Any) -> DeltaStat
 
 
 def with_layer(rows: DeltaState | tuple[DeltaState, ...], place: Any, state: DeltaState) -> States:
-    """The rows with new states in a layer. place: as in `of_layer`."""
+    """The rows with new states in a layer. place: as in `state_of`."""
     if isinstance(rows, tuple):
         return (*rows[:place], state, *rows[place + 1 :])
     changed: DeltaState = jax.tree.map(

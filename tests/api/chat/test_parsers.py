@@ -52,6 +52,7 @@ GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 )
+GEMMA = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
 JSON = '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}'
 OTHER = '{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}'
 ARGS = '{"city": "Paris", "days": 3}'
@@ -334,6 +335,27 @@ CASES = [
         calls=(STOP, ("weather", {"city": '{"a": 1}'})),
     ),
     Case("minimax", "<minimax:tool_call>\nwhat", "<minimax:tool_call>\nwhat"),
+    Case("gemma4", f"<|channel>thought\nhm<channel|>Look.{GEMMA}", "Look.", "hm", (PARIS,)),
+    Case("gemma4", f"<|channel>thought\n<channel|>{GEMMA}<|tool_call>call:stop{{}}<tool_call|>", calls=(PARIS, STOP)),
+    Case("gemma4", f"hm{GEMMA}", "", "hm", (PARIS,), opened=True),
+    Case(
+        "gemma4",
+        '<|tool_call>call:stop{a:<|"|>say "x:{y}"<|"|>,b:[1,-2.5e3,true,None,<|"|><|"|>],<|"|>c d<|"|>:{e:"f,"}}'
+        "<tool_call|>",
+        calls=(("stop", {"a": 'say "x:{y}"', "b": [1, -2500.0, True, None, ""], "c d": {"e": "f,"}}),),
+    ),
+    *(
+        Case("gemma4", text, text)
+        for text in (
+            "<|tool_call>call:stop{a:1",
+            "<|tool_call>call:stop{a:oops}<tool_call|>",
+            "<|tool_call>call:stop{a:NaN}<tool_call|>",
+            "<|tool_call>call:stop{1}<tool_call|>",
+            "<|tool_call>stop{}<tool_call|>",
+            "<|tool_call>call:{}<tool_call|>",
+            "<|tool_call>call:stop" + "{a:" * 3000 + "<tool_call|>",
+        )
+    ),
 ]
 
 

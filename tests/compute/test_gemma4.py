@@ -1,0 +1,122 @@
+"""Gemma 4's variants in the sizes that Google publishes: what is loaded, what is kept of a token, what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tinkerflow.backend.compute import full
+from tinkerflow.backend.compute.config import GLOBAL
+from tinkerflow.backend.compute.families import family_of, layers_with, parse_config, projections
+from tinkerflow.backend.errors import UserError
+
+PLAIN = {"model_type": "gemma4_text", "final_logit_softcapping": 30.0, "num_attention_heads": 8, "head_dim": 256}
+NO_INPUTS = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "sliding_window": 1024}
+
+
+def types(layers: int, every: int) -> list[str]:
+    return ["sliding_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
+
+
+E2B = PLAIN | {
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "layer_types": types(35, 5),
+}
+E4B = PLAIN | {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18,
+}
+DENSE_31B = (
+    PLAIN
+    | NO_INPUTS
+    | {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+    }
+)
+MOE_26B = (
+    PLAIN
+    | NO_INPUTS
+    | {
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    }
+)
+
+
+def billions(values: dict[str, Any]) -> float:
+    cfg = parse_config(values, name="m")
+    family = family_of(cfg)
+    matrices = sum(math.prod((*one.stack, one.inputs, one.outputs)) for one in projections(cfg).values())
+    homes = layers_with(cfg)
+    tensors = sum(len(homes[name]) * math.prod(one.shape) for name, one in family.tensors(cfg).items())
+    return (matrices + tensors + sum(math.prod(shape) for _, shape in family.inputs(cfg).values())) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "cell"),
+    [
+        (E2B, 4.65, 2 * (12 * 256 + 3 * 512)),
+        (E4B, 7.5, 2 * 2 * (20 * 256 + 4 * 512)),
+        (DENSE_31B, 30.7, 2 * (50 * 16 * 256 + 10 * 4 * 512)),
+        (MOE_26B, 25.2, 2 * (25 * 8 * 256 + 5 * 2 * 512)),
+    ],
+)
+def test_what_is_loaded_and_what_is_kept_of_a_token(values: dict[str, Any], size: float, cell: int) -> None:
+    """Layers that share keys and values have none in the cache; those of all others have the widths of their heads."""
+    assert billions(values) == pytest.approx(size, rel=0.02)
+    cfg = parse_config(values, name="m")
+    assert cfg.cached_cell == cell
+    assert cfg.split_heads == {16: 4, 8: 2}.get(cfg.kv_heads, cfg.kv_heads)
+    with pytest.raises(UserError, match=r"rank 0 .*Gemma 4"):
+        full.check(cfg, "adamw")
+
+
+def test_the_last_layers_share_with_the_last_of_their_kind_before_them() -> None:
+    cfg = parse_config(E2B, name="m")
+    assert {kind.shares for kind in cfg.layer_kinds[:15]} == {None}
+    assert [kind.shares for kind in cfg.layer_kinds[15:]] == [13, 13, 13, 13, 14] * 4
+    assert cfg.place(14) == cfg.place(34) == len(cfg.numbers(GLOBAL)) - 1 == 2
+    assert layers_with(cfg)["k@global"] == cfg.numbers(GLOBAL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+        ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input 7 is not supported"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "num_global_key_value_heads 3"),
+        ({"num_kv_shared_layers": 32}, "num_kv_shared_layers 32"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts 5 of 4 experts"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+            "use_double_wide_mlp true is not supported",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_config(E2B | changes, name="m")
