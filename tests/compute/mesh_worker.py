@@ -1,4 +1,4 @@
-"""One process with several CPU devices, for test_mesh: trains with each optimizer on a mesh; numbers as JSON."""
+"""One process with several CPU devices, for test_mesh: trains with each optimizer, and whole; numbers as JSON."""
 
 from __future__ import annotations
 
@@ -42,8 +42,15 @@ def main() -> None:
         for n in (9, 30, 17)
     )
     said: dict[str, object] = {}
-    for name, params in (("adamw", AdamParams(learning_rate=1e-2)), ("dimuon", DimuonParams(learning_rate=1e-2))):
-        executor.execute(CreateAdapter(name, LoraSpec(4), 0, name))
+    runs = {
+        "adamw": (LoraSpec(4), "adamw", AdamParams(learning_rate=1e-2)),
+        "dimuon": (LoraSpec(4), "dimuon", DimuonParams(learning_rate=1e-2)),
+        "full": (LoraSpec(0), "adamw", AdamParams(learning_rate=1e-3)),
+    }
+    if executor._cfg.experts:
+        del runs["full"]
+    for name, (spec, optimizer, params) in runs.items():
+        executor.execute(CreateAdapter(name, spec, 0, optimizer))
         for step in range(3):
             result = executor.execute(Forward(name, data, "cross_entropy"))
             norm = executor.execute(OptimStep(name, params)).grad_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,19 @@ def test_chunks_change_nothing(data, most, adapted, target):
         close(scored.logprobs_BTK, expected, ulps=16)
     for found, slope in zip(jax.tree.leaves((d_hidden, d_pair)), jax.tree.leaves(slopes), strict=True):
         assert np.abs(found - slope).max() < 1e-4 * max(1.0, np.abs(slope).max())
+
+
+@pytest.mark.parametrize(("most", "target"), [(B * V * 8, CPU), (V * 8, CUDA)], ids=lambda x: getattr(x, "name", x))
+def test_the_gradient_by_the_unembedding_is_that_of_the_plain_formula(data, most, target):
+    params, _, *rest = data
+
+    def loss(head):
+        return plain(replace(params, unembed_VD=head), None, *rest)[0]
+
+    with compiling_for(target):
+        _, _, found = logprobs.score_and_grads(params, None, *rest, devices=B, most_logits=most, by_head=True)
+    slope = jax.grad(loss)(params.head)
+    assert np.abs(found - slope).max() < 1e-4 * np.abs(slope).max()
 
 
 def test_logits_never_exist_whole(data):

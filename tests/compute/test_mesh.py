@@ -36,7 +36,7 @@ def test_devices_that_the_axes_do_not_divide_are_refused_by_name():
 def test_a_mesh_gives_the_numbers_of_one_device(model, devices, axes, request):
     folder = request.getfixturevalue(model).folder
     alone, found = train(folder, 1, 1, 1, 1), train(folder, devices, *axes)
-    for name in ("adamw", "dimuon"):
+    for name in ("adamw", "dimuon", *(("full",) if model == "qwen3" else ())):
         assert alone[f"{name} loss 2"] < alone[f"{name} loss 0"]
         for step in range(3):
             assert np.isclose(found[f"{name} loss {step}"], alone[f"{name} loss {step}"], rtol=1e-4)
@@ -44,7 +44,10 @@ def test_a_mesh_gives_the_numbers_of_one_device(model, devices, axes, request):
         for one, other in zip(found[f"{name} logprobs"], alone[f"{name} logprobs"], strict=True):
             close_logprobs(one, other, ulps=2048)
         assert found[f"{name} compiled for a restored state"] == 0
-        assert found[f"{name} held"] * devices == alone[f"{name} held"]
+        if name != "full":
+            assert found[f"{name} held"] * devices == alone[f"{name} held"]
+    if model == "qwen3":  # norms are whole on each device, as the base model's are
+        assert alone["full held"] <= found["full held"] * devices < 1.1 * alone["full held"]
 
 
 def test_two_runs_on_a_mesh_are_alike_bit_for_bit(qwen3):
