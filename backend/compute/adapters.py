@@ -38,14 +38,23 @@ Tree = TypeVar("Tree")
 T = TypeVar("T")
 
 
+@dataclass
+class Unsure:
+    """That nobody knows yet whether the devices had the memory to compute an adapter's gradients.
+
+    before: what they were, None = zeros; and once the gradients are known to be computed, when the reply is read.
+    """
+
+    before: Trained | None
+
+
 @dataclass(frozen=True)
 class Adapter:
     """One adapter on the devices.
 
     steps_before: optimizer steps made before the last one. last_norm: the last step's gradient norm, a device array
     that may still be computing; None: no step to wait for. pending: gradients wait for the next optimizer step.
-    unsure: nobody has waited for the gradients yet; if the devices had no memory left to compute them, they are what
-    they were `before`, None = zeros.
+    unsure: None once somebody has waited for the gradients, in `AdapterStore.get`.
     """
 
     spec: LoraSpec
@@ -55,8 +64,7 @@ class Adapter:
     steps_before: int = 0
     last_norm: jax.Array | None = None
     pending: bool = False
-    unsure: bool = False
-    before: Trained | None = None
+    unsure: Unsure | None = None
 
     @property
     def step(self) -> int:
@@ -91,12 +99,11 @@ class AdapterStore:
             raise NotFoundError(f"adapter {adapter_id!r} is not in this worker group: it was never made, or dropped")
         adapter = self._adapters[adapter_id]
         known = adapter
-        if adapter.unsure:
-            known = replace(adapter, unsure=False, before=None)
+        if adapter.unsure is not None:
+            known = replace(adapter, unsure=None)
             if not _are_computed(adapter.grads):
-                known = replace(
-                    known, grads=adapter.before or self._zeros_of(adapter.lora), pending=adapter.before is not None
-                )
+                before = adapter.unsure.before
+                known = replace(known, grads=before or self._zeros_of(adapter.lora), pending=before is not None)
         elif not adapter.pending and any(leaf.is_deleted() for leaf in jax.tree.leaves(adapter.grads)):
             known = replace(adapter, grads=self._zeros_of(adapter.lora))  # donated to a pass that failed
         self.set(adapter_id, known)

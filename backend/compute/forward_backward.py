@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tinkerflow.backend.commands import DeferredReply, Done, Float32, Forward, ForwardResult, Reply
-from tinkerflow.backend.compute.adapters import Adapter, AdapterStore
+from tinkerflow.backend.compute.adapters import Adapter, AdapterStore, Unsure
 from tinkerflow.backend.compute.logprobs import Scored
 from tinkerflow.backend.compute.losses import choose, judge
 from tinkerflow.backend.compute.mesh import row_parts, to_host
@@ -163,11 +163,13 @@ class _Pass:
 
     def finish(self) -> ReadResult:
         """Keep the gradients; the result, still on the devices."""
-        if self._command.backward:
-            before = self._adapter.grads if self._adapter.pending else None
-            after = replace(self._adapter, grads=self._grads, pending=True, unsure=True, before=before)
-            self._training.adapters.set(self._command.adapter_id, after)
-        return partial(_gather, self._command, self._batches, self._scored)
+        gathered = partial(_gather, self._command, self._batches, self._scored)
+        if not self._command.backward:
+            return gathered
+        unsure = Unsure(self._adapter.grads if self._adapter.pending else None)
+        after = replace(self._adapter, grads=self._grads, pending=True, unsure=unsure)
+        self._training.adapters.set(self._command.adapter_id, after)
+        return partial(_computed, gathered, unsure)
 
 
 def _or_no_memory(command: Forward, reply: DeferredReply) -> Reply:
@@ -197,6 +199,13 @@ def _wait_for(scored: Scored) -> Done:
 
 def _after(trained: ReadResult, result: ForwardResult) -> ForwardResult:
     trained()
+    return result
+
+
+def _computed(scored: ReadResult, unsure: Unsure) -> ForwardResult:
+    """The result. The programs that gave it gave the gradients: nobody needs what these were before."""
+    result = scored()
+    unsure.before = None
     return result
 
 

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -50,7 +51,8 @@ _CACHE_ON_CPUS = 0.2  # of the host's memory
 _POSITIONS_A_SLOT_ON_CPUS = 1024  # the host's memory is everybody's
 
 # Shares of what the weights leave free.
-_TRAINING = 0.35  # the most that a training step may take
+_TRAINING = 0.35  # the most that a training step takes by choice
+_SHORT_OF_MEMORY = 0.6  # the most that the smallest step takes, which a group without another choice makes
 _KEPT = 0.3  # of these, the most that is kept for the backward pass
 _ADAPTERS = 0.5  # the most that is set aside for `_RESIDENT` adapters before the sampler gets its part
 # Shares of the sampler's part.
@@ -62,6 +64,8 @@ _RESIDENT = 16  # adapters of the usual rank that room is set aside for
 _BESIDE_FULL = 4  # adapters of the usual rank that find room beside models of which all parameters are trained
 _FULL_ON_CPUS = 0.5  # of the host's memory: such models and the base model's weights
 _RESERVE = 0.04  # of the limit: what the allocator cannot use, and what libraries take
+_IN_FLIGHT = 2  # commands that the devices compute and that are read, at the same time
+_LOGITS_AND_TABLES = 20  # bytes a cell: logits as they are and changed, biases, what was seen before a chunk and now
 _LOGIT_BYTES = 6  # of one logit: float32, and once in the dtype of the activations
 GB = 10**9
 
@@ -87,14 +91,16 @@ class MemoryUses:
 
     weights: the base model. activations: what a training step keeps for its backward pass. temporaries: what a step
     needs besides, the gradient that it adds to included. kv_cache: the pages and the states of all sequences, and of
-    prompts that are kept for later requests. snapshots: adapters published for sampling. adapters: weights, gradients
-    and moments of the models in training. reserve: left alone.
+    prompts that are kept for later requests. logits: of a step of all sequences, and the tables that change them.
+    snapshots: adapters published for sampling, and the stack of those being sampled. adapters: weights, gradients and
+    moments of the models in training. reserve: left alone.
     """
 
     weights: int
     activations: int
     temporaries: int
     kv_cache: int
+    logits: int
     snapshots: int
     adapters: int
     reserve: int
@@ -139,7 +145,8 @@ class MemoryPlan:
         """Bytes of each device by use; on CPUs, where nothing else is planned, of the weights and the KV cache."""
         if self.uses is not None:
             return asdict(self.uses)
-        return {"weights": weight_bytes(cfg, config), "kv_cache": self.pages * _page_bytes(cfg, config)}
+        cache = self.pages * _page_bytes(cfg, config) + _state_bytes(cfg, config)
+        return {"weights": weight_bytes(cfg, config), "kv_cache": cache}
 
     def describe(self) -> str:
         """The plan as lines of text for people."""
@@ -161,7 +168,8 @@ def plan_group(cfg: ModelConfig, config: GroupConfig) -> MemoryPlan:
         longest = min(config.max_context, cfg.max_positions)
         shards = sampling_config(cfg, config).fsdp
         slots = -(-config.sample_slots // shards) * pages_for(min(longest, _POSITIONS_A_SLOT_ON_CPUS))
-        fit = least(int(_host_bytes() * _CACHE_ON_CPUS / _page_bytes(cfg, config)))
+        share, in_states = int(_host_bytes() * _CACHE_ON_CPUS), _state_bytes(cfg, config)
+        fit = least(max(share - in_states, share // 2) // _page_bytes(cfg, config))
         pages = min(fit, max(slots, pages_for(longest)))
         budget = budget_for(cfg, config.dtype, config.fsdp, None, config.microbatch_tokens)
         states = state_count(cfg, config)
@@ -180,17 +188,18 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
     budget = _budget_within(cfg, config, max(0, free))
     reference = adapter_bytes(cfg, config, usual_spec(cfg, config.expert_rank), DEFAULT_OPTIMIZER)
     page, longest = _page_bytes(cfg, config), min(config.max_context, cfg.max_positions)
-    states = _state_bytes(cfg, config)
-    context = pages_for(longest) * PAGE
-    while context >= PAGE:
+    states, logits = _state_bytes(cfg, config), _logit_bytes(cfg, config)
+    contexts = [pages_for(longest) * PAGE]
+    while (half := contexts[-1] // 2 // PAGE * PAGE) >= PAGE:
+        contexts.append(half)
+    for share, context in product((_TRAINING, _SHORT_OF_MEMORY), contexts):
         step = _largest_step(cfg, config, budget, context)
         set_aside = min(_RESIDENT * reference, int(_ADAPTERS * max(0, free)))
-        sampling = min(free - sum(step) - set_aside, limit // 2)
+        sampling = min(free - sum(step) - set_aside, limit // 2) - logits
         cache = int(_CACHE * sampling)
         # The pages of a sequence lie on one device of fsdp, beside one of zeros; a second sequence makes it a batch.
-        if sum(step) <= _TRAINING * free and (2 * context // PAGE + 1) * page + states <= cache:
+        if sum(step) <= share * free and (2 * context // PAGE + 1) * page + states <= cache:
             break
-        context = context // 2 // PAGE * PAGE
     else:
         tokens = _step_sizes(config, budget, PAGE)[0]
         less = "a smaller TINKERFLOW_MICROBATCH_TOKENS, " if config.microbatch_tokens else ""
@@ -199,7 +208,7 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         raise UserError(
             f"base model {config.model_path!r}: its weights take {weights / GB:.1f} GB of the {limit / GB:.1f} GB of "
             f"each device. Too little is left to train and sample: a training step of {tokens} tokens takes "
-            f"{sum(step) / GB:.1f} GB and may take {_TRAINING * max(0, free) / GB:.1f}. Use {less}more devices, "
+            f"{sum(step) / GB:.1f} GB and may take {share * max(0, free) / GB:.1f}. Use {less}more devices, "
             "TINKERFLOW_TENSOR_PARALLEL, TINKERFLOW_BASE_WEIGHTS=int8, or devices with more memory"
         )
     pages = (cache - states) // page
@@ -208,8 +217,9 @@ def plan_memory(cfg: ModelConfig, config: GroupConfig, limit: int) -> MemoryPlan
         activations=step[0],
         temporaries=step[1],
         kv_cache=cache,
+        logits=logits,
         snapshots=sampling - cache,
-        adapters=free - sum(step) - sampling,
+        adapters=free - sum(step) - sampling - logits,
         reserve=reserve,
     )
     cells = (pages - 1) * PAGE * sampling_config(cfg, config).fsdp
@@ -297,10 +307,7 @@ def adapter_bytes(cfg: ModelConfig, config: GroupConfig, spec: LoraSpec, optimiz
     """What an adapter in training takes of each device: weights, gradients and the optimizer's state, float32."""
     if spec.full:
         return _full_bytes(cfg, config, optimizer)
-    shapes = _adapter_shapes(cfg, spec)
-    places: Any = shardings(_mesh(config), shapes)
-    size = sum(math.prod(where.shard_shape(one.shape)) for one, where in zip(shapes, places, strict=True))
-    return 4 * size * (2 + len(OPTIMIZERS[optimizer].state))
+    return _shards_bytes(config, _adapter_shapes(cfg, spec)) * (2 + len(OPTIMIZERS[optimizer].state))
 
 
 def _full_bytes(cfg: ModelConfig, config: GroupConfig, optimizer: Optimizer) -> int:
@@ -399,8 +406,10 @@ def _step(cfg: ModelConfig, config: GroupConfig, budget: Budget, tokens: int) ->
         whole = replace(config, fsdp=1)
         gathered = vocab * cfg.hidden * item + 2 * weight_bytes(cfg, whole) // cfg.layers
     # The adapter in the dtype of the activations, its gradient, and what the gradient is added to; all of them whole.
-    adapter = sum(shape.size for shape in _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank)))
-    gradients = adapter * (8 + item) + (4 * adapter if config.fsdp * config.expert * config.tensor > 1 else 0)
+    # And what the gradients were before, of a command that is computed and one that is read at the same time.
+    shapes = _adapter_shapes(cfg, usual_spec(cfg, config.expert_rank))
+    adapter, devices = sum(shape.size for shape in shapes), config.fsdp * config.expert * config.tensor
+    gradients = adapter * (8 + item) + (4 * adapter if devices > 1 else 0) + _IN_FLIGHT * _shards_bytes(config, shapes)
     return kept, layer + ends + logits + gathered + gradients
 
 
@@ -429,6 +438,18 @@ def _adapter_shapes(cfg: ModelConfig, spec: LoraSpec) -> list[jax.ShapeDtypeStru
     matrices = [projections(cfg)[name] for name in targets(cfg, spec)]
     sizes = [(one, size) for one in matrices for size in (one.inputs, one.outputs)]
     return [jax.ShapeDtypeStruct((*one.stack, matrix_rank(spec, one), size), np.float32) for one, size in sizes]
+
+
+def _shards_bytes(config: GroupConfig, shapes: list[jax.ShapeDtypeStruct]) -> int:
+    """What the arrays of an adapter take of each device."""
+    places: Any = shardings(_mesh(config), shapes)
+    return 4 * sum(math.prod(where.shard_shape(one.shape)) for one, where in zip(shapes, places, strict=True))
+
+
+def _logit_bytes(cfg: ModelConfig, config: GroupConfig) -> int:
+    """What the logits of all sequences take of a device while tokens are drawn, with `AdjustedRows` for each."""
+    rows = -(-config.sample_slots // (config.fsdp * config.tensor))
+    return rows * cfg.vocab * _LOGITS_AND_TABLES
 
 
 def _page_bytes(cfg: ModelConfig, config: GroupConfig) -> int:

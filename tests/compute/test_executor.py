@@ -118,6 +118,18 @@ def test_without_memory_a_backward_costs_its_request_and_nothing_else(
     assert executor.execute(OptimStep("a", AdamParams())).grad_norm > 0.0
 
 
+def test_what_gradients_were_is_held_until_the_next_ones_are_known_to_be_computed(qwen3, examples, forward):
+    executor = qwen3.executor()
+    executor.execute(CreateAdapter("a", LoraSpec(4), 0))
+    forward(executor, "a", examples((9,)), backward=True)
+    first, executor.ahead = executor._adapters.get("a").grads, True
+    reply = forward(executor, "a", examples((30,)), backward=True)
+    unsure = executor._adapters._adapters["a"].unsure
+    assert unsure.before is first
+    assert reply().loss_sum != 0.0
+    assert unsure.before is None, "before the next command about the adapter"
+
+
 def assert_same(one: Any, other: Any) -> None:
     """The same tensors, bit for bit."""
     assert one.keys() == other.keys()

@@ -121,6 +121,9 @@ def test_a_9b_hybrid_trains_and_samples_on_one_h100_and_states_are_counted():
     one = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)  # a matrix for each head, and three inputs of the convolution
     assert plan.uses.kv_cache - plan.pages * 8 * 2 * 4 * 256 * 128 * 2 >= (plan.states + 64) * one
     assert few.pages > plan.pages
+    on_cpus = memory.plan_group(cfg, config)
+    pages = on_cpus.pages * memory._page_bytes(cfg, config)
+    assert on_cpus.by_use(cfg, config)["kv_cache"] - pages == memory._state_bytes(cfg, config) >= on_cpus.states * one
 
 
 def test_states_go_with_the_key_heads_where_tensor_does_not_divide_these():

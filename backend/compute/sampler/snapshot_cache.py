@@ -62,7 +62,7 @@ class AdapterSnapshot:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes on each device, or on the host."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.lora))
+        return _bytes(self.lora)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class SnapshotCache:
         cfg: the base model of the adapters. mesh: every device holds all of the stack. dtype: of snapshots, by name.
         by_layer: the stack has arrays of its own for each layer, as the weights have (`params.by_layer`).
         most_resident: how many snapshots stay on the devices; None: all. most_bytes: how many bytes of each device they
-        take, unless those being sampled take more; None: any. usual: the shape of most adapters, by which an empty
-        stack is made; None: the experts have the rank of the other matrices. plain: the base model has programs without
-        a stack, for when nobody samples a snapshot.
+        and the stack take, unless those being sampled take more; None: any. usual: the shape of most adapters, by which
+        an empty stack is made; None: the experts have the rank of the other matrices. plain: the base model has
+        programs without a stack, for when nobody samples a snapshot.
         """
         self._cfg, self._mesh, self._dtype, self._by_layer = cfg, mesh, dtype, by_layer
         self._usual = divisor_of(cfg, usual) if usual else 1
@@ -232,6 +232,7 @@ class SnapshotCache:
         width = rank_columns(sum(snapshot.columns for snapshot in snapshots))
         divisor = min((_divisor(snapshot.widths) for snapshot in snapshots), default=self._usual)
         widths = width, width // divisor
+        self._stack = _Stack()  # its memory is free before the next one is made
         stack = empty_stack(self._cfg, self._mesh, widths, self._dtype, self._by_layer)
         self._stack = _Stack(width, divisor, stack)
         start = 0
@@ -252,13 +253,17 @@ class SnapshotCache:
         """Evict the least recently used snapshots that are not in `used`, until the others are few and small enough."""
         if self.most_resident is None:
             return
-        held = sum(snapshot.nbytes for snapshot in self._resident)
+        held = _bytes(self._stack.lora) + sum(snapshot.nbytes for snapshot in self._resident)
         for snapshot in [snapshot for snapshot in self._resident if snapshot not in used]:
             if len(self._resident) <= self.most_resident and held <= (self._most_bytes or held):
                 return
             held -= snapshot.nbytes
             del self._resident[snapshot]
             snapshot.lora = to_host(snapshot.lora)
+
+
+def _bytes(lora: Lora) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(lora))
 
 
 def _on_host(lora: Lora) -> bool:

@@ -105,6 +105,18 @@ def test_those_used_longest_ago_wait_on_the_host(qwen: Any, random_lora: Any) ->
     assert snapshots.columns(dropped).end > 0
 
 
+def test_the_stack_takes_of_the_bytes_that_snapshots_may_take(qwen: Any, random_lora: Any) -> None:
+    snapshots = SnapshotCache(qwen.cfg, qwen.mesh, "float32", by_layer=True, most_resident=9, most_bytes=10**9)
+    for name in "abc":
+        snapshots.publish(name, random_lora(qwen.cfg, LoraSpec(32), 0), LoraSpec(32))
+    one = snapshots.find("a").nbytes
+    snapshots.use([snapshots.find("c")])
+    assert snapshots.resident == ["a", "b", "c"]
+    snapshots._most_bytes = 3 * one  # two, and a stack as large as one
+    snapshots.use([snapshots.find("c")])
+    assert snapshots.resident == ["b", "c"]
+
+
 def test_samples_are_the_same_wherever_their_snapshots_were(
     qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any
 ) -> None:
