@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ _MOST_QUERIES, _POSITIONS = 64, 64  # of a tile, in two bytes a number; half of 
 _WIDE = 256  # dimensions of a value; with more, tiles have fewer queries and positions
 _PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
 _MASKED = -1e30
+
+_Sums = tuple[jax.Array, jax.Array, jax.Array]  # of each query: highest score [m], sum of weights [m], of values [m, u]
 
 
 def attend(
@@ -58,74 +61,21 @@ def attend(
     apart, v = cache_v.shape[4] > 0, cache_v.shape[4] or values
     r, each = H // G, 4 // q_SQHd.dtype.itemsize
     M, u = Q * r, _tile(v)
-    parts = ((0, d),) if apart or v == d else ((0, v), (v, d - v))  # of a key: where they begin, and their dimensions
     less = max(1, u // _WIDE)
     m = max(_LEAST, min(each * _MOST_QUERIES // 2 // less, pl.next_power_of_2(M)))
-    t = max(_LEAST, min(each * _POSITIONS // 2 // less, P & -P))
     blocks = pl.cdiv(M, m)
     D = min(pl.next_power_of_2(pl.cdiv(_PROGRAMS, S * G * blocks)), W)
-    precision = jax.lax.Precision.HIGHEST if q_SQHd.dtype == jnp.float32 else None  # else float32 would be TF32
-
-    def kernel(layer_ref: Any, table_ref: Any, start_ref: Any, q_ref: Any, k_ref: Any, *refs: Any) -> None:
-        v_ref, (o_ref, log_ref) = refs[0], refs[-2:]
-        block, split, head, row = pl.program_id(0) // D, pl.program_id(0) % D, pl.program_id(1), pl.program_id(2)
-        first, start, layer = block * m, start_ref[row], layer_ref[0]
-        query_m = first + jnp.arange(m)
-
-        def queries(begin: int, dims: int) -> jax.Array:
-            w = _tile(dims)
-            mine = (query_m < M)[:, None] & (jnp.arange(w) < dims)[None]
-            return triton.load(q_ref.at[row, head, pl.ds(first, m), pl.ds(begin, w)], mask=mine, other=0)
-
-        q_parts = [queries(*part) for part in parts]
-        seen_m = start + query_m // r
-
-        def tile(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-            top_m, total_m, out_mu = state
-            at = i % (P // t) * t
-            page = table_ref[row, i // (P // t)]
-
-            def keys(begin: int, dims: int) -> jax.Array:
-                w = _tile(dims)
-                there = jnp.broadcast_to((jnp.arange(w) < dims)[:, None], (w, t))
-                return triton.load(k_ref.at[layer, page, head, pl.ds(begin, w), pl.ds(at, t)], mask=there, other=0)
-
-            k_parts = [keys(*part) for part in parts]
-            if apart:
-                there = jnp.broadcast_to((jnp.arange(u) < v)[None], (t, u))
-                v_tu = triton.load(v_ref.at[layer, page, head, pl.ds(at, t), pl.ds(0, u)], mask=there, other=0)
-            else:
-                v_tu = k_parts[0].T
-            products = (triton.dot(q, k, precision=precision) for q, k in zip(q_parts, k_parts, strict=True))
-            scores_mt = functools.reduce(operator.add, products)
-            places_t = i * t + jnp.arange(t)
-            within_mt = places_t[None] <= seen_m[:, None]
-            if window is not None:
-                within_mt &= places_t[None] > seen_m[:, None] - window
-            scores_mt = jnp.where(within_mt, scores_mt, _MASKED)
-            higher_m = jnp.maximum(top_m, jnp.max(scores_mt, axis=1))
-            weights_mt = jnp.exp(scores_mt - higher_m[:, None])
-            shrink_m = jnp.exp(top_m - higher_m)
-            part_mu = triton.dot(weights_mt.astype(v_tu.dtype), v_tu, precision=precision)
-            total_m = total_m * shrink_m + jnp.sum(weights_mt, axis=1)
-            return higher_m, total_m, out_mu * shrink_m[:, None] + part_mu
-
-        last = start + jnp.minimum(first + m - 1, M - 1) // r  # the last position that a query of the tile sees
-        tiles = jnp.minimum(last // t + 1, W * (P // t))
-        begin = 0 if window is None else jnp.maximum(start + first // r - window + 1, 0) // t
-        share = pl.cdiv(tiles - begin, D)
-        begin += split * share
-        state = (jnp.full(m, _MASKED, jnp.float32), jnp.zeros(m, jnp.float32), jnp.zeros((m, u), jnp.float32))
-        top_m, total_m, out_mu = jax.lax.fori_loop(begin, jnp.minimum(begin + share, tiles), tile, state)
-        total_m = jnp.where(total_m > 0, total_m, 1.0)  # of a split without pages
-        there = o_ref.at[split, row, head, pl.ds(first, m), pl.ds(0, u)]
-        mine = (query_m < M)[:, None] & (jnp.arange(u) < v)[None]
-        triton.store(there, (out_mu / total_m[:, None]).astype(o_ref.dtype), mask=mine)
-        triton.store(log_ref.at[split, row, head, pl.ds(first, m)], top_m + jnp.log(total_m), mask=query_m < M)
-
+    cut = _Cut(
+        M=M, P=P, W=W, D=D, r=r, m=m, u=u, v=v,
+        t=max(_LEAST, min(each * _POSITIONS // 2 // less, P & -P)),
+        apart=apart,
+        parts=((0, d),) if apart or v == d else ((0, v), (v, d - v)),
+        window=window,
+        precision=jax.lax.Precision.HIGHEST if q_SQHd.dtype == jnp.float32 else None,  # else float32 would be TF32
+    )  # fmt: skip
     q = q_SQHd.reshape(S, Q, G, r, d).transpose(0, 2, 1, 3, 4).reshape(S, G, M, d)
     o, log_totals = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, cut),
         out_shape=[
             jax.ShapeDtypeStruct((D, S, G, M, v), q.dtype if D == 1 else jnp.float32),
             jax.ShapeDtypeStruct((D, S, G, M), jnp.float32),
@@ -142,6 +92,116 @@ def attend(
     plain = D == 1 and sinks_H is None
     whole: jax.Array = o[0] if plain else jnp.sum(o * shares[..., None], axis=0).astype(q.dtype)
     return whole.reshape(S, G, Q, r, v).transpose(0, 2, 1, 3, 4).reshape(S, Q, H, v)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the work is cut into programs and tiles, by the module's letters.
+
+    apart: whether values have an array of their own; else they are the first dimensions of keys. parts: of a key, where
+    they begin and how many dimensions they have. window: as in `attend`. precision: of products.
+    """
+
+    M: int
+    P: int
+    W: int
+    D: int
+    r: int
+    m: int
+    t: int
+    u: int
+    v: int
+    apart: bool
+    parts: tuple[tuple[int, int], ...]
+    window: int | None
+    precision: jax.lax.Precision | None
+
+
+def _kernel(cut: _Cut, layer_ref: Any, table_ref: Any, start_ref: Any, q_ref: Any, k_ref: Any, *refs: Any) -> None:
+    """One program: m queries of a row over one split of its pages. refs: values if they are apart, and the results."""
+    M, W, D, r, m, t, u, v = cut.M, cut.W, cut.D, cut.r, cut.m, cut.t, cut.u, cut.v
+    v_ref, (o_ref, log_ref) = refs[0], refs[-2:]
+    block, split, head, row = pl.program_id(0) // D, pl.program_id(0) % D, pl.program_id(1), pl.program_id(2)
+    first, start, layer = block * m, start_ref[row], layer_ref[0]
+    query_m = first + jnp.arange(m)
+
+    def queries(begin: int, dims: int) -> jax.Array:
+        w = _tile(dims)
+        mine = (query_m < M)[:, None] & (jnp.arange(w) < dims)[None]
+        return triton.load(q_ref.at[row, head, pl.ds(first, m), pl.ds(begin, w)], mask=mine, other=0)
+
+    q_parts = [queries(*part) for part in cut.parts]
+    seen_m = start + query_m // r
+
+    def tile(i: jax.Array, sums: _Sums) -> _Sums:
+        at = i % (cut.P // t) * t
+        page = table_ref[row, i // (cut.P // t)]
+        k_parts, v_tu = _keys_and_values(cut, k_ref, v_ref, (layer, page, head), at)
+        return _added(cut, sums, q_parts, k_parts, v_tu, seen_m, i * t)
+
+    last = start + jnp.minimum(first + m - 1, M - 1) // r  # the last position that a query of the tile sees
+    tiles = jnp.minimum(last // t + 1, W * (cut.P // t))
+    begin = 0 if cut.window is None else jnp.maximum(start + first // r - cut.window + 1, 0) // t
+    share = pl.cdiv(tiles - begin, D)
+    begin += split * share
+    sums = (jnp.full(m, _MASKED, jnp.float32), jnp.zeros(m, jnp.float32), jnp.zeros((m, u), jnp.float32))
+    top_m, total_m, out_mu = jax.lax.fori_loop(begin, jnp.minimum(begin + share, tiles), tile, sums)
+    total_m = jnp.where(total_m > 0, total_m, 1.0)  # of a split without pages
+    there = o_ref.at[split, row, head, pl.ds(first, m), pl.ds(0, u)]
+    mine = (query_m < M)[:, None] & (jnp.arange(u) < v)[None]
+    triton.store(there, (out_mu / total_m[:, None]).astype(o_ref.dtype), mask=mine)
+    triton.store(log_ref.at[split, row, head, pl.ds(first, m)], top_m + jnp.log(total_m), mask=query_m < M)
+
+
+def _keys_and_values(
+    cut: _Cut, k_ref: Any, v_ref: Any, place: tuple[Any, Any, Any], at: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """The parts of t keys, each [w, t], and their values [t, u].
+
+    cut, k_ref, v_ref: the kernel's. place: layer, page and head. at: where in the page the first of them stands.
+    """
+    t, u = cut.t, cut.u
+
+    def keys(begin: int, dims: int) -> jax.Array:
+        w = _tile(dims)
+        there = jnp.broadcast_to((jnp.arange(w) < dims)[:, None], (w, t))
+        return triton.load(k_ref.at[*place, pl.ds(begin, w), pl.ds(at, t)], mask=there, other=0)
+
+    k_parts = [keys(*part) for part in cut.parts]
+    if not cut.apart:
+        return k_parts, k_parts[0].T
+    there = jnp.broadcast_to((jnp.arange(u) < cut.v)[None], (t, u))
+    return k_parts, triton.load(v_ref.at[*place, pl.ds(at, t), pl.ds(0, u)], mask=there, other=0)
+
+
+def _added(
+    cut: _Cut,
+    sums: _Sums,
+    q_parts: list[jax.Array],
+    k_parts: list[jax.Array],
+    v_tu: jax.Array,
+    seen_m: jax.Array,
+    first: jax.Array,
+) -> _Sums:
+    """The sums with a tile of positions added.
+
+    cut: the kernel's. sums: before. q_parts [m, w], k_parts [w, t], v_tu: of these queries and positions. seen_m int32:
+    the last position that each query sees. first: the tile's first position.
+    """
+    top_m, total_m, out_mu = sums
+    products = (triton.dot(q, k, precision=cut.precision) for q, k in zip(q_parts, k_parts, strict=True))
+    scores_mt = functools.reduce(operator.add, products)
+    places_t = first + jnp.arange(cut.t)
+    within_mt = places_t[None] <= seen_m[:, None]
+    if cut.window is not None:
+        within_mt &= places_t[None] > seen_m[:, None] - cut.window
+    scores_mt = jnp.where(within_mt, scores_mt, _MASKED)
+    higher_m = jnp.maximum(top_m, jnp.max(scores_mt, axis=1))
+    weights_mt = jnp.exp(scores_mt - higher_m[:, None])
+    shrink_m = jnp.exp(top_m - higher_m)
+    part_mu = triton.dot(weights_mt.astype(v_tu.dtype), v_tu, precision=cut.precision)
+    total_m = total_m * shrink_m + jnp.sum(weights_mt, axis=1)
+    return higher_m, total_m, out_mu * shrink_m[:, None] + part_mu
 
 
 def takes(d: int, values: int) -> bool:
