@@ -75,7 +75,8 @@ def test_a_token_is_decoded_as_fast_with_the_defaults_as_with_a_tensor_axis(tmp_
     pattern = r"decode, \d+ sequence\(s\) of 1024 tokens: at most ([\d,]+) tokens/s"
     plain = plan(tmp_path, "32B", "h100:8")
     split = plan(tmp_path, "32B", "h100:8", tensor_parallel=8)
-    assert number(split, pattern) == number(plain, pattern) > 20_000
+    assert number(split, pattern) == pytest.approx(number(plain, pattern), rel=1e-3)
+    assert number(plain, pattern) > 20_000
     assert "limited by memory bandwidth" in plain
 
 
