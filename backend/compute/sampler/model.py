@@ -20,9 +20,10 @@ from tinkerflow.backend.compute.sampler.decode import Decoded, Rows, decode
 from tinkerflow.backend.compute.sampler.kv_cache import KVCache, copy_pages, empty_cache
 from tinkerflow.backend.compute.sampler.pages import PagePool, PageTable
 from tinkerflow.backend.compute.sampler.prefill import Piece, prefill
+from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, empty_queries
 from tinkerflow.backend.compute.sampler.sampling import greedy_choice, width_for
-from tinkerflow.backend.compute.sampler.scheduler import Held, PrefillGroup
+from tinkerflow.backend.compute.sampler.scheduler import Held
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache
 from tinkerflow.backend.compute.sampler.views import Views
 from tinkerflow.backend.compute.transformer import Params

@@ -166,6 +166,10 @@ class PromptScores:
             alternatives=width_for(wishes.alternatives),
         )
 
+    def restart(self) -> None:
+        """All rows are computed again."""
+        self._uniforms = UniformStream(self._request.seed, ALTERNATIVES)
+
     @property
     def finite(self) -> bool:
         """Whether every wanted logprob so far is a finite number."""

@@ -150,6 +150,13 @@ class ActiveSequence:
         """The token that the next step is given."""
         return self.tokens[-1] if self.tokens else int(self.parent.request.prompt_T[-1])
 
+    def restart(self) -> None:
+        """It has no pages, and the devices are asked again for what nobody has read."""
+        self.table, self.source, self.unproven = PageTable(0), PageTable(0), None
+        self.preempted, self.ahead = False, 0
+        self.uniforms = UniformStream(self.parent.request.seed, self.index)
+        self.uniforms.take(len(self.tokens))
+
     def prefix(self) -> Int32:
         """Every token so far, prompt first."""
         return np.concatenate([self.parent.request.prompt_T, np.asarray(self.tokens, np.int32)]).astype(np.int32)

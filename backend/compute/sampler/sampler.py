@@ -46,18 +46,19 @@ from tinkerflow.backend.compute.platforms import on_cpu, platform
 from tinkerflow.backend.compute.sampler.constraints import Matcher, new_matcher
 from tinkerflow.backend.compute.sampler.model import Chunk, SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE, PagePool
+from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.sampler.programs import SamplerPrograms
 from tinkerflow.backend.compute.sampler.prompt_scores import PieceScores, prompt_scores
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
 from tinkerflow.backend.compute.sampler.sampling import UniformStream
-from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup, Scheduler
+from tinkerflow.backend.compute.sampler.scheduler import Scheduler
 from tinkerflow.backend.compute.sampler.shapes import make_shapes
 from tinkerflow.backend.compute.sampler.snapshot_cache import SnapshotCache, usual_spec
 from tinkerflow.backend.compute.sampler.stops import Decode, StopDetector, load_decode
 from tinkerflow.backend.compute.transformer import Params
 from tinkerflow.backend.compute.vision import Eyes, image_shift
 from tinkerflow.backend.compute.warming import Program
-from tinkerflow.backend.errors import UserError
+from tinkerflow.backend.errors import OUT_OF_MEMORY, UserError
 
 if TYPE_CHECKING:  # memory.py counts in this room's pages
     from tinkerflow.backend.compute.memory import MemoryPlan
@@ -146,6 +147,7 @@ class Sampler:
         self._prefilled: PieceScores | None = None  # of the last step that only prefilled
         self._served_short = False  # in the last step
         self._filling = 0  # steps in a row that only prefilled
+        self._last: ParentRequest | None = None  # who came last of those whom the devices were asked for
         self._failed: list[SampleResult] = []
         self._streamed: list[NewTokens] = []  # decoded in this step for requests that stream
 
@@ -221,6 +223,7 @@ class Sampler:
             self._cancel(command.cancel)
         for request in command.admit:
             self._admit(request)
+        self._last = None
         try:
             # Short requests served beside the batch are answered at once; the batch goes on in the next step.
             self._served_short = not self._served_short and self._serve_short()
@@ -230,17 +233,32 @@ class Sampler:
                 self._read_asked()
                 jax.block_until_ready(self._model.last_piece)
         except Exception as error:
-            # The batch is gone with its donated buffers (say, no memory was left), but not the snapshots.
-            log.exception("a sample step failed; every request in it is answered with an error")
-            text = f"the sampler's batch failed ({type(error).__name__}: {error}); the same request may work later"
-            self._failed += [SampleResult(name, error=text, category="server") for name in self._scheduler.clear()]
+            # The cache is gone with its donated buffers, but not the snapshots.
+            log.exception("a sample step failed")
+            self._fail_step(error)
+            self._filling = 0
             self._forget_asked()
+            self.snapshots.reset()
             self._model.clear()
         finished = (*self._failed, *self._scheduler.finish())
         streamed, self._failed, self._streamed = tuple(self._streamed), [], []
         if not (self._scheduler.active or self._scheduler.waiting):
             self._start_over()
         return SampleProgress(finished, self._scheduler.active, self._scheduler.waiting, streamed)
+
+    def _fail_step(self, error: Exception) -> None:
+        """Answer those whose step failed: where no memory was left, who came last of them; the others wait again."""
+        last = self._last.request.request_id if self._last is not None else ""
+        if OUT_OF_MEMORY in str(error) and self._scheduler.holds(last):
+            log.error("no memory was left on the devices for %s; the other requests wait again", last)
+            text, names = "the devices had no memory left for this request beside the others", [last]
+            self._scheduler.remove(last)
+            self._scheduler.restart()
+        else:
+            log.error("every request that the sampler has is answered with an error")
+            text, names = "the sampler's batch failed", self._scheduler.clear()
+        text += f" ({type(error).__name__}: {error}); the same request may work later"
+        self._failed += [SampleResult(name, error=text, category="server") for name in names]
 
     def _admit(self, request: SampleRequest) -> None:
         if self._scheduler.holds(request.request_id):
@@ -324,6 +342,7 @@ class Sampler:
         """Compute as much of the waiting prompts as a step may: how many tokens, padded."""
         spent = 0
         while spent < self._prefill_budget and (group := self._scheduler.next_group()) is not None:
+            self._last = group.jobs[-1].parent
             self.snapshots.use(self._scheduler.snapshots())
             while group.remaining > 0 and spent < self._prefill_budget:
                 spent += self._model.prefill_piece(group)
@@ -340,6 +359,7 @@ class Sampler:
     def _decode(self) -> None:
         """One chunk of every sequence, and as many tokens of those which the host leads one by one."""
         scheduler = self._scheduler
+        self._last = scheduler.decoding[-1].parent if scheduler.decoding else self._last
         if any(sequence.needs_host for sequence in scheduler.running):
             self._read_asked()
         while not scheduler.make_room(steps := self._steps(scheduler.running)):
@@ -401,6 +421,7 @@ class Sampler:
         group = scheduler.next_short_group(_SHORT, self._config.decode_chunk)
         if group is None:
             return False
+        self._last = group.jobs[-1].parent
         self.snapshots.use(
             [*scheduler.snapshots(), *(job.parent.snapshot for job in group.jobs if job.parent.snapshot)]
         )

@@ -27,175 +27,20 @@ slots' shares then hold for what was admitted, by sequences, which the engine do
 from __future__ import annotations
 
 import bisect
-import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, islice, pairwise
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from tinkerflow.backend.commands import Int32, SampleResult
-from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable, pages_for
-from tinkerflow.backend.compute.sampler.prompt_scores import PLAIN, PieceScores, Widths
+from tinkerflow.backend.compute.sampler.pages import Key, PagePool, PageTable
+from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup, PrefillJob, scope_for
 from tinkerflow.backend.compute.sampler.requests import ActiveSequence, ParentRequest, PrefixScope
-from tinkerflow.backend.compute.sampler.shapes import SHORT_PROMPT, Shapes, at_least, prefill_piece, prefill_pieces
+from tinkerflow.backend.compute.sampler.shapes import Shapes, at_least
 from tinkerflow.backend.compute.sampler.snapshot_cache import AdapterSnapshot
 
 _MOST_OVERTAKING = 256  # sequences that go before a batch request that came earlier
 
 Held = list[tuple[int, ActiveSequence]]  # (slot, the sequence in it), ascending
-
-
-@dataclass(eq=False)
-class PrefillJob:
-    """Sequences that continue the same tokens. All but the last token are prefilled; the last is decode's first input.
-
-    score: the parent wants scores of the prompt, and they are still to be computed. start: the job's place in line, as
-    the number of sequences its owner may have been served before it, had all owners shared alike. page: positions of a
-    page. sizes: of the pieces it may go in. table, row: its pages and its row in a group, once it is in one. known: how
-    many tokens these pages held before. overtaken: sequences that went before it and came later. branch: how many
-    tokens there are pages of, but perhaps no state to go on from: then one is kept for the next prompt. past: its
-    states after so many tokens, which are kept for others once it is computed.
-    """
-
-    parent: ParentRequest
-    tokens_T: Int32
-    sequences: deque[ActiveSequence]
-    score: bool
-    page: int
-    sizes: tuple[int, ...]
-    start: int = 0
-    table: PageTable = field(default_factory=lambda: PageTable(0))
-    row: int = 0
-    known: int = 0
-    overtaken: int = 0
-    branch: int = 0
-    past: list[tuple[int, PageTable]] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """How many tokens to prefill."""
-        return len(self.tokens_T) - 1
-
-    @property
-    def positions(self) -> int:
-        """For how many positions it needs pages when it begins: all it may ever have, if it was preempted."""
-        return max((sequence.most_cached for sequence in self.sequences if sequence.preempted), default=self.length)
-
-    @property
-    def alone(self) -> bool:
-        """Whether it is prefilled alone: others would wait for its long prompt, its images, or its prompt scores."""
-        parent, long = self.parent, self.length > SHORT_PROMPT
-        return long or bool(parent.request.images) or (self.score and _widths([self]) != PLAIN)
-
-    @property
-    def room(self) -> int:
-        """The positions of the pages that hold its prompt."""
-        return pages_for(self.length, self.page) * self.page
-
-    @cached_property
-    def borders(self) -> list[int]:
-        """Where the pieces of a prompt that goes alone begin and end: from 0 to its length, or a little beyond."""
-        return [0, *accumulate(prefill_pieces(self.sizes, self.length, self.room))]
-
-    @cached_property
-    def digests(self) -> list[bytes]:
-        """For each page of a prompt that goes alone: a digest of the page before, its tokens, images, and their pieces.
-
-        With the weights, they are everything that decides the pages' numbers: every token up to a page's end, and the
-        pieces in which these were computed. So a page that is found is bit for bit what would be computed, and the rest
-        of the prompt is computed in the pieces in which it would be: a result does not depend on what is found. Decoded
-        tokens have no digests: decode computes them in other shapes.
-        """
-        tokens_T: Int32 = self.tokens_T[: self.length]
-        digests, digest = [], b""
-        for begin in range(0, self.length, self.page):
-            end = begin + self.page
-            pieces = [(start, stop) for start, stop in pairwise(self.borders) if start < end and stop > begin]
-            told = repr(pieces).encode() + self.parent.marks(begin, end, pieces) + tokens_T[begin:end].tobytes()
-            digests.append(digest := hashlib.sha256(digest + told).digest())
-        return digests
-
-    @cached_property
-    def states(self) -> Mapping[int, bytes]:
-        """By border: a digest of all that decides the state there, the tokens before it and their pieces."""
-        found, digest = {0: b""}, b"state"
-        for start, stop in pairwise(self.borders):
-            own, here_T = [(start, stop)], self.tokens_T[start : min(stop, self.length)]
-            told = repr((start, stop)).encode() + self.parent.marks(start, stop, own) + here_T.tobytes()
-            found[min(stop, self.length)] = digest = hashlib.sha256(digest + told).digest()
-        return found
-
-    def keeps_state(self, border: int) -> bool:
-        """Whether other prompts may go on from the state there.
-
-        They may from the last border that a prompt which goes on has, too; and from where prompts seem to part.
-        """
-        longer = {0, *accumulate(prefill_pieces(self.sizes, 2 * self.length + self.sizes[-2], 4 * self.room))}
-        return border in (self.branch, max(set(self.borders) & longer & set(range(self.length + 1))))
-
-    def keys(self, scope: PrefixScope) -> list[Key]:
-        """The keys of its prompt's pages for the requests of `scope`."""
-        return [Key(scope, digest) for digest in self.digests]
-
-    def is_over_in(self, tokens: int) -> bool:
-        """Whether its sequences end within that many tokens of one dispatch."""
-        return all(one.remaining <= tokens and one.matcher is None for one in self.sequences)
-
-    def wants(self, start: int, end: int) -> bool:
-        """Whether the request wants scores of what follows the prompt's tokens [start, end)."""
-        scores = self.parent.scores
-        return self.score and scores is not None and scores.want(start, min(end, self.length))
-
-
-@dataclass(eq=False)
-class PrefillGroup:
-    """Jobs that are prefilled together. rows: of the dispatch.
-
-    scope: the requests that may share its prompt's pages, as it was begun; None when it is computed in shapes that
-    depend on other jobs.
-    """
-
-    jobs: list[PrefillJob]
-    rows: int
-    scope: PrefixScope | None
-    start: int = 0  # tokens of every row that are computed
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that the longest row still lacks."""
-        return max((job.length for job in self.jobs), default=0) - self.start
-
-    @property
-    def widths(self) -> Widths:
-        """What its program computes beside logprobs. Only a job that goes alone wants any of it."""
-        return _widths(self.jobs)
-
-    @property
-    def piece(self) -> int:
-        """How many tokens a row the next dispatch computes."""
-        first, alone = self.jobs[0], len(self.jobs) == 1
-        room = first.room - self.start
-        return prefill_piece(first.sizes, alone=alone, start=self.start, remaining=self.remaining, room=room)
-
-    def begin(self, known: int) -> None:
-        """The first `known` tokens of each prompt are in its pages."""
-        self.start = known
-        for job in self.jobs:
-            job.known = known
-            if job.parent.known is None:  # else it was preempted, and is prefilled again
-                job.parent.known = known
-
-    def advance(self, tokens: int, scored: PieceScores | None) -> None:
-        """That many more tokens are computed. scored: what was asked of the tokens after them, on the host, or None."""
-        for job in self.jobs:
-            end = min(self.start + tokens, job.length)
-            if scored is not None and job.wants(self.start, end):
-                assert job.parent.scores is not None
-                job.parent.scores.take(self.start, end, job.row, scored)
-        self.start += tokens
 
 
 class Scheduler:
@@ -214,6 +59,7 @@ class Scheduler:
         self._now = 0  # the start of the job that was served last
         self._next_start: dict[str, int] = {}  # by owner
         self.group: PrefillGroup | None = None
+        self._beside: PrefillGroup | None = None  # of short requests, until they join
         self.decoding: list[ActiveSequence] = []  # in the order in which they joined
 
     # ------------------------------------------------------------------ what it looks like
@@ -276,10 +122,10 @@ class Scheduler:
         """Queue a request: behind its owner's other requests, before what exceeds the share of other owners."""
         request = parent.request
         self._parents[request.request_id] = parent
-        tokens = np.asarray(request.prompt_T, np.int32)
         start = max(self._now, self._next_start.get(request.owner, 0))
         self._next_start[request.owner] = start + len(sequences)
-        job = self._job(parent, tokens, deque(sequences), score=parent.scores is not None, start=start)
+        score = parent.scores is not None and not sequences[0].tokens
+        job = self._job(parent, sequences[0].prefix(), deque(sequences), score=score, start=start)
         if overtaken := self._overtaken_by(job):
             job.start = overtaken[0].start
             for other in overtaken:
@@ -347,9 +193,29 @@ class Scheduler:
         self._waiting.clear()
         self._next_start.clear()
         self._now = 0
-        self.group, self.decoding = None, []
+        self.group, self._beside, self.decoding = None, None, []
         self._pool.clear()
         return requests
+
+    def restart(self) -> None:
+        """All requests wait again, in the order in which they came, with their tokens so far; pages hold nothing."""
+        jobs = [*self._waiting, *(job for group in (self.group, self._beside) if group for job in group.jobs)]
+        sequences = [*self.decoding, *(one for job in jobs for one in job.sequences)]
+        parents = dict(self._parents)
+        self.clear()
+        self._parents = parents
+        for parent in parents.values():
+            fresh: list[ActiveSequence] = []
+            for sequence in [one for one in sequences if one.parent is parent]:
+                sequence.restart()
+                if sequence.tokens:
+                    self.admit(parent, [sequence])
+                else:
+                    fresh.append(sequence)
+            if fresh:
+                if parent.scores is not None:
+                    parent.scores.restart()
+                self.admit(parent, fresh)
 
     def rest(self) -> None:
         """Nobody is there: the next owners begin alike. What pages hold of prompts stays."""
@@ -395,7 +261,8 @@ class Scheduler:
             if len(job.sequences) <= most_sequences and len(jobs) < self._shapes.rows[-1]:
                 jobs.append(job)
                 most_sequences -= len(job.sequences)
-        return self._formed(jobs) if jobs else None
+        self._beside = self._formed(jobs) if jobs else None
+        return self._beside
 
     def _formed(self, jobs: list[PrefillJob]) -> PrefillGroup | None:
         """The group of the first of these waiting jobs, as many as there are pages for; None without pages for one.
@@ -404,7 +271,7 @@ class Scheduler:
         """
         known, began, roomiest = 0, 0, self._pool.roomiest()
         for i, job in enumerate(jobs):
-            found = self._begun(job, _scope(jobs), (roomiest + i) % self._pool.shards)
+            found = self._begun(job, scope_for(jobs), (roomiest + i) % self._pool.shards)
             if found is None:
                 break
             known, began = found, began + 1
@@ -417,7 +284,7 @@ class Scheduler:
         self._waiting = deque(job for job in self._waiting if job not in jobs)
         served = max(job.start for job in jobs)
         self._now = max(self._now, min(served, self._waiting[0].start if self._waiting else served))
-        group = PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), _scope(jobs))
+        group = PrefillGroup(jobs, at_least(self._shapes.rows, len(jobs)), scope_for(jobs))
         each, used = group.rows // self._pool.shards, [0] * self._pool.shards
         for job in jobs:
             job.row = job.table.shard * each + used[job.table.shard]
@@ -477,7 +344,7 @@ class Scheduler:
         group, pool = self.group, self._pool
         assert group is not None, "no group is in prefill"
         scope, group.scope = group.scope, None
-        if scope is not None and scope == _scope(group.jobs) and alive(scope):
+        if scope is not None and scope == scope_for(group.jobs) and alive(scope):
             (job,) = group.jobs
             keys = job.keys(scope)
             if job.sequences[0].preempted:  # it keeps all of its pages to itself but those that it never writes
@@ -497,6 +364,7 @@ class Scheduler:
 
     def join_beside(self, group: PrefillGroup) -> list[ActiveSequence]:
         """Let the sequences of a short group decode, for a chunk in which they end. Those without pages wait again."""
+        self._beside = None
         pool, joined = self._pool, []
         for job in group.jobs:
             known = self._parents.get(job.parent.request.request_id) is job.parent
@@ -589,12 +457,3 @@ class Scheduler:
             unproven = (sequence.cached - sequence.ahead) // self._pool.page
         self._pool.release(sequence.source, spoiled=0 if failed else sequence.unproven)
         self._pool.release(sequence.table, spoiled=0 if failed else unproven)
-
-
-def _widths(jobs: list[PrefillJob]) -> Widths:
-    scores = jobs[0].parent.scores
-    return scores.widths if scores is not None and jobs[0].score else PLAIN
-
-
-def _scope(jobs: list[PrefillJob]) -> PrefixScope | None:
-    return jobs[0].parent.scope if len(jobs) == 1 and _widths(jobs) == PLAIN else None

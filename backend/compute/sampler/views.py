@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tinkerflow.backend.commands import ImagePixels
 from tinkerflow.backend.compute.config import Vision
 from tinkerflow.backend.compute.mesh import to_host
-from tinkerflow.backend.compute.sampler.scheduler import PrefillJob
+from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillJob
 from tinkerflow.backend.compute.transformer import Seen
 from tinkerflow.backend.compute.vision import Eyes, image_positions
 

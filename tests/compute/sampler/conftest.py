@@ -22,7 +22,7 @@ from tinkerflow.backend.compute.params import load_params
 from tinkerflow.backend.compute.sampler import Sampler
 from tinkerflow.backend.compute.sampler.model import SamplerModel
 from tinkerflow.backend.compute.sampler.pages import PAGE
-from tinkerflow.backend.compute.sampler.scheduler import PrefillGroup
+from tinkerflow.backend.compute.sampler.prefill_jobs import PrefillGroup
 from tinkerflow.backend.compute.transformer import Params
 
 VOCAB = 320

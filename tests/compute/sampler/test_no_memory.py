@@ -1,0 +1,72 @@
+"""A step for which the devices have no memory left costs the request that it was for, and no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+from tests.compute.closeness import close_logprobs
+
+from tinkerflow.backend.commands import LoraSpec, SampleStep
+from tinkerflow.backend.compute.sampler import sampler as sampler_module
+from tinkerflow.backend.compute.sampler.model import SamplerModel
+
+
+def requests_in(work: Any) -> set[str]:
+    """The requests that a dispatch is for: of a group of prompts, a list of slots, or a chunk."""
+    if hasattr(work, "jobs"):
+        return {job.parent.request.request_id for job in work.jobs}
+    return {sequence.parent.request.request_id for _, sequence in getattr(work, "held", work)}
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "tokens", "ahead"),
+    [
+        ("prefill_piece", 0, 12, False),
+        ("prefill_piece", 0, 2, False),  # beside the batch
+        ("decode_chunk", 1, 12, True),
+        ("decode_chunk", 1, 2, True),
+        ("read", 0, 12, True),
+    ],
+)
+def test_the_last_request_is_answered_and_the_others_get_what_they_would_have_got(
+    qwen: Any, ask: Any, run_all: Any, prompt: Any, random_lora: Any, monkeypatch: pytest.MonkeyPatch,
+    method: str, place: int, tokens: int, ahead: bool,
+) -> None:  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler_module, "on_cpu", lambda: not ahead)
+        sampler = qwen.sampler(sample_slots=8, decode_chunk=4)
+    sampler.publish("snap", random_lora(qwen.cfg, LoraSpec(8), 0), LoraSpec(8))
+    requests = (
+        ask("greedy", prompt(30), 24),
+        ask("drawn", prompt(40), 24, temperature=1.0, seed=7, num_samples=2, snapshot_id="snap"),
+        ask("scored", prompt(33), 16, temperature=1.0, seed=8, prompt_logprobs=True, topk_sample=2),
+    )
+    expected, real = run_all(sampler, *requests), getattr(SamplerModel, method)
+
+    def short_of_memory(model: SamplerModel, *args: Any) -> Any:
+        if "last" in requests_in(args[place]):
+            jax.tree.map(lambda leaf: leaf.delete(), model.cache)  # as when it was donated to what failed
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return real(model, *args)
+
+    monkeypatch.setattr(SamplerModel, method, short_of_memory)
+    progress = sampler.step(SampleStep(admit=requests))
+    finished = [*progress.finished, *sampler.step(SampleStep()).finished]
+    progress = sampler.step(SampleStep(admit=(ask("last", prompt(20), tokens),)))
+    finished += progress.finished
+    while progress.active or progress.waiting:
+        progress = sampler.step(SampleStep())
+        finished += progress.finished
+    found = {result.request_id: result for result in finished}
+    assert len(found) == len(finished) == 4, "each is answered once"
+    last = found.pop("last")
+    assert last.error is not None and "no memory left for this request" in last.error and last.category == "server"
+    for name, result in found.items():
+        assert result.error is None
+        for mine, theirs in zip(result.sequences, expected[name].sequences, strict=True):
+            assert mine.tokens_T.tolist() == theirs.tokens_T.tolist()
+            close_logprobs(mine.logprobs_T, theirs.logprobs_T, ulps=128)
+    close_logprobs(found["scored"].prompt_logprobs_T[1:], expected["scored"].prompt_logprobs_T[1:], ulps=128)
+    assert sampler.pages.used == 0
