@@ -157,6 +157,7 @@ def test_a_required_call_and_a_schema_hold_for_a_model_that_knows_neither(server
     assert done.choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_litellm_chats_streams_and_calls_tools(
     server: Any, taught: dict[str, str], provider: str, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +183,7 @@ def test_litellm_chats_streams_and_calls_tools(
         assert litellm.completion(**calls, messages=[*HI, message, result]).usage.completion_tokens > 0
 
 
+@pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
 def test_litellm_gives_logprobs_and_holds_schemas(
     server: Any, gpt: openai.OpenAI, taught: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def test_litellm_gives_logprobs_and_holds_schemas(
     assert json.loads(held.choices[0].message.content)["a"] in (True, False)
 
 
+@pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
 def test_lm_eval_scores_choices_and_texts_and_generates(
     server: Any, taught: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

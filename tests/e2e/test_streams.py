@@ -81,11 +81,23 @@ def test_a_worker_that_is_killed_makes_no_token_come_twice_or_not(server, client
     assert len(logprobs) == 400
 
 
-def test_many_streams_at_once_lose_nothing(server, client, trained):
-    expected = {seed: list(sampled(server, 60, seed, model_path=trained)[0]) for seed in range(16)}
-    with ThreadPoolExecutor(16) as threads:
-        said = list(threads.map(lambda seed: streamed(client, trained, 60, seed)[0], expected))
-    assert said == list(expected.values())
+def test_64_streams_at_once_lose_nothing_and_wait_for_nobody_who_does_not_read(server, client, trained):
+    sampler = server.client().create_sampling_client(model_path=trained).result()
+    params = [types.SamplingParams(max_tokens=60, seed=seed, stop=[]) for seed in range(64)]
+    asked = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, one) for one in params]
+    expected = [list(one.result().sequences[0].tokens) for one in asked]
+    unread = client.completions.create(
+        model=trained, prompt=TOKENS, max_tokens=100, n=8, seed=1, stream=True, logprobs=20,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    with ThreadPoolExecutor(64) as threads:
+        said = list(threads.map(lambda seed: streamed(client, trained, 60, seed)[0], range(64)))
+    assert said == expected
+    read = [0] * 8
+    for part in unread:
+        for choice in part.choices:
+            read[choice.index] += len(choice.token_ids)
+    assert read == [100] * 8
 
 
 def test_a_client_that_leaves_frees_its_place(server, client):
